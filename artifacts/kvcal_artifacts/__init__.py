@@ -1,0 +1,41 @@
+"""Bundles and the runtime: what a server needs to load a compressed cache.
+
+    import kvcal_artifacts
+    cache = kvcal_artifacts.load_cache("x.kvcal.safetensors", model)
+    model.generate(**inputs, past_key_values=cache)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .bundle import Bundle
+    from .cache import KVCalCache
+
+
+def load_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Read a bundle file and check all of it; raises errors.CorruptBundle or errors.IncompatibleBundle."""
+    from .bundle import load_bundle as load
+
+    return load(path)
+
+
+def load_cache(bundle: Bundle | str | os.PathLike[str], model: nn.Module, **options: Any) -> KVCalCache:
+    """A Transformers cache for `model.generate(past_key_values=cache)` that stores what the bundle says.
+
+    bundle: a path, or what load_bundle gave. options: strict, offload (see KVCalCache). Raises
+    errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
+    """
+    from .bundle import Bundle
+    from .cache import KVCalCache
+
+    loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
+    loaded.check(model)
+    return KVCalCache(loaded.scheme, model, **options)
+
+
+__all__ = ["load_bundle", "load_cache"]

@@ -1,0 +1,322 @@
+"""The bundle: one safetensors file with everything a cache needs to know about a model (docs/format.md).
+
+One metadata key, `kvcal`, holds canonical JSON {"header": ..., "sha256": hash of the canonical header}; the header lists
+every tensor with dtype, shape and hash. Same content, same bytes. Readers check everything and import nothing by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from . import hf
+from .codecs import Shape, build, state_of
+from .errors import CorruptBundle, IncompatibleBundle, KVCalError
+from .scheme import LayerCodecs, Scheme, Windows
+
+FORMAT, VERSION = "kvcal", 1
+SUFFIX = ".kvcal.safetensors"
+HEADER_LIMIT = 100_000_000  # safetensors' own cap
+
+# What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
+FINGERPRINT_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "sliding_window", "no_rope_layers", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+    "logits_scaling",
+)  # fmt: skip
+PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtype differs by less than 1 %
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: the same value gives the same text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def sha256_text(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a bundle remembers of its model. probe: some key weights, to tell other weights of the same shape."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: dict[str, Any]
+    config_sha256: str
+    revision: str | None = None
+    probe: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, revision: str | None = None) -> Fingerprint:
+        config = hf.config_of(model)
+        plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
+        rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
+        plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
+        known = {name: value for name, value in plain.items() if value is not None}
+        return cls(
+            architecture=config.model_type,
+            layers=config.num_hidden_layers,
+            kv_heads=config.num_key_value_heads,
+            head_dim=hf.head_dim_of(config),
+            rope=rope,
+            config_sha256=sha256_text(canonical(known)),
+            revision=revision or getattr(config, "_commit_hash", None),
+            probe=_probe(model),
+        )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One phrase a field in which the other model differs; empty if this bundle fits it."""
+        found = [
+            f"{name}: bundle {mine!r}, model {theirs!r}"
+            for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
+        ]
+        if not found and self.revision and other.revision and self.revision != other.revision:
+            found.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
+        if not found and self.probe and other.probe and not _close(self.probe, other.probe):
+            found.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
+        return found
+
+
+def _plain(value: Any) -> Any:
+    """Config values as JSON gives them back."""
+    return json.loads(json.dumps(value))
+
+
+def _probe(model: nn.Module) -> tuple[float, ...]:
+    sites = hf.attention_sites(model)
+    found: list[float] = []
+    for site in (sites[0], sites[-1]):
+        source = getattr(site.module, "k_proj", None) or site.key_source
+        weight = getattr(source, "weight", None)
+        if weight is None or not weight.is_floating_point() or weight.is_meta:
+            return ()
+        found += [float(f"{v:.6g}") for v in weight.detach()[-1, :8].float().tolist()]
+    return tuple(found)
+
+
+def _close(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    scale = max(map(abs, a))
+    return len(a) == len(b) and all(abs(x - y) <= PROBE_TOLERANCE * scale for x, y in zip(a, b, strict=True))
+
+
+@dataclass
+class Bundle:
+    """A scheme with what it was made for and how. `scheme` tensors are shared by all caches made from one bundle."""
+
+    fingerprint: Fingerprint
+    scheme: Scheme
+    provenance: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """File name without suffix, else the method's name."""
+        if self.path is not None:
+            return self.path.name.removesuffix(SUFFIX).removesuffix(".safetensors")
+        return str(self.provenance.get("method", "scheme"))
+
+    def to_bytes(self) -> bytes:
+        tensors: dict[str, Tensor] = {}
+        by_hash: dict[str, str] = {}
+        listed: dict[str, dict[str, Any]] = {}
+
+        def keep(name: str, tensor: Tensor) -> str:
+            """Store once; the name under which equal content already lies otherwise."""
+            entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            entry["sha256"] = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+            if (known := by_hash.get(canonical(entry))) is not None:
+                return known
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise KVCalError(f"tensor {name} holds a NaN or infinity; nothing was written")
+            by_hash[canonical(entry)], listed[name] = name, entry
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
+            return name
+
+        layers: list[dict[str, Any]] = []
+        for index, pair in enumerate(self.scheme.layers):
+            if pair is None:
+                layers.append({"skipped": self.scheme.skipped[index]})
+                continue
+            entry: dict[str, Any] = {}
+            for role, codec in (("key", pair.key), ("value", pair.value)):
+                refs = {n: keep(f"layers.{index}.{role}.{n}", t) for n, t in sorted(codec.tensors().items())}
+                entry[role] = state_of(codec) | {"tensors": refs, "shape": [codec.shape.heads, codec.shape.dim]}
+            layers.append(entry)
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": asdict(self.fingerprint),
+            "scheme": self.scheme.config() | {"layers": layers},
+            "provenance": self.provenance,
+            "metrics": self.metrics,
+            "tensors": listed,
+        }
+        text = canonical(header)
+        return save(tensors, metadata={FORMAT: canonical({"header": header, "sha256": sha256_text(text)})})
+
+    def write(self, path: Path) -> str:
+        """Write to a temporary name beside `path`, then rename; returns the file's sha256."""
+        data = self.to_bytes()
+        write_atomically(path, data)
+        self.path = path
+        return hashlib.sha256(data).hexdigest()
+
+    def check(self, model: nn.Module, revision: str | None = None) -> None:
+        """Refuse another model, naming both values."""
+        if found := self.fingerprint.differences(Fingerprint.of(model, revision)):
+            raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(found)}")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All of `data` under `path`, or nothing: a temporary file in the same folder, synced, renamed."""
+    if not path.parent.is_dir():
+        raise KVCalError(f"{path.parent} is not a folder; create it or give another --output")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Read and check a bundle file.
+
+    Raises CorruptBundle (damaged, tampered) or IncompatibleBundle (unknown format or version), naming what was seen and
+    what is allowed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CorruptBundle(f"{path}: no such bundle file")
+    data = path.read_bytes()
+    header = read_header(path, data)
+    tensors = _checked_tensors(path, data, header)
+    bundle = _parse(path, header, tensors)
+    bundle.path = path
+    return bundle
+
+
+def read_header(path: Path, data: bytes) -> dict[str, Any]:
+    """The kvcal header of a file's bytes, its hash checked."""
+    outer = _safetensors_header(path, data)
+    text = (outer.get("__metadata__") or {}).get(FORMAT)
+    if text is None:
+        raise IncompatibleBundle(f"{path}: a safetensors file, but not a kvcal bundle (no '{FORMAT}' metadata)")
+    try:
+        envelope = json.loads(text)
+        header, stated = envelope["header"], envelope["sha256"]
+        actual = sha256_text(canonical(header))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptBundle(f"{path}: kvcal header is not readable ({error})") from error
+    if actual != stated:
+        raise CorruptBundle(f"{path}: header hash is {actual[:16]}…, file states {str(stated)[:16]}…: it was changed")
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise IncompatibleBundle(
+            f"{path}: format {header.get('format')!r} version {header.get('version')!r}; this version reads "
+            f"{FORMAT!r} version {VERSION}: update kvcal or write the bundle again"
+        )
+    return dict(header)
+
+
+def _safetensors_header(path: Path, data: bytes) -> dict[str, Any]:
+    if len(data) < 8:
+        raise CorruptBundle(f"{path}: {len(data)} bytes, too short for a bundle")
+    size = int.from_bytes(data[:8], "little")
+    if size > HEADER_LIMIT or 8 + size > len(data):
+        raise CorruptBundle(f"{path}: header of {size} bytes in a file of {len(data)}: truncated or not safetensors")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CorruptBundle(f"{path}: name {twice!r} occurs twice in the header")
+        return dict(pairs)
+
+    try:
+        header = json.loads(data[8 : 8 + size], object_pairs_hook=unique)
+    except ValueError as error:
+        raise CorruptBundle(f"{path}: header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CorruptBundle(f"{path}: header is not a JSON object")
+    return header
+
+
+def _checked_tensors(path: Path, data: bytes, header: dict[str, Any]) -> dict[str, Tensor]:
+    try:
+        tensors = load(data)
+    except Exception as error:  # safetensors raises its own type for every kind of damage
+        raise CorruptBundle(f"{path}: {error}; the file is truncated or damaged") from error
+    listed = header["tensors"]
+    if missing := sorted(set(listed) - set(tensors)):
+        raise CorruptBundle(f"{path}: tensor {missing[0]!r} is listed but missing")
+    if surplus := sorted(set(tensors) - set(listed)):
+        raise CorruptBundle(f"{path}: tensor {surplus[0]!r} is not listed in the header")
+    for name, tensor in tensors.items():
+        entry = listed[name]
+        seen = (dtype_name(tensor.dtype), list(tensor.shape))
+        if seen != (entry["dtype"], entry["shape"]):
+            raise CorruptBundle(f"{path}: tensor {name!r} is {seen}, header says {(entry['dtype'], entry['shape'])}")
+        digest = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+        if digest != entry["sha256"]:
+            raise CorruptBundle(f"{path}: tensor {name!r} has hash {digest[:16]}…, header says {entry['sha256'][:16]}…")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CorruptBundle(f"{path}: tensor {name!r} holds a NaN or infinity")
+    return tensors
+
+
+def _parse(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
+    try:
+        windows = Windows(**header["scheme"]["windows"])
+        layers: list[LayerCodecs | None] = []
+        skipped: dict[int, str] = {}
+        for index, entry in enumerate(header["scheme"]["layers"]):
+            if "skipped" in entry:
+                layers.append(None)
+                skipped[index] = str(entry["skipped"])
+                continue
+            made = {}
+            for role in ("key", "value"):
+                state = entry[role]
+                own = {local: tensors[name] for local, name in state["tensors"].items()}
+                made[role] = build(Shape(*state["shape"], windows.block), role, state, own)  # type: ignore[arg-type]
+            layers.append(LayerCodecs(made["key"], made["value"]))
+        model = header["model"]
+        fingerprint = Fingerprint(**{**model, "probe": tuple(model["probe"])})
+        scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped)
+        return Bundle(fingerprint, scheme, header["provenance"], header["metrics"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptBundle(f"{path}: header does not describe a bundle ({type(error).__name__}: {error})") from error
+    except CorruptBundle:
+        raise
+    except KVCalError as error:
+        raise CorruptBundle(f"{path}: {error}") from error

@@ -1,0 +1,514 @@
+"""KVCalCache: a Transformers cache whose tokens are sinks, packed blocks and a recent window.
+
+Reference path: packed blocks are decoded for the attention of the current call and dropped again. Prefill attends to the
+exact keys and values of the current call; what leaves the recent window is packed in the same update, for later calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from . import hf
+from .codecs import Codec, Context
+from .codecs.base import Packed, check_finite
+from .errors import KVCalError
+from .ledger import CropPlan, Ledger, Plan
+from .scheme import LayerCodecs, Scheme
+
+PARTS = ("packed", "window", "bookkeeping")
+
+
+class KVCalLayer(CacheLayerMixin):
+    """One layer's storage. Keys are kept in the scheme's frame; the cache it belongs to holds the bookkeeping."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
+        super().__init__()
+        self._cache, self.index, self.codecs, self.site = cache, index, codecs, site
+        self.columns = 0
+        self.pending: Tensor | None = None  # keys before RoPE of the current call
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
+        self.window: list[Tensor] = []
+        self.packed: list[Packed] = [{}, {}]
+        self.columns, self.is_initialized, self.pending = 0, False, None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        shape = self.codecs.key.shape
+        if key_states.shape[1] != shape.heads or key_states.shape[3] != shape.dim:
+            raise KVCalError(
+                f"layer {self.index}: the model's keys have {key_states.shape[1]} heads of {key_states.shape[3]}, "
+                f"the bundle was made for {shape.heads} of {shape.dim}"
+            )
+        empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
+        self.sink, self.window = list(empty), list(empty)
+        for role, codec in enumerate(self._pair):
+            codec.to(self.device)
+            self.packed[role] = {
+                name: torch.empty(key_states.shape[0], spec[0], 0, *spec[1:], dtype=dtype, device=self.device)
+                for name, (spec, dtype) in codec.tensor_specs().items()
+            }
+        self.is_initialized = True
+
+    @property
+    def _pair(self) -> tuple[Codec, Codec]:
+        return self.codecs.key, self.codecs.value
+
+    @property
+    def _rotates(self) -> bool:
+        return self._cache.scheme.frame == "pre_rope" and self.site.rope
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys (B, H, Q, D) after RoPE and values of the current call -> all keys and values, in column order."""
+        plan = self._cache.plan_for(self, key_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._move(key_states.device)
+        stored = [self._frame_keys(key_states), value_states]
+        out = self._materialise(plan, key_states, value_states)
+        self._store(plan, stored)
+        self.columns += plan.query
+        if self._cache.offloading_layers:
+            self.offload()
+        return out
+
+    def _frame_keys(self, handed: Tensor) -> Tensor:
+        """The current call's keys in the frame they are stored in."""
+        if self._cache.scheme.frame == "post_rope":
+            return handed
+        before, self.pending = self.pending, None
+        if before is None:
+            raise KVCalError(f"layer {self.index}: keys before RoPE were not seen; call the model the cache was made for")
+        if not self.is_verified:
+            self._verify_frame(before, handed)
+        return before
+
+    is_verified = False
+
+    def _verify_frame(self, before: Tensor, handed: Tensor) -> None:
+        """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
+        query = handed.shape[2]
+        turned = self.site.rotate(before, *self._cache.rope(slice(-query, None), before))
+        if not torch.equal(turned, handed):
+            raise KVCalError(
+                f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated "
+                f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
+            )
+        self.is_verified = True
+
+    def _materialise(self, plan: Plan, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Everything so far, decoded, then the new tokens as handed over."""
+        if plan.past == 0:
+            self._cache.leave_old(self.index, None, None)
+            return new_keys, new_values
+        keys, values = self._decode_all()
+        whole = [
+            self._ordered(plan, torch.cat([self.sink[role], x.to(self.dtype), self.window[role]], 2))
+            for role, x in enumerate((keys, values))
+        ]
+        if self._rotates:
+            whole[0] = self.site.rotate(whole[0], *self._cache.rope(slice(0, plan.past), whole[0]))
+        return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
+
+    @torch.no_grad()
+    def _decode_all(self) -> tuple[Tensor, Tensor]:
+        if not next(iter(self.packed[0].values())).shape[2]:
+            nothing = self.window[0][:, :, :0].float()
+            self._cache.leave_old(self.index, nothing, nothing)
+            return nothing, nothing
+        context = self._cache.old_context(self.index)
+        keys = self.codecs.key.decode(self.packed[0], context)
+        context.k0 = keys
+        values = self.codecs.value.decode(self.packed[1], context)
+        self._cache.leave_old(self.index, keys, values)
+        return keys, values
+
+    @staticmethod
+    def _ordered(plan: Plan, slots: Tensor) -> Tensor:
+        return slots if plan.past_index is None else _take(slots, plan.past_index)
+
+    @torch.no_grad()
+    def _store(self, plan: Plan, new: list[Tensor]) -> None:
+        """Distribute the new tokens over sink and window, and pack what leaves the window."""
+        leaving: list[Tensor] = []
+        for role in (0, 1):
+            fresh = torch.cat([self.sink[role], self.window[role], new[role]], 2)
+            if plan.sink_index is None:
+                wide = plan.flush * self._cache.scheme.windows.block
+                sink, rest = fresh[:, :, : plan.sink], fresh[:, :, plan.sink :]
+                leaving.append(rest[:, :, :wide])
+                window = rest[:, :, wide:]
+            else:
+                assert plan.window_index is not None and plan.flush_index is not None
+                sink, window = _take(fresh, plan.sink_index), _take(fresh, plan.window_index)
+                leaving.append(_take(fresh, plan.flush_index))
+            self.sink[role], self.window[role] = _own(sink), _own(window)
+        if plan.flush:
+            self._pack(plan, leaving)
+        else:
+            self._cache.leave_new(self.index, None, None)
+
+    def _pack(self, plan: Plan, leaving: list[Tensor]) -> None:
+        context, chained = self._cache.new_context(self.index), self._cache.scheme.chained
+        made: list[Tensor | None] = [None, None]
+        for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
+            check_finite(x, self.index, codec.role)
+            packed = codec.encode(x, context)
+            if chained:
+                made[role] = codec.decode(packed, context)
+            if role == 0:
+                context.k0 = made[0]
+            self.packed[role] = {name: self._append(plan, self.packed[role][name], t) for name, t in packed.items()}
+        self._cache.leave_new(self.index, *made)
+
+    @staticmethod
+    def _append(plan: Plan, old: Tensor, new: Tensor) -> Tensor:
+        """Blocks (B, H, F, ...) behind the blocks (B, H, N, ...) already there, row by row where rows differ."""
+        if plan.rows is None:
+            return torch.cat([old, new], 2)
+        assert plan.slots is not None and plan.picks is not None
+        grown = new.new_zeros(*old.shape[:2], plan.blocks, *old.shape[3:])
+        grown[:, :, : old.shape[2]] = old
+        grown[plan.rows, :, plan.slots] = new[plan.rows, :, plan.picks]
+        return grown
+
+    def crop_to(self, plan: CropPlan) -> None:
+        """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
+        decoded = self._decode_all() if plan.deep else (None, None)
+        for role in (0, 1):
+            window = self.window[role]
+            if plan.window_index is not None:
+                part = decoded[role]
+                assert part is not None
+                window = _take(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
+            self.window[role] = _own(window[:, :, : plan.window])
+            self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
+            self.packed[role] = {name: _own(t[:, :, : plan.blocks]) for name, t in self.packed[role].items()}
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep these batch rows in this order."""
+        if self.is_initialized:
+            self._apply(lambda t: t[rows.to(t.device)])
+
+    def _apply(self, change: Any) -> None:
+        self.sink, self.window = [change(t) for t in self.sink], [change(t) for t in self.window]
+        self.packed = [{name: change(t) for name, t in packed.items()} for packed in self.packed]
+
+    def _move(self, device: torch.device) -> None:
+        if self.window[0].device != device:
+            self._apply(lambda t: t.to(device, non_blocking=True))
+
+    def offload(self) -> None:
+        if self.is_initialized:
+            self._apply(lambda t: t.to("cpu"))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._move(self.device)
+
+    def reset(self) -> None:
+        self._clear()
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def stored(self, part: str) -> list[Tensor]:
+        return [t for p in self.packed for t in p.values()] if part == "packed" else self.sink + self.window
+
+
+class KVCalCache(Cache):
+    """A cache for `model.generate(past_key_values=cache)` that really holds what its scheme says.
+
+    scheme: windows, frame and codecs of each layer. model: the model it will serve; hooks are put on it until close(),
+    the end of a `with` block, or the cache's own end of life. strict: a crop that reaches into packed blocks raises
+    before anything changes. offload: each layer's storage rests in host memory between its turns.
+    """
+
+    def __init__(self, scheme: Scheme, model: nn.Module, *, strict: bool = False, offload: bool = False) -> None:
+        config = hf.config_of(model)
+        if len(scheme.layers) != config.num_hidden_layers:
+            raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
+        self.scheme, self.strict, self.offloading_layers = scheme, strict, offload
+        self.model = model
+        self._sites = hf.attention_sites(model)
+        plain = DynamicCache(config=config).layers
+        layers = [
+            KVCalLayer(self, i, pair, self._sites[i]) if pair is not None else plain[i]
+            for i, pair in enumerate(scheme.layers)
+        ]
+        super().__init__(layers=layers)
+        self.ledger = Ledger(scheme.windows)
+        self.returned_tokens = 0
+        self._mask: Tensor | None = None
+        self._custom_mask = False
+        self._positions: Tensor | None = None
+        self._rope: tuple[Tensor, Tensor] | None = None
+        self._plan: Plan | None = None
+        self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
+        tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
+        self._hooks = hf.Hooks(model, self, tapped)
+
+    @property
+    def own_layers(self) -> list[KVCalLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KVCalLayer)]
+
+    # What the hooks tell.
+
+    def on_forward(self, mask: Tensor | None) -> None:
+        self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
+        self._plan = self._rope = self._positions = None
+
+    def on_positions(self, positions: Tensor) -> None:
+        self._positions = positions
+
+    def on_keys(self, layer: int, keys: Tensor) -> None:
+        own = self.layers[layer]
+        assert isinstance(own, KVCalLayer)
+        own.pending = keys
+
+    # What layers ask for.
+
+    def plan_for(self, layer: KVCalLayer, keys: Tensor) -> Plan:
+        """The current forward's plan, made when its first layer comes."""
+        if not self._hooks.active:
+            state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
+            raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model)")
+        if self._plan is None:
+            self._plan = self._begin(keys)
+        if layer.columns != self._plan.past:
+            raise KVCalError(
+                f"layer {layer.index} holds {layer.columns} tokens, the cache {self._plan.past}: "
+                "an earlier forward broke off; call reset() and start again"
+            )
+        return self._plan
+
+    def _begin(self, keys: Tensor) -> Plan:
+        batch, query, past = keys.shape[0], keys.shape[2], self.ledger.columns
+        plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(keys.device)
+        if self.scheme.frame == "pre_rope":
+            new = self._positions
+            if new is None:
+                raise KVCalError("the model's rotary module did not report positions; use a bundle with frame post_rope")
+            new = new.to(torch.int32).expand(batch, query)
+            old = self.ledger.positions
+            self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
+        self._chain = {"old": {}, "new": {}}
+        return plan
+
+    def _new_valid(self, past: int, query: int) -> Tensor | None:
+        """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""
+        if self._mask is None or self._custom_mask:
+            return None
+        if self._mask.shape[1] < past + query:
+            raise KVCalError(
+                f"attention_mask has {self._mask.shape[1]} columns, needs {past + query} (cached plus new); "
+                "give the mask of the whole sequence"
+            )
+        return self._mask[:, past : past + query].to("cpu").bool()
+
+    def rope(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin for these columns of every row, in the dtype and on the device of `like`; once a forward."""
+        if self._rope is None:
+            assert self.ledger.positions is not None
+            self._rope = hf.rope_tables(self.model, self.ledger.positions, like.dtype)
+        cos, sin = (t[:, columns].to(like.device) for t in self._rope)
+        return cos, sin
+
+    def old_context(self, layer: int) -> Context:
+        return self._context(layer, "old")
+
+    def new_context(self, layer: int) -> Context:
+        return self._context(layer, "new")
+
+    def _context(self, layer: int, which: str) -> Context:
+        chain = self._chain[which]
+        k1, v1 = chain.get(layer - 1, (None, None))
+        k2, v2 = chain.get(layer - 2, (None, None))
+        context = Context(layer, k1, v1, k2, v2)
+        if k1 is not None and self.scheme.layers[layer] is not None and self.layers[layer].is_initialized:
+            device = self.layers[layer].device
+            for name in ("k1", "v1", "k2", "v2"):
+                if (part := getattr(context, name)) is not None:
+                    setattr(context, name, part.to(device))
+        return context
+
+    def leave_old(self, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
+        self._leave("old", layer, keys, values)
+
+    def leave_new(self, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
+        self._leave("new", layer, keys, values)
+
+    def _leave(self, which: str, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
+        """Reconstructions for the layers above; those that no layer will read again are dropped."""
+        if self.scheme.chained:
+            chain = self._chain[which]
+            chain[layer] = (keys, values)
+            chain.pop(layer - self.scheme.reach, None)
+            if layer == len(self.layers) - 1:
+                chain.clear()
+
+    # What Transformers asks for.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest -tokens_to_remove columns: exact inside the recent window, to the block edge below it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
+        count = min(-tokens_to_remove, self.ledger.columns)
+        if count:
+            plan = self.ledger.crop(count)
+            if plan.deep and self.strict:
+                raise KVCalError(
+                    f"crop of {count} tokens reaches into packed blocks (recent window "
+                    f"{int(self.ledger.window.min())}); strict caches refuse: use a larger recent window or strict=False"
+                )
+            self._crop(count, plan)
+        for layer in self.layers:
+            if not isinstance(layer, KVCalLayer):
+                layer.crop(tokens_to_remove)
+
+    def _crop(self, count: int, plan: CropPlan) -> None:
+        self._chain = {"old": {}, "new": {}}
+        for layer in self.own_layers:
+            if layer.is_initialized:
+                layer.crop_to(plan)
+            layer.columns -= count
+        self.ledger.commit_crop(count)
+        self.returned_tokens += plan.returned
+        self._rope = self._plan = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices, lambda layer: layer.batch_select_indices(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(self.ledger.batch).repeat_interleave(repeats)
+        self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def _select(self, rows: Tensor, plain: Any) -> None:
+        if self.ledger.columns:
+            self.ledger.select(rows)
+        for layer in self.layers:
+            if isinstance(layer, KVCalLayer):
+                layer.select_rows(rows)
+            else:
+                plain(layer)
+        self._rope = self._plan = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.ledger.clear()
+        self.returned_tokens = 0
+        self._rope = self._plan = self._mask = None
+        self._chain = {"old": {}, "new": {}}
+
+    def close(self) -> None:
+        """Remove every hook from the model. The cache cannot be used afterwards."""
+        self._hooks.close()
+
+    def __enter__(self) -> KVCalCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCalCache:
+        """An independent cache on the same model with the same contents, for reusing a prompt."""
+        twin = KVCalCache(self.scheme, self.model, strict=self.strict, offload=self.offloading_layers)
+        twin.ledger = copy.deepcopy(self.ledger, memo)
+        twin.returned_tokens = self.returned_tokens
+        for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
+            if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
+                other.__dict__.update({k: v for k, v in vars(mine).items() if k != "_cache"})
+                other._apply(torch.clone)
+            else:
+                twin.layers[i] = copy.deepcopy(mine, memo)
+        return twin
+
+    # What people ask for.
+
+    def nbytes(self, part: str | None = None) -> int:
+        """Bytes of real storage: "packed" (codes, scales, zeros, norms), "window" (sinks and recent tokens, and layers
+        left uncompressed), "bookkeeping"; None for their sum. Predictors and grids: resident_bytes().
+        """
+        if part is None:
+            return sum(self.nbytes(name) for name in PARTS)
+        if part not in PARTS:
+            raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
+        if part == "bookkeeping":
+            return self.ledger.nbytes
+        tensors = [t for layer in self.own_layers for t in layer.stored(part)]
+        if part == "window":
+            plain = [layer for layer in self.layers if not isinstance(layer, KVCalLayer)]
+            tensors += [t for layer in plain for t in (layer.keys, layer.values) if t is not None]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    def packed_values(self) -> int:
+        """How many numbers the packed blocks stand for."""
+        blocks = int(self.ledger.blocks.sum())
+        pairs = [pair for pair in self.scheme.layers if pair is not None]
+        return blocks * sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
+
+    def bits_per_value(self) -> float:
+        """Stored bits of the packed blocks over the values they stand for; nan while nothing is packed."""
+        values = self.packed_values()
+        return self.nbytes("packed") * 8 / values if values else float("nan")
+
+    def resident_bytes(self) -> int:
+        """Bytes of predictors, grids and signs that serve the cache, whatever its length."""
+        return self.scheme.resident_bytes()
+
+    def describe(self) -> dict[str, Any]:
+        """What every layer does, by which path and why; and what happened so far."""
+        rows = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, KVCalLayer):
+                key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
+                rows.append({"layer": index, "state": "applied", "key": key, "value": value, "path": "reference"})
+            else:
+                rows.append({"layer": index, "state": "skipped", "why": self.scheme.skipped[index]})
+        return {
+            "windows": vars(self.scheme.windows),
+            "frame": self.scheme.frame,
+            "tokens": self.ledger.columns,
+            "packed_blocks": self.ledger.blocks.tolist(),
+            "returned_by_crop": self.returned_tokens,
+            "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
+            "path": "reference: decode, then the model's own attention (fused kernels are not in this version)",
+            "nbytes": {name: self.nbytes(name) for name in PARTS},
+            "bits_per_value": self.bits_per_value(),
+            "resident_bytes": self.resident_bytes(),
+            "layers": rows,
+        }
+
+    def __repr__(self) -> str:
+        return f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy with storage of its own size: a slice would keep the whole prefill alive and make nbytes() lie."""
+    return x.clone(memory_format=torch.contiguous_format)

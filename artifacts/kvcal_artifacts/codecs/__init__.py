@@ -1,0 +1,38 @@
+"""Codecs by their stable name in a bundle; adding one here adds it to the contract tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import KVCalError
+from .base import Codec, Context, Packed, Role, Shape
+from .exact import Exact
+from .higgs import Higgs
+from .predicted import Predicted
+from .predictors import PREDICTORS, Predictor
+from .uniform import Uniform
+
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, Uniform, Higgs, Predicted)}
+
+
+def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
+    """A codec from {"codec": name, "config": {...}} and its tensors; no name is ever imported."""
+    name = state.get("codec")
+    if name not in CODECS:
+        raise KVCalError(f"codec {name!r}: this version knows {', '.join(CODECS)}")
+    try:
+        return CODECS[name].from_state(shape, role, state["config"], tensors)
+    except (TypeError, KeyError) as error:
+        raise KVCalError(f"codec {name!r}: settings or tensors do not fit ({error})") from error
+
+
+def state_of(codec: Codec) -> dict[str, Any]:
+    return {"codec": codec.name, "config": codec.config()}
+
+
+__all__ = [
+    "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Higgs", "Packed", "Predicted", "Predictor", "Role", "Shape",
+    "Uniform", "build", "state_of",
+]  # fmt: skip

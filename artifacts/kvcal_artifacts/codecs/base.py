@@ -1,0 +1,164 @@
+"""What a codec is: blocks of tokens in, packed tensors out, and nothing else kept.
+
+Letters: B batch, H kv heads, T tokens, D head_dim, N blocks, b tokens a block. Every packed tensor is (B, H or 1, N, ...),
+so that append, reorder, select, crop and offload are written once, in the cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import KVCalError, NonFiniteError
+
+Packed = dict[str, Tensor]
+Role = Literal["key", "value"]
+
+
+@dataclass
+class Context:
+    """What the layers below left for the tokens being coded; every tensor (B, H, T, D) float32 or absent.
+
+    k1, v1: reconstructions of the previous layer; k2, v2: of the one before; k0: this layer's reconstructed keys (for
+    values only).
+    """
+
+    layer: int = 0
+    k1: Tensor | None = None
+    v1: Tensor | None = None
+    k2: Tensor | None = None
+    v2: Tensor | None = None
+    k0: Tensor | None = None
+
+    def part(self, start: int, stop: int) -> Context:
+        """The same for tokens start to stop."""
+        cut = {
+            f.name: value[:, :, start:stop] if isinstance(value := getattr(self, f.name), Tensor) else value
+            for f in fields(self)
+        }
+        return Context(**cut)
+
+    def rows(self, start: int, stop: int) -> Context:
+        """The same for batch rows start to stop."""
+        cut = {
+            f.name: value[start:stop] if isinstance(value := getattr(self, f.name), Tensor) else value
+            for f in fields(self)
+        }
+        return Context(**cut)
+
+
+EMPTY = Context()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The keys or values of one layer: kv heads, head_dim, tokens a block."""
+
+    heads: int
+    dim: int
+    block: int
+
+    @property
+    def values(self) -> int:
+        """Numbers in one block of one row."""
+        return self.heads * self.dim * self.block
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """(B, H, T, D) -> (B, H, N, b, D), T a multiple of the block."""
+        if x.shape[1] != self.heads or x.shape[3] != self.dim or x.shape[2] % self.block:
+            raise KVCalError(
+                f"codec got {tuple(x.shape)}, needs (batch, {self.heads} heads, a multiple of {self.block} tokens, "
+                f"{self.dim} channels)"
+            )
+        return x.unflatten(2, (-1, self.block))
+
+
+class Codec(ABC):
+    """One way to store keys or values. Configuration is frozen at construction; tensors are constants of the bundle.
+
+    encode is invariant, bit for bit, to batch companions and to how many blocks come in one call.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()  # Context fields it reads
+
+    def __init__(self, shape: Shape, role: Role) -> None:
+        self.shape, self.role = shape, role
+
+    @abstractmethod
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        """x (B, H, T, D) any float dtype, T whole blocks -> packed tensors (B, H or 1, N, ...)."""
+
+    @abstractmethod
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        """Packed tensors of N blocks -> (B, H, N * b, D) float32."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """JSON-able settings, enough with tensors() to build the codec again by from_state."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Constants kept in the bundle (grids, signs, predictors), by name."""
+        return {}
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Codec: ...
+
+    @abstractmethod
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape (without B and N: (H or 1, ...)) and dtype of each packed tensor of one block."""
+
+    def block_bytes(self) -> int:
+        """Bytes that one block of one row takes, from tensor_specs."""
+        total = 0
+        for shape, dtype in self.tensor_specs().values():
+            count = 1
+            for size in shape:
+                count *= size
+            total += count * dtype.itemsize
+        return total
+
+    def bits_per_value(self) -> float:
+        """Stored bits over the values they stand for."""
+        return self.block_bytes() * 8 / self.shape.values
+
+    def resident_bytes(self) -> int:
+        """Bytes of the constants that must stay in memory to use the codec."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def to(self, device: torch.device) -> Codec:
+        """The same codec with its constants on `device` (in place)."""
+        return self
+
+    def describe(self) -> str:
+        settings = ", ".join(f"{k}={v}" for k, v in self.config().items() if not isinstance(v, dict))
+        return f"{self.name}({settings})" if settings else self.name
+
+
+def check_finite(x: Tensor, layer: int, role: Role) -> None:
+    """One clear error naming layer and head instead of a silent NaN in the cache."""
+    if bool(torch.isfinite(x).all()):
+        return
+    bad = (~torch.isfinite(x)).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    raise NonFiniteError(
+        f"layer {layer}, {role} head {bad[0]}: a NaN or infinity reached the cache; "
+        "only finite values can be compressed: check the model's dtype and weights"
+    )
+
+
+def to_half(x: Tensor, what: str) -> Tensor:
+    """float32 -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
+    limit = 65504.0
+    if bool((x.abs() > limit).any()):
+        raise NonFiniteError(
+            f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use a codec with smaller groups"
+        )
+    return x.to(torch.float16)
+
+
+HALF_FLOOR = 2.0**-24  # the smallest positive float16: scales never round to zero

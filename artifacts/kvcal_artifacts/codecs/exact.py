@@ -1,0 +1,36 @@
+"""Stores what it is given. For tests (the cache must then equal DynamicCache) and for layers kept at full precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import EMPTY, Codec, Context, Packed, Role, Shape
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Exact(Codec):
+    name = "exact"
+
+    def __init__(self, shape: Shape, role: Role, dtype: str = "float32") -> None:
+        super().__init__(shape, role)
+        self.dtype = dtype
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        return {"raw": self.shape.blocks(x).to(DTYPES[self.dtype]).contiguous()}
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        return packed["raw"].flatten(2, 3).float()
+
+    def config(self) -> dict[str, Any]:
+        return {"dtype": self.dtype}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Exact:
+        return cls(shape, role, **config)
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"raw": ((self.shape.heads, self.shape.block, self.shape.dim), DTYPES[self.dtype])}

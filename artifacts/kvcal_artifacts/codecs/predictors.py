@@ -1,0 +1,144 @@
+"""Predictors of a layer's keys or values from what was reconstructed before it (AQUA-KV section 3.2 and 4.1).
+
+A predictor maps concatenated heads to concatenated heads: x (..., inputs * C) -> (..., C), C = H * D. Weights are stored in
+16 bits (the paper's 162 MiB for Llama-3.2-3B), computed in float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from kvcal_kernels.packing import pack, unpack
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import KVCalError
+
+INPUTS = ("k1", "v1", "k2", "v2", "k0")
+
+
+class Predictor(ABC):
+    name: ClassVar[str]
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        missing = self.expected(weights) - set(weights)
+        if missing:
+            raise KVCalError(f"{self.name} predictor lacks {', '.join(sorted(missing))}")
+        self.weights = weights
+
+    @classmethod
+    @abstractmethod
+    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
+        """Names of the tensors it is made of."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        """x (..., Cin) float32, w the weights in float32 -> (..., C) float32."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x, self.working())
+
+    def working(self) -> dict[str, Tensor]:
+        """The weights as they are computed with: float32, made for one use and not kept."""
+        return {name: w.float() for name, w in self.weights.items()}
+
+    def to(self, device: torch.device) -> Predictor:
+        self.weights = {name: w.to(device) for name, w in self.weights.items()}
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(w.numel() * w.element_size() for w in self.weights.values())
+
+
+class Bias(Predictor):
+    """A constant vector: x is ignored but for its shape (Table 5, "Only bias")."""
+
+    name = "bias"
+
+    @classmethod
+    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
+        return {"bias"}
+
+    def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return w["bias"].expand(*x.shape[:-1], -1)
+
+
+class Linear(Predictor):
+    """x @ weight + bias; weight (Cin, C)."""
+
+    name = "linear"
+
+    @classmethod
+    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
+        return {"weight", "bias"}
+
+    def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return x @ w["weight"] + w["bias"]
+
+
+class ReducedRank(Predictor):
+    """x @ down @ up + bias; down (Cin, r), up (r, C) (Reinsel and Velu 1998)."""
+
+    name = "reduced-rank"
+
+    @classmethod
+    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
+        return {"down", "up", "bias"}
+
+    def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return x @ w["down"] @ w["up"] + w["bias"]
+
+
+class MLP(Predictor):
+    """Two layers with a hidden width of 2C and GELU; `norm_weight`, `norm_bias` present: LayerNorm on the input."""
+
+    name = "mlp"
+
+    @classmethod
+    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
+        names = {"in_weight", "in_bias", "out_weight", "out_bias"}
+        return names | {"norm_weight", "norm_bias"} if "norm_weight" in weights else names
+
+    def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        if "norm_weight" in w:
+            x = functional.layer_norm(x, x.shape[-1:], w["norm_weight"], w["norm_bias"])
+        return functional.gelu(x @ w["in_weight"] + w["in_bias"]) @ w["out_weight"] + w["out_bias"]
+
+
+class QuantisedLinear(Predictor):
+    """x @ W + bias with W of 4-bit codes, one float16 scale and minimum per output channel.
+
+    codes: uint8 (C, packed Cin) in the split order of kvcal_kernels.packing; W[i, o] = code * scale[o] + min[o].
+    """
+
+    name = "linear-4bit"
+    bits = 4
+
+    @classmethod
+    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
+        return {"codes", "scale", "min", "bias"}
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor) -> QuantisedLinear:
+        """codes (Cin, C) integers 0 to 15; scale, minimum (C,); bias (C,)."""
+        packed = pack(codes.T.contiguous(), cls.bits)
+        return cls({"codes": packed, "scale": scale.half(), "min": minimum.half(), "bias": bias.half()})
+
+    def working(self) -> dict[str, Tensor]:
+        packed = self.weights["codes"]
+        codes = unpack(packed, self.bits, packed.shape[-1] * 8 // self.bits).float().T
+        weight = codes * self.weights["scale"].float() + self.weights["min"].float()
+        return {"weight": weight, "bias": self.weights["bias"].float()}
+
+    def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        return x @ w["weight"] + w["bias"]
+
+
+PREDICTORS: dict[str, type[Predictor]] = {p.name: p for p in (Bias, Linear, ReducedRank, MLP, QuantisedLinear)}
+
+
+def predictor_config(predictor: Predictor, inputs: tuple[str, ...]) -> dict[str, Any]:
+    return {"kind": predictor.name, "inputs": list(inputs)}

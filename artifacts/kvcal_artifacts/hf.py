@@ -1,0 +1,217 @@
+"""Everything that touches Transformers' internals: where a model's keys come from, its RoPE, its masks.
+
+Facts this file rests on (Transformers 5.17 to 5.23): an attention module calls `past_key_values.update(k, v, layer)`
+with keys after RoPE and passes neither cos, sin nor positions; a cache never sees the attention mask. So one forward
+hook a layer hands out keys before RoPE (the output of `k_norm`, `k_proj` or the middle of `qkv_proj`), one pre-hook on
+the rotary module hands out the positions, and one pre-hook on the decoder hands out the 2-D attention mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .errors import KVCalError
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention layer of a model: where its keys appear before RoPE, and their shape."""
+
+    index: int
+    module: nn.Module
+    key_source: nn.Module
+    key_slice: slice | None  # part of key_source's last dimension that holds the keys (fused qkv)
+    query_source: nn.Module
+    query_slice: slice | None
+    kv_heads: int
+    head_dim: int
+    rope: bool
+
+    def keys_from(self, output: Tensor) -> Tensor:
+        """The source's output (B, T, C) or (B, T, H, D) as keys (B, H, T, D), before RoPE."""
+        if self.key_slice is not None:
+            output = output[..., self.key_slice]
+        return output.reshape(*output.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
+
+    def queries_from(self, output: Tensor) -> Tensor:
+        """The source's output as queries (B, heads, T, D), before RoPE."""
+        if self.query_slice is not None:
+            output = output[..., self.query_slice]
+        return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE exactly as this model applies it (partial rotary, cos/sin dtype), or the keys where it has none.
+
+        keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
+        """
+        if not self.rope:
+            return keys
+        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        rotated: Tensor = apply(keys, keys, cos, sin)[1]
+        return rotated
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not hasattr(decoder, "layers") or not hasattr(decoder, "rotary_emb"):
+        raise KVCalError(
+            f"{type(model).__name__}: no decoder with `layers` and `rotary_emb` found; "
+            "supported are Llama-like causal LMs (see `kvcal models`)"
+        )
+    return decoder
+
+
+def config_of(model: nn.Module) -> Any:
+    return decoder_of(model).config
+
+
+def head_dim_of(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def unsupported_layers(config: Any) -> dict[int, str]:
+    """Layers that cannot be compressed, with the reason: sliding-window, shared-KV, MLA, other layer types."""
+    count = config.num_hidden_layers
+    if getattr(config, "kv_lora_rank", None):
+        return dict.fromkeys(range(count), "multi-head latent attention caches a latent, not keys and values")
+    reasons: dict[int, str] = {}
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    for index in range(count):
+        kind = types[index] if types else ("sliding_attention" if window else "full_attention")
+        if kind == "sliding_attention" and not window and types is None:
+            continue
+        if kind != "full_attention":
+            extra = f" (window {window})" if kind == "sliding_attention" else ""
+            reasons[index] = f"{kind.replace('_', '-')} layer{extra} keeps its own short cache"
+    shared = int(getattr(config, "num_kv_shared_layers", 0) or 0)
+    for index in range(count - shared, count):
+        reasons[index] = "shares the keys and values of an earlier layer"
+    return reasons
+
+
+def attention_sites(model: nn.Module) -> list[AttentionSite]:
+    """One site a layer, or one clear error naming the layer that is not understood."""
+    decoder = decoder_of(model)
+    return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers)]
+
+
+def attention_site(decoder: nn.Module, index: int) -> AttentionSite:
+    config, layer = decoder.config, decoder.layers[index]
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:
+        raise KVCalError(f"layer {index} ({type(layer).__name__}) has no self_attn; this architecture is not supported")
+    dim = int(getattr(attention, "head_dim", head_dim_of(config)))
+    kv_width, q_width = config.num_key_value_heads * dim, config.num_attention_heads * dim
+    key_slice = query_slice = None
+    if hasattr(attention, "qkv_proj"):
+        key_source = query_source = attention.qkv_proj
+        query_slice, key_slice = slice(0, q_width), slice(q_width, q_width + kv_width)
+    else:
+        key_source = getattr(attention, "k_norm", None) or getattr(attention, "k_proj", None)
+        query_source = getattr(attention, "q_norm", None) or getattr(attention, "q_proj", None)
+    if key_source is None or query_source is None:
+        raise KVCalError(f"layer {index} ({type(attention).__name__}): no k_norm, k_proj or qkv_proj to read keys from")
+    rope = bool(getattr(attention, "use_rope", True))
+    return AttentionSite(
+        index, attention, key_source, key_slice, query_source, query_slice, config.num_key_value_heads, dim, rope
+    )
+
+
+def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (B, T, rotary dim) of int positions (B, T), as the model's own rotary module computes them now."""
+    like = torch.empty(0, dtype=dtype, device=positions.device)
+    cos, sin = decoder_of(model).rotary_emb(like, position_ids=positions)
+    return cos, sin
+
+
+def depends_on_length(config: Any) -> bool:
+    """Whether RoPE frequencies change with the sequence's length (dynamic NTK, LongRoPE)."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    return any(name in str(kind) for name in LENGTH_DEPENDENT_ROPE)
+
+
+class Listener(Protocol):
+    """What a cache hears of its model during a forward pass."""
+
+    def on_forward(self, mask: Tensor | None) -> None:
+        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real)."""
+
+    def on_positions(self, positions: Tensor) -> None:
+        """Position ids int (B or 1, query)."""
+
+    def on_keys(self, layer: int, keys: Tensor) -> None:
+        """Keys (B, H, query, D) of one layer before RoPE; only if asked for."""
+
+
+class Hooks:
+    """Tells one cache, and no other, what its model does; holds the cache weakly, so that dropping it removes the hooks."""
+
+    def __init__(self, model: nn.Module, owner: Listener, sites: list[AttentionSite]) -> None:
+        """sites: the layers whose keys before RoPE are wanted; empty for none."""
+        decoder = decoder_of(model)
+        self._signature = inspect.signature(type(decoder).forward)
+        self._owner = weakref.ref(owner)
+        self._state = threading.local()
+        self._handles = [
+            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            decoder.register_forward_hook(self._after, always_call=True),
+            decoder.rotary_emb.register_forward_pre_hook(self._rotary, with_kwargs=True),  # type: ignore[union-attr]
+        ]
+        self._handles += [site.key_source.register_forward_hook(self._key_hook(site)) for site in sites]
+        weakref.finalize(owner, self.close)
+
+    @property
+    def active(self) -> bool:
+        """Whether a forward of the model with this very cache is under way on this thread."""
+        return bool(getattr(self._state, "active", False))
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def closed(self) -> bool:
+        return not self._handles
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = kwargs
+        if args:  # called with positional arguments
+            given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
+            given.update(given.pop("kwargs", {}))
+        owner = self._owner()
+        if owner is not None and given.get("past_key_values") is owner:
+            self._state.active = True
+            owner.on_forward(given.get("attention_mask"))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        self._state.active = False
+
+    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner = self._owner()
+        if self.active and owner is not None:
+            owner.on_positions(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+
+    def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            owner = self._owner()
+            if self.active and owner is not None:
+                owner.on_keys(site.index, site.keys_from(output))
+
+        return hook

@@ -1,0 +1,209 @@
+"""Which token of which row lies where: the bookkeeping that all layers of a cache share.
+
+A column is a position of the attention mask; a row's real tokens are its columns that are not padding. In order, a row's
+real tokens are its sink, its packed blocks, its recent window. Rows of a padded batch differ in all three, so dense
+tensors have unused slots at their end; no slot of a pad is ever stored.
+
+Slots that a layer sees: past = [sink S | packed N * b | window W], fresh = [sink S | window W | new Q].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .errors import KVCalError
+from .scheme import Windows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one forward does to every layer. Index tensors are None where plain slices in order do (no padding).
+
+    past_index: (B, past) slot in `past` of each old column.
+    sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of what is kept and what is packed.
+    rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks: which of the F.
+    """
+
+    past: int
+    query: int
+    sink: int
+    window: int
+    flush: int
+    blocks: int
+    past_index: Tensor | None = None
+    sink_index: Tensor | None = None
+    window_index: Tensor | None = None
+    flush_index: Tensor | None = None
+    rows: Tensor | None = None
+    slots: Tensor | None = None
+    picks: Tensor | None = None
+
+    def to(self, device: torch.device) -> Plan:
+        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
+        return Plan(**moved)
+
+
+@dataclass(frozen=True)
+class CropPlan:
+    """What a crop does: packed blocks kept, window kept, and whether any row reaches into its packed blocks.
+
+    window_index: (B, W') slot in [packed N * b | window W] of the tokens of the new window, None if slices do.
+    """
+
+    sink: int
+    blocks: int
+    window: int
+    deep: bool
+    returned: int
+    window_index: Tensor | None
+
+
+@dataclass
+class Ledger:
+    """Host-side counts per row (int64, CPU): real tokens, sink, packed blocks, window."""
+
+    windows: Windows
+    batch: int = 0
+    columns: int = 0
+    valid: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
+    sink: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    blocks: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    window: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    positions: Tensor | None = None  # int32 (B, columns) on the device, only for keys stored before RoPE
+
+    @property
+    def padded(self) -> bool:
+        return not bool(self.valid.all())
+
+    def begin(self, batch: int, query: int, new_valid: Tensor | None) -> Plan:
+        """Advance by `query` columns; new_valid (B, query) bool on the CPU, None if all are real."""
+        if self.columns and batch != self.batch:
+            raise KVCalError(
+                f"cache holds {self.batch} rows, the model was called with {batch}; "
+                "use batch_repeat_interleave or batch_select_indices, or reset() first"
+            )
+        if not self.columns:
+            self.batch = batch
+            self.valid = torch.zeros(batch, 0, dtype=torch.bool)
+            self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long)
+        if new_valid is None:
+            new_valid = torch.ones(batch, query, dtype=torch.bool)
+        uniform = not self.padded and bool(new_valid.all())
+        plan = self._uniform(query) if uniform else self._ragged(query, new_valid)
+        self.valid = torch.cat([self.valid, new_valid], 1)
+        self.columns += query
+        return plan
+
+    def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
+        sink = torch.minimum(self.sink + added, torch.tensor(self.windows.sink))
+        waiting = self.window + added - (sink - self.sink)
+        flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min(0)
+        return sink, flush, waiting - flush * self.windows.block
+
+    def _uniform(self, query: int) -> Plan:
+        sink, flush, window = self._after(torch.full((self.batch,), query))
+        before = self.columns
+        self.sink, self.blocks, self.window = sink, self.blocks + flush, window
+        return Plan(before, query, int(sink[0]), int(window[0]), int(flush[0]), int(self.blocks[0]))
+
+    def _ragged(self, query: int, new_valid: Tensor) -> Plan:
+        past_index = self._past_index()
+        slots_sink, slots_window = _width(self.sink), _width(self.window)
+        sink, flush, window = self._after(new_valid.sum(1))
+        order = torch.argsort(~new_valid, dim=1, stable=True)  # real new columns first
+        taken = sink - self.sink
+        wide = int(flush.max()) * self.windows.block
+
+        def fresh(rank: Tensor, old: Tensor, first_old: int, shift: Tensor) -> Tensor:
+            """Slot of the rank-th token among [old ones | new ones from `shift` on]."""
+            new = (rank - old[:, None] + shift[:, None]).clamp(0, query - 1)
+            picked = slots_sink + slots_window + order.gather(1, new)
+            return torch.where(rank < old[:, None], first_old + rank, picked)
+
+        ranks = torch.arange(max(_width(sink), _width(window) + wide, 1))[None].expand(self.batch, -1)
+        sink_index = fresh(ranks[:, : _width(sink)], self.sink, 0, torch.zeros_like(taken))
+        rest = fresh(ranks[:, : _width(window) + wide], self.window, slots_sink, taken)
+        flush_index = rest[:, :wide]
+        later = (ranks[:, : _width(window)] + flush[:, None] * self.windows.block).clamp_max(max(rest.shape[1] - 1, 0))
+        picks = torch.arange(int(flush.max()))[None].expand(self.batch, -1)
+        really = picks < flush[:, None]
+        rows = torch.arange(self.batch)[:, None].expand_as(picks)[really]
+        slots = (self.blocks[:, None] + picks)[really]
+        before = self.columns
+        self.sink, self.blocks, self.window = sink, self.blocks + flush, window
+        return Plan(
+            before, query, _width(sink), _width(window), int(flush.max()), _width(self.blocks),
+            past_index, sink_index, rest.gather(1, later), flush_index, rows, slots, picks[really],
+        )  # fmt: skip
+
+    def _past_index(self) -> Tensor:
+        """(B, columns) slot in [sink | packed | window]; pads point at slot 0, which the mask hides."""
+        rank = self.valid.long().cumsum(1) - 1
+        sink, packed = self.sink[:, None], self.blocks[:, None] * self.windows.block
+        slots_sink, slots_packed = _width(self.sink), _width(self.blocks) * self.windows.block
+        slot = torch.where(
+            rank < sink + packed, rank - sink + slots_sink, rank - sink - packed + slots_sink + slots_packed
+        )
+        return torch.where(rank < sink, rank, slot).masked_fill(~self.valid, 0).clamp_min(0)
+
+    def crop(self, count: int) -> CropPlan:
+        """Plan the removal of the newest `count` columns; nothing changes until commit()."""
+        block = self.windows.block
+        kept = self.valid[:, : self.columns - count].sum(1)
+        sink = torch.minimum(self.sink, kept)
+        blocks = torch.minimum(self.blocks, (kept - sink) // block)
+        window = kept - sink - blocks * block
+        deep = blocks < self.blocks
+        returned = torch.where(deep, torch.minimum(window, (self.blocks - blocks) * block), 0)
+        index = None
+        if bool(deep.any()):
+            first = torch.where(deep, blocks * block, _width(self.blocks) * block)
+            index = torch.arange(_width(window))[None] + first[:, None]
+            # past a row's own packed tokens its window follows, in the window's slots
+            own = self.blocks[:, None] * block
+            index = torch.where(deep[:, None] & (index >= own), index - own + _width(self.blocks) * block, index)
+            index = index.clamp_max(_width(self.blocks) * block + max(_width(self.window), 1) - 1)
+        return CropPlan(
+            _width(sink), _width(blocks), _width(window), bool(deep.any()), int(returned.sum()), index
+        )
+
+    def commit_crop(self, count: int) -> None:
+        block = self.windows.block
+        self.columns -= count
+        self.valid = self.valid[:, : self.columns]
+        kept = self.valid.sum(1)
+        self.sink = torch.minimum(self.sink, kept)
+        self.blocks = torch.minimum(self.blocks, (kept - self.sink) // block)
+        self.window = kept - self.sink - self.blocks * block
+        if self.positions is not None:
+            self.positions = self.positions[:, : self.columns].clone()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows in this order (repeats allowed)."""
+        host = rows.to("cpu")
+        if host.dtype == torch.bool:
+            host = host.nonzero().flatten()
+        self.batch = len(host)
+        self.valid, self.sink = self.valid[host], self.sink[host]
+        self.blocks, self.window = self.blocks[host], self.window[host]
+        if self.positions is not None:
+            self.positions = self.positions[host.to(self.positions.device)]
+
+    def clear(self) -> None:
+        self.__init__(self.windows)  # type: ignore[misc]
+
+    @property
+    def nbytes(self) -> int:
+        own = [self.valid, self.sink, self.blocks, self.window]
+        if self.positions is not None:
+            own.append(self.positions)
+        return sum(t.numel() * t.element_size() for t in own)
+
+
+def _width(counts: Tensor) -> int:
+    """Slots that the fullest row needs."""
+    return int(counts.max()) if counts.numel() else 0

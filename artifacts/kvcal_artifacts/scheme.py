@@ -1,0 +1,116 @@
+"""What a cache does with a model's keys and values: windows, frame, and one pair of codecs a layer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .codecs import Codec, Shape
+from .errors import KVCalError
+
+Frame = Literal["pre_rope", "post_rope"]
+FRAMES = ("pre_rope", "post_rope")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """sink first tokens and at least `recent` newest ones stay in the model's dtype; the rest is packed `block` at a time."""
+
+    sink: int = 4
+    recent: int = 128
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        for name, least in (("sink", 0), ("recent", 0), ("block", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise KVCalError(f"window {name} = {value!r}: must be an integer of at least {least}")
+
+
+@dataclass(frozen=True)
+class LayerCodecs:
+    key: Codec
+    value: Codec
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.key.needs | self.value.needs
+
+    def bits_per_value(self) -> float:
+        """Stored bits over keys and values together."""
+        numbers = self.key.shape.values + self.value.shape.values
+        return (self.key.block_bytes() + self.value.block_bytes()) * 8 / numbers
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A value of this type is a compression method, fitted or not.
+
+    layers[i] is None where the layer is left to Transformers' own cache; skipped[i] then says why.
+    """
+
+    windows: Windows
+    frame: Frame
+    layers: tuple[LayerCodecs | None, ...]
+    skipped: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.frame not in FRAMES:
+            raise KVCalError(f"frame {self.frame!r}: allowed are {', '.join(FRAMES)}")
+        for index, pair in enumerate(self.layers):
+            if pair is None and index not in self.skipped:
+                raise KVCalError(f"layer {index} has no codecs and no reason for it")
+            if pair is not None:
+                self._check(index, pair)
+
+    def _check(self, index: int, pair: LayerCodecs) -> None:
+        for codec in (pair.key, pair.value):
+            if codec.shape.block != self.windows.block:
+                raise KVCalError(f"layer {index}: codec block {codec.shape.block}, window block {self.windows.block}")
+        above = [p for p in self.layers[max(0, index - self.depth(pair)) : index] if p is not None]
+        if len(above) < self.depth(pair):
+            raise KVCalError(f"layer {index} is predicted from layers below it that are missing or not compressed")
+
+    @staticmethod
+    def depth(pair: LayerCodecs) -> int:
+        """How many layers below must be compressed for this one: 0, 1 or 2."""
+        return max((int(name[1]) for name in pair.needs if name != "k0"), default=0)
+
+    @property
+    def chained(self) -> bool:
+        """Whether any layer reads reconstructions."""
+        return any(pair is not None and pair.needs for pair in self.layers)
+
+    @property
+    def reach(self) -> int:
+        """How many layers' reconstructions must be kept at a time."""
+        return max((self.depth(pair) for pair in self.layers if pair is not None), default=0)
+
+    def bits_per_value(self) -> float:
+        """Formula: stored bits over the values they stand for, windows excluded."""
+        pairs = [pair for pair in self.layers if pair is not None]
+        stored = sum(p.key.block_bytes() + p.value.block_bytes() for p in pairs)
+        return stored * 8 / sum(p.key.shape.values + p.value.shape.values for p in pairs)
+
+    def resident_bytes(self) -> int:
+        """Bytes of predictors, grids and signs; tensors shared by layers counted once."""
+        seen: dict[int, int] = {}
+        for pair in self.layers:
+            for codec in (pair.key, pair.value) if pair else ():
+                seen |= {t.data_ptr(): t.numel() * t.element_size() for t in codec.tensors().values()}
+        return sum(seen.values())
+
+    def to(self, layer: int, device: torch.device) -> None:
+        """Constants of one layer on its device."""
+        if (pair := self.layers[layer]) is not None:
+            pair.key.to(device)
+            pair.value.to(device)
+
+    def config(self) -> dict[str, Any]:
+        return {"windows": asdict(self.windows), "frame": self.frame}
+
+
+def layer_shape(heads: int, dim: int, windows: Windows) -> Shape:
+    return Shape(heads, dim, windows.block)

@@ -1,0 +1,55 @@
+"""Sign-Hadamard rotation and a sum whose bits do not depend on batch, chunk or device.
+
+Both are made of element-wise additions in a fixed order: a token's packed bytes may not depend on which other tokens
+were encoded in the same call, which a matrix product or a library reduction does not promise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def largest_power_of_two(n: int) -> int:
+    """Largest power of two dividing n: 96 -> 32."""
+    return n & -n
+
+
+def signs(width: int, seed: int) -> Tensor:
+    """float32 (width,) of +1 and -1, the same on every machine: from a CPU generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (width,), generator=generator).float() * 2 - 1
+
+
+def hadamard(x: Tensor, width: int) -> Tensor:
+    """Orthonormal Walsh-Hadamard transform of every `width` consecutive elements of the last dimension (float32).
+
+    width a power of two dividing x.shape[-1]. Its own inverse. Sylvester order.
+    """
+    shape = x.shape
+    x = x.reshape(*shape[:-1], -1, width)
+    step = 1
+    while step < width:
+        pairs = x.unflatten(-1, (-1, 2, step))
+        low, high = pairs.unbind(-2)
+        x = torch.stack([low + high, low - high], -2).flatten(-3)
+        step *= 2
+    return (x * width**-0.5).reshape(shape)
+
+
+def rotate(x: Tensor, sign: Tensor, width: int) -> Tensor:
+    """Randomised Hadamard: sign flips, then the transform. x (..., n) float32, sign (n,)."""
+    return hadamard(x * sign, width)
+
+
+def unrotate(x: Tensor, sign: Tensor, width: int) -> Tensor:
+    return hadamard(x, width) * sign
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension by repeated halving: (..., n) -> (...)."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        folded = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([folded, x[..., 2 * half :]], -1) if x.shape[-1] % 2 else folded
+    return x[..., 0]

@@ -1,0 +1,5 @@
+"""Vector grids: nearest point and look-up."""
+
+from .reference import lookup, nearest
+
+__all__ = ["lookup", "nearest"]
