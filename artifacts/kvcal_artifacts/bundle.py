@@ -68,7 +68,10 @@ class Fingerprint:
     probe: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, revision: str | None = None) -> Fingerprint:
+    def of(
+        cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None
+    ) -> Fingerprint:
+        """probe: hf.key_probe of the first and the last layer, where the model does not hold them any more."""
         config = hf.config_of(model)
         plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
         rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
@@ -82,7 +85,7 @@ class Fingerprint:
             rope=rope,
             config_sha256=sha256_text(canonical(known)),
             revision=revision or getattr(config, "_commit_hash", None),
-            probe=_probe(model),
+            probe=_probe(model) if probe is None else probe,
         )
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -106,14 +109,7 @@ def _plain(value: Any) -> Any:
 
 def _probe(model: nn.Module) -> tuple[float, ...]:
     sites = hf.attention_sites(model)
-    found: list[float] = []
-    for site in (sites[0], sites[-1]):
-        source = getattr(site.module, "k_proj", None) or site.key_source
-        weight = getattr(source, "weight", None)
-        if weight is None or not weight.is_floating_point() or weight.is_meta:
-            return ()
-        found += [float(f"{v:.6g}") for v in weight.detach()[-1, :8].float().tolist()]
-    return tuple(found)
+    return hf.key_probe(sites[0]) + hf.key_probe(sites[-1])
 
 
 def _close(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
@@ -209,8 +205,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def load_bundle(path: str | os.PathLike[str]) -> Bundle:
-    """Read and check a bundle file.
+def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
+    """Read and check a bundle file. whole=False: one layer of an unfinished one.
 
     Raises CorruptBundle (damaged, tampered) or IncompatibleBundle (unknown format or version), naming what was seen and
     what is allowed.
@@ -222,6 +218,11 @@ def load_bundle(path: str | os.PathLike[str]) -> Bundle:
     header = read_header(path, data)
     tensors = _checked_tensors(path, data, header)
     bundle = _parse(path, header, tensors)
+    if whole:
+        try:
+            bundle.scheme.check_chain()
+        except KVCalError as error:
+            raise CorruptBundle(f"{path}: {error}") from error
     bundle.path = path
     return bundle
 

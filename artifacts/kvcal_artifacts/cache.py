@@ -245,6 +245,7 @@ class KVCalCache(Cache):
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
+        scheme.check_chain()
         self.scheme, self.strict, self.offloading_layers = scheme, strict, offload
         self.model = model
         self._sites = hf.attention_sites(model)

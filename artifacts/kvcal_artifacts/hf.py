@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .codecs.base import Shape
 from .errors import KVCalError
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -215,3 +216,17 @@ class Hooks:
                 owner.on_keys(site.index, site.keys_from(output))
 
         return hook
+
+
+def layer_shape(config: Any, block: int) -> Shape:
+    """Kv heads and head_dim of a config, for blocks of so many tokens."""
+    return Shape(config.num_key_value_heads, head_dim_of(config), block)
+
+
+def key_probe(site: AttentionSite) -> tuple[float, ...]:
+    """Eight of a layer's key weights, to tell models of one shape apart; empty where they are not plain numbers."""
+    weight = getattr(getattr(site.module, "k_proj", None) or site.key_source, "weight", None)
+    if weight is None or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
+        return ()
+    row = weight.detach()[-1 if site.key_slice is None else site.key_slice.start, :8]
+    return tuple(float(f"{v:.6g}") for v in row.float().tolist())

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from .codecs import Codec, Shape
+from .codecs import Codec
 from .errors import KVCalError
 
 Frame = Literal["pre_rope", "post_rope"]
@@ -69,9 +69,14 @@ class Scheme:
         for codec in (pair.key, pair.value):
             if codec.shape.block != self.windows.block:
                 raise KVCalError(f"layer {index}: codec block {codec.shape.block}, window block {self.windows.block}")
-        above = [p for p in self.layers[max(0, index - self.depth(pair)) : index] if p is not None]
-        if len(above) < self.depth(pair):
-            raise KVCalError(f"layer {index} is predicted from layers below it that are missing or not compressed")
+
+    def check_chain(self) -> None:
+        """Raises KVCalError where a layer is predicted from one that is missing or not compressed."""
+        for index, pair in enumerate(self.layers):
+            if pair is not None and (depth := self.depth(pair)):
+                below = self.layers[max(0, index - depth) : index]
+                if len(below) < depth or None in below:
+                    raise KVCalError(f"layer {index} is predicted from a layer below that is missing or not compressed")
 
     @staticmethod
     def depth(pair: LayerCodecs) -> int:
@@ -111,6 +116,3 @@ class Scheme:
     def config(self) -> dict[str, Any]:
         return {"windows": asdict(self.windows), "frame": self.frame}
 
-
-def layer_shape(heads: int, dim: int, windows: Windows) -> Shape:
-    return Shape(heads, dim, windows.block)

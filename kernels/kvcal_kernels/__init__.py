@@ -1,4 +1,4 @@
-"""Pure tensor functions, one folder per family: `reference.py` is the slow and obvious one, `triton.py` the fast one.
+"""Pure tensor functions, a folder per family: `reference.py` is slow and obvious, `triton.py` beside it fast.
 
 Nothing is imported here: `import kvcal_kernels` costs neither torch nor triton.
 """

@@ -3,7 +3,8 @@
 Per token: rotate, divide by the norm so that coordinates have unit variance, round d-tuples to the grid, store codes and
 the norm in float16. Bits = log2(n) / d + 16 / norm width. The rotation runs per kv head by default (then keys can be
 attended by rotating the query), or over the largest power of two dividing H * D as in the AQUA-KV paper (`rotation="token"`);
-the norm spans the token by default, or one head.
+the norm spans the token by default, or one head. With `axis="token"` the vectors are the block's tokens of one channel
+instead (the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
 
 Span = Literal["head", "token"]
+Axis = Literal["channel", "token"]
 GRIDS = {(2, 16): 4, (2, 64): 6, (2, 256): 8, (4, 256): 8}  # (d, n): bits of one code
 
 
@@ -46,6 +48,7 @@ class Higgs(Codec):
         rotation: Span = "head",
         norm: Span = "token",
         seed: int = 0,
+        axis: Axis = "channel",
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
@@ -53,46 +56,80 @@ class Higgs(Codec):
         for what, span in (("rotation", rotation), ("norm", norm)):
             if span not in ("head", "token"):
                 raise KVCalError(f"HIGGS {what} over {span!r}: allowed are 'head' and 'token'")
-        self.d, self.n, self.rotation, self.norm, self.seed = d, n, rotation, norm, seed
+        if axis not in ("channel", "token"):
+            raise KVCalError(f"HIGGS along axis {axis!r}: allowed are 'channel' and 'token'")
+        self.d, self.n, self.rotation, self.norm, self.seed, self.axis = d, n, rotation, norm, seed, axis
         self.grid = gaussian_grid(d, n) if grid is None else grid.float()
-        if shape.dim % d:
-            raise KVCalError(f"HIGGS with d={d}: head_dim {shape.dim} is not a multiple of it")
+        # vectors of `length` numbers, `count` of them a token (axis channel) or a block (axis token)
+        self.length = shape.heads * shape.dim if axis == "channel" else shape.block
+        if (shape.dim if axis == "channel" else shape.block) % d:
+            raise KVCalError(f"HIGGS with d={d}: {axis}s of {shape.dim}, blocks of {shape.block} do not divide by it")
         self.code_bits = GRIDS[d, n]
-        width = shape.heads * shape.dim
-        self.rotation_width = largest_power_of_two(shape.dim if rotation == "head" else width)
-        self.sign = signs(width, seed) if sign is None else sign.float()
+        head = shape.dim if axis == "channel" and rotation == "head" else self.length
+        self.rotation_width = largest_power_of_two(head)
+        self.sign = signs(self.length, seed) if sign is None else sign.float()
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        blocks = self.shape.blocks(x.float())
-        flat = blocks.movedim(1, 3).flatten(3)  # (B, N, b, H * D)
-        rotated = rotate(flat, self.sign, self.rotation_width)
+        vectors = self._vectors(self.shape.blocks(x.float()))
+        rotated = rotate(vectors, self.sign, self.rotation_width)
         groups = rotated.unflatten(-1, (self._norms, -1))
-        norm = to_half(tree_sum(groups * groups).sqrt(), "norm")  # (B, N, b, 1 or H)
+        norm = to_half(tree_sum(groups * groups).sqrt(), "norm")
         unit = groups.shape[-1] ** 0.5 / norm.float().clamp_min(1e-30)
         scaled = (groups * unit[..., None]).flatten(-2)
-        codes = nearest(scaled.reshape(-1, self.d), self.grid)
-        codes = codes.view(*flat.shape[:3], self.shape.heads, -1).movedim(3, 1)  # (B, H, N, b, D/d)
-        if self.role == "value":
-            codes = codes.transpose(-1, -2)
-        return {"codes": pack(codes, self.code_bits), "norm": norm.movedim(3, 1).contiguous()}
+        codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], -1)
+        return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": self._store_norm(norm)}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        count = self.shape.block if self.role == "value" else self.shape.dim // self.d
-        codes = unpack(packed["codes"], self.code_bits, count)
-        if self.role == "value":
-            codes = codes.transpose(-1, -2)
-        points = lookup(codes, self.grid).movedim(1, 3).flatten(3)  # (B, N, b, H * D)
-        groups = points.unflatten(-1, (self._norms, -1))
-        size = packed["norm"].float().movedim(1, 3) * groups.shape[-1] ** -0.5
-        flat = unrotate((groups * size[..., None]).flatten(-2), self.sign, self.rotation_width)
-        return flat.unflatten(-1, (self.shape.heads, -1)).movedim(3, 1).flatten(2, 3)
+        codes = self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
+        groups = lookup(codes, self.grid).unflatten(-1, (self._norms, -1))
+        size = self._load_norm(packed["norm"].float()) * groups.shape[-1] ** -0.5
+        vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, self.rotation_width)
+        return self._blocks(vectors).flatten(2, 3)
+
+    # Vectors are (B, N, b, H * D) along channels, (B, H, N, D, b) along tokens; packed tensors are always (B, H, N, ...).
+
+    def _vectors(self, blocks: Tensor) -> Tensor:
+        return blocks.transpose(-1, -2) if self.axis == "token" else blocks.movedim(1, 3).flatten(3)
+
+    def _blocks(self, vectors: Tensor) -> Tensor:
+        if self.axis == "token":
+            return vectors.transpose(-1, -2)
+        return vectors.unflatten(-1, (self.shape.heads, -1)).movedim(3, 1)
+
+    def _store_codes(self, codes: Tensor) -> Tensor:
+        """To (B, H, N, rows, packed): keys packed along channels, values along tokens."""
+        if self.axis == "token":  # (B, H, N, D, b/d)
+            return codes.transpose(-1, -2) if self.role == "key" else codes
+        codes = codes.unflatten(-1, (self.shape.heads, -1)).movedim(3, 1)  # (B, H, N, b, D/d)
+        return codes.transpose(-1, -2) if self.role == "value" else codes
+
+    def _load_codes(self, codes: Tensor) -> Tensor:
+        if self.axis == "token":
+            return codes.transpose(-1, -2) if self.role == "key" else codes
+        codes = codes.transpose(-1, -2) if self.role == "value" else codes
+        return codes.movedim(1, 3).flatten(3)
+
+    def _store_norm(self, norm: Tensor) -> Tensor:
+        """Norms (B, N, b, 1 or H) -> (B, 1 or H, N, b); along tokens (B, H, N, D, 1) -> (B, H, N, D)."""
+        return norm.squeeze(-1) if self.axis == "token" else norm.movedim(3, 1).contiguous()
+
+    def _load_norm(self, norm: Tensor) -> Tensor:
+        return norm[..., None] if self.axis == "token" else norm.movedim(1, 3)
+
+    @property
+    def _packed_count(self) -> int:
+        """Codes in the packed dimension."""
+        s, along_tokens = self.shape, self.axis == "token"
+        if self.role == "key":
+            return s.dim if along_tokens else s.dim // self.d
+        return s.block // self.d if along_tokens else s.block
 
     @property
     def _norms(self) -> int:
-        return 1 if self.norm == "token" else self.shape.heads
+        return 1 if self.norm == "token" or self.axis == "token" else self.shape.heads
 
     def config(self) -> dict[str, Any]:
-        return {"d": self.d, "n": self.n, "rotation": self.rotation, "norm": self.norm, "seed": self.seed}
+        return {"d": self.d, "n": self.n, "rotation": self.rotation, "norm": self.norm, "seed": self.seed, "axis": self.axis}
 
     def tensors(self) -> dict[str, Tensor]:
         return {"grid": self.grid, "sign": self.sign.to(torch.int8)}
@@ -107,9 +144,9 @@ class Higgs(Codec):
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape
-        tuples = s.dim // self.d
-        rows, count = (tuples, s.block) if self.role == "value" else (s.block, tuples)
+        rows = s.block * s.dim // self.d // self._packed_count
+        norms = (s.heads, s.dim) if self.axis == "token" else (self._norms, s.block)
         return {
-            "codes": ((s.heads, rows, packed_bytes(count, self.code_bits)), torch.uint8),
-            "norm": ((self._norms, s.block), torch.float16),
+            "codes": ((s.heads, rows, packed_bytes(self._packed_count, self.code_bits)), torch.uint8),
+            "norm": (norms, torch.float16),
         }

@@ -1,0 +1,497 @@
+"""Run a causal LM over token windows layer by layer and hand out q, k, v of one layer at a time.
+
+    with Capture(model, ids, device="cuda") as capture:
+        for taps in capture:                                   # layer 0, 1, 2, ...
+            for batch in taps.batches({"k", "v"}):             # as often as wanted
+                gram += batch.k ...
+            for batch in taps.batches({"k"}, advance=True):    # the last pass may run the whole layer
+                ...
+
+Memory: the hidden states, N windows of T tokens in the model's dtype, and what one batch of one layer needs.
+The driver knows no architecture: the decoder's own forward, stopped at its first layer, says what every layer
+is called with; a stand-in for the cache receives keys and values, and stops a layer before attention where no
+more is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.hf import AttentionSite, attention_site, config_of, decoder_of, unsupported_layers
+
+from .spill import SpillStore, Where
+
+Frame = Literal["pre_rope", "post_rope"]
+Timer = Callable[[str], AbstractContextManager[None]]
+
+TAPS = frozenset({"q", "k", "v"})
+TOKENS_PER_BATCH = {"cuda": 16384, "cpu": 4096}
+
+
+class LayerSource(Protocol):
+    """Where the model's parts come from. `kvcal.layerwise.LayerwiseWeights` is one, `WholeModel` another."""
+
+    model: Any  # complete in structure; its layers may be on the meta device
+    config: Any
+    dtype: torch.dtype
+
+    def load_outer(self) -> object:
+        """Put embedding and rotary module on the device."""
+
+    def free_outer(self) -> None: ...
+
+    def load_layer(self, index: int) -> nn.Module:
+        """Put one decoder layer on the device."""
+
+    def free_layer(self, index: int) -> None: ...
+
+
+class WholeModel:
+    """An ordinary model in memory, already on the device it runs on."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = config_of(model)
+        self.dtype: torch.dtype = model.dtype
+
+    def load_outer(self) -> None: ...
+
+    def free_outer(self) -> None: ...
+
+    def load_layer(self, index: int) -> nn.Module:
+        decoder: Any = decoder_of(self.model)
+        layer: nn.Module = decoder.layers[index]
+        return layer
+
+    def free_layer(self, index: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class TapBatch:
+    """What one layer computed for some windows; None where it was not asked for.
+
+    (B, H, T, D) in the model's dtype on the compute device, not contiguous where the model's own are not.
+    H counts kv heads for k and v, query heads for q. Only q and k depend on the frame.
+    """
+
+    rows: slice
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+
+
+class Capture:
+    """Token windows on their way through the layers of a model; iterate over it once for one run.
+
+    source: a model on `device`, or a LayerSource.
+    ids: (N, T) int64 token windows, without padding.
+    batch: windows at a time; by default as many as make 16k tokens on CUDA, 4k on a CPU. Never measured: the
+        shape of a batch decides the last bits of every product, and the same command gives the same bytes.
+    hidden: where the hidden states (N, T, hidden size) live between layers.
+    """
+
+    def __init__(
+        self,
+        source: LayerSource | nn.Module,
+        ids: Tensor,
+        *,
+        device: torch.device | str,
+        batch: int | None = None,
+        hidden: Where = "device",
+        spill_dir: Path | None = None,
+        timer: Timer | None = None,
+    ) -> None:
+        self.source: LayerSource = WholeModel(source) if isinstance(source, nn.Module) else source
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = self.source.model.dtype
+        self.decoder: Any = decoder_of(self.source.model)
+        self.ids = _checked_ids(ids, self.decoder.config)
+        _check_model(self.source.model, self.decoder)
+        self.windows, self.length = int(ids.shape[0]), int(ids.shape[1])
+        self.batch = batch or default_batch(self.length, self.device)
+        if self.batch < 1:
+            raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
+        self.timer: Timer = timer or _untimed
+        self.hidden: SpillStore | None = None
+        self.layer_kwargs: dict[str, Any] = {}
+        self._where: Where = hidden
+        self._spill_dir = spill_dir
+
+    def __len__(self) -> int:
+        """Layers."""
+        return int(self.decoder.config.num_hidden_layers)
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the hidden states' memory back."""
+        if self.hidden is not None:
+            self.hidden.close()
+            self.hidden = None
+
+    def __iter__(self) -> Iterator[LayerTaps]:
+        """Layers in order. A layer not advanced by then is advanced when the next one is asked for."""
+        self._embed()
+        for index in range(len(self)):
+            with self.timer("load"):
+                layer = self.source.load_layer(index)
+            taps = LayerTaps(self, index, layer)
+            try:
+                yield taps
+                taps.advance()
+            finally:
+                taps.closed = True
+                self.source.free_layer(index)
+        self.close()
+
+    def chunks(self, rows: slice | None = None) -> list[slice]:
+        """The batches, in window order, in which those rows are run."""
+        start, stop, _ = (rows or slice(None)).indices(self.windows)
+        return [slice(i, min(i + self.batch, stop)) for i in range(start, stop, self.batch)]
+
+    def _embed(self) -> None:
+        """Fill the hidden states with the first layer's input, and learn what layers are called with."""
+        self.close()
+        with self.timer("load"):
+            self.source.load_outer()
+        try:
+            for rows in self.chunks():
+                with self.timer("embed"):
+                    x, kwargs = first_layer_call(self.decoder, self.ids[rows].to(self.device))
+                    if self.hidden is None:
+                        self._check_kwargs(kwargs)
+                        self.layer_kwargs, self.hidden = kwargs, self._store_for(x)
+                    _check_finite(x, "the embedding's output", rows)
+                    self.hidden.write(rows, x)
+        finally:
+            self.source.free_outer()
+
+    def _store_for(self, x: Tensor) -> SpillStore:
+        return SpillStore(
+            (self.windows, *x.shape[1:]),
+            x.dtype,
+            device=self.device,
+            where=self._where,
+            spill_dir=self._spill_dir,
+            label="hidden states",
+        )
+
+    def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """One call must fit batches of every size: no mask, and tensors of batch dimension 1."""
+        name = type(self.decoder).__name__
+        if kwargs.get("attention_mask") is not None:
+            kind = self.decoder.config._attn_implementation
+            raise KVCalError(
+                f"{name}: {kind} attention makes a mask of {self.length} x {self.length} for every window; "
+                'load the model with attn_implementation="sdpa"'
+            )
+        if "past_key_values" not in kwargs:
+            raise KVCalError(
+                f"{name} does not give its layers past_key_values; this architecture is not supported"
+            )
+        for key, value in kwargs.items():
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, Tensor) and part.ndim and part.shape[0] != 1:
+                    raise KVCalError(
+                        f"{name} gives its layers a {key} per window; this architecture is not supported"
+                    )
+
+
+class LayerTaps:
+    """One layer of a model, its input windows waiting; of use until Capture is asked for the next layer."""
+
+    def __init__(self, capture: Capture, index: int, layer: nn.Module) -> None:
+        self.index = index
+        self.site: AttentionSite = attention_site(capture.decoder, index)
+        self.closed = False
+        self._capture = capture
+        self._layer = layer
+        self._state: Literal["before", "advancing", "after"] = "before"
+        self._checked = False  # whether k and v of every window are known to be finite
+
+    @property
+    def timer(self) -> Timer:
+        """The run's: what a method does between batches may be given phases of its own."""
+        return self._capture.timer
+
+    @property
+    def windows(self) -> int:
+        return self._capture.windows
+
+    @property
+    def length(self) -> int:
+        """Tokens a window."""
+        return self._capture.length
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin (1, T, rotary dim) of any window, for `site.rotate`; None in a layer without RoPE."""
+        return self._capture.layer_kwargs["position_embeddings"] if self.site.rope else None
+
+    def chunks(self, rows: slice | None = None) -> list[slice]:
+        """The rows of each batch that `batches` gives: to read a SpillStore in step with it."""
+        return self._capture.chunks(rows)
+
+    def batches(
+        self,
+        want: Collection[str],
+        frame: Frame = "pre_rope",
+        rows: slice | None = None,
+        advance: bool = False,
+    ) -> Iterator[TapBatch]:
+        """q, k, v of this layer, as far as wanted, in window order; every call computes them again.
+
+        rows: only these windows. advance: run the whole layer and replace its input by its output; allowed
+        once, over all windows, and no batches can be had afterwards. Nothing follows the last layer: there it
+        only gives the batches.
+        """
+        self._check_order()
+        if not set(want) <= TAPS:
+            raise ValueError(f"taps {sorted(want)}: allowed are q, k and v")
+        if advance and rows is not None:
+            raise ValueError("a layer advances over all windows: advance=True goes without rows")
+        return self._pass(frozenset(want), frame, rows, advance)
+
+    def advance(self) -> None:
+        """Run the whole layer over all windows, unless a pass of `batches` has done so."""
+        if self._state != "after":
+            for _ in self.batches(frozenset(), advance=True):
+                pass
+
+    def _check_order(self) -> None:
+        if self.closed:
+            raise KVCalError(f"layer {self.index} was left behind: its taps end where the next layer begins")
+        if self._state == "advancing":
+            raise KVCalError(
+                f"layer {self.index}: the pass that advances it was not finished, its input is lost"
+            )
+        if self._state == "after":
+            raise KVCalError(f"layer {self.index} was advanced: its taps are of its input, which is gone")
+
+    def _pass(
+        self, want: frozenset[str], frame: Frame, rows: slice | None, advance: bool
+    ) -> Iterator[TapBatch]:
+        hidden = self._capture.hidden
+        assert hidden is not None
+        whole = advance and self.index + 1 < len(self._capture)
+        if advance:
+            self._state = "advancing"
+        for here, x in _timed(hidden.stream(self.chunks(rows)), self._capture.timer, "spill"):
+            yield self._run(here, x, want, frame, whole)
+            if not advance:
+                self._check_order()
+        self._checked = self._checked or rows is None
+        if advance:
+            self._state = "after"
+
+    def _run(self, rows: slice, x: Tensor, want: frozenset[str], frame: Frame, whole: bool) -> TapBatch:
+        """One batch through the layer; x (B, T, hidden size) is its input."""
+        with self._capture.timer("forward"):
+            called = call_layer(self._layer, x, self._capture.layer_kwargs, self.site, want, stop=not whole)
+            if not self._checked:
+                _check_finite(called.keys, f"layer {self.index}, key head", rows)
+                _check_finite(called.values, f"layer {self.index}, value head", rows)
+            if called.output is not None:
+                _check_finite(called.output, f"layer {self.index}, its output", rows)
+            batch = self._batch(rows, called, want, frame)
+        if called.output is not None:
+            with self._capture.timer("spill"):
+                assert self._capture.hidden is not None
+                self._capture.hidden.write(rows, called.output)
+        return batch
+
+    def _batch(self, rows: slice, called: LayerCall, want: frozenset[str], frame: Frame) -> TapBatch:
+        queries, keys = called.pre_rope_queries, called.pre_rope_keys
+        if frame == "post_rope":
+            keys = called.keys
+            if queries is not None and self.rope is not None:
+                with torch.no_grad():
+                    queries = self.site.rotate(queries, *self.rope)
+        return TapBatch(
+            rows,
+            q=queries if "q" in want else None,
+            k=keys if "k" in want else None,
+            v=called.values if "v" in want else None,
+        )
+
+
+@dataclass
+class LayerCall:
+    """What one call of a layer gave. Keys and values (B, H, T, D) as its cache received them."""
+
+    keys: Tensor
+    values: Tensor
+    pre_rope_keys: Tensor | None
+    pre_rope_queries: Tensor | None
+    output: Tensor | None  # (B, T, hidden size); None where the layer was stopped before attention
+
+
+class _Stop(Exception):
+    """Not an error: the way out of a forward that has given what was wanted of it."""
+
+
+class _StandIn:
+    """Takes the cache's place in one layer: notes what it is given, hands it back or stops the forward."""
+
+    def __init__(self, stop: bool, repeat: int) -> None:
+        self._stop = stop
+        self._repeat = repeat  # times each kv head is handed back
+        self.received: tuple[Tensor, Tensor] | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.received = keys, values
+        if self._stop:
+            raise _Stop
+        if self._repeat > 1:
+            return keys.repeat_interleave(self._repeat, 1), values.repeat_interleave(self._repeat, 1)
+        return keys, values
+
+
+@torch.no_grad()
+def first_layer_call(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """The first layer's input (B, T, hidden size) for ids (B, T), and the keyword arguments of every layer.
+
+    No inference mode: rotary modules keep tensors made here, and methods may train on what they are handed.
+    """
+    caught: dict[str, Any] = {}
+
+    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.update(kwargs)
+        if args:
+            caught["hidden_states"] = args[0]
+        raise _Stop
+
+    handle = decoder.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
+    with handle, suppress(_Stop):
+        decoder(input_ids=ids, use_cache=False)
+    x: Tensor = caught.pop("hidden_states")
+    return x, caught
+
+
+@torch.no_grad()
+def call_layer(
+    layer: nn.Module,
+    x: Tensor,
+    kwargs: dict[str, Any],
+    site: AttentionSite,
+    want: frozenset[str],
+    stop: bool,
+) -> LayerCall:
+    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`."""
+    repeat = kv_repeats(site, x)
+    cache, seen = _StandIn(stop, repeat), {}
+
+    def note(name: str, read: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            seen[name] = read(output)
+
+        return hook
+
+    output = None
+    with ExitStack() as hooks:
+        if "k" in want:
+            hooks.enter_context(site.key_source.register_forward_hook(note("k", site.keys_from)))
+        if "q" in want:
+            hooks.enter_context(site.query_source.register_forward_hook(note("q", site.queries_from)))
+        if repeat > 1:
+            hooks.enter_context(_as_if_ungrouped(site.module))
+        with suppress(_Stop):
+            output = layer(x, **{**kwargs, "past_key_values": cache})
+    if cache.received is None:
+        raise KVCalError(
+            f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported"
+        )
+    output = output[0] if isinstance(output, tuple) else output
+    return LayerCall(*cache.received, seen.get("k"), seen.get("q"), output)
+
+
+def kv_repeats(site: AttentionSite, x: Tensor) -> int:
+    """How often kv heads are repeated before attention, where PyTorch would else hold (T, T) scores.
+
+    SDPA has no fused kernel for grouped heads in float32 on CUDA (torch 2.11: 3.8 GB for one window of 4096
+    tokens and 24 heads), but it has one for equal numbers of heads.
+    """
+    if x.is_cuda and x.dtype == torch.float32:
+        return int(getattr(site.module, "num_key_value_groups", 1))
+    return 1
+
+
+@contextmanager
+def _as_if_ungrouped(attention: Any) -> Iterator[None]:
+    """Within, the attention module takes as many kv heads as query heads."""
+    groups = attention.num_key_value_groups
+    attention.num_key_value_groups = 1
+    try:
+        yield
+    finally:
+        attention.num_key_value_groups = groups
+
+
+def default_batch(length: int, device: torch.device) -> int:
+    """Windows of that many tokens run at a time."""
+    return max(1, TOKENS_PER_BATCH.get(device.type, TOKENS_PER_BATCH["cpu"]) // length)
+
+
+def _checked_ids(ids: Tensor, config: Any) -> Tensor:
+    if ids.ndim != 2 or ids.dtype != torch.int64 or ids.numel() == 0:
+        raise ValueError(
+            f"token windows must be (N, T) int64, none empty, not {tuple(ids.shape)} {ids.dtype}"
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= config.vocab_size:
+        raise UsageError(
+            f"token {low if low < 0 else high}: the model knows 0 to {config.vocab_size - 1}; "
+            "were the windows cut with another model's tokenizer?"
+        )
+    return ids
+
+
+def _check_model(model: Any, decoder: Any) -> None:
+    for index, reason in sorted(unsupported_layers(decoder.config).items()):
+        raise KVCalError(f"{type(model).__name__}, layer {index}: {reason}; it cannot be calibrated")
+    if model.training:
+        raise UsageError(
+            f"{type(model).__name__} is in training mode, where dropout is random; call model.eval()"
+        )
+
+
+def _check_finite(x: Tensor, what: str, rows: slice) -> None:
+    """Raise on NaN or infinity in x: (B, T, C), or (B, H, T, D) whose head is then named. One read of x."""
+    low, high = torch.aminmax(x.detach())
+    if bool(torch.isfinite(low) & torch.isfinite(high)):
+        return
+    bad = (~torch.isfinite(x)).nonzero()
+    windows = [rows.start + int(row) for row in bad[:, 0].unique()]
+    heads = f" {', '.join(str(int(head)) for head in bad[:, 1].unique())}" if x.ndim == 4 else ""
+    advice = "take bfloat16 or float32" if x.dtype == torch.float16 else "check the model's weights"
+    raise NonFiniteError(f"{what}{heads}: NaN or infinity in window {_spans(windows)} ({x.dtype}); {advice}")
+
+
+def _spans(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _untimed(phase: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _timed(items: Iterator[Any], timer: Timer, phase: str) -> Iterator[Any]:
+    """The same items, the time to fetch each charged to a phase."""
+    while True:
+        with timer(phase):
+            item = next(items, None)
+        if item is None:
+            return
+        yield item

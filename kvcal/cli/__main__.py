@@ -1,0 +1,3 @@
+from kvcal.cli.app import main
+
+main()

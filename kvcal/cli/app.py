@@ -1,0 +1,72 @@
+"""The `kvcal` program: its commands and its root options."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from kvcal import __version__
+from kvcal.cli import bundle, evaluate, fit, models
+from kvcal.cli.failure import guarded
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "fit-predictors": fit.fit_predictors,
+    "inspect": bundle.inspect,
+    "verify": bundle.verify,
+    "eval": evaluate.evaluate,
+    "generate": evaluate.generate,
+    "models": models.models,
+}
+
+# rich_markup_mode=None: plain help, because rich reads "[…]" in a help text as markup.
+app = typer.Typer(
+    name="kvcal",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(guarded(_command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Print the traceback of an error too (also: KVCAL_DEBUG=1).")
+    ] = False,
+) -> None:
+    """Compress the key-value cache of a language model: calibrate, carry in one file, generate, measure.
+
+    Results go to stdout, progress and errors to stderr.
+    """
+    if quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # one switch for our bars and the hub's
+    if debug:
+        os.environ["KVCAL_DEBUG"] = "1"
+
+
+def main() -> None:
+    try:
+        try:
+            app(prog_name="kvcal")
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `kvcal models | head -1`: the reader has left, and nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

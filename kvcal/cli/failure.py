@@ -1,0 +1,86 @@
+"""What a failed command prints and returns: one line on stderr, one documented exit code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+EXIT_CODES = {
+    0: "done",
+    1: "error",
+    2: "usage: no such command or option, or a value that cannot be read",
+    3: "a quality gate failed",
+    4: "the bundle is damaged, of an unknown format, or belongs to another model",
+    5: "the model, or a data set on the hub, is not available: gated, offline, no such name or revision",
+    6: "out of memory, on the host or on the device",
+    130: "interrupted (Ctrl-C)",
+}
+
+
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`command`, with every exception but Typer's own turned into a line and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            if os.environ.get("KVCAL_DEBUG", "0") not in ("", "0"):
+                traceback.print_exception(error)
+            line, code = explain(error)
+            print(f"kvcal: {line}", file=sys.stderr)
+            raise typer.Exit(code) from error
+
+    return run
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """(one line, exit code)."""
+    kvcal_error = _loaded("kvcal_artifacts.errors", "KVCalError")
+    if kvcal_error and isinstance(error, kvcal_error):
+        return _one_line(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if _is_out_of_memory(error):
+        return f"out of memory: {_first_sentences(error)}; try a smaller --length, or fewer --windows", 6
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        return (f"{error.strerror}{where}" if error.strerror else _one_line(error)), 1
+    return (
+        f"{type(error).__name__}: {_one_line(error)} (for the traceback: kvcal --debug …, or KVCAL_DEBUG=1)",
+        1,
+    )
+
+
+def _loaded(module: str, name: str) -> Any:
+    """An error class can only have been raised if its module is imported: so nothing needs importing here."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    device_oom = _loaded("torch", "OutOfMemoryError")
+    if isinstance(error, MemoryError) or (device_oom and isinstance(error, device_oom)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(
+        error
+    )  # torch has no class for the host
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _first_sentences(error: BaseException, limit: int = 160) -> str:
+    """torch's message goes on with allocator advice for ten lines; the amount is in its beginning."""
+    text = _one_line(error)
+    return (text if len(text) <= limit else text[:limit].rsplit(". ", 1)[0]).rstrip(
+        ". "
+    ) or "the host's memory"

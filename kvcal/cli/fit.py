@@ -1,0 +1,77 @@
+"""`kvcal fit-predictors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.output import note, print_json, print_table
+
+
+def fit_predictors(
+    model: Model = "tiny",
+    revision: Revision = None,
+    text: Text = None,
+    column: Column = None,
+    windows: Annotated[
+        int | None, typer.Option(min=2, help="Windows in all; default: the model's preset.")
+    ] = None,
+    holdout: Annotated[
+        int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: <model>-aqua-kv.kvcal.safetensors here.")
+    ] = None,
+    backbone: Annotated[
+        str, typer.Option(help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide], uniform-{1..8}[-channel].")
+    ] = "higgs-2-wide",
+    first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide",
+    predictor: Annotated[
+        str, typer.Option(help="linear, reduced-rank, mlp, mlp-no-norm, linear-4bit or bias.")
+    ] = "linear",
+    rank: Annotated[int, typer.Option(min=0, help="Of reduced-rank; 0: a quarter of the kv width.")] = 0,
+    key_inputs: Annotated[
+        str, typer.Option(help="What predicts keys, of k1,v1 (layer below) and k2,v2; `none`: no predictor.")
+    ] = "k1",
+    value_inputs: Annotated[
+        str, typer.Option(help="What predicts values; also k0, this layer's keys; `none`: no predictor.")
+    ] = "v1,k0",
+    frame: Annotated[str, typer.Option(help="pre_rope or post_rope.")] = "pre_rope",
+    ridge: Annotated[float, typer.Option(help="Times the mean of the Gram diagonal.")] = 1e-3,
+    quantiser_agnostic: Annotated[
+        bool, typer.Option("--quantiser-agnostic", help="Fit on exact keys and values.")
+    ] = False,
+    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
+    recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
+    block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
+    mlp_epochs: Annotated[int, typer.Option(min=1, help="Passes of MLP training.")] = 4,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    spill: Annotated[
+        str, typer.Option(help="Where hidden states and reconstructions lie: device, cpu or disk.")
+    ] = "device",
+    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
+    layerwise: Annotated[
+        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
+    ] = False,
+    random_weights: Random = False,
+    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    json: Json = False,
+) -> None:
+    """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
+    from kvcal.commands import run_fit_predictors
+
+    given: dict[str, Any] = dict(locals())
+    result = run_fit_predictors(given, note)
+    if json:
+        print_json(result)
+    else:
+        print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "layers"])

@@ -1,0 +1,41 @@
+"""`kvcal models`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcal.cli.options import Json
+from kvcal.cli.output import print_json, print_table
+
+COLUMNS = [
+    "model",
+    "parameters",
+    "layers",
+    "hidden",
+    "kv heads",
+    "head dim",
+    "context",
+    "KiB/token",
+    "hub id",
+]
+
+
+def models(json: Json = False) -> None:
+    """List the models known by a short name, with their geometry.
+
+    KiB/token is the cache at 16 bits, all layers. --json has more fields.
+    """
+    from kvcal.models import models_table
+
+    rows = models_table()
+    if json:
+        print_json({"models": rows})
+    else:
+        print_table(COLUMNS, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    size = row["parameters"]
+    parameters = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
+    geometry = [row[field] for field in ("layers", "hidden", "kv_heads", "head_dim", "context")]
+    return [row["name"], parameters, *geometry, f"{row['kv_bytes_per_token'] / 1024:g}", row["hub_id"]]

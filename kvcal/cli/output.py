@@ -1,0 +1,60 @@
+"""Results on stdout: JSON for programs, tables for people. Notes on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+ANY_WIDTH = 10_000  # rich would fold cells to the terminal's width; whole cells can be read, copied and cut
+
+
+def print_json(value: Any) -> None:
+    """One JSON document. A number that JSON does not have (NaN, infinity) is null."""
+    print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
+    """Numbers are aligned to the right; None is an empty cell. Format numbers before they come here."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
+    for index, column in enumerate(columns):
+        numeric = all(_is_number(row[index]) for row in cells if row[index])
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    Console(width=ANY_WIDTH, markup=False, highlight=False, emoji=False).print(table)
+
+
+def note(message: str) -> None:
+    """One line for the reader that is not the result."""
+    print(message, file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, PathLike):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d[\d,]*\.?\d*(e[-+]?\d+)?|inf|nan) ?[%×x]?([KMGT]?i?B?)?", cell) is not None

@@ -1,0 +1,216 @@
+"""What the commands do once their options are parsed; everything here may import torch."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvcal_artifacts.bundle import load_bundle
+from kvcal_artifacts.errors import UsageError
+
+from . import corpus, models
+from .evaluate.perplexity import evaluate
+from .fit import FitOptions, fit
+from .methods.aqua_kv import AquaKV
+from .workbench import cache_makers, default_output, open_for_fit, open_model
+
+Say = Callable[[str], None]
+RANDOM_TOKENS = "random token ids (random weights)"
+
+
+EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
+
+
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """ "v1,k0" -> ("v1", "k0"); "none" -> ()."""
+    return () if text.strip().lower() in ("", "none") else tuple(part.strip() for part in text.split(","))
+
+
+def aqua_method(o: dict[str, Any]) -> AquaKV:
+    return AquaKV(
+        backbone=o["backbone"],
+        first_layer=o["first_layer"],
+        predictor=o["predictor"],
+        rank=o["rank"],
+        key_inputs=_names(o["key_inputs"]),
+        value_inputs=_names(o["value_inputs"]),
+        rope=o["frame"],
+        ridge=o["ridge"],
+        quantiser_agnostic=o["quantiser_agnostic"],
+        sink=o["sink"],
+        recent=o["recent"],
+        block=o["block"],
+        mlp_epochs=o["mlp_epochs"],
+    )
+
+
+def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written and how good it is."""
+    started = time.monotonic()
+    method = aqua_method(o)
+    if o["spill"] not in ("device", "cpu", "disk"):
+        raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
+    source = models.resolve(o["model"], o["revision"])
+    text_source = calibration_text(o, source)
+    say(f"text: {text_source}")
+    output = Path(o["output"] or default_output(source, method.name))
+    opened = open_for_fit(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    text = calibration_windows(o, source, opened.tokenizer, text_source)
+    result = fit(
+        method, opened.source, text, output, model_record=opened.record, revision=opened.revision,
+        device=opened.device, say=say,
+        options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
+    )  # fmt: skip
+    scheme, metrics = result.bundle.scheme, result.bundle.metrics
+    return {
+        "bundle": str(result.path),
+        "sha256": result.sha256,
+        "bytes": result.path.stat().st_size,
+        "bits_per_value": round(scheme.bits_per_value(), 4),
+        "predictor_bytes": scheme.resident_bytes(),
+        "key_explained_variance": metrics.get("key_explained_variance"),
+        "value_explained_variance": metrics.get("value_explained_variance"),
+        "key_relative_error": metrics.get("key_relative_error"),
+        "value_relative_error": metrics.get("value_relative_error"),
+        "train_windows": len(text.train),
+        "holdout_windows": len(text.holdout),
+        "length": int(text.train.shape[1]),
+        "resumed_layers": result.resumed_layers,
+        "seconds": round(time.monotonic() - started, 1),
+        "phases": result.seconds,
+        "layers": result.layer_metrics,
+    }
+
+
+def calibration_text(o: dict[str, Any], source: models.ModelSource) -> str:
+    """Where the calibration text is from; random weights of a model that is not here get random token ids."""
+    if o["text"]:
+        return str(o["text"])
+    if o["random_weights"] and source.kind == "hub":
+        return RANDOM_TOKENS
+    return corpus.default_text(source, "calibration")
+
+
+def calibration_windows(
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str
+) -> corpus.Windows:
+    """Windows as asked for, by default as the model's preset has them."""
+    paper = models.presets(source)["aquakv"]
+    count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
+    held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
+    if held >= count:
+        raise UsageError(f"--holdout {held} of {count} windows leaves none to fit on")
+    if text_source == RANDOM_TOKENS:
+        vocabulary = models.geometry(source).vocab
+        return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
+    if tokenizer is None:
+        raise UsageError("--random-weights of a hub model has no tokenizer for --text; leave --text out")
+    return corpus.token_windows(
+        tokenizer, text_source, windows=count, holdout=held, length=length, seed=o["seed"], column=o["column"]
+    )
+
+
+def run_inspect(path: Path) -> dict[str, Any]:
+    """A bundle's header in short, every hash checked."""
+    bundle = load_bundle(path)
+    scheme = bundle.scheme
+    rows = [
+        {"layer": i, "key": pair.key.describe(), "value": pair.value.describe()}
+        if pair
+        else {"layer": i, "key": "skipped", "value": scheme.skipped[i]}
+        for i, pair in enumerate(scheme.layers)
+    ]
+    return {
+        "bundle": str(path),
+        "sha256": file_sha256(path),
+        "bytes": path.stat().st_size,
+        "model": asdict(bundle.fingerprint),
+        "windows": asdict(scheme.windows),
+        "frame": scheme.frame,
+        "bits_per_value": scheme.bits_per_value(),
+        "resident_bytes": scheme.resident_bytes(),
+        "provenance": bundle.provenance,
+        "metrics": bundle.metrics,
+        "layers": rows,
+    }
+
+
+def run_verify(path: Path, model: str | None, revision: str | None, device: str, random_weights: bool) -> dict[str, Any]:
+    """Format and hashes; with a model also that the bundle was made for it."""
+    bundle = load_bundle(path)
+    checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
+    if model is not None:
+        loaded = open_model(model, revision, dtype="auto", device=device, random_weights=random_weights)
+        bundle.check(loaded.model, loaded.revision)
+        checks.append(f"model {model}")
+    return {"bundle": str(path), "sha256": file_sha256(path), "ok": True, "checked": checks}
+
+
+def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Rows `full`, presets, bundles on the same text."""
+    source = models.resolve(o["model"], o["revision"])
+    origin = o["text"] or corpus.default_text(source, "evaluation")
+    say(f"text: {origin}")
+    loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
+    length = o["length"] or min(models.presets(source)["aquakv"]["length"], EVAL_LENGTH[source.kind])
+    text = corpus.evaluation_windows(
+        loaded.tokenizer, origin, length=length, windows=o["windows"], column=o["column"]
+    )
+    makers = cache_makers(loaded.model, o["bundle"] or [], o["preset"] or [], loaded.revision)
+    started = time.monotonic()
+    rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
+    return {
+        "rows": [row.as_dict() for row in rows],
+        "model": o["model"],
+        "revision": loaded.revision,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "windows": len(text.ids),
+        "length": length,
+        "step": o["step"],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def run_generate(o: dict[str, Any]) -> dict[str, Any]:
+    """Text from a compressed cache, and what the cache held at the end."""
+    loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
+    makers = cache_makers(loaded.model, [o["bundle"]] if o["bundle"] else [], [o["preset"]] if o["preset"] else [],
+                          loaded.revision)  # fmt: skip
+    if len(makers) != 1:
+        raise UsageError("give one --bundle or one --preset")
+    name, maker = next(iter(makers.items()))
+    ids = loaded.tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
+    if not ids.shape[1]:
+        raise UsageError("--prompt is empty")
+    started = time.monotonic()
+    with maker() as cache, torch.no_grad():
+        torch.manual_seed(o["seed"]) if o["sample"] else None
+        out = loaded.model.generate(
+            ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
+            pad_token_id=loaded.tokenizer.pad_token_id or loaded.tokenizer.eos_token_id or 0,
+        )  # fmt: skip
+        seen = cache.describe()
+    return {
+        "name": name,
+        "text": loaded.tokenizer.decode(out[0], skip_special_tokens=True),
+        "new_tokens": int(out.shape[1] - ids.shape[1]),
+        "seconds": round(time.monotonic() - started, 2),
+        "nbytes": seen["nbytes"],
+        "bits_per_value": seen["bits_per_value"],
+        "resident_bytes": seen["resident_bytes"],
+        "path": seen["path"],
+    }

@@ -1,0 +1,560 @@
+"""Text in, token windows out: embedded text, local files, or a data set of the Hugging Face hub.
+
+A source is one stream of documents joined by blank lines. It is cut into pieces at line ends, each piece is
+tokenised once, and the token stream is cut into slots of one window each, none overlapping another.
+Calibration takes its held-out windows from the last slots and its training windows from the others, both by
+seeded choice. T is the window's length; a window starts with BOS where the tokenizer adds one, and T - 1
+tokens of text follow.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import io
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, UsageError
+
+from . import hub
+from .hub import one_line
+
+if TYPE_CHECKING:
+    from torch import LongTensor
+
+    from .models import ModelSource
+
+TEXT = Path(__file__).parent / "demo" / "text"
+EMBEDDED = {f"embedded:{path.stem}": path for path in (TEXT / "calibration.txt", TEXT / "evaluation.txt")}
+DEFAULTS = {
+    "calibration": "HuggingFaceFW/fineweb-edu:sample-10BT:train",
+    "evaluation": "Salesforce/wikitext:wikitext-2-raw-v1:test",
+}
+KINDS = (".txt", ".raw", ".jsonl", ".parquet")  # what a folder is searched for; all but parquet also as .xz
+COLUMNS = ("text", "content")
+PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "output"))
+SPLITS = ("train", "test", "validation", "dev")
+DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}")
+
+PIECE = (
+    1 << 18
+)  # characters tokenised as one: enough to amortise a call, small enough to encode many in parallel
+BATCH = 16  # pieces a call
+# Evaluation takes the text from its start, and a piece's last token may differ from that of the whole text:
+# up to this size (WikiText-2's test set has 1.3 M characters) there is one piece and no seam.
+WHOLE = 1 << 21
+POOL = 2  # slots read for each window wanted, so that the seed has a choice
+
+Progress = Callable[[int, int], None]  # tokens so far, tokens wanted
+Document = Iterable[str]  # in parts of any size, so that a large file is never held whole
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Calibration windows. `sha256` is of the text read (UTF-8), `ids_sha256` of the two tensors."""
+
+    train: LongTensor  # (N, T)
+    holdout: LongTensor  # (M, T)
+    source: str
+    sha256: str
+    ids_sha256: str
+    tokens_read: int
+    bos: bool
+
+    @property
+    def length(self) -> int:
+        return self.train.shape[1]
+
+
+@dataclass(frozen=True)
+class EvaluationWindows:
+    """Consecutive windows from the start of a text, for perplexity."""
+
+    ids: LongTensor  # (N, T)
+    source: str
+    sha256: str
+    ids_sha256: str
+    tokens_read: int
+    bos: bool
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A text by name. `label` goes into bundles: it holds no path of this machine, only names."""
+
+    kind: str  # embedded | file | folder | dataset
+    label: str
+    path: Path | None = None
+    dataset: str | None = None
+    config: str | None = None
+    split: str = "train"
+    column: str | None = None
+
+
+def default_text(source: ModelSource, purpose: str) -> str:
+    """The text used when the user names none; purpose: calibration or evaluation. The caller prints it."""
+    if purpose not in DEFAULTS:
+        raise UsageError(f"text for {purpose!r}: allowed are {', '.join(DEFAULTS)}")
+    return f"embedded:{purpose}" if source.kind == "embedded" else DEFAULTS[purpose]
+
+
+def resolve_text(text: str, *, column: str | None = None) -> TextSource:
+    """`embedded:calibration`, an existing file or folder, or `org/name[:config][:split]`, in this order."""
+    if text in EMBEDDED:
+        return TextSource("embedded", text, path=EMBEDDED[text])
+    path = _existing(text)
+    if path is not None and path.is_dir():
+        return TextSource("folder", f"folder:{path.resolve().name}", path=path, column=column)
+    if path is not None:
+        return TextSource("file", f"file:{path.name}", path=path, column=column)
+    if DATASET.fullmatch(text) and not text.lower().removesuffix(".xz").endswith(KINDS):
+        return _dataset(text, column)
+    if text.startswith("embedded:"):
+        raise TextError(f"text {text!r}: embedded are {', '.join(EMBEDDED)}")
+    raise TextError(
+        f"text {text!r}: no such file or folder; a data set on the hub reads org/name[:config][:split]"
+    )
+
+
+def _existing(text: str) -> Path | None:
+    try:
+        path = Path(text).expanduser()
+        return path if text.strip() and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, a home that does not exist, a NUL byte
+        return None
+
+
+def _dataset(text: str, column: str | None) -> TextSource:
+    """`org/name:x` is a split if x is the name of a usual one, else a config."""
+    name, *parts = text.split(":")
+    if len(parts) == 1 and parts[0] in SPLITS:
+        parts = ["", parts[0]]
+    config, split = (*parts, "", "")[:2]
+    label = ":".join([name, config or "default", split or "train"])
+    return TextSource("dataset", label, None, name, config or None, split or "train", column)
+
+
+def token_windows(
+    tokenizer: Any,
+    text: str | TextSource,
+    *,
+    windows: int,
+    length: int,
+    holdout: int = 0,
+    seed: int = 0,
+    column: str | None = None,
+    progress: Progress | None = None,
+) -> Windows:
+    """`windows` windows of `length` tokens; `holdout` of them are held out, from a part of the text of their own.
+
+    Reads at most POOL slots for each window (a large text from its start) and chooses among them by `seed`.
+    """
+    _check_counts(windows, length, holdout)
+    source = resolve_text(text, column=column) if isinstance(text, str) else text
+    reader = _Reader(tokenizer, source, PIECE, progress)
+    body = length - len(reader.bos)
+    reader.read(POOL * windows * body)
+    slots = reader.slots(body)
+    if len(slots) < windows:
+        raise TextError(_too_little(source, reader, windows, length, body))
+    train, held = _choose(len(slots), windows - holdout, holdout, seed)
+    tensors = [reader.with_bos(slots[chosen]) for chosen in (train, held)]
+    return Windows(
+        *tensors, reader.label, reader.text_hash(), ids_hash(*tensors), reader.count, bos=bool(reader.bos)
+    )
+
+
+def evaluation_windows(
+    tokenizer: Any,
+    text: str | TextSource,
+    *,
+    windows: int | None,
+    length: int,
+    column: str | None = None,
+    progress: Progress | None = None,
+) -> EvaluationWindows:
+    """At most `windows` consecutive windows from the start (all there are if None); a short rest is left out."""
+    _check_counts(1 if windows is None else windows, length, 0)
+    source = resolve_text(text, column=column) if isinstance(text, str) else text
+    # 16 characters a token: the seam lies behind the last window, which thus does not depend on their number
+    piece = WHOLE if windows is None else min(WHOLE, max(PIECE, 16 * windows * length))
+    reader = _Reader(tokenizer, source, piece, progress)
+    body = length - len(reader.bos)
+    reader.read(None if windows is None else windows * body)
+    slots = reader.slots(body)[:windows]
+    if len(slots) == 0:
+        raise TextError(_too_little(source, reader, 1, length, body))
+    ids = reader.with_bos(slots)
+    return EvaluationWindows(
+        ids, reader.label, reader.text_hash(), ids_hash(ids), reader.count, bos=bool(reader.bos)
+    )
+
+
+def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, seed: int = 0) -> Windows:
+    """Windows of uniformly random tokens, for random weights and benchmarks; the source says so."""
+    import torch
+
+    _check_counts(windows, length, holdout)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab, (windows, length), generator=generator)
+    train, held = ids[: windows - holdout], ids[windows - holdout :]
+    label = f"random-tokens:{seed}"
+    digest = hashlib.sha256(f"{label}:{vocab}".encode()).hexdigest()
+    return Windows(train, held, label, digest, ids_hash(train, held), windows * length, bos=False)  # type: ignore[arg-type]
+
+
+def ids_hash(*tensors: Any) -> str:
+    """SHA-256 of token ids as little-endian int64, shapes included."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _check_counts(windows: int, length: int, holdout: int) -> None:
+    if windows < 1 or length < 2:
+        raise UsageError(f"{windows} windows of {length} tokens: at least 1 window of 2 tokens is needed")
+    if not 0 <= holdout < windows:
+        raise UsageError(f"{holdout} of {windows} windows held out: at least one must be left to train on")
+
+
+def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Any, Any]:
+    """Seeded indices: held-out ones from the last slots, in proportion, training ones from those before."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tail = max(holdout, slots * holdout // (train + holdout))
+    tail = min(tail, slots - train)
+    chosen = torch.randperm(slots - tail, generator=generator)[:train]
+    held = slots - tail + torch.randperm(tail, generator=generator)[:holdout]
+    return chosen, held
+
+
+def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:
+    if reader.count == 0:
+        return f"text {source.label} is empty"
+    plural = f"{windows} windows" if windows > 1 else "one window"
+    return (
+        f"text {source.label} holds {reader.count:,} tokens, {plural} of {length:,} need {windows * body:,}: "
+        "ask for fewer or shorter windows, or give more text"
+    )
+
+
+class _Reader:
+    """A text's tokens, read as far as needed; remembers the hash of what it read."""
+
+    def __init__(self, tokenizer: Any, source: TextSource, piece: int, progress: Progress | None) -> None:
+        self.tokenizer = tokenizer
+        self.bos = _bos(tokenizer)
+        self.count = 0
+        self._progress = progress
+        self._chunks: list[Any] = []
+        self._digest = hashlib.sha256()
+        documents, self.label = open_documents(source)
+        self._pieces = pieces(documents, piece)
+
+    def read(self, wanted: int | None) -> None:
+        """Tokenise until `wanted` tokens are there, or to the end."""
+        batch: list[str] = []
+        size = 0
+        for piece in self._pieces:
+            batch.append(piece)
+            size += len(piece)
+            # 2 characters a token is less than any tokenizer in use makes of prose: never a batch too many by far
+            if len(batch) == BATCH or (wanted is not None and size >= 2 * (wanted - self.count)):
+                self._encode(batch, wanted)
+                batch, size = [], 0
+            if wanted is not None and self.count >= wanted:
+                return
+        if batch:
+            self._encode(batch, wanted)
+
+    def _encode(self, batch: list[str], wanted: int | None) -> None:
+        import torch
+
+        for piece in batch:
+            self._digest.update(piece.encode())
+        encoded = self.tokenizer(
+            batch,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        for ids in encoded["input_ids"]:
+            self._chunks.append(torch.tensor(ids, dtype=torch.int32))
+            self.count += len(ids)
+        if self._progress is not None:
+            self._progress(self.count if wanted is None else min(self.count, wanted), wanted or self.count)
+
+    def slots(self, body: int) -> Any:
+        """All tokens read as (slots, body), the rest cut off."""
+        import torch
+
+        stream = torch.cat(self._chunks) if self._chunks else torch.empty(0, dtype=torch.int32)
+        count = len(stream) // body
+        return stream[: count * body].view(count, body)
+
+    def with_bos(self, slots: Any) -> Any:
+        import torch
+
+        bos = torch.tensor(self.bos, dtype=torch.int64).expand(len(slots), len(self.bos))
+        return torch.cat([bos, slots.long()], dim=1)
+
+    def text_hash(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _bos(tokenizer: Any) -> list[int]:
+    """[BOS] where the tokenizer puts it before a text of its own accord, else nothing."""
+    with_special = tokenizer("a", verbose=False)["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    starts = len(with_special) > len(plain) and with_special[0] == tokenizer.bos_token_id
+    return with_special[:1] if starts else []
+
+
+def pieces(documents: Iterable[Document], size: int) -> Iterator[str]:
+    """Documents joined by blank lines, in pieces of at most `size` characters, cut where tokenizers cut too."""
+    buffer: list[str] = []
+    held = 0
+    for part in _joined(documents):
+        buffer.append(part)
+        held += len(part)
+        while held > size:
+            text = "".join(buffer)
+            cut = _cut(text, size)
+            yield text[:cut]
+            buffer = [text[cut:]]
+            held = len(text) - cut
+    if held:
+        yield "".join(buffer)
+
+
+def _joined(documents: Iterable[Document]) -> Iterator[str]:
+    for index, document in enumerate(documents):
+        if index:
+            yield "\n\n"
+        yield from document
+
+
+LINE_START = re.compile(r"(?<=\n)(?=\S)")
+WORD_START = re.compile(r"(?<=\S)(?= \S)")  # the blank belongs to the word behind it
+
+
+def _cut(text: str, size: int) -> int:
+    """The last line start in the second half of the first `size` characters; else a word's; else `size`."""
+    for pattern in (LINE_START, WORD_START):
+        starts = [match.start() for match in pattern.finditer(text, size // 2, size)]
+        if starts:
+            return starts[-1]
+    return size
+
+
+def open_documents(source: TextSource) -> tuple[Iterator[Document], str]:
+    """The documents of a source, lazily, and its label (with the commit, for a data set)."""
+    if source.dataset is not None:
+        return _stream(source)
+    assert source.path is not None
+    if source.kind != "folder":
+        return read_file(source.path, source.column), source.label
+    files = _files(source.path)
+    if not files:
+        allowed = ", ".join(KINDS)
+        raise TextError(
+            f"folder {source.path} holds no text: looked for {allowed}, and .xz of all but parquet"
+        )
+    return (document for path in files for document in read_file(path, source.column)), source.label
+
+
+def _files(folder: Path) -> list[Path]:
+    """Every text file below a folder, in the order of their names, hidden ones left out."""
+    found = [path for path in folder.rglob("*") if path.is_file() and _kind(path) is not None]
+    return sorted(
+        path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.lower()
+    kind = next((kind for kind in KINDS if name.removesuffix(".xz").endswith(kind)), None)
+    return None if kind == ".parquet" and name.endswith(".xz") else kind
+
+
+def read_file(path: Path, column: str | None = None) -> Iterator[Document]:
+    """One file's documents: a plain file is one, of the others every row is one."""
+    kind = _kind(path)
+    if kind == ".parquet":
+        yield from ([row] for row in _guarded(path, _parquet(path, column)))
+    elif kind == ".jsonl":
+        yield from ([row] for row in _guarded(path, _jsonl(path, column)))
+    else:  # a file named outright may end in anything; bytes that are no text are refused while decoding
+        yield _guarded(path, _decoded(path))
+
+
+def _guarded(path: Path, parts: Iterator[str]) -> Iterator[str]:
+    try:
+        yield from parts
+    except (lzma.LZMAError, EOFError) as error:
+        raise TextError(f"{path}: damaged or cut short ({one_line(error)})") from error
+    except OSError as error:
+        raise TextError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from error
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    """The text of a file, strictly UTF-8, every line end made \\n, a byte order mark dropped."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
+    lines = io.IncrementalNewlineDecoder(decoder, translate=True)
+    opener = lzma.open if path.suffix.lower() == ".xz" else open
+    done = 0
+    with opener(path, "rb") as stream:
+        while True:
+            raw = stream.read(1 << 20)
+            pending = len(decoder.getstate()[0])
+            try:
+                yield lines.decode(raw, final=not raw)
+            except UnicodeDecodeError as error:
+                at = done - pending + error.start
+                raise TextError(f"{path}: byte {at:,} is not UTF-8; convert the file to UTF-8") from error
+            done += len(raw)
+            if not raw:
+                return
+
+
+def _lines(path: Path) -> Iterator[str]:
+    rest = ""
+    for text in _decoded(path):
+        *lines, rest = (rest + text).split("\n")
+        yield from lines
+    yield rest
+
+
+def _jsonl(path: Path, column: str | None) -> Iterator[str]:
+    pick: Callable[[Mapping[str, Any]], str] | None = None
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise TextError(f"{where}: not JSON ({one_line(error)})") from error
+        if not isinstance(row, dict):
+            raise TextError(f"{where}: a JSON object is expected, found {type(row).__name__}")
+        pick = pick or _picker(str(path), list(row), column)
+        yield _picked(pick, row, where)
+
+
+def _parquet(path: Path, column: str | None) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            pick = _picker(str(path), names, column)
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=_columns(names, column)):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _picked(pick, row, f"{path} row {number}")
+    except pyarrow.ArrowInvalid as error:
+        raise TextError(f"{path}: not a parquet file ({one_line(error)})") from error
+
+
+def _columns(names: list[str], column: str | None) -> list[str]:
+    """The columns that hold the text: the one asked for, or the first default that is there."""
+    if column is not None:
+        return [column] if column in names else []
+    single = next(([name] for name in COLUMNS if name in names), [])
+    return single or next((list(pair) for pair in PAIRS if set(pair) <= set(names)), [])
+
+
+def _picker(where: str, names: list[str], column: str | None) -> Callable[[Mapping[str, Any]], str]:
+    chosen = _columns(names, column)
+    if not chosen:
+        wanted = f"no column {column!r}" if column else "no text or content, no question and answer"
+        raise TextError(f"{where}: {wanted}; its columns are {', '.join(names)}: name one with --text-column")
+    return lambda row: "\n".join(_text(row, name) for name in chosen)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise TypeError(
+            f"column {name!r} is {'missing' if value is None else type(value).__name__}, not text"
+        )
+    return value
+
+
+def _picked(pick: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], where: str) -> str:
+    try:
+        return pick(row)
+    except TypeError as error:
+        raise TextError(f"{where}: {error}") from None
+
+
+def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
+    """A data set of the hub, streamed at the commit that its main branch has now; the label names the commit."""
+    name = source.dataset
+    assert name is not None
+    if not hub.reachable():
+        raise TextUnavailable(
+            f"data set {source.label}: {hub.why_unreachable()}; connect, or give a local file or folder with --text"
+        )
+    try:
+        with hub.quiet():
+            sha = hub.dataset_info(name).sha
+            rows = _rows(source, sha)
+    except KVCalError:
+        raise
+    except Exception as error:
+        raise _unavailable(source, error) from error
+    return _dataset_texts(source, rows), f"{source.label}@{sha}"
+
+
+def _rows(source: TextSource, sha: str | None) -> Any:
+    import datasets
+
+    return datasets.load_dataset(
+        source.dataset, source.config, split=source.split, streaming=True, revision=sha
+    )
+
+
+def _dataset_texts(source: TextSource, rows: Any) -> Iterator[Document]:
+    pick: Callable[[Mapping[str, Any]], str] | None = None
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            pick = pick or _picker(f"data set {source.label}", list(row), source.column)
+            yield [_picked(pick, row, f"data set {source.label} row {number}")]
+    except KVCalError:
+        raise
+    except Exception as error:  # whatever the connection or a reader throws in the middle of a stream
+        raise TextUnavailable(
+            f"data set {source.label}: broke off after row {number:,} ({one_line(error)}); try again"
+        ) from error
+
+
+def _unavailable(source: TextSource, error: Exception) -> TextUnavailable:
+    from huggingface_hub import errors
+
+    site = f"https://huggingface.co/datasets/{source.dataset}"
+    label = f"data set {source.label}"
+    if isinstance(error, errors.GatedRepoError):
+        return TextUnavailable(f"{label} is gated: accept its terms at {site} and set HF_TOKEN")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return TextUnavailable(
+            f"{label} is not on the hub, or it is private: check the name (no local file has it either)"
+        )
+    if "scripts are no longer supported" in str(error):
+        return TextUnavailable(
+            f"{label} is a loading script, which no longer works: use one stored as parquet"
+        )
+    return TextUnavailable(f"{label}: {one_line(error)}; see {site} for its configs and splits")

@@ -1,0 +1,1 @@
+"""What compression costs in quality, measured through the cache."""

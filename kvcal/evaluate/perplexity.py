@@ -1,0 +1,153 @@
+"""Perplexity and KL to the full-precision logits, teacher-forced through the cache in small steps.
+
+Every step attends to what the cache gives back, so sinks, blocks and the recent window act as in generation (AQUA-KV
+section 4). Full precision runs through DynamicCache in the same steps, side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.errors import NonFiniteError, UsageError
+from torch import Tensor
+from torch.nn import functional
+
+from ..report.progress import progress
+
+CacheMaker = Callable[[], KVCalCache]
+TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
+
+    bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
+    bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
+    """
+
+    name: str
+    perplexity: float
+    kl: float
+    bits_per_value: float | None
+    cache_bytes: int
+    window_bytes: int
+    resident_bytes: int
+    tokens: int
+    bytes_at_16_bit: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Sums:
+    nats: float = 0.0
+    kl: float = 0.0
+    tokens: int = 0
+    packed: int = 0
+    packed_values: int = 0
+    window: int = 0
+    resident: int = 0
+
+
+def evaluate(
+    model: Any,
+    ids: Tensor,
+    caches: Mapping[str, CacheMaker],
+    *,
+    step: int = 32,
+    batch: int | None = None,
+) -> list[Row]:
+    """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
+
+    step: tokens a forward. batch: windows at a time (chosen from the device and T by default).
+    Raises UsageError for windows of one token, NonFiniteError for logits that are not finite.
+    """
+    if ids.shape[1] < 2 or step < 1:
+        raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
+    device = next(model.parameters()).device
+    size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
+    sums = {name: _Sums() for name in ("full", *caches)}
+    steps = -(-ids.shape[1] // step) * -(-len(ids) // size)
+    with torch.no_grad(), progress("Evaluating", total=steps) as advance:
+        for part in ids.split(size):
+            _one_batch(model, part.to(device), caches, step, sums, advance)
+    return [_row(name, total, model, ids) for name, total in sums.items()]
+
+
+def _one_batch(
+    model: Any,
+    ids: Tensor,
+    makers: Mapping[str, CacheMaker],
+    step: int,
+    sums: dict[str, _Sums],
+    advance: Callable[[], None],
+) -> None:
+    from transformers import DynamicCache
+
+    full = DynamicCache(config=model.config)
+    caches = {name: make() for name, make in makers.items()}
+    try:
+        for start in range(0, ids.shape[1], step):
+            chunk, target = ids[:, start : start + step], ids[:, start + 1 : start + step + 1]
+            reference = _log_probabilities(model, chunk, full, target.shape[1])
+            _add(sums["full"], reference, reference, target, "full")
+            for name, cache in caches.items():
+                own = _log_probabilities(model, chunk, cache, target.shape[1])
+                _add(sums[name], own, reference, target, name)
+            advance()
+        item = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
+        sums["full"].packed += item
+        sums["full"].packed_values += sum(layer.keys.numel() + layer.values.numel() for layer in full.layers)
+        for name, cache in caches.items():
+            total = sums[name]
+            total.packed += cache.nbytes("packed")
+            total.packed_values += cache.packed_values()
+            total.window += cache.nbytes("window") + cache.nbytes("bookkeeping")
+            total.resident = cache.resident_bytes()
+    finally:
+        for cache in caches.values():
+            cache.close()
+
+
+def _log_probabilities(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
+    """(B, count, vocabulary) float32 of the positions that have a target."""
+    logits = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, :count].float()
+    return functional.log_softmax(logits, -1)
+
+
+def _add(total: _Sums, own: Tensor, reference: Tensor, target: Tensor, name: str) -> None:
+    if not target.shape[1]:
+        return
+    nats = -own.gather(-1, target[..., None]).double().sum().item()
+    if not math.isfinite(nats):
+        raise NonFiniteError(f"{name}: logits hold a NaN or infinity; check the model's dtype (--dtype float32)")
+    total.nats += nats
+    total.tokens += target.numel()
+    if own is not reference:
+        total.kl += functional.kl_div(own, reference, reduction="none", log_target=True).sum(-1).double().sum().item()
+
+
+def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
+    windows = len(ids)
+    shape = model.config.get_text_config()
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    values = 2 * shape.num_hidden_layers * shape.num_key_value_heads * dim * ids.shape[1]
+    bits = total.packed * 8 / total.packed_values if total.packed_values else None
+    return Row(
+        name=name,
+        perplexity=math.exp(min(700.0, total.nats / total.tokens)),
+        kl=total.kl / total.tokens,
+        bits_per_value=bits,
+        cache_bytes=total.packed // windows,
+        window_bytes=total.window // windows,
+        resident_bytes=total.resident,
+        tokens=total.tokens,
+        bytes_at_16_bit=values * 2,
+    )

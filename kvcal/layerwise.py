@@ -1,0 +1,141 @@
+"""A model one layer at a time: a 70B model passes through a device that holds a few gigabytes.
+
+The model is built on the meta device. `load_outer` puts in what stands around the layers (embedding, rotary,
+final norm, head), `load_layer(i)` one decoder layer; both change `model` in place, and `free_*` give the
+memory back. What is loaded is equal, bit for bit, to the same part of an ordinary load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kvcal_artifacts.errors import ModelUnavailable, UsageError
+
+from . import hub, models
+from .weights import FileWeights, Weights, empty_model, fill, release, tie
+
+if TYPE_CHECKING:
+    import torch
+
+    from .models import ModelSource
+
+
+@dataclass(frozen=True)
+class Outer:
+    """What stands around the decoder layers."""
+
+    embed_tokens: nn.Module
+    norm: nn.Module
+    rotary_emb: nn.Module
+    lm_head: nn.Module
+
+
+class LayerwiseWeights:
+    """`model` is complete in structure; only the parts loaded at the moment hold numbers."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        model: Any,
+        weights: Weights,
+        *,
+        device: torch.device,
+        revision: str,
+        random_weights: bool,
+    ) -> None:
+        self.source = source
+        self.model = model
+        self.config = model.config
+        self.device = device
+        self.revision = revision
+        self.random_weights = random_weights
+        self._weights = weights
+        self._dtype: torch.dtype = next(model.parameters()).dtype
+        self._prefix = f"{model.base_model_prefix}."
+        self._base: Any = getattr(model, model.base_model_prefix, None)
+        parts = ("layers", "embed_tokens", "norm", "rotary_emb")
+        if self._base is None or not all(hasattr(self._base, part) for part in parts):
+            raise ModelUnavailable(
+                f"{source.label}: {type(model).__name__} is not built of embed_tokens, layers, norm and "
+                "rotary_emb; load the whole model"
+            )
+
+    def __len__(self) -> int:
+        return len(self._base.layers)
+
+    def load_layer(self, index: int) -> nn.Module:
+        """Decoder layer `index` with its weights, on the device."""
+        layer = self._layer(index)
+        with models.out_of_memory(self.source, self._dtype):
+            fill(layer, f"{self._prefix}layers.{index}.", self._weights, self.device)
+        return layer
+
+    def free_layer(self, index: int) -> None:
+        release(self._layer(index))
+
+    def load_outer(self) -> Outer:
+        """Embedding, final norm, rotary and head, on the device. A tied head is the embedding."""
+        head = self.model.get_output_embeddings()
+        with models.out_of_memory(self.source, self._dtype):
+            for name, child in self._outer_children():
+                fill(child, f"{self._prefix}{name}.", self._weights, self.device)
+            if not self.config.tie_word_embeddings:
+                fill(head, "lm_head.", self._weights, self.device)
+        tie(self.model)
+        return Outer(self._base.embed_tokens, self._base.norm, self._base.rotary_emb, head)
+
+    def free_outer(self) -> None:
+        for _, child in self._outer_children():
+            release(child)
+        release(self.model.get_output_embeddings())
+        tie(self.model)
+
+    def _layer(self, index: int) -> nn.Module:
+        if not 0 <= index < len(self):
+            raise UsageError(f"layer {index}: {self.source.label} has layers 0 to {len(self) - 1}")
+        layer: nn.Module = self._base.layers[index]
+        return layer
+
+    def _outer_children(self) -> list[tuple[str, nn.Module]]:
+        return [(name, child) for name, child in self._base.named_children() if name != "layers"]
+
+
+def open_layerwise(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    random_weights: bool = False,
+    seed: int = 0,
+) -> LayerwiseWeights:
+    """Open a model for loading in parts. A hub model's shard is downloaded when a layer first needs it."""
+    target, kind = models.to_device(device), models.to_dtype(dtype)
+    config = models.geometry_config(source) if random_weights else models.load_config(source)
+    weights = models.random_source(config, seed) if random_weights else _stored(source)
+    revision = models.weights_revision(source, random_weights=random_weights, seed=seed)
+    model = empty_model(config, kind)
+    return LayerwiseWeights(
+        source, model, weights, device=target, revision=revision, random_weights=random_weights
+    )
+
+
+def _stored(source: ModelSource) -> Weights:
+    if source.kind == "embedded":
+        from .packed import PackedWeights
+
+        return PackedWeights(models.packed_path(source))
+    index = models.weights_index(source)
+    return FileWeights(source.label, index, partial(_locate, source, index))
+
+
+def _locate(source: ModelSource, index: Path, shard: str) -> Path:
+    path = index.parent / shard
+    if source.kind == "hub" and not path.is_file():
+        assert source.hub_id is not None
+        return hub.fetch(source.hub_id, shard, index.parent.name)
+    return path

@@ -1,0 +1,211 @@
+"""AQUA-KV (Shutova et al. 2025): predict each layer's keys and values from the layer below, store the residual.
+
+Algorithm 1 as a scan over layers: predictors are fitted on reconstructions, one layer at a time, while hidden states
+propagate unquantised. Variants of Tables 1 and 5 are fields of the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from kvcal_artifacts.codecs import Codec, Context, Predicted, Predictor
+from kvcal_artifacts.codecs.base import Role
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from torch import Tensor
+
+from ..capture import LayerTaps
+from .backbones import backbone
+from .base import Carry, HoldoutError, LayerFit, flat
+from .mlp import MLPSettings, fit_mlp
+from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
+
+PREDICTOR_KINDS = ("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias")
+KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k2")
+
+
+@dataclass(frozen=True)
+class AquaKV:
+    """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
+    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128.
+
+    key_inputs, value_inputs: k1, v1 (layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
+    rank: of the reduced-rank variant; 0 means a quarter of C (the paper's 256 at 1024).
+    quantiser_agnostic: fit on true keys and values, whatever the codec (Table 1, last row).
+    """
+
+    name: ClassVar[str] = "aqua-kv"
+    taps: ClassVar[frozenset[str]] = frozenset({"k", "v"})
+
+    backbone: str = "higgs-2-wide"
+    first_layer: str = "higgs-4-wide"
+    predictor: str = "linear"
+    rank: int = 0
+    key_inputs: tuple[str, ...] = ("k1",)
+    value_inputs: tuple[str, ...] = ("v1", "k0")
+    rope: Frame = "pre_rope"
+    ridge: float = 1e-3
+    quantiser_agnostic: bool = False
+    sink: int = 4
+    recent: int = 128
+    block: int = 32
+    mlp_epochs: int = 4
+
+    def __post_init__(self) -> None:
+        if self.predictor not in PREDICTOR_KINDS:
+            raise UsageError(f"predictor {self.predictor!r}: allowed are {', '.join(PREDICTOR_KINDS)}")
+        for what, given, allowed in (
+            ("key", self.key_inputs, KEY_INPUTS),
+            ("value", self.value_inputs, VALUE_INPUTS),
+        ):
+            if wrong := [name for name in given if name not in allowed]:
+                raise UsageError(f"{what} predictor input {wrong[0]!r}: allowed are {', '.join(allowed)}")
+        if self.ridge <= 0:
+            raise UsageError(f"ridge {self.ridge}: must be positive")
+        backbone(self.backbone)
+        backbone(self.first_layer)
+        self.windows  # noqa: B018  validates
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.sink, self.recent, self.block)
+
+    @property
+    def frame(self) -> Frame:
+        return self.rope
+
+    def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
+        run = _LayerRun(self, layer, taps, carry)
+        key = run.codec("key", self._inputs(layer, self.key_inputs), {"k"})
+        key_error = run.encode_keys(key)
+        value = run.codec("value", self._inputs(layer, self.value_inputs), {"v"})
+        value_error = run.encode_values(value)
+        self.shift(carry)
+        return LayerFit(LayerCodecs(key, value), key_error.metrics("key") | value_error.metrics("value"))
+
+    def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
+        run = _LayerRun(self, layer, taps, carry)
+        run.encode_keys(codecs.key)
+        run.encode_values(codecs.value)
+        self.shift(carry)
+
+    @property
+    def reach(self) -> int:
+        """Layers below that any predictor reads."""
+        return max((int(name[1]) for name in self.key_inputs + self.value_inputs), default=0)
+
+    def buffers(self) -> dict[str, str]:
+        """Which buffer each reconstruction lies in: this layer's (0) and those of `reach` layers below.
+
+        Where nothing reads the layer below any more when this layer's rows are written, they share a buffer.
+        """
+        own = {f"{role}{back}": f"{role}{back}" for back in range(self.reach + 1) for role in "kv"}
+        if self.reach == 1:
+            own["v0"] = "v1"
+            own["k0"] = "k0" if "k1" in self.value_inputs else "k1"
+        return own
+
+    def _inputs(self, layer: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """Inputs that exist at this layer; where only a deeper one was asked for, the deepest there is."""
+        if layer == 0:
+            return ()
+        kept = tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), layer)}" for name in wanted))
+        return kept
+
+    def shift(self, carry: Carry) -> None:
+        """Layer l's reconstructions become those of the layer below; the oldest buffers are used again."""
+        for role in "kv":
+            ring = [f"{role}{back}" for back in range(self.reach + 1)]
+            held = [carry.stores[name] for name in ring]
+            for name, store in zip(ring, held[-1:] + held[:-1], strict=True):
+                carry.stores[name] = store
+
+
+@dataclass
+class _LayerRun:
+    """One layer's passes over the windows."""
+
+    method: AquaKV
+    layer: int
+    taps: LayerTaps
+    carry: Carry
+
+    def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
+        """The backbone, behind a predictor fitted on the training windows if there are inputs."""
+        name = self.method.backbone if self.layer else self.method.first_layer
+        inner = backbone(name)(self.carry.shape, role)
+        if not inputs:
+            return inner
+        predictor = self._fit(inputs, frozenset(want))
+        return Predicted(inner, predictor, inputs)
+
+    def encode_keys(self, codec: Codec) -> HoldoutError:
+        """Keys of all windows to reconstructions in the carry (Algorithm 1 lines 14 and 15)."""
+        return self._encode(codec, "k", advance=False)
+
+    def encode_values(self, codec: Codec) -> HoldoutError:
+        """The same for values (lines 18 and 19), in the pass that also advances the hidden states (line 7)."""
+        return self._encode(codec, "v", advance=True)
+
+    def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
+        holdout, carry = HoldoutError(), self.carry
+        moved = False
+        for batch in self.taps.batches(frozenset(role), self.method.frame, advance=advance):
+            x = getattr(batch, role)
+            if not moved:
+                codec.to(x.device)
+                moved = True
+            x = carry.coded(x)
+            needed = codec.inputs if isinstance(codec, Predicted) else ()
+            with carry.timer("encode"):
+                made, guess = reconstruct(codec, x, carry.context(self.layer, needed, batch.rows))
+            carry.write(f"{role}0", batch.rows, x if self.method.quantiser_agnostic else made)
+            train = carry.training_rows(batch.rows)
+            if train < x.shape[0]:
+                holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(made[train:]))
+        return holdout
+
+    def _pairs(self, inputs: tuple[str, ...], want: frozenset[str]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training tokens: predictor inputs (n, Cin) and targets (n, C), float32."""
+        carry = self.carry
+        for batch in self.taps.batches(want, self.method.frame, rows=slice(0, carry.train)):
+            target = batch.k if "k" in want else batch.v
+            assert target is not None
+            parts = carry.read(inputs, batch.rows)
+            yield torch.cat([flat(parts[name]) for name in inputs], -1), flat(carry.coded(target))
+
+    def _fit(self, inputs: tuple[str, ...], want: frozenset[str]) -> Predictor:
+        method, gram, tokens = self.method, None, 0
+        for x, y in self._pairs(inputs, want):
+            gram = gram or Gram.empty(x.shape[1], y.shape[1], x.device)
+            with self.carry.timer("gram"):
+                gram.add(x, y)
+            tokens += len(x)
+        assert gram is not None
+        with self.carry.timer("solve"):
+            if method.predictor == "linear":
+                return fit_linear(gram, method.ridge)
+            if method.predictor == "reduced-rank":
+                return fit_reduced_rank(gram, method.ridge, method.rank or max(1, gram.xy.shape[1] // 4))
+            if method.predictor == "linear-4bit":
+                return fit_quantised(gram, method.ridge)
+            if method.predictor == "bias":
+                return fit_bias(gram)
+            settings = MLPSettings(norm=method.predictor == "mlp", epochs=method.mlp_epochs)
+            with torch.enable_grad():
+                return fit_mlp(lambda: self._pairs(inputs, want), gram, tokens, settings)
+
+
+def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+    """x (B, H, T, D) -> what the cache would give back, and the prediction (None without one); float32.
+
+    As Predicted.encode and decode, with the predictor run once and on all tokens: here nothing depends on block edges.
+    """
+    if not isinstance(codec, Predicted):
+        return codec.decode(codec.encode(x, context), context), None
+    guess = codec.predict(context, codec.predictor.working())
+    inner = codec.inner
+    return inner.decode(inner.encode(x.float() - guess, context), context) + guess, guess

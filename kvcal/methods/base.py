@@ -1,0 +1,126 @@
+"""What a method is: a frozen configuration that turns one layer's keys and values into codecs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from kvcal_artifacts.codecs import Context, Shape
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from torch import Tensor
+
+from ..capture import LayerTaps
+from ..report.timing import PhaseTimer
+from ..spill import SpillStore
+
+
+@dataclass
+class Carry:
+    """What layer l-1 left for layer l: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
+
+    train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
+    sink is not, nor is an unfinished block at the end.
+    """
+
+    train: int
+    tokens: slice
+    shape: Shape
+    timer: PhaseTimer
+    stores: dict[str, SpillStore] = field(default_factory=dict)
+
+    def coded(self, x: Tensor) -> Tensor:
+        """(B, H, T, D) -> the coded tokens of it."""
+        return x[:, :, self.tokens]
+
+    def read(self, names: Iterable[str], rows: slice) -> dict[str, Tensor]:
+        """Reconstructions (B, H, tokens, D) float32 of these windows."""
+        return {n: self._heads(self.stores[n].read(rows).float()) for n in names}
+
+    def context(self, layer: int, names: Iterable[str], rows: slice) -> Context:
+        return Context(layer, **self.read(names, rows))
+
+    def write(self, name: str, rows: slice, x: Tensor) -> None:
+        """x (B, H, tokens, D)."""
+        store = self.stores[name]
+        store.write(rows, x.transpose(1, 2).flatten(2).to(store.dtype))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.shape.heads, self.shape.dim)).transpose(1, 2)
+
+    def training_rows(self, rows: slice) -> int:
+        """How many of these windows, from the first, are fitted on."""
+        return max(0, min(rows.stop, self.train) - rows.start)
+
+
+@dataclass
+class LayerFit:
+    codecs: LayerCodecs
+    metrics: dict[str, float]
+
+
+class Method(Protocol):
+    """A frozen dataclass; its fields are its configuration."""
+
+    name: ClassVar[str]
+    taps: ClassVar[frozenset[str]]  # what it must see: of q, k, v; empty = no data, no forward pass
+
+    @property
+    def windows(self) -> Windows: ...
+
+    @property
+    def frame(self) -> Frame: ...
+
+    def buffers(self) -> dict[str, str]:
+        """Names of the reconstructions it keeps in a Carry, and which buffer each lies in."""
+
+    def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
+        """Codecs of one layer; leaves reconstructions in `carry` and the layer advanced."""
+
+    def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
+        """After a restart: the same effect on `carry` and the hidden states, with codecs already fitted."""
+
+
+def settings_of(method: Any) -> dict[str, Any]:
+    """Every field, JSON-able."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(method).items()}
+
+
+def flat(x: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B * T, H * D) float32."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1).float()
+
+
+@dataclass
+class HoldoutError:
+    """Sums over held-out tokens that say how well a predictor and its codec do."""
+
+    residual: Tensor | float = 0.0  # per channel, squared
+    total: Tensor | float = 0.0
+    square: Tensor | float = 0.0
+    error: Tensor | float = 0.0
+    count: int = 0
+
+    def add(self, x: Tensor, guess: Tensor | None, made: Tensor) -> None:
+        """x, guess, made (n, C)."""
+        wide = x.double()
+        self.square = self.square + wide.square().sum(0)
+        self.total = self.total + wide.sum(0)
+        self.error = self.error + (wide - made).square().sum()
+        if guess is not None:
+            self.residual = self.residual + (wide - guess).square().sum(0)
+        self.count += len(x)
+
+    def metrics(self, role: str) -> dict[str, float]:
+        """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1."""
+        if not self.count:
+            return {}
+        square, total = torch.as_tensor(self.square), torch.as_tensor(self.total)
+        out = {f"{role}_relative_error": float(torch.as_tensor(self.error) / square.sum())}
+        residual = torch.as_tensor(self.residual)
+        if residual.ndim:
+            variance = (square - total.square() / self.count).clamp_min(1e-30)
+            out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())
+        return {name: round(value, 6) for name, value in out.items()}
+

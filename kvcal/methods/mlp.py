@@ -1,0 +1,88 @@
+"""Two-layer predictors trained by Adam on the same tokens as the closed form (AQUA-KV section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from kvcal_artifacts.codecs.predictors import MLP, Predictor
+from torch import Tensor
+from torch.nn import functional
+
+from .regression import Gram
+
+Pairs = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class MLPSettings:
+    """Not in the paper: width 2C gives its 540 MiB; Adam, cosine from `rate`, minibatches of `batch` tokens."""
+
+    norm: bool = True
+    epochs: int = 4
+    rate: float = 1e-3
+    batch: int = 2048
+    seed: int = 0
+
+
+def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Predictor:
+    """pairs(): a fresh pass of (x (n, Cin), y (n, C)) float32; gram of the same tokens gives the scaling."""
+    device = gram.xx.device
+    inputs, outputs = len(gram.xx) - 1, gram.xy.shape[1]
+    mean_x, mean_y = gram.mean_x.float(), gram.mean_y.float()
+    std_x = (gram.xx.diagonal()[:-1] / gram.count - gram.mean_x**2).clamp_min(1e-12).sqrt().float()
+    std_y = (gram.yy / gram.count - gram.mean_y**2).clamp_min(1e-12).sqrt().float()
+    weights = _start(inputs, outputs, settings, device)
+    optimizer = torch.optim.Adam(weights.values(), lr=settings.rate)
+    steps = max(1, settings.epochs * -(-tokens // settings.batch))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(settings.seed)
+    for _ in range(settings.epochs):
+        for x, y in pairs():
+            order = torch.randperm(len(x), generator=generator).to(device)
+            for part in order.split(settings.batch):
+                scaled = x[part] if settings.norm else (x[part] - mean_x) / std_x
+                loss = functional.mse_loss(_forward(scaled, weights), (y[part] - mean_y) / std_y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+    return MLP(_fold(weights, settings.norm, mean_x, std_x, mean_y, std_y))
+
+
+def _start(inputs: int, outputs: int, settings: MLPSettings, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(settings.seed)
+    hidden = 2 * outputs
+
+    def normal(rows: int, columns: int) -> Tensor:
+        return (torch.randn(rows, columns, generator=generator) * rows**-0.5).to(device)
+
+    weights = {
+        "in_weight": normal(inputs, hidden),
+        "in_bias": torch.zeros(hidden, device=device),
+        "out_weight": normal(hidden, outputs),
+        "out_bias": torch.zeros(outputs, device=device),
+    }
+    if settings.norm:
+        weights |= {"norm_weight": torch.ones(inputs, device=device), "norm_bias": torch.zeros(inputs, device=device)}
+    return {name: w.requires_grad_() for name, w in weights.items()}
+
+
+def _forward(x: Tensor, w: dict[str, Tensor]) -> Tensor:
+    if "norm_weight" in w:
+        x = functional.layer_norm(x, x.shape[-1:], w["norm_weight"], w["norm_bias"])
+    return functional.gelu(x @ w["in_weight"] + w["in_bias"]) @ w["out_weight"] + w["out_bias"]
+
+
+def _fold(
+    trained: dict[str, Tensor], norm: bool, mean_x: Tensor, std_x: Tensor, mean_y: Tensor, std_y: Tensor
+) -> dict[str, Tensor]:
+    """Input and target scaling folded into the weights, float16."""
+    w = {name: t.detach() for name, t in trained.items()}
+    if not norm:
+        w["in_bias"] = w["in_bias"] - (mean_x / std_x) @ w["in_weight"]
+        w["in_weight"] = w["in_weight"] / std_x[:, None]
+    w["out_weight"] = w["out_weight"] * std_y
+    w["out_bias"] = w["out_bias"] * std_y + mean_y
+    return {name: t.half() for name, t in w.items()}

@@ -1,0 +1,52 @@
+"""Methods that need no data: one codec for all keys, one for all values. Presets of `kvcal eval --preset`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
+from torch import nn
+
+from .backbones import backbone
+
+
+@dataclass(frozen=True)
+class Preset:
+    """key, value: names of codecs (see backbones). AQUA-KV's windows by default, for all baselines alike."""
+
+    key: str
+    value: str
+    rope: Frame = "post_rope"
+    sink: int = 4
+    recent: int = 128
+    block: int = 32
+
+    def scheme(self, model: nn.Module) -> Scheme:
+        """The preset for this model; layers that cannot be compressed are skipped with the reason."""
+        from kvcal_artifacts import hf
+
+        config = hf.config_of(model)
+        windows = Windows(self.sink, self.recent, self.block)
+        skipped = hf.unsupported_layers(config)
+        if len(skipped) == config.num_hidden_layers:
+            raise UsageError(f"{config.model_type}: no layer can be compressed: {skipped[0]}")
+        shape = hf.layer_shape(config, windows.block)
+        layers = tuple(
+            None if i in skipped else LayerCodecs(backbone(self.key)(shape, "key"), backbone(self.value)(shape, "value"))
+            for i in range(config.num_hidden_layers)
+        )
+        return Scheme(windows, self.rope, layers, skipped)
+
+
+PRESETS: dict[str, Preset] = {
+    **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
+    **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
+    "exact": Preset("exact-32", "exact-32"),
+}
+
+
+def preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise UsageError(f"preset {name!r} is not known; allowed are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,100 @@
+"""What the commands share: a model on a device, its text, its caches. Thin: each function is a few calls in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvcal_artifacts.bundle import SUFFIX, load_bundle
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.errors import UsageError
+from . import models
+from .capture import LayerSource, WholeModel
+from .evaluate.perplexity import CacheMaker
+from .methods.plain import preset
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return models.to_device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return models.to_dtype(name)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model ready to calibrate: whole in memory, or one layer at a time."""
+
+    source: LayerSource
+    name: models.ModelSource
+    revision: str
+    random_weights: bool
+    device: torch.device
+    tokenizer: Any
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """For provenance: no paths of this machine."""
+        name = self.name.stem if self.name.kind == "folder" else self.name.name
+        return {
+            "name": name,
+            "kind": self.name.kind,
+            "hub_id": self.name.hub_id,
+            "revision": self.revision,
+            "random_weights": self.random_weights,
+        }
+
+
+def open_for_fit(
+    name: str, revision: str | None, *, dtype: str, device: str, layerwise: bool, random_weights: bool, seed: int
+) -> Opened:
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
+    source = models.resolve(name, revision)
+    if layerwise:
+        parts = models.open_layerwise(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+        return Opened(parts, source, parts.revision, random_weights, where, _tokenizer(source, random_weights))
+    loaded = models.load_model(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+    return Opened(WholeModel(loaded.model), source, loaded.revision, random_weights, where, loaded.tokenizer)
+
+
+def _tokenizer(source: models.ModelSource, random_weights: bool) -> Any:
+    return None if random_weights and source.kind == "hub" else models.load_tokenizer(source)
+
+
+def open_model(
+    name: str, revision: str | None, *, dtype: str, device: str, random_weights: bool = False
+) -> models.LoadedModel:
+    where = pick_device(device)
+    source = models.resolve(name, revision)
+    return models.load_model(source, dtype=pick_dtype(dtype, where), device=where, random_weights=random_weights)
+
+
+def default_output(source: models.ModelSource, method: str) -> Path:
+    return Path(f"{source.stem}-{method}{SUFFIX}")
+
+
+def cache_makers(
+    model: Any, bundles: Iterable[Path], presets: Iterable[str], revision: str | None = None
+) -> dict[str, CacheMaker]:
+    """Presets under their own names, then bundles under their file names; every bundle is checked against the model."""
+    makers: dict[str, CacheMaker] = {}
+    for name in presets:
+        scheme = preset(name).scheme(model)
+        makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
+    for path in bundles:
+        bundle = load_bundle(path)
+        bundle.check(model, revision)
+        if bundle.name in makers:
+            raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
+        makers[bundle.name] = lambda bundle=bundle: KVCalCache(bundle.scheme, model)  # type: ignore[misc]
+    return makers
+

@@ -1,0 +1,97 @@
+"""`nox` runs what CI runs; `nox -l` lists the rest. Every install goes through a constraints file."""
+
+import zipfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.4"
+nox.options.default_venv_backend = "virtualenv"  # uv would not read pip's settings, and fetch another torch
+nox.options.sessions = ["lint", "types", "docs", "install_check", "tests_oldest", "tests"]
+
+CONSTRAINTS = "constraints.txt"
+WHEEL_LIMIT_MB = 12
+PACKAGES = {"kvcal", "kvcal_artifacts", "kvcal_kernels"}
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, both halves."""
+    session.install("-c", CONSTRAINTS, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict."""
+    session.install("-c", CONSTRAINTS, "-e", ".", "mypy")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """docs/cli.md agrees with the help; links lead somewhere; documented commands parse."""
+    session.install("-c", CONSTRAINTS, "typer", "rich")  # the help needs no torch, and this proves it
+    session.run("python", "docs/check.py", *session.posargs, env={"PYTHONPATH": "."})
+
+
+@nox.session
+def install_check(session: nox.Session) -> None:
+    """The wheel alone, without development packages and away from the sources."""
+    box = Path(session.create_tmp()).resolve()
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(box), ".")
+    wheel = max(box.glob("kvcal-*.whl"), key=lambda path: path.stat().st_mtime)
+    _check_wheel(session, wheel)
+    session.install("-c", CONSTRAINTS, str(wheel))
+    session.chdir(box)
+    session.run("python", "-m", "pip", "check")
+    session.run("kvcal", "--help")
+    session.run("python", "-c", "import kvcal_kernels; from kvcal_artifacts import load_bundle, load_cache")
+    session.run("kvcal", "models", "--json", silent=True)
+
+
+def _check_wheel(session: nox.Session, wheel: Path) -> None:
+    megabytes = wheel.stat().st_size / 1e6
+    session.log(f"{wheel.name}: {megabytes:.2f} MB (at most {WHEEL_LIMIT_MB})")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    untyped = [package for package in PACKAGES if f"{package}/py.typed" not in names]
+    if megabytes > WHEEL_LIMIT_MB or top != PACKAGES or untyped:
+        session.error(f"wrong wheel: {megabytes:.2f} MB, holds {sorted(top)}, without py.typed: {untyped}")
+
+
+@nox.session
+def tests_oldest(session: nox.Session) -> None:
+    """The tests that touch Transformers, on the oldest one supported."""
+    _pytest(session, "-m", "transformers and not slow and not gpu", constraints="constraints-oldest.txt")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs neither a GPU nor much time."""
+    _pytest(session)
+
+
+@nox.session(default=False)
+def tests_full(session: nox.Session) -> None:
+    """The slow tests too."""
+    _pytest(session, "-m", "not gpu", "--timeout=3600")
+
+
+@nox.session(default=False)
+def tests_gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device."""
+    _pytest(session, "-m", "gpu")
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Timings, on this machine's device."""
+    session.install("-c", CONSTRAINTS, "-e", ".")
+    session.run("python", "-m", "kvcal.bench", *session.posargs)
+
+
+def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:
+    session.install("-c", constraints, "-e", ".[test]")
+    session.run("pytest", "-q", "--durations=20", *options, *session.posargs)

@@ -1,0 +1,55 @@
+"""What holds for every test: no network, no files in the user's cache, and `torch.empty` is full of NaN."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+_assets = tempfile.TemporaryDirectory(prefix="kvcal-tests-")
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads both once
+os.environ["HF_ASSETS_CACHE"] = _assets.name
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(2)
+hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)  # a busy machine is not a bug
+hypothesis.settings.load_profile("kvcal")
+
+UNINITIALISED = [
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+]
+_patches = pytest.MonkeyPatch()
+
+
+def pytest_configure() -> None:
+    # torch's own switch, fill_uninitialized_memory, needs deterministic mode, which also swaps kernels.
+    for owner, name in UNINITIALISED:
+        _patches.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def pytest_unconfigure() -> None:
+    _patches.undo()
+    _assets.cleanup()
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        if tensor.device.type != "meta" and tensor.layout == torch.strided and tensor.numel():
+            tensor.detach().fill_(_poison(tensor.dtype))
+        return tensor
+
+    return poisoned
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
