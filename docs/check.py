@@ -54,9 +54,7 @@ def cli_page() -> str:
     codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
     parts = [INTRO, f"## Exit codes\n\n| code | meaning |\n|---|---|\n{codes}\n", ENVIRONMENT]
     root: Any = typer.main.get_command(app)
-    for words, command in [("kvcal", root)] + [
-        (f"kvcal {name}", root.commands[name]) for name in root.commands
-    ]:
+    for words, command in [("kvcal", root)] + [(f"kvcal {name}", root.commands[name]) for name in root.commands]:
         context = command.make_context(words, [], resilient_parsing=True, terminal_width=WIDTH)
         parts.append(f"## `{words}`\n\n```\n{command.get_help(context).rstrip()}\n```\n")
     return "\n".join(parts)
@@ -92,9 +90,7 @@ def anchors(page: Path) -> set[str]:
 
 def command_lines(text: str) -> Iterator[str]:
     """Every `kvcal …` of a page, without its prompt, variables, pipes and redirections."""
-    blocks = re.findall(
-        r"^ *```(?:bash|console|sh|shell)?\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE
-    )
+    blocks = re.findall(r"^ *```(?:bash|console|sh|shell)?\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|\||[|;]", line):
             match = re.match(r"\s*(?:\$ )?(?:\w+=\S* )*(kvcal\b.*)", part)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.hf import AttentionSite, attention_site, config_of, decoder_of, unsupported_layers
+from kvcal_artifacts.hf import AttentionSite, attention_site, decoder_of, unsupported_layers
 
 from .spill import SpillStore, Where
 
@@ -40,8 +40,6 @@ class LayerSource(Protocol):
     """Where the model's parts come from. `kvcal.layerwise.LayerwiseWeights` is one, `WholeModel` another."""
 
     model: Any  # complete in structure; its layers may be on the meta device
-    config: Any
-    dtype: torch.dtype
 
     def load_outer(self) -> object:
         """Put embedding and rotary module on the device."""
@@ -59,8 +57,6 @@ class WholeModel:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.config = config_of(model)
-        self.dtype: torch.dtype = model.dtype
 
     def load_outer(self) -> None: ...
 
@@ -116,7 +112,7 @@ class Capture:
         self.ids = _checked_ids(ids, self.decoder.config)
         _check_model(self.source.model, self.decoder)
         self.windows, self.length = int(ids.shape[0]), int(ids.shape[1])
-        self.batch = batch or default_batch(self.length, self.device)
+        self.batch = default_batch(self.length, self.device) if batch is None else batch
         if self.batch < 1:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
         self.timer: Timer = timer or _untimed
@@ -198,15 +194,11 @@ class Capture:
                 'load the model with attn_implementation="sdpa"'
             )
         if "past_key_values" not in kwargs:
-            raise KVCalError(
-                f"{name} does not give its layers past_key_values; this architecture is not supported"
-            )
+            raise KVCalError(f"{name} does not give its layers past_key_values; this architecture is not supported")
         for key, value in kwargs.items():
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Tensor) and part.ndim and part.shape[0] != 1:
-                    raise KVCalError(
-                        f"{name} gives its layers a {key} per window; this architecture is not supported"
-                    )
+                    raise KVCalError(f"{name} gives its layers a {key} per window; this architecture is not supported")
 
 
 class LayerTaps:
@@ -274,15 +266,11 @@ class LayerTaps:
         if self.closed:
             raise KVCalError(f"layer {self.index} was left behind: its taps end where the next layer begins")
         if self._state == "advancing":
-            raise KVCalError(
-                f"layer {self.index}: the pass that advances it was not finished, its input is lost"
-            )
+            raise KVCalError(f"layer {self.index}: the pass that advances it was not finished, its input is lost")
         if self._state == "after":
             raise KVCalError(f"layer {self.index} was advanced: its taps are of its input, which is gone")
 
-    def _pass(
-        self, want: frozenset[str], frame: Frame, rows: slice | None, advance: bool
-    ) -> Iterator[TapBatch]:
+    def _pass(self, want: frozenset[str], frame: Frame, rows: slice | None, advance: bool) -> Iterator[TapBatch]:
         hidden = self._capture.hidden
         assert hidden is not None
         whole = advance and self.index + 1 < len(self._capture)
@@ -410,9 +398,7 @@ def call_layer(
         with suppress(_Stop):
             output = layer(x, **{**kwargs, "past_key_values": cache})
     if cache.received is None:
-        raise KVCalError(
-            f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported"
-        )
+        raise KVCalError(f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported")
     output = output[0] if isinstance(output, tuple) else output
     return LayerCall(*cache.received, seen.get("k"), seen.get("q"), output)
 
@@ -446,9 +432,7 @@ def default_batch(length: int, device: torch.device) -> int:
 
 def _checked_ids(ids: Tensor, config: Any) -> Tensor:
     if ids.ndim != 2 or ids.dtype != torch.int64 or ids.numel() == 0:
-        raise ValueError(
-            f"token windows must be (N, T) int64, none empty, not {tuple(ids.shape)} {ids.dtype}"
-        )
+        raise ValueError(f"token windows must be (N, T) int64, none empty, not {tuple(ids.shape)} {ids.dtype}")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
         raise UsageError(
@@ -462,9 +446,7 @@ def _check_model(model: Any, decoder: Any) -> None:
     for index, reason in sorted(unsupported_layers(decoder.config).items()):
         raise KVCalError(f"{type(model).__name__}, layer {index}: {reason}; it cannot be calibrated")
     if model.training:
-        raise UsageError(
-            f"{type(model).__name__} is in training mode, where dropout is random; call model.eval()"
-        )
+        raise UsageError(f"{type(model).__name__} is in training mode, where dropout is random; call model.eval()")
 
 
 def _check_finite(x: Tensor, what: str, rows: slice) -> None:

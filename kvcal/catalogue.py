@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvcal_artifacts.errors import ModelUnavailable
+
 TINY = Path(__file__).parent / "demo" / "tiny"
 
 Settings = Mapping[str, Any]
@@ -119,7 +121,10 @@ class ModelEntry:
 
 @cache
 def _tiny_config() -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads((TINY / "config.json").read_text("utf-8"))
+    try:
+        fields: dict[str, Any] = json.loads((TINY / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnavailable(f"tiny: {TINY / 'config.json'} cannot be read; install kvcal again") from error
     return {k: v for k, v in fields.items() if k not in ("transformers_version", "dtype")}
 
 
@@ -133,7 +138,7 @@ def paper_presets(geometry: Geometry) -> dict[str, dict[str, Any]]:
     more = 8192 // length
     group = min(1024, geometry.kv_width & -geometry.kv_width)
     return {
-        "aquakv": {
+        "aqua-kv": {
             "windows": 256 * more,
             "length": length,
             "holdout": 32 * more,
@@ -272,7 +277,7 @@ def _distill(size: str, config: dict[str, Any]) -> ModelEntry:
 def _tiny() -> ModelEntry:
     # The whole embedded text is 313 kB, its context 2048: fewer and shorter windows than the paper's.
     override = {"windows": 72, "length": 1024, "holdout": 8}
-    return ModelEntry("tiny", None, {}, overrides={"aquakv": override})
+    return ModelEntry("tiny", None, {}, overrides={"aqua-kv": override})
 
 
 _L32_1B = _llama3(2048, 16, 32, 64, 8192, factor=32.0, tied=True)
@@ -318,9 +323,7 @@ _ENTRIES = (
     ModelEntry("phi-3-mini-4k", "microsoft/Phi-3-mini-4k-instruct", _phi3_mini()),
     ModelEntry("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", _smollm3()),
     ModelEntry("granite-3.3-2b", "ibm-granite/granite-3.3-2b-instruct", _granite33(2048, 8192, 1 / 64, 8.0)),
-    ModelEntry(
-        "granite-3.3-8b", "ibm-granite/granite-3.3-8b-instruct", _granite33(4096, 12800, 1 / 128, 16.0)
-    ),
+    ModelEntry("granite-3.3-8b", "ibm-granite/granite-3.3-8b-instruct", _granite33(4096, 12800, 1 / 128, 16.0)),
     ModelEntry("olmo-2-1b", "allenai/OLMo-2-0425-1B", _olmo2(2048, 16, 16, 8192)),
     ModelEntry("olmo-2-7b", "allenai/OLMo-2-1124-7B", _olmo2(4096, 32, 32, 11008)),
     _distill("llama-8b", _L31_8B),

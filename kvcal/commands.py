@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvcal_artifacts.bundle import load_bundle
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 
 from . import corpus, models
 from .evaluate.perplexity import evaluate
@@ -23,6 +27,7 @@ Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
 
 
+DEMO_WINDOWS = 8
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
@@ -107,7 +112,7 @@ def calibration_windows(
     o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str
 ) -> corpus.Windows:
     """Windows as asked for, by default as the model's preset has them."""
-    paper = models.presets(source)["aquakv"]
+    paper = models.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
     held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
     if held >= count:
@@ -147,7 +152,9 @@ def run_inspect(path: Path) -> dict[str, Any]:
     }
 
 
-def run_verify(path: Path, model: str | None, revision: str | None, device: str, random_weights: bool) -> dict[str, Any]:
+def run_verify(
+    path: Path, model: str | None, revision: str | None, device: str, random_weights: bool
+) -> dict[str, Any]:
     """Format and hashes; with a model also that the bundle was made for it."""
     bundle = load_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
@@ -164,10 +171,8 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     origin = o["text"] or corpus.default_text(source, "evaluation")
     say(f"text: {origin}")
     loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
-    length = o["length"] or min(models.presets(source)["aquakv"]["length"], EVAL_LENGTH[source.kind])
-    text = corpus.evaluation_windows(
-        loaded.tokenizer, origin, length=length, windows=o["windows"], column=o["column"]
-    )
+    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    text = corpus.evaluation_windows(loaded.tokenizer, origin, length=length, windows=o["windows"], column=o["column"])
     makers = cache_makers(loaded.model, o["bundle"] or [], o["preset"] or [], loaded.revision)
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
@@ -193,7 +198,8 @@ def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     if len(makers) != 1:
         raise UsageError("give one --bundle or one --preset")
     name, maker = next(iter(makers.items()))
-    ids = loaded.tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
+    tokenizer: Any = loaded.tokenizer
+    ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
     if not ids.shape[1]:
         raise UsageError("--prompt is empty")
     started = time.monotonic()
@@ -201,16 +207,47 @@ def run_generate(o: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(o["seed"]) if o["sample"] else None
         out = loaded.model.generate(
             ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
-            pad_token_id=loaded.tokenizer.pad_token_id or loaded.tokenizer.eos_token_id or 0,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
         )  # fmt: skip
         seen = cache.describe()
     return {
         "name": name,
-        "text": loaded.tokenizer.decode(out[0], skip_special_tokens=True),
+        "text": tokenizer.decode(out[0], skip_special_tokens=True),
         "new_tokens": int(out.shape[1] - ids.shape[1]),
         "seconds": round(time.monotonic() - started, 2),
         "nbytes": seen["nbytes"],
         "bits_per_value": seen["bits_per_value"],
         "resident_bytes": seen["resident_bytes"],
         "path": seen["path"],
+    }
+
+
+DEMO_PROMPT = (
+    "The emperor had resolved to march against the city before the end of the summer. His soldiers, who had been "
+    "assembled on the banks of the river"
+)
+
+
+def run_demo(output: Path, say: Say) -> dict[str, Any]:
+    """fit, eval and generate on the embedded model; generate runs in a process of its own."""
+    from .cli.defaults import defaults_of
+
+    started = time.monotonic()
+    say("1/3 calibrating AQUA-KV on the embedded model and text")
+    fitted = run_fit_predictors(defaults_of("fit-predictors") | {"output": output}, say)
+    say("2/3 perplexity through the cache: full precision, HIGGS and AQUA-KV at 2 bits")
+    options = {"bundle": [output], "preset": ["higgs-2"], "windows": DEMO_WINDOWS}
+    found = run_eval(defaults_of("eval") | options, say)
+    say("3/3 loading the bundle in a fresh process and generating")
+    command = [sys.executable, "-m", "kvcal.cli", "generate", "--bundle", str(output), "--prompt", DEMO_PROMPT, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KVCalError(f"generating in a fresh process failed: {done.stderr.strip().splitlines()[-1]}")
+    generated = json.loads(done.stdout)
+    return found | {
+        "bundle": str(output.resolve()),
+        "sha256": fitted["sha256"],
+        "sample": generated["text"],
+        "generated": generated,
+        "seconds": round(time.monotonic() - started, 1),
     }

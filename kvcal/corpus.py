@@ -42,9 +42,7 @@ PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "outp
 SPLITS = ("train", "test", "validation", "dev")
 DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}")
 
-PIECE = (
-    1 << 18
-)  # characters tokenised as one: enough to amortise a call, small enough to encode many in parallel
+PIECE = 1 << 18  # characters tokenised as one: small enough that a batch of them runs in parallel
 BATCH = 16  # pieces a call
 # Evaluation takes the text from its start, and a piece's last token may differ from that of the whole text:
 # up to this size (WikiText-2's test set has 1.3 M characters) there is one piece and no seam.
@@ -117,9 +115,7 @@ def resolve_text(text: str, *, column: str | None = None) -> TextSource:
         return _dataset(text, column)
     if text.startswith("embedded:"):
         raise TextError(f"text {text!r}: embedded are {', '.join(EMBEDDED)}")
-    raise TextError(
-        f"text {text!r}: no such file or folder; a data set on the hub reads org/name[:config][:split]"
-    )
+    raise TextError(f"text {text!r}: no such file or folder; a data set on the hub reads org/name[:config][:split]")
 
 
 def _existing(text: str) -> Path | None:
@@ -151,7 +147,7 @@ def token_windows(
     column: str | None = None,
     progress: Progress | None = None,
 ) -> Windows:
-    """`windows` windows of `length` tokens; `holdout` of them are held out, from a part of the text of their own.
+    """`windows` windows of `length` tokens; `holdout` of them are held out, from a part of their own.
 
     Reads at most POOL slots for each window (a large text from its start) and chooses among them by `seed`.
     """
@@ -164,10 +160,8 @@ def token_windows(
     if len(slots) < windows:
         raise TextError(_too_little(source, reader, windows, length, body))
     train, held = _choose(len(slots), windows - holdout, holdout, seed)
-    tensors = [reader.with_bos(slots[chosen]) for chosen in (train, held)]
-    return Windows(
-        *tensors, reader.label, reader.text_hash(), ids_hash(*tensors), reader.count, bos=bool(reader.bos)
-    )
+    train, held = reader.with_bos(slots[train]), reader.with_bos(slots[held])
+    return Windows(train, held, reader.label, reader.text_hash(), ids_hash(train, held), reader.count, bool(reader.bos))
 
 
 def evaluation_windows(
@@ -179,7 +173,7 @@ def evaluation_windows(
     column: str | None = None,
     progress: Progress | None = None,
 ) -> EvaluationWindows:
-    """At most `windows` consecutive windows from the start (all there are if None); a short rest is left out."""
+    """At most `windows` consecutive windows from the start (None: all there are); a short rest is cut off."""
     _check_counts(1 if windows is None else windows, length, 0)
     source = resolve_text(text, column=column) if isinstance(text, str) else text
     # 16 characters a token: the seam lies behind the last window, which thus does not depend on their number
@@ -191,9 +185,7 @@ def evaluation_windows(
     if len(slots) == 0:
         raise TextError(_too_little(source, reader, 1, length, body))
     ids = reader.with_bos(slots)
-    return EvaluationWindows(
-        ids, reader.label, reader.text_hash(), ids_hash(ids), reader.count, bos=bool(reader.bos)
-    )
+    return EvaluationWindows(ids, reader.label, reader.text_hash(), ids_hash(ids), reader.count, bool(reader.bos))
 
 
 def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, seed: int = 0) -> Windows:
@@ -240,9 +232,9 @@ def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Any, Any]:
 def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:
     if reader.count == 0:
         return f"text {source.label} is empty"
-    plural = f"{windows} windows" if windows > 1 else "one window"
+    wanted = f"{windows:,} windows of {length:,} need" if windows > 1 else f"one window of {length:,} needs"
     return (
-        f"text {source.label} holds {reader.count:,} tokens, {plural} of {length:,} need {windows * body:,}: "
+        f"text {source.label} holds {reader.count:,} tokens, {wanted} {windows * body:,}: "
         "ask for fewer or shorter windows, or give more text"
     )
 
@@ -267,7 +259,7 @@ class _Reader:
         for piece in self._pieces:
             batch.append(piece)
             size += len(piece)
-            # 2 characters a token is less than any tokenizer in use makes of prose: never a batch too many by far
+            # no tokenizer in use makes more than a token of two characters of prose: stop about there
             if len(batch) == BATCH or (wanted is not None and size >= 2 * (wanted - self.count)):
                 self._encode(batch, wanted)
                 batch, size = [], 0
@@ -280,14 +272,9 @@ class _Reader:
         import torch
 
         for piece in batch:
-            self._digest.update(piece.encode())
-        encoded = self.tokenizer(
-            batch,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+            self._digest.update(_encoded(piece, self.label))
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        encoded = self.tokenizer(batch, return_token_type_ids=False, **options)
         for ids in encoded["input_ids"]:
             self._chunks.append(torch.tensor(ids, dtype=torch.int32))
             self.count += len(ids)
@@ -312,6 +299,14 @@ class _Reader:
         return self._digest.hexdigest()
 
 
+def _encoded(piece: str, label: str) -> bytes:
+    try:
+        return piece.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a surrogate pair, which is no character
+        around = one_line(ascii(piece[max(0, error.start - 20) : error.end + 20]))
+        raise TextError(f"text {label} holds half of a surrogate pair near {around}: repair it") from error
+
+
 def _bos(tokenizer: Any) -> list[int]:
     """[BOS] where the tokenizer puts it before a text of its own accord, else nothing."""
     with_special = tokenizer("a", verbose=False)["input_ids"]
@@ -321,7 +316,7 @@ def _bos(tokenizer: Any) -> list[int]:
 
 
 def pieces(documents: Iterable[Document], size: int) -> Iterator[str]:
-    """Documents joined by blank lines, in pieces of at most `size` characters, cut where tokenizers cut too."""
+    """Documents joined by blank lines, in pieces of at most `size` characters, cut where tokenizers cut."""
     buffer: list[str] = []
     held = 0
     for part in _joined(documents):
@@ -351,9 +346,10 @@ WORD_START = re.compile(r"(?<=\S)(?= \S)")  # the blank belongs to the word behi
 def _cut(text: str, size: int) -> int:
     """The last line start in the second half of the first `size` characters; else a word's; else `size`."""
     for pattern in (LINE_START, WORD_START):
-        starts = [match.start() for match in pattern.finditer(text, size // 2, size)]
-        if starts:
-            return starts[-1]
+        # two characters more, for the look-ahead of a start at `size` itself
+        starts = [match.start() for match in pattern.finditer(text, max(1, size // 2), size + 2)]
+        if usable := [start for start in starts if start <= size]:
+            return usable[-1]
     return size
 
 
@@ -367,18 +363,14 @@ def open_documents(source: TextSource) -> tuple[Iterator[Document], str]:
     files = _files(source.path)
     if not files:
         allowed = ", ".join(KINDS)
-        raise TextError(
-            f"folder {source.path} holds no text: looked for {allowed}, and .xz of all but parquet"
-        )
+        raise TextError(f"folder {source.path} holds no text: looked for {allowed}, and .xz of all but parquet")
     return (document for path in files for document in read_file(path, source.column)), source.label
 
 
 def _files(folder: Path) -> list[Path]:
     """Every text file below a folder, in the order of their names, hidden ones left out."""
     found = [path for path in folder.rglob("*") if path.is_file() and _kind(path) is not None]
-    return sorted(
-        path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def _kind(path: Path) -> str | None:
@@ -487,9 +479,7 @@ def _picker(where: str, names: list[str], column: str | None) -> Callable[[Mappi
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str):
-        raise TypeError(
-            f"column {name!r} is {'missing' if value is None else type(value).__name__}, not text"
-        )
+        raise TypeError(f"column {name!r} is {'missing' if value is None else type(value).__name__}, not text")
     return value
 
 
@@ -501,12 +491,13 @@ def _picked(pick: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], wh
 
 
 def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
-    """A data set of the hub, streamed at the commit that its main branch has now; the label names the commit."""
+    """A data set of the hub, streamed at its main branch's present commit, which the label names."""
     name = source.dataset
     assert name is not None
     if not hub.reachable():
         raise TextUnavailable(
-            f"data set {source.label}: {hub.why_unreachable()}; connect, or give a local file or folder with --text"
+            f"data set {source.label}: no local file or folder has this name and {hub.why_unreachable()}; "
+            "connect, or give a local text"
         )
     try:
         with hub.quiet():
@@ -522,9 +513,7 @@ def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
 def _rows(source: TextSource, sha: str | None) -> Any:
     import datasets
 
-    return datasets.load_dataset(
-        source.dataset, source.config, split=source.split, streaming=True, revision=sha
-    )
+    return datasets.load_dataset(source.dataset, source.config, split=source.split, streaming=True, revision=sha)
 
 
 def _dataset_texts(source: TextSource, rows: Any) -> Iterator[Document]:
@@ -554,7 +543,5 @@ def _unavailable(source: TextSource, error: Exception) -> TextUnavailable:
             f"{label} is not on the hub, or it is private: check the name (no local file has it either)"
         )
     if "scripts are no longer supported" in str(error):
-        return TextUnavailable(
-            f"{label} is a loading script, which no longer works: use one stored as parquet"
-        )
+        return TextUnavailable(f"{label} is a loading script, which no longer works: use a parquet one")
     return TextUnavailable(f"{label}: {one_line(error)}; see {site} for its configs and splits")

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, load_bundle, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
@@ -24,7 +25,6 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from . import __version__
 from .capture import Capture, LayerSource, LayerTaps
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .corpus import Windows
@@ -224,4 +224,3 @@ class Checkpoint:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-

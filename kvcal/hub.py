@@ -115,8 +115,9 @@ def fetch(repo: str, filename: str, revision: str | None) -> Path:
         raise explain(error, repo, revision, filename) from error
 
 
+@cache
 def fetch_config(repo: str, revision: str | None) -> Path:
-    """config.json; the name of its folder is the commit sha."""
+    """config.json; the name of its folder is the commit sha, one and the same for the whole process."""
     with no_bars():
         return fetch(repo, "config.json", revision)
 
@@ -193,8 +194,7 @@ def explain(error: Exception, repo: str, revision: str | None, what: str) -> Mod
         return _not_cached(repo, revision, what)
     if isinstance(error, errors.RepositoryNotFoundError):
         return ModelUnavailable(
-            f"{repo} is not on the hub, or it is private: "
-            "check the name, or set HF_TOKEN to one that may read it"
+            f"{repo} is not on the hub, or it is private: check the name, or set HF_TOKEN to one that may read it"
         )
     if isinstance(error, errors.EntryNotFoundError):
         return MissingFile(f"{repo} has no file {what}: it is not a model that kvcal can read")

@@ -119,9 +119,7 @@ def open_layerwise(
     weights = models.random_source(config, seed) if random_weights else _stored(source)
     revision = models.weights_revision(source, random_weights=random_weights, seed=seed)
     model = empty_model(config, kind)
-    return LayerwiseWeights(
-        source, model, weights, device=target, revision=revision, random_weights=random_weights
-    )
+    return LayerwiseWeights(source, model, weights, device=target, revision=revision, random_weights=random_weights)
 
 
 def _stored(source: ModelSource) -> Weights:

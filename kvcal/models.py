@@ -389,9 +389,7 @@ def open_layerwise(
     """The same model one layer at a time; see kvcal.layerwise."""
     from . import layerwise
 
-    return layerwise.open_layerwise(
-        source, dtype=dtype, device=device, random_weights=random_weights, seed=seed
-    )
+    return layerwise.open_layerwise(source, dtype=dtype, device=device, random_weights=random_weights, seed=seed)
 
 
 def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -434,7 +432,9 @@ def out_of_memory(source: ModelSource, dtype: torch.dtype) -> Iterator[None]:
 def _is_oom(error: BaseException) -> bool:
     import torch
 
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    said = str(error).lower()
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or "out of memory" in said or "can't allocate memory" in said
 
 
 def _parameter_bytes(source: ModelSource, dtype: torch.dtype) -> str:

@@ -48,8 +48,7 @@ class FileWeights:
         tensor: Tensor = self._reader(self.shard_of[name], device).get_tensor(name)
         if tensor.shape != like.shape:
             raise ModelUnavailable(
-                f"{self.label}: {name} has shape {tuple(tensor.shape)}, "
-                f"its config.json asks for {tuple(like.shape)}"
+                f"{self.label}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(like.shape)}"
             )
         return tensor.to(like.dtype)
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
+
 from . import models
 from .capture import LayerSource, WholeModel
 from .evaluate.perplexity import CacheMaker
@@ -97,4 +99,3 @@ def cache_makers(
             raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
         makers[bundle.name] = lambda bundle=bundle: KVCalCache(bundle.scheme, model)  # type: ignore[misc]
     return makers
-

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from architectures import TINY, VARIANTS
 from kvcal.layerwise import LayerwiseWeights
-from kvcal.models import load_model, open_layerwise, resolve
+from kvcal.models import load_model, open_layerwise, resolve, weights_revision
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 
 pytestmark = pytest.mark.transformers
@@ -22,7 +23,7 @@ CASES = {**TINY, "phi3-partial": VARIANTS["phi3-partial"], "llama-yarn": VARIANT
 
 @pytest.fixture(autouse=True, scope="module")
 def meta_device() -> None:
-    """conftest wraps torch.empty; `with torch.device("meta")` must still know the function inside the wrapper."""
+    """conftest wraps torch.empty; a meta device context must still know the function inside the wrapper."""
     from torch.utils._device import _device_constructors
 
     _device_constructors().add(torch._C._VariableFunctions.empty)
@@ -88,31 +89,37 @@ def test_random_weights_are_the_same_in_parts_and_whole(name: str, tmp_path: Pat
     source = resolve(save(TINY[name](), tmp_path))
     whole = load_model(source, dtype="bfloat16", device="cpu", random_weights=True, seed=5)
     parts = open_layerwise(source, dtype="bfloat16", device="cpu", random_weights=True, seed=5)
-    assert (
-        (whole.revision, whole.random_weights) == (parts.revision, parts.random_weights) == ("random:5", True)
-    )
+    assert (whole.revision, whole.random_weights) == (parts.revision, parts.random_weights) == ("random:5", True)
     assert_equal(load_all(parts), whole.model)
 
 
 def test_revision_is_that_of_the_whole(tmp_path: Path) -> None:
     source = resolve(save(TINY["llama"](), tmp_path))
-    whole = load_model_without_tokenizer(source)
+    whole = weights_revision(source, random_weights=False, seed=0)
     assert open_layerwise(source, dtype="float32", device="cpu").revision == whole
-
-
-def load_model_without_tokenizer(source: Any) -> str:
-    from kvcal.models import weights_revision
-
-    return weights_revision(source, random_weights=False, seed=0)
 
 
 def test_no_such_layer(tmp_path: Path) -> None:
     parts = open_layerwise(resolve(save(TINY["llama"](), tmp_path)), dtype="float32", device="cpu")
-    with pytest.raises(UsageError, match="layer 3: .* has layers 0 to 2"):
+    with pytest.raises(UsageError, match=r"layer 3: .* has layers 0 to 2"):
         parts.load_layer(3)
 
 
-def test_missing_shard_and_missing_tensor(tmp_path: Path) -> None:
+def test_a_tensor_that_is_missing_or_of_another_shape(tmp_path: Path) -> None:
+    source = resolve(save(TINY["llama"](), tmp_path, "1GB"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(3, 4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    parts = open_layerwise(source, dtype="float32", device="cpu")
+    parts.load_layer(0)
+    with pytest.raises(ModelUnavailable, match=r"its weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        parts.load_layer(1)
+    with pytest.raises(ModelUnavailable, match=r"has shape \(3, 4\), its config.json asks for \(128, 64\)"):
+        parts.load_layer(2)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
     source = resolve(save(TINY["llama"](), tmp_path))
     for shard in tmp_path.glob("*.safetensors"):
         shard.unlink()

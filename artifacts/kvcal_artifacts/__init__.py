@@ -1,8 +1,8 @@
 """Bundles and the runtime: what a server needs to load a compressed cache.
 
-    import kvcal_artifacts
-    cache = kvcal_artifacts.load_cache("x.kvcal.safetensors", model)
-    model.generate(**inputs, past_key_values=cache)
+import kvcal_artifacts
+cache = kvcal_artifacts.load_cache("x.kvcal.safetensors", model)
+model.generate(**inputs, past_key_values=cache)
 """
 
 from __future__ import annotations

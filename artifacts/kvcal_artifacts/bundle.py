@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from . import hf
-from .codecs import Shape, build, state_of
+from .codecs import Codec, Role, Shape, build, state_of
 from .errors import CorruptBundle, IncompatibleBundle, KVCalError
 from .scheme import LayerCodecs, Scheme, Windows
 
@@ -68,9 +68,7 @@ class Fingerprint:
     probe: tuple[float, ...] = ()
 
     @classmethod
-    def of(
-        cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None
-    ) -> Fingerprint:
+    def of(cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> Fingerprint:
         """probe: hf.key_probe of the first and the last layer, where the model does not hold them any more."""
         config = hf.config_of(model)
         plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
@@ -305,11 +303,13 @@ def _parse(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Bu
                 layers.append(None)
                 skipped[index] = str(entry["skipped"])
                 continue
-            made = {}
-            for role in ("key", "value"):
+            made: dict[Role, Codec] = {}
+            roles: tuple[Role, ...] = ("key", "value")
+            for role in roles:
                 state = entry[role]
+                heads, dim = state["shape"]
                 own = {local: tensors[name] for local, name in state["tensors"].items()}
-                made[role] = build(Shape(*state["shape"], windows.block), role, state, own)  # type: ignore[arg-type]
+                made[role] = build(Shape(heads, dim, windows.block), role, state, own)
             layers.append(LayerCodecs(made["key"], made["value"]))
         model = header["model"]
         fingerprint = Fingerprint(**{**model, "probe": tuple(model["probe"])})

@@ -89,7 +89,9 @@ class KVCalLayer(CacheLayerMixin):
             return handed
         before, self.pending = self.pending, None
         if before is None:
-            raise KVCalError(f"layer {self.index}: keys before RoPE were not seen; call the model the cache was made for")
+            raise KVCalError(
+                f"layer {self.index}: keys before RoPE were not seen; call the model the cache was made for"
+            )
         if not self.is_verified:
             self._verify_frame(before, handed)
         return before
@@ -136,7 +138,11 @@ class KVCalLayer(CacheLayerMixin):
 
     @staticmethod
     def _ordered(plan: Plan, slots: Tensor) -> Tensor:
-        return slots if plan.past_index is None else _take(slots, plan.past_index)
+        if plan.past_index is None:
+            return slots
+        if not slots.shape[2]:  # no real token yet, in any row
+            slots = slots.new_zeros(*slots.shape[:2], 1, slots.shape[3])
+        return _take(slots, plan.past_index)
 
     @torch.no_grad()
     def _store(self, plan: Plan, new: list[Tensor]) -> None:
@@ -241,6 +247,8 @@ class KVCalCache(Cache):
     before anything changes. offload: each layer's storage rests in host memory between its turns.
     """
 
+    layers: list[Any]
+
     def __init__(self, scheme: Scheme, model: nn.Module, *, strict: bool = False, offload: bool = False) -> None:
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
@@ -306,7 +314,9 @@ class KVCalCache(Cache):
         if self.scheme.frame == "pre_rope":
             new = self._positions
             if new is None:
-                raise KVCalError("the model's rotary module did not report positions; use a bundle with frame post_rope")
+                raise KVCalError(
+                    "the model's rotary module did not report positions; use a bundle with frame post_rope"
+                )
             new = new.to(torch.int32).expand(batch, query)
             old = self.ledger.positions
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
@@ -342,13 +352,11 @@ class KVCalCache(Cache):
         chain = self._chain[which]
         k1, v1 = chain.get(layer - 1, (None, None))
         k2, v2 = chain.get(layer - 2, (None, None))
-        context = Context(layer, k1, v1, k2, v2)
-        if k1 is not None and self.scheme.layers[layer] is not None and self.layers[layer].is_initialized:
-            device = self.layers[layer].device
-            for name in ("k1", "v1", "k2", "v2"):
-                if (part := getattr(context, name)) is not None:
-                    setattr(context, name, part.to(device))
-        return context
+        own = self.layers[layer]
+        assert isinstance(own, KVCalLayer)
+        device = own.device  # a model spread over devices hands reconstructions on from one to the next
+        parts = {name: x.to(device) for name, x in (("k1", k1), ("v1", v1), ("k2", k2), ("v2", v2)) if x is not None}
+        return Context(layer, **parts)
 
     def leave_old(self, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
         self._leave("old", layer, keys, values)
@@ -369,6 +377,7 @@ class KVCalCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove columns: exact inside the recent window, to the block edge below it."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding of Transformers 5.17 counts in tensors
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
         count = min(-tokens_to_remove, self.ledger.columns)
@@ -502,7 +511,9 @@ class KVCalCache(Cache):
         }
 
     def __repr__(self) -> str:
-        return f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
+        return (
+            f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
+        )
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class AttentionSite:
         return rotated
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: Any) -> Any:
     """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     if not hasattr(decoder, "layers") or not hasattr(decoder, "rotary_emb"):
@@ -74,7 +74,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return decoder
 
 
-def config_of(model: nn.Module) -> Any:
+def config_of(model: Any) -> Any:
     return decoder_of(model).config
 
 
@@ -111,7 +111,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
     return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers)]
 
 
-def attention_site(decoder: nn.Module, index: int) -> AttentionSite:
+def attention_site(decoder: Any, index: int) -> AttentionSite:
     config, layer = decoder.config, decoder.layers[index]
     attention = getattr(layer, "self_attn", None)
     if attention is None:
@@ -172,7 +172,7 @@ class Hooks:
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, always_call=True),
-            decoder.rotary_emb.register_forward_pre_hook(self._rotary, with_kwargs=True),  # type: ignore[union-attr]
+            decoder.rotary_emb.register_forward_pre_hook(self._rotary, with_kwargs=True),
         ]
         self._handles += [site.key_source.register_forward_hook(self._key_hook(site)) for site in sites]
         weakref.finalize(owner, self.close)
@@ -197,7 +197,7 @@ class Hooks:
             given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
             given.update(given.pop("kwargs", {}))
         owner = self._owner()
-        if owner is not None and given.get("past_key_values") is owner:
+        if owner is not None and owner is given.get("past_key_values"):
             self._state.active = True
             owner.on_forward(given.get("attention_mask"))
 

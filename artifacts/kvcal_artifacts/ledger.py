@@ -9,7 +9,8 @@ Slots that a layer sees: past = [sink S | packed N * b | window W], fresh = [sin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ class Plan:
     picks: Tensor | None = None
 
     def to(self, device: torch.device) -> Plan:
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return Plan(**moved)
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -167,9 +168,7 @@ class Ledger:
             own = self.blocks[:, None] * block
             index = torch.where(deep[:, None] & (index >= own), index - own + _width(self.blocks) * block, index)
             index = index.clamp_max(_width(self.blocks) * block + max(_width(self.window), 1) - 1)
-        return CropPlan(
-            _width(sink), _width(blocks), _width(window), bool(deep.any()), int(returned.sum()), index
-        )
+        return CropPlan(_width(sink), _width(blocks), _width(window), bool(deep.any()), int(returned.sum()), index)
 
     def commit_crop(self, count: int) -> None:
         block = self.windows.block

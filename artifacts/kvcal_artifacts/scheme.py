@@ -115,4 +115,3 @@ class Scheme:
 
     def config(self) -> dict[str, Any]:
         return {"windows": asdict(self.windows), "frame": self.frame}
-

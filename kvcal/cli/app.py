@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import __version__
-from kvcal.cli import bundle, evaluate, fit, models
+from kvcal.cli import bundle, demo, evaluate, fit, models
 from kvcal.cli.failure import guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -20,6 +20,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "eval": evaluate.evaluate,
     "generate": evaluate.generate,
     "models": models.models,
+    "demo": demo.demo,
 }
 
 # rich_markup_mode=None: plain help, because rich reads "[…]" in a help text as markup.

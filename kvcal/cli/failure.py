@@ -69,9 +69,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     device_oom = _loaded("torch", "OutOfMemoryError")
     if isinstance(error, MemoryError) or (device_oom and isinstance(error, device_oom)):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(
-        error
-    )  # torch has no class for the host
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for the host
 
 
 def _one_line(error: BaseException) -> str:
@@ -81,6 +79,4 @@ def _one_line(error: BaseException) -> str:
 def _first_sentences(error: BaseException, limit: int = 160) -> str:
     """torch's message goes on with allocator advice for ten lines; the amount is in its beginning."""
     text = _one_line(error)
-    return (text if len(text) <= limit else text[:limit].rsplit(". ", 1)[0]).rstrip(
-        ". "
-    ) or "the host's memory"
+    return (text if len(text) <= limit else text[:limit].rsplit(". ", 1)[0]).rstrip(". ") or "the host's memory"

@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, or local folder.")
-]
+Model = Annotated[str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, or local folder.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 Text = Annotated[
     str | None,
@@ -20,15 +18,9 @@ Text = Annotated[
     ),
 ]
 Column = Annotated[str | None, typer.Option(help="Column of jsonl, parquet or a data set that holds the text.")]
-Dtype = Annotated[
-    str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU.")
-]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one.")]
 Step = Annotated[int, typer.Option(min=1, help="Tokens a forward pass: each step sees the compressed past.")]
-Random = Annotated[
-    bool, typer.Option("--random-weights", help="The geometry with random weights, no download.")
-]
+Random = Annotated[bool, typer.Option("--random-weights", help="The geometry with random weights, no download.")]
 Bundles = Annotated[list[Path] | None, typer.Option("--bundle", "-b", help="A bundle file; may be repeated.")]
-Presets = Annotated[
-    list[str] | None, typer.Option("--preset", "-p", help="A method without data; may be repeated.")
-]
+Presets = Annotated[list[str] | None, typer.Option("--preset", "-p", help="A method without data; may be repeated.")]

@@ -26,9 +26,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     from rich.table import Table
 
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
         numeric = all(_is_number(row[index]) for row in cells if row[index])
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)

@@ -29,7 +29,8 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 
 
 def read_documents(path: Path) -> list[str]:
-    raw = lzma.open(path, "rt", encoding="utf-8").read() if path.suffix == ".xz" else path.read_text("utf-8")
+    data = path.read_bytes()
+    raw = (lzma.decompress(data) if path.suffix == ".xz" else data).decode("utf-8")
     return [part.strip() for part in raw.split(f"\n{SEPARATOR}\n") if part.strip()]
 
 
@@ -73,7 +74,6 @@ def build_model(args: argparse.Namespace, vocab: int) -> Any:
         bos_token_id=0,
         eos_token_id=1,
         rms_norm_eps=1e-5,
-        attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
 

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.errors import NonFiniteError, UsageError
 from torch import Tensor
 from torch.nn import functional
+
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.errors import NonFiniteError, UsageError
 
 from ..report.progress import progress
 
@@ -102,9 +103,9 @@ def _one_batch(
                 own = _log_probabilities(model, chunk, cache, target.shape[1])
                 _add(sums[name], own, reference, target, name)
             advance()
-        item = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
-        sums["full"].packed += item
-        sums["full"].packed_values += sum(layer.keys.numel() + layer.values.numel() for layer in full.layers)
+        plain: list[Any] = full.layers
+        sums["full"].packed += sum(layer.keys.nbytes + layer.values.nbytes for layer in plain)
+        sums["full"].packed_values += sum(layer.keys.numel() + layer.values.numel() for layer in plain)
         for name, cache in caches.items():
             total = sums[name]
             total.packed += cache.nbytes("packed")

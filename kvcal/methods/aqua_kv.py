@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
+
 from kvcal_artifacts.codecs import Codec, Context, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
-from torch import Tensor
 
 from ..capture import LayerTaps
 from .backbones import backbone
@@ -112,8 +113,7 @@ class AquaKV:
         """Inputs that exist at this layer; where only a deeper one was asked for, the deepest there is."""
         if layer == 0:
             return ()
-        kept = tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), layer)}" for name in wanted))
-        return kept
+        return tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), layer)}" for name in wanted))
 
     def shift(self, carry: Carry) -> None:
         """Layer l's reconstructions become those of the layer below; the oldest buffers are used again."""

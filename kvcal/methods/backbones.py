@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcal_artifacts.codecs import Codec, Exact, Higgs, Role, Shape, Uniform
-
 from kvcal_artifacts.errors import UsageError
 
 Backbone = Callable[[Shape, Role], Codec]

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
+
 from kvcal_artifacts.codecs import Context, Shape
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
-from torch import Tensor
 
 from ..capture import LayerTaps
 from ..report.timing import PhaseTimer
@@ -47,11 +48,11 @@ class Carry:
         store.write(rows, x.transpose(1, 2).flatten(2).to(store.dtype))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.shape.heads, self.shape.dim)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.shape.heads, self.shape.dim)).transpose(1, 2)
 
     def training_rows(self, rows: slice) -> int:
         """How many of these windows, from the first, are fitted on."""
-        return max(0, min(rows.stop, self.train) - rows.start)
+        return max(0, min(int(rows.stop), self.train) - int(rows.start))
 
 
 @dataclass
@@ -123,4 +124,3 @@ class HoldoutError:
             variance = (square - total.square() / self.count).clamp_min(1e-30)
             out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())
         return {name: round(value, 6) for name, value in out.items()}
-

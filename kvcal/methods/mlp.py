@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from kvcal_artifacts.codecs.predictors import MLP, Predictor
 from torch import Tensor
 from torch.nn import functional
+
+from kvcal_artifacts.codecs.predictors import MLP, Predictor
 
 from .regression import Gram
 
@@ -56,7 +57,8 @@ def _start(inputs: int, outputs: int, settings: MLPSettings, device: torch.devic
     hidden = 2 * outputs
 
     def normal(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator) * rows**-0.5).to(device)
+        start: Tensor = torch.randn(rows, columns, generator=generator) * rows**-0.5
+        return start.to(device)
 
     weights = {
         "in_weight": normal(inputs, hidden),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
-from torch import nn
 
 from .backbones import backbone
 
@@ -33,7 +34,9 @@ class Preset:
             raise UsageError(f"{config.model_type}: no layer can be compressed: {skipped[0]}")
         shape = hf.layer_shape(config, windows.block)
         layers = tuple(
-            None if i in skipped else LayerCodecs(backbone(self.key)(shape, "key"), backbone(self.value)(shape, "value"))
+            None
+            if i in skipped
+            else LayerCodecs(backbone(self.key)(shape, "key"), backbone(self.value)(shape, "value"))
             for i in range(config.num_hidden_layers)
         )
         return Scheme(windows, self.rope, layers, skipped)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from kvcal_artifacts.codecs.predictors import Bias, Linear, Predictor, QuantisedLinear, ReducedRank
 from torch import Tensor
+
+from kvcal_artifacts.codecs.predictors import Bias, Linear, Predictor, QuantisedLinear, ReducedRank
 
 CHUNK = 8192  # tokens a product: float32 sums of this length round at 1e-6, far below the ridge
 

@@ -18,9 +18,7 @@ class PhaseTimer:
     stream (only that one: copies that run ahead on other streams stay in flight).
     """
 
-    def __init__(
-        self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
         self._device = device
         self._clock = clock
@@ -59,9 +57,7 @@ class PhaseTimer:
     def __str__(self) -> str:
         """As in: forward 61.2 s (58 %) · solve 30.1 s (28 %) · load 14.7 s (14 %)."""
         total = self.total or 1.0
-        parts = [
-            f"{phase} {seconds:.1f} s ({seconds / total:.0%})" for phase, seconds in self.split().items()
-        ]
+        parts = [f"{phase} {seconds:.1f} s ({seconds / total:.0%})" for phase, seconds in self.split().items()]
         return " · ".join(parts).replace("%)", " %)")
 
 

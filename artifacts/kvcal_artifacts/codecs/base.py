@@ -1,13 +1,14 @@
 """What a codec is: blocks of tokens in, packed tensors out, and nothing else kept.
 
-Letters: B batch, H kv heads, T tokens, D head_dim, N blocks, b tokens a block. Every packed tensor is (B, H or 1, N, ...),
-so that append, reorder, select, crop and offload are written once, in the cache.
+Letters: B batch, H kv heads, T tokens, D head_dim, N blocks, b tokens a block. Every packed tensor is (B, H or 1, N, ...), so
+append, reorder, select, crop and offload are written once, in the cache.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +18,7 @@ from ..errors import KVCalError, NonFiniteError
 
 Packed = dict[str, Tensor]
 Role = Literal["key", "value"]
+CONTEXT_TENSORS = ("k1", "v1", "k2", "v2", "k0")
 
 
 @dataclass
@@ -36,19 +38,15 @@ class Context:
 
     def part(self, start: int, stop: int) -> Context:
         """The same for tokens start to stop."""
-        cut = {
-            f.name: value[:, :, start:stop] if isinstance(value := getattr(self, f.name), Tensor) else value
-            for f in fields(self)
-        }
-        return Context(**cut)
+        return self._cut(lambda x: x[:, :, start:stop])
 
     def rows(self, start: int, stop: int) -> Context:
         """The same for batch rows start to stop."""
-        cut = {
-            f.name: value[start:stop] if isinstance(value := getattr(self, f.name), Tensor) else value
-            for f in fields(self)
-        }
-        return Context(**cut)
+        return self._cut(lambda x: x[start:stop])
+
+    def _cut(self, change: Callable[[Tensor], Tensor]) -> Context:
+        parts = {name: change(x) for name in CONTEXT_TENSORS if (x := getattr(self, name)) is not None}
+        return Context(self.layer, **parts)
 
 
 EMPTY = Context()
@@ -74,7 +72,7 @@ class Shape:
                 f"codec got {tuple(x.shape)}, needs (batch, {self.heads} heads, a multiple of {self.block} tokens, "
                 f"{self.dim} channels)"
             )
-        return x.unflatten(2, (-1, self.block))
+        return torch.unflatten(x, 2, (-1, self.block))
 
 
 class Codec(ABC):
@@ -156,7 +154,7 @@ def to_half(x: Tensor, what: str) -> Tensor:
     limit = 65504.0
     if bool((x.abs() > limit).any()):
         raise NonFiniteError(
-            f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use a codec with smaller groups"
+            f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use smaller groups"
         )
     return x.to(torch.float16)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
-from safetensors.torch import load_file
-from torch import Tensor
 
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
@@ -94,7 +95,7 @@ class Higgs(Codec):
     def _blocks(self, vectors: Tensor) -> Tensor:
         if self.axis == "token":
             return vectors.transpose(-1, -2)
-        return vectors.unflatten(-1, (self.shape.heads, -1)).movedim(3, 1)
+        return torch.unflatten(vectors, -1, (self.shape.heads, -1)).movedim(3, 1)
 
     def _store_codes(self, codes: Tensor) -> Tensor:
         """To (B, H, N, rows, packed): keys packed along channels, values along tokens."""
@@ -129,7 +130,14 @@ class Higgs(Codec):
         return 1 if self.norm == "token" or self.axis == "token" else self.shape.heads
 
     def config(self) -> dict[str, Any]:
-        return {"d": self.d, "n": self.n, "rotation": self.rotation, "norm": self.norm, "seed": self.seed, "axis": self.axis}
+        return {
+            "d": self.d,
+            "n": self.n,
+            "rotation": self.rotation,
+            "norm": self.norm,
+            "seed": self.seed,
+            "axis": self.axis,
+        }
 
     def tensors(self) -> dict[str, Tensor]:
         return {"grid": self.grid, "sign": self.sign.to(torch.int8)}

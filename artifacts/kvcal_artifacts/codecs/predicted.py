@@ -1,6 +1,6 @@
 """AQUA-KV's wrapper: store only what a predictor does not know (Algorithms 2 and 3).
 
-    encode:  Q(x - f(inputs))          decode:  Q^-1(codes) + f(inputs)
+encode:  Q(x - f(inputs))          decode:  Q^-1(codes) + f(inputs)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
 from .predictors import INPUTS, PREDICTORS, Predictor, predictor_config
 
+ENCODE_BLOCKS = 8  # blocks a matrix product while encoding; always so many
 DECODE_TOKENS = 1 << 15  # predictor inputs are concatenated for this many tokens at a time
 
 
@@ -34,25 +35,41 @@ class Predicted(Codec):
         self.inner, self.predictor, self.inputs = inner, predictor, tuple(inputs)
         self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
 
-    def predict(self, context: Context, weights: dict[str, Tensor]) -> Tensor:
-        """f(inputs) for the context's tokens: (B, H, T, D) float32; weights from predictor.working()."""
+    def _inputs(self, context: Context) -> Tensor:
+        """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
         parts = [getattr(context, name) for name in self.inputs]
         if any(part is None for part in parts):
             absent = [name for name, part in zip(self.inputs, parts, strict=True) if part is None]
-            raise KVCalError(f"layer {context.layer}: predictor input {', '.join(absent)} is missing (wrong layer order?)")
-        flat = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
-        return self.predictor.forward(flat, weights).unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+            raise KVCalError(
+                f"layer {context.layer}: predictor input {', '.join(absent)} is missing (wrong layer order?)"
+            )
+        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
+
+    def _heads(self, guess: Tensor) -> Tensor:
+        """(B, T, C) -> (B, H, T, D)."""
+        return torch.unflatten(guess, -1, (self.shape.heads, -1)).transpose(1, 2)
+
+    def predict(self, context: Context, weights: dict[str, Tensor]) -> Tensor:
+        """f(inputs) for the context's tokens: (B, H, T, D) float32; weights from predictor.working()."""
+        return self._heads(self.predictor.forward(self._inputs(context), weights))
+
+    def predict_blocks(self, context: Context) -> Tensor:
+        """The same, a block's bits depending on nothing but the block.
+
+        A matrix product's last bits may depend on its row count, so it always runs on ENCODE_BLOCKS blocks, padded: packed
+        bytes then depend neither on chunking nor on batch companions.
+        """
+        x, weights = self._inputs(context), self.predictor.working()
+        rows = x.flatten(0, 1)
+        step = ENCODE_BLOCKS * self.shape.block
+        short = -len(rows) % step
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, short)) if short else rows
+        made = [self.predictor.forward(part, weights) for part in padded.split(step)]
+        guess = torch.cat(made)[: len(rows)] if len(made) > 1 else made[0][: len(rows)]
+        return self._heads(guess.unflatten(0, x.shape[:2]))
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        # A matrix product's last bits may depend on its row count, so the predictor runs on one block of one row at a
-        # time: packed bytes then depend neither on chunking nor on batch companions.
-        block, weights = self.shape.block, self.predictor.working()
-        guess = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        for row in range(x.shape[0]):
-            own = context.rows(row, row + 1)
-            for start in range(0, x.shape[2], block):
-                guess[row : row + 1, :, start : start + block] = self.predict(own.part(start, start + block), weights)
-        return self.inner.encode(x.float() - guess, context)
+        return self.inner.encode(x.float() - self.predict_blocks(context), context)
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         out, weights = self.inner.decode(packed, context), self.predictor.working()

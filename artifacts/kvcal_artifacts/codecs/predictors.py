@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
-from kvcal_kernels.packing import pack, unpack
 from torch import Tensor
 from torch.nn import functional
+
+from kvcal_kernels.packing import pack, unpack
 
 from ..errors import KVCalError
 

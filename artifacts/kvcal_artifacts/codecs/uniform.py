@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from kvcal_kernels.packing import pack, packed_bytes, unpack
 from torch import Tensor
+
+from kvcal_kernels.hadamard import tree_sum
+from kvcal_kernels.packing import pack, packed_bytes, unpack
 
 from ..errors import KVCalError
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
@@ -76,10 +78,7 @@ class Uniform(Codec):
 
     def _encode_symmetric(self, grouped: Tensor) -> tuple[Tensor, Packed]:
         if self.bits == 1:
-            total = grouped.abs()
-            from kvcal_kernels.hadamard import tree_sum
-
-            scale = to_half((tree_sum(total) / self.group).clamp_min(HALF_FLOOR), "scale")
+            scale = to_half((tree_sum(grouped.abs()) / self.group).clamp_min(HALF_FLOOR), "scale")
             return (grouped >= 0).float(), {"scale": scale}
         half = 2 ** (self.bits - 1)
         scale = to_half((grouped.abs().amax(-1) / half).clamp_min(HALF_FLOOR), "scale")
@@ -90,7 +89,7 @@ class Uniform(Codec):
         """(B, H, N, b, D) -> (..., group): channel axis (B, H, N, b, D/g, g); token axis (B, H, N, D, b/g, g)."""
         if self.axis == "token":
             blocks = blocks.transpose(-1, -2)
-        return blocks.unflatten(-1, (-1, self.group))
+        return torch.unflatten(blocks, -1, (-1, self.group))
 
     def _ungrouped(self, grouped: Tensor) -> Tensor:
         flat = grouped.flatten(-2)

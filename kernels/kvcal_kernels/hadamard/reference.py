@@ -26,15 +26,16 @@ def hadamard(x: Tensor, width: int) -> Tensor:
 
     width a power of two dividing x.shape[-1]. Its own inverse. Sylvester order.
     """
-    shape = x.shape
-    x = x.reshape(*shape[:-1], -1, width)
-    step = 1
+    step, scratch = 1, torch.empty_like(x, memory_format=torch.contiguous_format)
+    x = (x * width**-0.5).contiguous()
     while step < width:
-        pairs = x.unflatten(-1, (-1, 2, step))
-        low, high = pairs.unbind(-2)
-        x = torch.stack([low + high, low - high], -2).flatten(-3)
+        low, high = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        out_low, out_high = scratch.unflatten(-1, (-1, 2, step)).unbind(-2)
+        torch.add(low, high, out=out_low)
+        torch.sub(low, high, out=out_high)
+        x, scratch = scratch, x
         step *= 2
-    return (x * width**-0.5).reshape(shape)
+    return x
 
 
 def rotate(x: Tensor, sign: Tensor, width: int) -> Tensor:

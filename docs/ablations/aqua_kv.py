@@ -1,0 +1,213 @@
+"""AQUA-KV's Tables 1 and 5 on any model: fit every variant, run all of them through the cache on one text, print verdicts.
+
+    python docs/ablations/aqua_kv.py --model MODEL --calibration TEXT --text TEXT --length 4096 --output docs/ablations/NAME
+
+Writes NAME.json (every figure, with settings) and NAME.md. Paper figures: Llama-3.2-3B, WikiText-2, 2 bits (Table 5).
+"order agrees" means: every pair of rows that the paper separates by more than 0.005 in perplexity comes in that order here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from kvcal import corpus
+from kvcal.capture import WholeModel
+from kvcal.evaluate.perplexity import evaluate
+from kvcal.fit import FitOptions, fit
+from kvcal.methods.aqua_kv import AquaKV
+from kvcal.methods.plain import Preset
+from kvcal.workbench import open_model
+from kvcal_artifacts.bundle import load_bundle
+from kvcal_artifacts.cache import KVCalCache
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row: label, the paper's perplexity (None where it has none), settings of AquaKV or of a Preset."""
+
+    label: str
+    paper: float | None
+    settings: dict[str, Any] = field(default_factory=dict)
+    preset: bool = False
+
+
+def plain(label: str, codec: str, paper: float | None = None) -> Entry:
+    return Entry(label, paper, {"key": codec, "value": codec}, preset=True)
+
+
+TWO = "higgs-2-wide"
+CHANNEL = {"block": 128}
+GROUPS: dict[str, list[Entry]] = {
+    "Bits": [
+        *(plain(f"Quanto-like {b}", f"uniform-{b}", {2: 21.56}.get(b)) for b in (2, 3, 4)),
+        *(plain(f"HIGGS {b}", f"higgs-{b}-wide", {2: 7.47}.get(b)) for b in (2, 3, 4)),
+        *(plain(f"HIGGS {b}, rotation per head", f"higgs-{b}") for b in (2, 3, 4)),
+        *(Entry(f"AQUA-KV (Quanto-like {b})", {2: 10.33}.get(b), {"backbone": f"uniform-{b}"}) for b in (2, 3, 4)),
+        *(Entry(f"AQUA-KV (HIGGS {b})", {2: 7.03}.get(b), {"backbone": f"higgs-{b}-wide"}) for b in (2, 3, 4)),
+        Entry("AQUA-KV (HIGGS 2, rotation per head)", None, {"backbone": "higgs-2", "first_layer": "higgs-4"}),
+    ],
+    "Predictor architecture": [
+        Entry("linear", 7.03),
+        Entry("MLP without LayerNorm", 7.03, {"predictor": "mlp-no-norm"}),
+        Entry("MLP", 7.03, {"predictor": "mlp"}),
+        Entry("reduced rank C/4", 7.22, {"predictor": "reduced-rank"}),
+        Entry("4-bit (GPTQ)", 7.03, {"predictor": "linear-4bit"}),
+        Entry("only bias", 7.24, {"predictor": "bias"}),
+    ],
+    "First layer": [
+        Entry("16 bit", 7.03, {"first_layer": "exact-bf16"}),
+        Entry("4 bit", 7.03),
+        Entry("3 bit", 7.03, {"first_layer": "higgs-3-wide"}),
+        Entry("2 bit", 7.05, {"first_layer": TWO}),
+        Entry("2 bit, d=4 grid", 7.01, {"first_layer": "higgs-2-d4-wide"}),
+        Entry("d=4 grid in all layers", None, {"first_layer": "higgs-2-d4-wide", "backbone": "higgs-2-d4-wide"}),
+    ],
+    "Sinks": [
+        Entry("none", 7.15, {"sink": 0}),
+        Entry("4 tokens", 7.03),
+        Entry("64 tokens", 7.01, {"sink": 64}),
+    ],
+    "Predictor inputs": [
+        Entry("K_rec -> K, {K_rec, V_old} -> V", 7.03),
+        Entry("without V predictor", 7.06, {"value_inputs": ()}),
+        Entry("without K predictor", 7.50, {"key_inputs": ()}),
+        Entry("without K_rec -> V", 7.04, {"value_inputs": ("v1",)}),
+        Entry("without V_old -> V", 7.04, {"value_inputs": ("k0",)}),
+        Entry("inputs from L-1 and L", 7.02, {"key_inputs": ("k1", "k2"), "value_inputs": ("v1", "v2", "k0")}),
+        Entry("inputs only from L-1", 7.04, {"key_inputs": ("k2",), "value_inputs": ("v2", "k0")}),
+    ],
+    "Order of RoPE, HIGGS": [
+        Entry("before RoPE", 7.03),
+        Entry("after RoPE", 7.05, {"rope": "post_rope"}),
+    ],
+    "Order of RoPE, Quanto-like": [
+        Entry("before RoPE", 10.90, {"backbone": "uniform-2"}),
+        Entry("after RoPE", 10.33, {"backbone": "uniform-2", "rope": "post_rope"}),
+    ],
+    "Residual axis (blocks of 128 tokens)": [
+        Entry("per token", 7.03, CHANNEL),
+        Entry("per channel", 7.06, {"backbone": "higgs-2-channel", "first_layer": "higgs-4-channel", **CHANNEL}),
+    ],
+    "Quantiser errors": [
+        Entry("quantiser-specific", 7.03),
+        Entry("quantiser-agnostic", 7.13, {"quantiser_agnostic": True}),
+    ],
+}
+
+
+def key_of(entry: Entry) -> str:
+    """Equal settings are fitted and run once."""
+    return json.dumps([entry.preset, entry.settings], sort_keys=True)
+
+
+def agrees(pairs: list[tuple[float, float]]) -> bool:
+    """pairs (paper, ours): whether every pair the paper separates comes in its order."""
+    return all((a[1] < b[1]) == (a[0] < b[0]) for a, b in combinations(pairs, 2) if abs(a[0] - b[0]) > 0.005)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    loaded = open_model(args.model, None, dtype=args.dtype, device=args.device)
+    model = loaded.model
+    text = corpus.token_windows(
+        loaded.tokenizer, args.calibration, windows=args.windows, holdout=args.windows // 8, length=args.length, seed=0
+    )
+    ids = corpus.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
+    entries = {key_of(e): e for group in GROUPS.values() for e in group}
+    makers: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (key, entry) in enumerate(entries.items()):
+            if entry.preset:
+                scheme = Preset(**entry.settings).scheme(model)
+                facts[key] = {}
+            else:
+                started = time.monotonic()
+                result = fit(
+                    AquaKV(**entry.settings), WholeModel(model), text, Path(folder) / f"{number}.kvcal.safetensors",
+                    model_record={"name": args.model}, revision=loaded.revision, device=model.device,
+                    options=FitOptions(batch=args.batch),
+                )  # fmt: skip
+                scheme = load_bundle(result.path).scheme
+                facts[key] = {
+                    "fit_seconds": round(time.monotonic() - started, 1),
+                    "key_explained_variance": result.bundle.metrics.get("key_explained_variance"),
+                    "value_explained_variance": result.bundle.metrics.get("value_explained_variance"),
+                }
+                print(entry.label, facts[key], flush=True)
+            makers[key] = lambda scheme=scheme: KVCalCache(scheme, model)
+        started = time.monotonic()
+        rows = {row.name: row for row in evaluate(model, ids.ids, makers, step=32, batch=args.eval_batch)}
+        print(f"evaluated {len(makers)} caches in {time.monotonic() - started:.0f} s", flush=True)
+    return {
+        "model": args.model, "revision": loaded.revision, "dtype": str(model.dtype), "device": str(model.device),
+        "calibration": text.source, "calibration_sha256": text.sha256, "windows": args.windows,
+        "text": ids.source, "text_sha256": ids.sha256, "eval_windows": len(ids.ids), "length": args.length,
+        "full": rows["full"].as_dict(),
+        "groups": {
+            name: [
+                {"label": e.label, "paper": e.paper} | facts[key_of(e)] | rows[key_of(e)].as_dict() | {"name": e.label}
+                for e in group
+            ]
+            for name, group in GROUPS.items()
+        },
+    }  # fmt: skip
+
+
+def markdown(found: dict[str, Any]) -> str:
+    full: dict[str, Any] = found["full"]
+    lines = [
+        f"Model `{found['model']}` ({found['dtype'].removeprefix('torch.')}), text `{found['text']}`, "
+        f"{found['eval_windows']} windows of {found['length']} tokens in steps of 32; fitted on {found['windows']} windows of "
+        f"`{found['calibration']}` (an eighth held out). Full precision: perplexity {full['perplexity']:.3f}.",
+    ]
+    rows_by_label = {row["label"]: row for row in found["groups"]["Bits"]}
+    for bits in (2, 3, 4):
+        alone, ours = rows_by_label[f"HIGGS {bits}"], rows_by_label[f"AQUA-KV (HIGGS {bits})"]
+        gap = alone["perplexity"] - full["perplexity"]
+        closed = (alone["perplexity"] - ours["perplexity"]) / gap
+        loss = ours["perplexity"] / full["perplexity"] - 1
+        lines.append(f"At {bits} bits AQUA-KV closes {closed:.1%} of HIGGS's gap; its loss is {loss:.2%}.")
+    for name, rows in found["groups"].items():
+        lines += ["", f"### {name}", "", "| row | bits a value | perplexity | KL | resident bytes | paper |"]
+        lines.append("|---|---|---|---|---|---|")
+        for row in rows:
+            paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
+            lines.append(
+                f"| {row['label']} | {row['bits_per_value']:.3f} | {row['perplexity']:.3f} | {row['kl']:.5f} | "
+                f"{row['resident_bytes']:,} | {paper} |"
+            )
+        pairs = [(row["paper"], row["perplexity"]) for row in rows if row["paper"] is not None]
+        if len(pairs) > 1:
+            lines += ["", f"Order {'agrees' if agrees(pairs) else 'does not agree'}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--calibration", default="embedded:calibration")
+    parser.add_argument("--text", default="embedded:evaluation")
+    parser.add_argument("--windows", type=int, default=256)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--eval-windows", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--eval-batch", type=int)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    found = run(args)
+    args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    args.output.with_suffix(".md").write_text(markdown(found))
+    print(markdown(found))
+
+
+if __name__ == "__main__":
+    main()

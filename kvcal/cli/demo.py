@@ -1,0 +1,34 @@
+"""`kvcal demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.evaluate import print_rows
+from kvcal.cli.options import Json
+from kvcal.cli.output import note, print_json
+
+
+def demo(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the bundle goes.")] = Path(
+        "tiny-aqua-kv.kvcal.safetensors"
+    ),
+    json: Json = False,
+) -> None:
+    """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, measure."""
+    from kvcal.commands import run_demo
+
+    found: dict[str, Any] = run_demo(output, note)
+    if json:
+        print_json(found)
+        return
+    print_rows(found["rows"])
+    for row in found["rows"][1:]:
+        ratio = row["bytes_at_16_bit"] / (row["cache_bytes"] + row["window_bytes_at_16_bit"])
+        print(f"{row['name']}: {row['bits_per_value']:.3f} bits a value packed; with its windows {ratio:.1f} times smaller "
+              f"than 16 bit at {found['length']} tokens, {16 / row['bits_per_value']:.1f} times in the limit")  # fmt: skip
+    print(f"\nText from the compressed cache, in a fresh process:\n{found['sample']}\n")
+    print(f"bundle: {found['bundle']}")

@@ -1,0 +1,658 @@
+"""The contract every codec keeps: walks CODECS with the configurations below.
+
+A new codec needs an entry in CONFIGURATIONS, in BOUNDS (what its theory promises of a round trip) and in PAPER_BITS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvcal_artifacts.codecs import (
+    CODECS,
+    PREDICTORS,
+    Codec,
+    Context,
+    Exact,
+    Higgs,
+    Packed,
+    Predicted,
+    Predictor,
+    Role,
+    Shape,
+    Uniform,
+    build,
+    state_of,
+)
+from kvcal_artifacts.codecs.base import check_finite
+from kvcal_artifacts.codecs.exact import DTYPES
+from kvcal_artifacts.codecs.predictors import MLP, Bias, Linear, QuantisedLinear, ReducedRank
+from kvcal_artifacts.errors import KVCalError, NonFiniteError
+
+Make = Callable[[Shape, Role], Codec]
+ROLES: tuple[Role, ...] = ("key", "value")
+SHAPES = [Shape(2, 16, 8), Shape(1, 64, 32), Shape(3, 96, 32), Shape(2, 80, 16)]
+INPUTS: dict[Role, tuple[str, ...]] = {"key": ("k1",), "value": ("v1", "k0")}
+GRID_ERROR = {(2, 16): 0.1074, (2, 64): 0.0297, (2, 256): 0.0078, (4, 256): 0.0965}  # MSE a coordinate, N(0, 1)
+HALF = 2.0**-11  # relative rounding of float16
+TINIEST = 2.0**-25  # half a step of float16's smallest numbers
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Thousands of small tensors: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def predictor(kind: str, inputs: int, outputs: int) -> Predictor:
+    """Random weights that keep the variance."""
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return (normal(rows, columns, seed=rows + columns) * rows**-0.5).half()
+
+    bias, wide = normal(outputs).half(), 2 * outputs
+    if kind == "bias":
+        return Bias({"bias": bias})
+    if kind == "linear":
+        return Linear({"weight": weight(inputs, outputs), "bias": bias})
+    if kind == "reduced-rank":
+        return ReducedRank({"down": weight(inputs, 8), "up": weight(8, outputs), "bias": bias})
+    if kind == "linear-4bit":
+        codes = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(0))
+        scale = torch.full((outputs,), 0.2 * inputs**-0.5)
+        return QuantisedLinear.from_codes(codes, scale, -8 * scale, bias)
+    names = {"in_weight": weight(inputs, wide), "in_bias": normal(wide).half()}
+    names |= {"out_weight": weight(wide, outputs), "out_bias": bias}
+    if kind == "mlp+norm":
+        names |= {"norm_weight": torch.ones(inputs).half(), "norm_bias": normal(inputs).half()}
+    return MLP(names)
+
+
+def uniform(bits: int, group: int = 16, axis: str = "channel", symmetric: bool = False) -> Make:
+    return lambda shape, role: Uniform(shape, role, bits, group, axis, symmetric)  # type: ignore[arg-type]
+
+
+def higgs(**settings: Any) -> Make:
+    return lambda shape, role: Higgs(shape, role, **settings)
+
+
+def exact(dtype: str) -> Make:
+    return lambda shape, role: Exact(shape, role, dtype)
+
+
+def predicted(inner: Make, kind: str = "linear", inputs: tuple[str, ...] | None = None) -> Make:
+    def make(shape: Shape, role: Role) -> Codec:
+        names, width = inputs or INPUTS[role], shape.heads * shape.dim
+        return Predicted(inner(shape, role), predictor(kind, len(names) * width, width), names)
+
+    return make
+
+
+CONFIGURATIONS: dict[str, dict[str, Make]] = {
+    "exact": {dtype: exact(dtype) for dtype in DTYPES},
+    "uniform": {
+        **{f"{bits}": uniform(bits) for bits in range(1, 9)},
+        **{f"{bits}-token": uniform(bits, 8, "token") for bits in (2, 3, 4)},
+        **{f"{bits}-symmetric": uniform(bits, symmetric=True) for bits in (1, 2, 3, 4, 8)},
+        **{f"{bits}-token-symmetric": uniform(bits, 4, "token", symmetric=True) for bits in (1, 3)},
+        "1-of-group-1": uniform(1, 1),
+    },
+    "higgs": {
+        **{f"d{d}n{n}": higgs(d=d, n=n) for d, n in GRID_ERROR},
+        "wide": higgs(rotation="token", seed=3),
+        "norm-head": higgs(norm="head", n=64),
+        "wide-norm-head": higgs(rotation="token", norm="head"),
+        "token-axis": higgs(axis="token"),
+        "token-axis-d4": higgs(axis="token", d=4, n=256),
+    },
+    "predicted": {
+        **{f"exact-{dtype}": predicted(exact(dtype)) for dtype in ("float32", "float16")},
+        "uniform-2": predicted(uniform(2)),
+        "uniform-3-token-symmetric": predicted(uniform(3, 8, "token", True)),
+        "higgs": predicted(higgs()),
+        "higgs-wide": predicted(higgs(rotation="token")),
+        **{f"{k}-higgs": predicted(higgs(), k) for k in ("bias", "reduced-rank", "mlp", "mlp+norm", "linear-4bit")},
+        "two-layers-higgs": predicted(higgs(), inputs=("k1", "v1", "k2", "v2")),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Make
+    shape: Shape
+    role: Role
+
+    def codec(self) -> Codec:
+        return self.make(self.shape, self.role)
+
+    def context(self, batch: int, tokens: int) -> Context:
+        sizes = batch, self.shape.heads, tokens, self.shape.dim
+        k0 = {"k0": normal(*sizes, seed=15)} if self.role == "value" else {}
+        old = {name: normal(*sizes, seed=10 + i) for i, name in enumerate(("k1", "v1", "k2", "v2"))}
+        return Context(1, **old, **k0)
+
+    def noise(self, batch: int, blocks: int, seed: int = 1) -> Tensor:
+        return normal(batch, self.shape.heads, blocks * self.shape.block, self.shape.dim, seed=seed)
+
+
+def cases(shapes: list[Shape]) -> list[Any]:
+    return [
+        pytest.param(Case(make, s, role), id=f"{name}-{label}-{role}-{s.heads}x{s.dim}x{s.block}")
+        for name, made in CONFIGURATIONS.items()
+        for label, make in made.items()
+        for role in ROLES
+        for s in shapes
+    ]
+
+
+every_case = pytest.mark.parametrize("case", cases(SHAPES))
+every_configuration = pytest.mark.parametrize("case", cases([Shape(2, 80, 16)]))
+
+
+def offset(codec: Codec, context: Context, like: Tensor) -> Tensor:
+    """What a predictor adds; zero for codecs without one."""
+    if isinstance(codec, Predicted):
+        return codec.predict(context, codec.predictor.working())
+    return torch.zeros_like(like)
+
+
+def round_trip(codec: Codec, residual: Tensor, context: Context) -> tuple[Tensor, Packed, Tensor]:
+    """Encodes `residual` on top of whatever the codec predicts: residual as it arrives, packed, residual as decoded."""
+    base = offset(codec, context, residual)
+    x = base + residual
+    packed = codec.encode(x, context)
+    return x - base, packed, codec.decode(packed, context) - base
+
+
+# What the theory of each codec promises of `made` against x; slack: absolute float32 noise of adding a prediction.
+
+
+def check_exact(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    assert isinstance(codec, Exact)
+    relative = {"float32": 0.0, "float16": HALF, "bfloat16": 2.0**-8}[codec.dtype]
+    assert bool(((made - x).abs() <= relative * x.abs() + slack + (TINIEST if relative else 0)).all())
+
+
+def check_uniform(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    assert isinstance(codec, Uniform)
+    x, made = grouped(codec, x), grouped(codec, made)
+    error, scale = (made - x).abs(), packed["scale"].float()[..., None]
+    low, high, largest = x.amin(-1, True), x.amax(-1, True), x.abs().amax(-1, True)
+    slack_here = slack + 2.0**-20 * largest  # float32 arithmetic of encoder and decoder
+    if not codec.symmetric:
+        top = 2**codec.bits - 1
+        step_and_floor = (scale * top - (high - low)).abs() <= HALF * (high - low) + top * 2 * TINIEST + slack_here
+        assert bool(step_and_floor.all()), "scale is not (max - min) / (2^b - 1)"
+        allowed = 0.5 * scale + HALF * (low.abs() + high - low) + (top + 1) * TINIEST
+    elif codec.bits == 1:
+        assert bool(((scale - x.abs().mean(-1, True)).abs() <= HALF * scale + 2 * TINIEST + slack_here).all())
+        allowed, error = torch.zeros_like(error), (made.abs() - scale).abs()
+        assert bool((made * x >= -slack_here * scale).all()), "a sign was lost"
+    else:
+        half = 2 ** (codec.bits - 1)
+        assert bool(((scale * half - largest).abs() <= HALF * largest + half * 2 * TINIEST + slack_here).all())
+        # codes end at half - 1: what lies above is clipped there
+        allowed = torch.maximum(0.5 * scale, x - (half - 1) * scale) + HALF * largest + half * TINIEST
+    assert bool((error <= allowed + slack_here).all()), f"excess {float((error - allowed - slack_here).max())}"
+
+
+def grouped(codec: Uniform, x: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B, H, N, tokens or channels, groups, group)."""
+    blocks = x.reshape(*x.shape[:2], -1, codec.shape.block, x.shape[-1])
+    blocks = blocks.transpose(-1, -2) if codec.axis == "token" else blocks
+    return blocks.reshape(*blocks.shape[:-1], -1, codec.group)
+
+
+def check_higgs(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    """Relative MSE is the grid's on Gaussian input, a little less where few coordinates share a norm."""
+    assert isinstance(codec, Higgs)
+    error = float((made - x).double().square().mean() / x.double().square().mean())
+    assert error <= factor * GRID_ERROR[codec.d, codec.n]
+
+
+Bound = Callable[[Codec, Tensor, Packed, Tensor, float, float], None]
+BOUNDS: dict[str, Bound] = {"exact": check_exact, "uniform": check_uniform, "higgs": check_higgs}
+BOUNDS["predicted"] = lambda codec, *rest: BOUNDS[codec.inner.name](codec.inner, *rest)  # type: ignore[attr-defined]
+
+
+def check(codec: Codec, x: Tensor, packed: Packed, made: Tensor, factor: float = 1.03) -> None:
+    """factor: how far above the grid's error on the Gaussian HIGGS may be."""
+    slack = 2.0**-20 * float(x.abs().max()) + 1e-5 if isinstance(codec, Predicted) else 0.0
+    assert bool(torch.isfinite(made).all())
+    BOUNDS[codec.name](codec, x, packed, made, slack, factor)
+
+
+def higgs_bits(codec: Any) -> float:
+    width = codec.shape.dim if codec.norm == "head" else codec.shape.heads * codec.shape.dim
+    return math.log2(codec.n) / codec.d + 16 / (codec.shape.block if codec.axis == "token" else width)
+
+
+PAPER_BITS: dict[str, Callable[[Any], float]] = {
+    "exact": lambda codec: 32 if codec.dtype == "float32" else 16,
+    "uniform": lambda codec: codec.bits + (16 if codec.symmetric else 32) / codec.group,
+    "higgs": higgs_bits,
+    "predicted": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
+}
+
+
+def assert_same(left: Packed, right: Packed, what: str = "") -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), f"{what}: {name} differs"
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_is_under_contract(name: str) -> None:
+    for table, what in ((CONFIGURATIONS, "configurations"), (BOUNDS, "error bound"), (PAPER_BITS, "bits formula")):
+        assert table.get(name), f"codec {name!r} has no {what}: add an entry to that table in tests/test_codecs.py"
+    assert name == "predicted" or any(label.startswith(name) for label in CONFIGURATIONS["predicted"]), (
+        f"codec {name!r} is not tried inside 'predicted': add predicted({name}(...)) to its configurations"
+    )
+    for make in CONFIGURATIONS[name].values():
+        assert type(make(SHAPES[0], "key")) is CODECS[name]
+
+
+def test_every_predictor_is_under_contract() -> None:
+    tried = {make(SHAPES[0], "value").predictor.name for make in CONFIGURATIONS["predicted"].values()}  # type: ignore[attr-defined]
+    assert tried == set(PREDICTORS)
+
+
+@every_case
+def test_round_trip(case: Case) -> None:
+    codec = case.codec()
+    noise = case.noise(2, -(-10_000 // case.shape.values))
+    x, packed, made = round_trip(codec, noise, case.context(2, noise.shape[2]))
+    assert (made.shape, made.dtype) == (x.shape, torch.float32)
+    check(codec, x, packed, made)
+
+
+@every_case
+def test_stored_as_declared(case: Case) -> None:
+    codec, blocks = case.codec(), 3
+    packed = codec.encode(case.noise(2, blocks), case.context(2, blocks * case.shape.block))
+    specs = codec.tensor_specs()
+    assert packed.keys() == specs.keys()
+    for name, tensor in packed.items():
+        (first, *rest), dtype = specs[name]
+        assert first in (1, case.shape.heads)
+        assert (tensor.shape, tensor.dtype) == ((2, first, blocks, *rest), dtype), name
+    stored = sum(t.numel() * t.element_size() for t in packed.values())
+    assert stored == codec.block_bytes() * 2 * blocks
+    assert codec.bits_per_value() == pytest.approx(stored * 8 / (case.shape.values * 2 * blocks))
+    assert codec.bits_per_value() == pytest.approx(PAPER_BITS[codec.name](codec))
+
+
+@every_case
+def test_bytes_depend_on_the_block_alone(case: Case) -> None:
+    """Neither on how many blocks come in one call, nor on other rows, nor on how the tensor lies in memory."""
+    codec, blocks, b = case.codec(), 5, case.shape.block
+    x, context = case.noise(3, blocks), case.context(3, blocks * b)
+    whole = codec.encode(x, context)
+    for cuts in ([0, 1, 2, 3, 4, 5], [0, 2, 5], [0, 4, 5]):
+        parts = [codec.encode(x[:, :, i * b : j * b], context.part(i * b, j * b)) for i, j in itertools.pairwise(cuts)]
+        assert_same({name: torch.cat([p[name] for p in parts], 2) for name in whole}, whole, f"cut at {cuts}")
+    for row in range(3):
+        alone = codec.encode(x[row : row + 1], context.rows(row, row + 1))
+        assert_same(alone, {name: t[row : row + 1] for name, t in whole.items()}, f"row {row} alone")
+    among = torch.cat([300 * x[1:], x[:1]])
+    cut = context.rows(0, 1)
+    shared = Context(1, **{n: t.expand(3, -1, -1, -1) for n, t in vars(cut).items() if isinstance(t, Tensor)})
+    moved = codec.encode(among, shared)
+    assert_same({n: t[2:] for n, t in moved.items()}, {n: t[:1] for n, t in whole.items()}, "other companions")
+    assert_same(codec.encode(x.transpose(1, 2).contiguous().transpose(1, 2), context), whole, "strided")
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 32, 1), Shape(8, 128, 32)], ids=["C64-block1", "C1024-block32"])
+def test_bytes_of_a_layer_coded_against_a_predicted_one(shape: Shape) -> None:
+    """What cache and calibration do: the reconstruction of a predicted layer feeds the predictor of the next.
+
+    Its bits may not depend on the other blocks and rows either, or the next layer's bytes do. Residuals are kept exactly
+    here, so that one last bit shows.
+    """
+    lower, upper = predicted(higgs())(shape, "key"), predicted(exact("float32"))(shape, "key")
+    blocks, b = (128 if shape.block == 1 else 3), shape.block
+    first, x, y = (normal(3, shape.heads, blocks * b, shape.dim, seed=i) for i in range(3))
+
+    def coded(rows: slice, tokens: slice) -> Packed:
+        below = Context(1, k1=first[rows, :, tokens])
+        made = lower.decode(lower.encode(x[rows, :, tokens], below), below)
+        return upper.encode(y[rows, :, tokens], Context(2, k1=made))
+
+    whole = coded(slice(0, 3), slice(0, blocks * b))["raw"]
+    alone = [coded(slice(0, 1), slice(i * b, i * b + b))["raw"] for i in range(blocks)]
+    assert torch.equal(torch.cat(alone, 2), whole[:1]), "block by block"
+    assert torch.equal(coded(slice(1, 2), slice(0, blocks * b))["raw"], whole[1:2]), "one row alone"
+
+
+@every_configuration
+def test_reads_only(case: Case) -> None:
+    """Neither encode nor decode changes what it is given, and decoding again gives the same."""
+    codec, x, context = case.codec(), case.noise(2, 2), case.context(2, 2 * case.shape.block)
+    before = x.clone()
+    packed = codec.encode(x, context)
+    assert torch.equal(x, before)
+    kept = {name: t.clone() for name, t in packed.items()}
+    made = codec.decode(packed, context)
+    assert_same(packed, kept, "after decode")
+    assert torch.equal(codec.decode(packed, context), made)
+
+
+@every_case
+def test_state_builds_the_same_codec(case: Case) -> None:
+    codec, x, context = case.codec(), case.noise(2, 2), case.context(2, 2 * case.shape.block)
+    state = json.loads(json.dumps(state_of(codec)))
+    again = build(case.shape, case.role, state, {name: t.clone() for name, t in codec.tensors().items()})
+    assert type(again) is type(codec)
+    assert (again.config(), again.needs, again.tensor_specs()) == (codec.config(), codec.needs, codec.tensor_specs())
+    packed = codec.encode(x, context)
+    assert_same(again.encode(x, context), packed)
+    assert torch.equal(again.decode(packed, context), codec.decode(packed, context))
+    assert codec.to(torch.device("cpu")) is codec
+    assert_same(codec.encode(x, context), packed)
+    assert codec.resident_bytes() == sum(t.numel() * t.element_size() for t in codec.tensors().values())
+    assert codec.name in codec.describe() or isinstance(codec, Predicted)
+    assert "\n" not in codec.describe()
+
+
+@every_case
+@pytest.mark.parametrize("value", [0.7, -300.0])
+def test_constant(case: Case, value: float) -> None:
+    codec = case.codec()
+    x, packed, made = round_trip(codec, torch.full_like(case.noise(1, 2), value), case.context(1, 2 * case.shape.block))
+    check(codec, x, packed, made, factor=1.3)
+
+
+@every_configuration
+def test_zero_and_tiny(case: Case) -> None:
+    codec, context = case.codec(), case.context(1, 2 * case.shape.block)
+    for size in (0.0, 1e-12, 1e-9):
+        x, _, made = round_trip(codec, case.noise(1, 2) * size, context)
+        noise = 2.0**-20 if isinstance(codec, Predicted) else 0.0
+        assert bool(((made - x).abs() <= 2 * TINIEST + noise + x.abs()).all())
+
+
+@every_configuration
+@pytest.mark.parametrize("outlier", [50.0, 3000.0])
+def test_one_outlier(case: Case, outlier: float) -> None:
+    codec, residual = case.codec(), case.noise(1, 2)
+    residual[:, :, 3, 5] = outlier
+    residual[:, :, case.shape.block + 1, 2] = -outlier
+    x, packed, made = round_trip(codec, residual, case.context(1, 2 * case.shape.block))
+    check(codec, x, packed, made, factor=1.5)
+
+
+@every_configuration
+def test_large_values_fit(case: Case) -> None:
+    codec = case.codec()
+    noise = case.noise(1, 8)
+    x, packed, made = round_trip(codec, 1e4 * noise.tanh(), case.context(1, 8 * case.shape.block))
+    check(codec, x, packed, made, factor=1.1)
+
+
+@every_configuration
+@pytest.mark.parametrize("size", [1e5, 1e30, 3e38])
+def test_too_large_is_refused_or_right(case: Case, size: float) -> None:
+    codec, context = case.codec(), case.context(1, 2 * case.shape.block)
+    x = case.noise(1, 2).sign() * size
+    try:
+        packed = codec.encode(x, context)
+    except KVCalError:
+        return
+    made = codec.decode(packed, context)
+    assert bool(torch.isfinite(made).all()), "infinity or NaN without a word"
+    base = offset(codec, context, x)
+    check(codec, x - base, packed, made - base)
+
+
+@every_configuration
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_input(case: Case, dtype: torch.dtype) -> None:
+    codec, x, context = case.codec(), case.noise(2, 2).to(dtype), case.context(2, 2 * case.shape.block)
+    assert_same(codec.encode(x, context), codec.encode(x.float(), context))
+
+
+@every_configuration
+def test_no_blocks(case: Case) -> None:
+    codec, context = case.codec(), case.context(2, 0)
+    packed = codec.encode(case.noise(2, 0), context)
+    for name, (spec, dtype) in codec.tensor_specs().items():
+        assert (packed[name].shape, packed[name].dtype) == ((2, spec[0], 0, *spec[1:]), dtype)
+    assert codec.decode(packed, context).shape == (2, case.shape.heads, 0, case.shape.dim)
+
+
+@every_configuration
+def test_input_of_another_shape(case: Case) -> None:
+    codec, s = case.codec(), case.shape
+    for heads, tokens, dim in (
+        (s.heads + 1, s.block, s.dim),
+        (s.heads, s.block + 1, s.dim),
+        (s.heads, s.block, s.dim // 2),
+    ):
+        context = Context(1, **{name: torch.zeros(1, s.heads, tokens, s.dim) for name in codec.needs})
+        with pytest.raises(KVCalError, match="codec got") as raised:
+            codec.encode(torch.zeros(1, heads, tokens, dim), context)
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("make", [uniform(3, 5), uniform(1, 5), higgs(n=64), higgs()])
+@pytest.mark.parametrize("role", ROLES)
+def test_sizes_that_do_not_fill_words(make: Make, role: Role) -> None:
+    case = Case(make, Shape(1, 10, 3), role)
+    codec, context = case.codec(), case.context(2, 0)
+    x, packed, made = round_trip(codec, case.noise(2, 300), context)
+    check(codec, x, packed, made)
+    assert sum(t.numel() * t.element_size() for t in packed.values()) == codec.block_bytes() * 600
+    assert PAPER_BITS[codec.name](codec) < codec.bits_per_value() < PAPER_BITS[codec.name](codec) + 3
+
+
+# Finite or not
+
+
+def test_non_finite_input_names_layer_and_head() -> None:
+    x = torch.zeros(2, 4, 8, 16)
+    check_finite(x, 3, "key")
+    for bad in (math.nan, math.inf, -math.inf):
+        x[1, 2, 7, 0] = bad
+        with pytest.raises(NonFiniteError, match="layer 3, value head 2: a NaN or infinity") as raised:
+            check_finite(x, 3, "value")
+        assert "\n" not in str(raised.value)
+        with pytest.raises(NonFiniteError, match="layer 0, key head 2"):
+            check_finite(x.bfloat16(), 0, "key")
+
+
+# Parameters
+
+S = Shape(2, 16, 8)
+GRID, SIGN = Higgs(S, "key").tensors().values()
+
+
+def read(codec: str, tensors: dict[str, Tensor] | None = None, **config: Any) -> Codec:
+    return build(S, "key", {"codec": codec, "config": config}, tensors or {})
+
+
+def read_predicted(weights: dict[str, Tensor], kind: str = "linear", inputs: tuple[str, ...] = ("k1",)) -> Codec:
+    tensors = {f"predictor.{name}": t for name, t in weights.items()}
+    inner = {"codec": "uniform", "config": {"group": 16}}
+    return read("predicted", tensors, predictor={"kind": kind, "inputs": list(inputs)}, inner=inner)
+
+
+LINEAR = {"weight": torch.zeros(32, 32), "bias": torch.zeros(32)}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "uniform 0 bits": (lambda: Uniform(S, "key", 0, 16), "0 bits: allowed are 1 to 8"),
+    "uniform 9 bits": (lambda: Uniform(S, "key", 9, 16), "9 bits: allowed are 1 to 8"),
+    "uniform half bits": (lambda: read("uniform", bits=2.5, group=16), "2.5"),
+    "uniform group of text": (lambda: read("uniform", group="16"), "uniform"),
+    "uniform fractional group": (lambda: read("uniform", group=16.0), "16.0"),
+    "uniform group 7": (lambda: Uniform(S, "key", 4, 7), "groups of 7 along channel: must divide 16"),
+    "uniform group 16 of 8": (lambda: Uniform(S, "key", 4, 16, "token"), "groups of 16 along token: must divide 8"),
+    "uniform group 0": (lambda: Uniform(S, "key", 4, 0), "groups of 0"),
+    "uniform group -8": (lambda: Uniform(S, "key", 4, -8), "groups of -8"),
+    "uniform axis": (lambda: Uniform(S, "key", 4, 8, "head"), "axis 'head': allowed are 'channel' and 'token'"),  # type: ignore[arg-type]
+    "exact dtype": (lambda: Exact(S, "key", "float64"), "float64.*float32"),
+    "exact dtype read": (lambda: read("exact", dtype="int8"), "int8.*float32"),
+    "higgs d": (lambda: Higgs(S, "key", d=8, n=256), "d=8 n=256: allowed are d=2 n=16"),
+    "higgs n": (lambda: Higgs(S, "key", n=512), "d=2 n=512: allowed are d=2 n=16"),
+    "higgs n read": (lambda: read("higgs", {"grid": torch.zeros(512, 2), "sign": SIGN}, n=512), "higgs"),
+    "higgs rotation": (lambda: Higgs(S, "key", rotation="layer"), "rotation over 'layer'"),  # type: ignore[arg-type]
+    "higgs norm": (lambda: Higgs(S, "key", norm="block"), "norm over 'block'"),  # type: ignore[arg-type]
+    "higgs axis": (lambda: Higgs(S, "key", axis="head"), "axis 'head'"),  # type: ignore[arg-type]
+    "higgs odd head": (lambda: Higgs(Shape(2, 7, 8), "key"), "d=2"),
+    "higgs odd block": (lambda: Higgs(Shape(2, 16, 9), "key", axis="token"), "d=2"),
+    "higgs grid missing": (lambda: read("higgs", {"sign": SIGN}), "grid"),
+    "higgs grid misshapen": (lambda: read("higgs", {"grid": GRID[:8], "sign": SIGN}), "grid"),
+    "higgs grid of another d": (lambda: read("higgs", {"grid": torch.zeros(16, 4), "sign": SIGN}), "grid"),
+    "higgs sign misshapen": (lambda: read("higgs", {"grid": GRID, "sign": SIGN[:16]}), "sign"),
+    "inputs none": (lambda: Predicted(Exact(S, "key"), predictor("linear", 32, 32), ()), "allowed are k1"),
+    "inputs unknown": (lambda: read_predicted(LINEAR, inputs=("q1",)), "q1.*allowed are k1"),
+    "inputs k0 for keys": (lambda: read_predicted(LINEAR, inputs=("k1", "k0")), "k0 for values"),
+    "predictor unknown": (lambda: read_predicted(LINEAR, "cubic"), "'cubic': known are bias"),
+    "predictor incomplete": (lambda: read_predicted({"bias": LINEAR["bias"]}), "lacks weight"),
+    "predictor too narrow": (lambda: read_predicted(LINEAR, inputs=("k1", "v1")), r"weight.*32"),
+    "predictor of another width": (lambda: read_predicted(LINEAR | {"bias": torch.zeros(16)}), r"bias.*16"),
+    "codec unknown": (lambda: read("gzip"), "'gzip': this version knows exact, uniform, higgs, predicted"),
+    "codec absent": (lambda: build(S, "key", {}, {}), "None"),
+    "codec a list": (lambda: read(["higgs"]), "higgs"),  # type: ignore[arg-type]
+    "config absent": (lambda: build(S, "key", {"codec": "uniform"}, {}), "uniform.*config"),
+    "config of another version": (lambda: read("uniform", group=16, smoothing=1), "uniform.*smoothing"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_parameters_are_refused_in_one_line(what: str) -> None:
+    attempt, pattern = REFUSED[what]
+    with pytest.raises(KVCalError, match=pattern) as raised:
+        attempt()
+    assert "\n" not in str(raised.value)
+
+
+def test_predictor_input_that_is_not_there() -> None:
+    codec = predicted(uniform(2))(S, "value")
+    with pytest.raises(KVCalError, match="layer 5: predictor input k0 is missing"):
+        codec.encode(torch.zeros(1, 2, 8, 16), Context(5, v1=torch.zeros(1, 2, 8, 16)))
+    assert codec.needs == {"v1", "k0"}
+
+
+# Each codec's own arithmetic
+
+
+def test_uniform_by_hand() -> None:
+    shape = Shape(1, 4, 2)
+    x = torch.tensor([[0.0, 0.5, 1.5, 3.0], [-2.0, -1.0, 0.0, 1.0]])[None, None]
+    asymmetric = Uniform(shape, "key", 2, 4)
+    packed = asymmetric.encode(x)
+    # steps of 1; halves round to even. Four codes of two bits fill one byte, first element lowest.
+    assert packed["codes"].flatten().tolist() == [0 | 0 << 2 | 2 << 4 | 3 << 6, 0 | 1 << 2 | 2 << 4 | 3 << 6]
+    assert (packed["scale"].flatten().tolist(), packed["min"].flatten().tolist()) == ([1.0, 1.0], [0.0, -2.0])
+    assert asymmetric.decode(packed).flatten().tolist() == [0.0, 0.0, 2.0, 3.0, -2.0, -1.0, 0.0, 1.0]
+    symmetric = Uniform(shape, "key", 2, 4, symmetric=True)
+    assert symmetric.decode(symmetric.encode(x)).flatten().tolist() == [0.0, 0.0, 1.5, 1.5, -2.0, -1.0, 0.0, 1.0]
+    one_bit = Uniform(shape, "key", 1, 4, symmetric=True)
+    assert one_bit.decode(one_bit.encode(x)).flatten().tolist() == [1.25] * 4 + [-1.0, -1.0, 1.0, 1.0]
+
+
+def test_values_are_packed_along_tokens_and_keys_along_channels() -> None:
+    shape = Shape(1, 2, 4)
+    x = torch.arange(8.0).view(1, 1, 4, 2)
+    key, value = Uniform(shape, "key", 8, 1), Uniform(shape, "value", 8, 1)
+    assert key.tensor_specs()["codes"][0] == (1, 4, 2)
+    assert value.tensor_specs()["codes"][0] == (1, 2, 4)
+    assert torch.equal(key.decode(key.encode(x)), value.decode(value.encode(x)))
+    codecs = [Uniform(shape, role, 8, 2) for role in ROLES]
+    rows = [codec.encode(x)["codes"][0, 0, 0] for codec in codecs]
+    assert torch.equal(rows[0], rows[1].T)
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "expected"),
+    [(2, False, 0.154), (3, False, 0.028), (4, False, 0.0062), (3, True, 0.051), (4, True, 0.0093)],
+)
+def test_uniform_error_on_gaussian_groups_of_32(bits: int, symmetric: bool, expected: float) -> None:
+    """Figures of methods.md (InnerQ). Its symmetric ones waste a code; two's complement must be better."""
+    codec = Uniform(Shape(1, 32, 32), "key", bits, 32, symmetric=symmetric)
+    x = normal(1, 1, 32 * 64, 32)
+    error = float((codec.decode(codec.encode(x)) - x).square().mean())
+    assert error < expected if symmetric else error == pytest.approx(expected, rel=0.03)
+
+
+@given(
+    st.integers(1, 8),
+    st.sampled_from(ROLES),
+    st.lists(st.floats(-3e4, 3e4, width=32), min_size=16, max_size=16),
+    st.floats(-3e4, 3e4, width=32),
+)
+def test_asymmetric_bound_holds_for_any_group(bits: int, role: Role, values: list[float], shift: float) -> None:
+    codec = Uniform(Shape(1, 16, 1), role, bits, 16)
+    x = torch.tensor(values).view(1, 1, 1, 16)
+    for group in (x, x * 1e-6 + shift):
+        packed = codec.encode(group)
+        check(codec, group, packed, codec.decode(packed))
+
+
+@given(st.lists(st.floats(-3e4, 3e4, width=32), min_size=16, max_size=16), st.integers(1, 8))
+def test_symmetric_bound_holds_for_any_group(values: list[float], bits: int) -> None:
+    codec = Uniform(Shape(1, 16, 1), "key", bits, 16, symmetric=True)
+    x = torch.tensor(values).view(1, 1, 1, 16)
+    packed = codec.encode(x)
+    check(codec, x, packed, codec.decode(packed))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("settings", [{}, {"rotation": "token", "n": 64}, {"norm": "head", "d": 4, "n": 256}])
+def test_higgs_against_the_definition(settings: dict[str, Any], role: Role) -> None:
+    """An explicit matrix, float64 and brute force; a code on the edge of its cell may fall either way."""
+    shape = Shape(4, 32, 8)
+    codec, x = Higgs(shape, role, **settings), normal(2, 4, 16, 32)
+    width = codec.rotation_width
+    assert width == (128 if codec.rotation == "token" else 32)
+    block = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(width)] for i in range(width)])
+    turn = torch.block_diag(*[block.double() / width**0.5] * (128 // width)) * codec.sign.double()[:, None]
+    flat = x.double().transpose(1, 2).flatten(2) @ turn
+    spans = flat.unflatten(-1, (4 if codec.norm == "head" else 1, -1))
+    norm = spans.norm(dim=-1, keepdim=True).half().double()
+    unit = norm / spans.shape[-1] ** 0.5
+    grid = codec.grid.double()
+    tuples = (spans / unit).reshape(-1, codec.d)
+    rounded = grid[torch.cdist(tuples, grid).argmin(-1)].view_as(spans) * unit
+    expected = (rounded.flatten(2) @ turn.T).unflatten(-1, (4, 32)).transpose(1, 2)
+    close = torch.isclose(codec.decode(codec.encode(x)).double(), expected, atol=1e-4).all(-1)
+    assert float(close.double().mean()) > 0.98
+
+
+def test_higgs_codes_all_take_part() -> None:
+    for d, n in GRID_ERROR:
+        codec = Higgs(Shape(2, 64, 32), "key", d=d, n=n)
+        packed = codec.encode(normal(4, 2, 640, 64))
+        sizes = packed["codes"].flatten().long().bincount(minlength=256)
+        assert int((sizes > 0).sum()) == 256  # every byte value occurs: no bit of it is idle
+
+
+def test_predicted_stores_the_residual_and_adds_the_same_guess() -> None:
+    codec = predicted(exact("float32"))(S, "value")
+    assert isinstance(codec, Predicted)
+    x, context = normal(2, 2, 16, 16), Case(predicted(higgs()), S, "value").context(2, 16)
+    weights = codec.predictor.working()
+    assert context.v1 is not None and context.k0 is not None
+    inputs = torch.cat([t.transpose(1, 2).flatten(2) for t in (context.v1, context.k0)], -1)  # heads within inputs
+    guess = (inputs @ weights["weight"] + weights["bias"]).unflatten(-1, (2, 16)).transpose(1, 2)
+    raw = codec.encode(x, context)["raw"].flatten(2, 3)
+    assert torch.allclose(raw, x - guess, atol=1e-5)
+    assert torch.allclose(codec.decode(codec.encode(x, context), context), x, atol=1e-5)
