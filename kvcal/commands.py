@@ -95,6 +95,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "resumed_layers": result.resumed_layers,
         "seconds": round(time.monotonic() - started, 1),
         "phases": result.seconds,
+        "peak_device_bytes": torch.cuda.max_memory_allocated(opened.device) if opened.device.type == "cuda" else None,
         "layers": result.layer_metrics,
     }
 
@@ -239,7 +240,17 @@ def run_demo(output: Path, say: Say) -> dict[str, Any]:
     options = {"bundle": [output], "preset": ["higgs-2"], "windows": DEMO_WINDOWS}
     found = run_eval(defaults_of("eval") | options, say)
     say("3/3 loading the bundle in a fresh process and generating")
-    command = [sys.executable, "-m", "kvcal.cli", "generate", "--bundle", str(output), "--prompt", DEMO_PROMPT, "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvcal.cli",
+        "generate",
+        "--bundle",
+        str(output),
+        "--prompt",
+        DEMO_PROMPT,
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise KVCalError(f"generating in a fresh process failed: {done.stderr.strip().splitlines()[-1]}")

@@ -77,15 +77,16 @@ def make(model: nn.Module, codec: str = "exact-32", frame: Any = "post_rope", **
 def aqua(name: str, **settings: Any) -> Scheme:
     """AQUA-KV fitted on a tiny model."""
     method = AquaKV(sink=SINK, recent=RECENT, block=BLOCK, **settings)
-    text = SimpleNamespace(
-        train=token_ids(6, 68, seed=1), holdout=token_ids(2, 68, seed=2), source="random", sha256="0" * 64
+    train, holdout = token_ids(6, 68, seed=1), token_ids(2, 68, seed=2)
+    text: Any = SimpleNamespace(
+        train=train, holdout=holdout, source="random", sha256="0" * 64, ids_sha256="0" * 64, tokens_read=0, bos=False
     )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "x.kvcal.safetensors"
         result: Any = fit(
             method,
             WholeModel(tiny(name)),
-            text,  # type: ignore[arg-type]
+            text,
             output,
             model_record={},
             revision=None,
@@ -139,19 +140,24 @@ class Fed(nn.Module):
         return seen
 
 
-def chained(predictor: str = "linear", frame: Any = "post_rope", codec: str = "higgs-2-wide") -> Scheme:
+def chained(
+    predictor: str = "linear",
+    frame: Any = "post_rope",
+    codec: str = "higgs-2-wide",
+    shape: Shape = Shape(HEADS, DIM, BLOCK),
+) -> Scheme:
     """AQUA-KV for Fed with random predictors: keys from the keys below, values from values below and these keys."""
-    shape = Shape(HEADS, DIM, BLOCK)
+    windows = Windows(SINK, RECENT, shape.block)
     layers = [LayerCodecs(backbone("higgs-4-wide")(shape, "key"), backbone("higgs-4-wide")(shape, "value"))]
     for index in range(1, LAYERS):
         inner = backbone(codec)
         key = _predicted(inner(shape, "key"), predictor, ("k1",), seed=2 * index)
         layers.append(LayerCodecs(key, _predicted(inner(shape, "value"), predictor, ("v1", "k0"), seed=2 * index + 1)))
-    return Scheme(WINDOWS, frame, tuple(layers))
+    return Scheme(windows, frame, tuple(layers))
 
 
 def _predicted(inner: Codec, predictor: str, inputs: tuple[str, ...], seed: int) -> Codec:
-    width = HEADS * DIM
+    width = inner.shape.heads * inner.shape.dim
     wide = len(inputs) * width
     sizes = {
         "linear": {"weight": (wide, width), "bias": (width,)},
@@ -173,15 +179,16 @@ def _predicted(inner: Codec, predictor: str, inputs: tuple[str, ...], seed: int)
 class Rows:
     """Real tokens of each row of a batch, and how they are fed to a cache on Fed."""
 
-    def __init__(self, lengths: Sequence[int], seed: int = 0) -> None:
+    def __init__(self, lengths: Sequence[int], seed: int = 0, heads: int = HEADS, dim: int = DIM) -> None:
         self.lengths = list(lengths)
-        shape = (LAYERS, HEADS, max(self.lengths), DIM)
+        shape = (LAYERS, heads, max(self.lengths), dim)
         self.keys = [numbers(*shape, seed=seed + 2 * row) for row in range(len(lengths))]
         self.values = [numbers(*shape, seed=seed + 2 * row + 1) for row in range(len(lengths))]
 
     def columns(self, valid: Tensor, pad: float = 7.0) -> tuple[Tensor, Tensor]:
         """valid (B, columns) bool, at most lengths[row] true -> keys, values (layers, B, H, columns, D); pads hold `pad`."""
-        shape = (LAYERS, len(valid), HEADS, valid.shape[1], DIM)
+        layers, heads, _, dim = self.keys[0].shape
+        shape = (layers, len(valid), heads, valid.shape[1], dim)
         keys, values = torch.full(shape, pad), torch.full(shape, pad)
         for row, real in enumerate(valid):
             count = int(real.sum())
@@ -236,17 +243,21 @@ def packed_row(cache: KVCalCache, row: int) -> list[Tensor]:
 def window_row(cache: KVCalCache, row: int) -> list[Tensor]:
     """Sink and recent window of one row in all layers, only its own tokens."""
     sink, window = int(cache.ledger.sink[row]), int(cache.ledger.window[row])
-    parts = [(layer.sink, sink) for layer in cache.own_layers] + [(layer.window, window) for layer in cache.own_layers]
+    parts = [part for layer in cache.own_layers for part in ((layer.sink, sink), (layer.window, window))]
     return [t[row, :, :count] for tensors, count in parts for t in tensors]
 
 
 def tensors_of(cache: KVCalCache) -> list[Tensor]:
     """Every tensor of a cache's storage and bookkeeping."""
-    ledger = cache.ledger
     own = [t for layer in cache.own_layers for part in ("packed", "window") for t in layer.stored(part)]
     plain = [layer for layer in cache.layers if layer not in cache.own_layers]
     own += [t for layer in plain for t in (layer.keys, layer.values) if t is not None]
-    own += [ledger.valid, ledger.sink, ledger.blocks, ledger.window]
+    return own + ledger_tensors(cache)
+
+
+def ledger_tensors(cache: KVCalCache) -> list[Tensor]:
+    ledger = cache.ledger
+    own = [ledger.valid, ledger.sink, ledger.blocks, ledger.window]
     return own if ledger.positions is None else [*own, ledger.positions]
 
 

@@ -26,7 +26,7 @@ from kvcal.methods.backbones import BACKBONES
 from kvcal.methods.plain import PRESETS, Preset
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Context
+from kvcal_artifacts.codecs import Context, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
 from schemes import BLOCK, DIM, HEADS, LAYERS, RECENT, SINK, Fed, Rows, feed, left_mask, same, token_ids
@@ -147,6 +147,30 @@ def test_many_rows_pack_like_one(name: str) -> None:
         rows = Rows(lengths, seed=40)
         feed(batch, rows)
         check_rows_equal_alone(name, "post_rope", batch, rows)
+
+
+def test_wide_predictors_pack_the_same_in_pieces() -> None:
+    """At 512 channels the shape of a matrix product does show in its last bits, and a codec of 16 bits shows them."""
+    heads, dim = 8, 64
+    fed, found = Fed(heads=heads, dim=dim), schemes.chained(codec="exact-16", shape=Shape(heads, dim, 32))
+    rows = Rows([700, 700], heads=heads, dim=dim)
+    whole, pieces, single = (schemes.opened(found, fed) for _ in range(3))
+    feed(whole, rows)
+    feed(pieces, rows, cuts=(100, 500, 520))
+    feed(single, rows.one(0))
+    assert whole.ledger.blocks.tolist() == [21, 21]
+    for row in (0, 1):
+        assert same(schemes.packed_row(whole, row), schemes.packed_row(pieces, row))
+    assert same(schemes.packed_row(whole, 0), schemes.packed_row(single, 0))
+
+
+@pytest.mark.parametrize("inner", ["exact-32", "exact-16", "uniform-2", "higgs-2"])
+def test_decoding_does_not_touch_what_is_packed(inner: str) -> None:
+    made, rows = schemes.opened(schemes.chained(codec=inner), FED), Rows([80])
+    feed(made, rows, left_mask([80]).bool()[:, :60])
+    before = [t.clone() for t in schemes.packed_row(made, 0)]
+    feed(made, rows)
+    assert same(before, [t[:, :5] for t in schemes.packed_row(made, 0)])
 
 
 class OneByOne(nn.Module):
@@ -326,9 +350,7 @@ def check_storage(made: KVCalCache) -> None:
     for part in ("packed", "window"):
         tensors = [t for layer in made.own_layers for t in layer.stored(part)]
         assert made.nbytes(part) == sum(t.numel() * t.element_size() for t in tensors)
-    assert made.nbytes("bookkeeping") == storage_bytes(schemes.tensors_of(made)) - storage_bytes(
-        [t for layer in made.own_layers for t in (*layer.stored("packed"), *layer.stored("window"))]
-    )
+    assert made.nbytes("bookkeeping") == storage_bytes(schemes.ledger_tensors(made))
 
 
 def widest(counts: Tensor) -> int:
@@ -363,18 +385,19 @@ def expected_window(made: KVCalCache, row: int, kept: int) -> tuple[int, list[Te
     blocks = min(int(ledger.blocks[row]), behind // BLOCK)
     window = behind - blocks * BLOCK
     decoded = decode_all(made) if blocks < ledger.blocks[row] else None
-    sinks = [t[row, :, : min(kept, SINK)] for layer in made.own_layers for t in layer.sink]
     kept_tokens = slice(blocks * BLOCK, behind) if decoded else slice(0, window)
-    source = decoded or [layer.window for layer in made.own_layers]
-    windows = [t[row, :, kept_tokens] for pair in source for t in pair]
-    return blocks, sinks + windows, window if decoded else 0
+    found = []
+    for index, layer in enumerate(made.own_layers):
+        found += [t[row, :, : min(kept, SINK)] for t in layer.sink]
+        found += [t[row, :, kept_tokens] for t in (decoded[index] if decoded else layer.window)]
+    return blocks, found, window if decoded else 0
 
 
 @every_frame
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("count", [1, 16, 21, 30, 45, 57, 59, 60, 70])
+@pytest.mark.parametrize("count", [1, 16, 21, 30, 45, 57, 59])
 def test_crop(name: str, frame: str, count: int) -> None:
-    """Inside the window, to block edges, into the sink, all of it; of rows of different lengths."""
+    """Inside the window, to block edges, into the sink; of rows of different lengths, some of which end before."""
     made = fed_cache_of([60, 41, 29, 6], name, frame)
     before = [schemes.packed_row(made, row) for row in range(4)]
     kept = [max(0, length - count) for length in (60, 41, 29, 6)]
@@ -630,6 +653,7 @@ def test_offload(name: str, frame: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 @every_frame
 def test_no_hook_remains(name: str, frame: str) -> None:
+    gc.collect()
     model = schemes.tiny(name)
     before = schemes.hook_count(model)
     with schemes.make(model, frame=frame) as made:
@@ -653,6 +677,18 @@ def test_hooks_go_when_a_block_ends_in_an_error() -> None:
     assert schemes.hook_count(model) == before
 
 
+def test_a_cache_may_be_collected_during_anothers_forward() -> None:
+    """Python collects garbage when it likes; torch looks up a pre-hook's kind after it has listed the hooks."""
+    model = TINY["llama"]()
+    early = model.model.register_forward_pre_hook(lambda module, args: gc.collect())
+    dropped = KVCalCache(schemes.scheme(model), model)
+    with schemes.make(model) as made:
+        del dropped
+        run_model(model, made, token_ids(1, 40), torch.ones(1, 40, dtype=torch.long), step=20)
+    early.remove()
+    assert schemes.hook_count(model) == 0
+
+
 def test_a_closed_cache_says_so() -> None:
     model, ids = schemes.tiny("llama"), token_ids(1, 40)
     with schemes.make(model) as made:
@@ -667,7 +703,7 @@ def test_a_cache_on_another_model_says_so(frame: str) -> None:
     with pytest.raises(KVCalError, match="belongs to another model"):
         TINY["llama"]()(token_ids(1, 40), past_key_values=made)
     with pytest.raises(KVCalError, match="belongs to another model"):
-        schemes.tiny("qwen2").generate(token_ids(1, 40), past_key_values=made)
+        schemes.tiny("qwen2").generate(token_ids(1, 40), past_key_values=made, max_new_tokens=2)
 
 
 def test_schemes_of_other_models_are_refused() -> None:
@@ -751,8 +787,9 @@ def test_after_a_forward_that_broke_off(where: str, filled: int, frame: str, mon
     with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(Broken):
         patch.setattr(model.model.get_submodule(where), "forward", breaks)
         model(ids[:, filled:50], attention_mask=torch.ones_like(ids[:, :50]), past_key_values=made)
-    untouched = where.endswith("k_proj") or (where == "layers.2.mlp")
-    if not untouched:
+    complete = where in ("layers.0.self_attn.k_proj", "layers.2.mlp")  # no layer saw the tokens, or all did
+    assert complete == (made.get_seq_length() == made.layers[-1].get_seq_length())
+    if not complete:
         for mask in (None, torch.ones_like(ids[:, :51])):
             with pytest.raises(KVCalError, match="an earlier forward broke off; call reset"):
                 model(ids[:, 50:51], attention_mask=mask, past_key_values=made)

@@ -17,7 +17,7 @@ FIRST_SIGNS = [-1, 1, 1, -1, 1, 1, 1, 1, 1, 1, 1, -1, -1, 1, -1, -1]
 def sylvester(width: int) -> torch.Tensor:
     """H[i, j] = (-1) ** popcount(i & j) / sqrt(width), float64."""
     signed = [[(-1) ** (i & j).bit_count() for j in range(width)] for i in range(width)]
-    return torch.tensor(signed, dtype=torch.float64) / width**0.5
+    return torch.tensor(signed, dtype=torch.float64).div(width**0.5)
 
 
 def normal(*shape: int, seed: int = 1) -> torch.Tensor:

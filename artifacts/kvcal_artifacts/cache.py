@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from . import hf
-from .codecs import Codec, Context
+from .codecs import Codec, Context, Predicted
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
@@ -102,7 +102,7 @@ class KVCalLayer(CacheLayerMixin):
         """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
         query = handed.shape[2]
         turned = self.site.rotate(before, *self._cache.rope(slice(-query, None), before))
-        if not torch.equal(turned, handed):
+        if not torch.allclose(turned, handed, rtol=0, atol=0, equal_nan=True):  # a NaN is reported when it is packed
             raise KVCalError(
                 f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated "
                 f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
@@ -156,9 +156,9 @@ class KVCalLayer(CacheLayerMixin):
                 leaving.append(rest[:, :, :wide])
                 window = rest[:, :, wide:]
             else:
-                assert plan.window_index is not None and plan.flush_index is not None
+                assert plan.window_index is not None and plan.flush_index is not None and plan.idle is not None
                 sink, window = _take(fresh, plan.sink_index), _take(fresh, plan.window_index)
-                leaving.append(_take(fresh, plan.flush_index))
+                leaving.append(_take(fresh, plan.flush_index).masked_fill(plan.idle[:, None, :, None], 0))
             self.sink[role], self.window[role] = _own(sink), _own(window)
         if plan.flush:
             self._pack(plan, leaving)
@@ -172,7 +172,7 @@ class KVCalLayer(CacheLayerMixin):
             check_finite(x, self.index, codec.role)
             packed = codec.encode(x, context)
             if chained:
-                made[role] = codec.decode(packed, context)
+                made[role] = _rebuild(codec, packed, context)
             if role == 0:
                 context.k0 = made[0]
             self.packed[role] = {name: self._append(plan, self.packed[role][name], t) for name, t in packed.items()}
@@ -202,10 +202,13 @@ class KVCalLayer(CacheLayerMixin):
             self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
             self.packed[role] = {name: _own(t[:, :, : plan.blocks]) for name, t in self.packed[role].items()}
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep these batch rows in this order."""
+    def select_rows(self, rows: Tensor, widths: tuple[int, int, int]) -> None:
+        """Keep these batch rows in this order; widths: sink, blocks and window that the fullest of them needs."""
         if self.is_initialized:
+            sink, blocks, window = widths
             self._apply(lambda t: t[rows.to(t.device)])
+            self.sink, self.window = [_cut(t, sink) for t in self.sink], [_cut(t, window) for t in self.window]
+            self.packed = [{name: _cut(t, blocks) for name, t in packed.items()} for packed in self.packed]
 
     def _apply(self, change: Any) -> None:
         self.sink, self.window = [change(t) for t in self.sink], [change(t) for t in self.window]
@@ -300,13 +303,19 @@ class KVCalCache(Cache):
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
             raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model)")
         if self._plan is None:
+            self._check_whole(layer.index, keys.shape[2])
             self._plan = self._begin(keys)
-        if layer.columns != self._plan.past:
-            raise KVCalError(
-                f"layer {layer.index} holds {layer.columns} tokens, the cache {self._plan.past}: "
-                "an earlier forward broke off; call reset() and start again"
-            )
         return self._plan
+
+    def _check_whole(self, first: int, query: int) -> None:
+        """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
+        for index, layer in enumerate(self.layers):
+            wanted = self.ledger.columns + (query if index < first else 0)
+            if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() != wanted:
+                raise KVCalError(
+                    f"layer {index} holds {layer.get_seq_length()} tokens, the cache {wanted}: "
+                    "an earlier forward broke off; call reset() and start again"
+                )
 
     def _begin(self, keys: Tensor) -> Plan:
         batch, query, past = keys.shape[0], keys.shape[2], self.ledger.columns
@@ -381,17 +390,17 @@ class KVCalCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
         count = min(-tokens_to_remove, self.ledger.columns)
-        if count:
-            plan = self.ledger.crop(count)
-            if plan.deep and self.strict:
-                raise KVCalError(
-                    f"crop of {count} tokens reaches into packed blocks (recent window "
-                    f"{int(self.ledger.window.min())}); strict caches refuse: use a larger recent window or strict=False"
-                )
-            self._crop(count, plan)
-        for layer in self.layers:
+        plan = self.ledger.crop(count)
+        if plan.deep and self.strict:
+            raise KVCalError(
+                f"crop of {count} tokens reaches into packed blocks (recent window "
+                f"{int(self.ledger.window.min())}); strict caches refuse: use a larger recent window or strict=False"
+            )
+        for layer in self.layers:  # first, as a sliding layer may refuse
             if not isinstance(layer, KVCalLayer):
                 layer.crop(tokens_to_remove)
+        if count:
+            self._crop(count, plan)
 
     def _crop(self, count: int, plan: CropPlan) -> None:
         self._chain = {"old": {}, "new": {}}
@@ -400,6 +409,10 @@ class KVCalCache(Cache):
                 layer.crop_to(plan)
             layer.columns -= count
         self.ledger.commit_crop(count)
+        if not self.ledger.columns:  # what comes next may have other rows
+            self.ledger.clear()
+            for layer in self.own_layers:
+                layer.reset()
         self.returned_tokens += plan.returned
         self._rope = self._plan = None
 
@@ -418,7 +431,7 @@ class KVCalCache(Cache):
             self.ledger.select(rows)
         for layer in self.layers:
             if isinstance(layer, KVCalLayer):
-                layer.select_rows(rows)
+                layer.select_rows(rows, self.ledger.widths)
             else:
                 plain(layer)
         self._rope = self._plan = None
@@ -516,9 +529,23 @@ class KVCalCache(Cache):
         )
 
 
+def _rebuild(codec: Codec, packed: Packed, context: Context) -> Tensor:
+    """decode(), the predictor run as in encode(): layers above store the difference to this, so its last bits may depend
+    neither on chunking nor on batch companions.
+    """
+    if not isinstance(codec, Predicted):
+        return codec.decode(packed, context)
+    return _rebuild(codec.inner, packed, context) + codec.predict_blocks(context)
+
+
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _cut(x: Tensor, width: int) -> Tensor:
+    """The first `width` slots."""
+    return x if x.shape[2] == width else _own(x[:, :, :width])
 
 
 def _own(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class Plan:
 
     past_index: (B, past) slot in `past` of each old column.
     sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of what is kept and what is packed.
+    idle: (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different numbers.
     rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks: which of the F.
     """
 
@@ -38,6 +39,7 @@ class Plan:
     sink_index: Tensor | None = None
     window_index: Tensor | None = None
     flush_index: Tensor | None = None
+    idle: Tensor | None = None
     rows: Tensor | None = None
     slots: Tensor | None = None
     picks: Tensor | None = None
@@ -138,7 +140,8 @@ class Ledger:
         self.sink, self.blocks, self.window = sink, self.blocks + flush, window
         return Plan(
             before, query, _width(sink), _width(window), int(flush.max()), _width(self.blocks),
-            past_index, sink_index, rest.gather(1, later), flush_index, rows, slots, picks[really],
+            past_index, sink_index, rest.gather(1, later), flush_index,
+            ~really.repeat_interleave(self.windows.block, 1), rows, slots, picks[really],
         )  # fmt: skip
 
     def _past_index(self) -> Tensor:
@@ -173,7 +176,7 @@ class Ledger:
     def commit_crop(self, count: int) -> None:
         block = self.windows.block
         self.columns -= count
-        self.valid = self.valid[:, : self.columns]
+        self.valid = self.valid[:, : self.columns].clone()
         kept = self.valid.sum(1)
         self.sink = torch.minimum(self.sink, kept)
         self.blocks = torch.minimum(self.blocks, (kept - self.sink) // block)
@@ -192,6 +195,11 @@ class Ledger:
         if self.positions is not None:
             self.positions = self.positions[host.to(self.positions.device)]
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Sink tokens, blocks and window tokens that the fullest row needs."""
+        return _width(self.sink), _width(self.blocks), _width(self.window)
+
     def clear(self) -> None:
         self.__init__(self.windows)  # type: ignore[misc]
 
@@ -200,7 +208,7 @@ class Ledger:
         own = [self.valid, self.sink, self.blocks, self.window]
         if self.positions is not None:
             own.append(self.positions)
-        return sum(t.numel() * t.element_size() for t in own)
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
 
 
 def _width(counts: Tensor) -> int:

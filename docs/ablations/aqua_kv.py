@@ -2,7 +2,7 @@
 
     python docs/ablations/aqua_kv.py --model MODEL --calibration TEXT --text TEXT --length 4096 --output docs/ablations/NAME
 
-Writes NAME.json (every figure, with settings) and NAME.md. Paper figures: Llama-3.2-3B, WikiText-2, 2 bits (Table 5).
+Writes NAME.json (every figure, with settings; a second call goes on from it) and NAME.md. Paper figures: Llama-3.2-3B, WikiText-2, 2 bits (Table 5).
 "order agrees" means: every pair of rows that the paper separates by more than 0.005 in perplexity comes in that order here.
 """
 
@@ -26,6 +26,7 @@ from kvcal.methods.plain import Preset
 from kvcal.workbench import open_model
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -112,52 +113,59 @@ def agrees(pairs: list[tuple[float, float]]) -> bool:
     return all((a[1] < b[1]) == (a[0] < b[0]) for a, b in combinations(pairs, 2) if abs(a[0] - b[0]) > 0.005)
 
 
+def fitted(entry: Entry, loaded: Any, text: corpus.Windows, args: argparse.Namespace) -> tuple[Scheme, dict[str, Any]]:
+    """The row's scheme, and what fitting it took."""
+    if entry.preset:
+        return Preset(**entry.settings).scheme(loaded.model), {}
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = fit(
+            AquaKV(**entry.settings), WholeModel(loaded.model), text, Path(folder) / "x.kvcal.safetensors",
+            model_record={"name": args.model}, revision=loaded.revision, device=loaded.model.device,
+            options=FitOptions(batch=args.batch),
+        )  # fmt: skip
+        scheme = load_bundle(result.path).scheme
+    facts: dict[str, Any] = {"fit_seconds": round(time.monotonic() - started, 1)}
+    for name in ("key_explained_variance", "value_explained_variance"):
+        facts[name] = result.bundle.metrics.get(name)
+    return scheme, facts
+
+
+def measure(entry: Entry, loaded: Any, text: corpus.Windows, ids: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """One row, with the full-precision row it was compared with under "full"."""
+    scheme, facts = fitted(entry, loaded, text, args)
+    started = time.monotonic()
+    makers = {"row": lambda: KVCalCache(scheme, loaded.model)}
+    full, row = evaluate(loaded.model, ids, makers, step=32, batch=args.eval_batch)
+    facts["eval_seconds"] = round(time.monotonic() - started, 1)
+    return row.as_dict() | facts | {"full": full.as_dict()}
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All rows; each is written to NAME.json as it is ready, and a second call goes on from there."""
     loaded = open_model(args.model, None, dtype=args.dtype, device=args.device)
-    model = loaded.model
     text = corpus.token_windows(
         loaded.tokenizer, args.calibration, windows=args.windows, holdout=args.windows // 8, length=args.length, seed=0
     )
-    ids = corpus.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
-    entries = {key_of(e): e for group in GROUPS.values() for e in group}
-    makers: dict[str, Any] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (key, entry) in enumerate(entries.items()):
-            if entry.preset:
-                scheme = Preset(**entry.settings).scheme(model)
-                facts[key] = {}
-            else:
-                started = time.monotonic()
-                result = fit(
-                    AquaKV(**entry.settings), WholeModel(model), text, Path(folder) / f"{number}.kvcal.safetensors",
-                    model_record={"name": args.model}, revision=loaded.revision, device=model.device,
-                    options=FitOptions(batch=args.batch),
-                )  # fmt: skip
-                scheme = load_bundle(result.path).scheme
-                facts[key] = {
-                    "fit_seconds": round(time.monotonic() - started, 1),
-                    "key_explained_variance": result.bundle.metrics.get("key_explained_variance"),
-                    "value_explained_variance": result.bundle.metrics.get("value_explained_variance"),
-                }
-                print(entry.label, facts[key], flush=True)
-            makers[key] = lambda scheme=scheme: KVCalCache(scheme, model)
-        started = time.monotonic()
-        rows = {row.name: row for row in evaluate(model, ids.ids, makers, step=32, batch=args.eval_batch)}
-        print(f"evaluated {len(makers)} caches in {time.monotonic() - started:.0f} s", flush=True)
-    return {
-        "model": args.model, "revision": loaded.revision, "dtype": str(model.dtype), "device": str(model.device),
-        "calibration": text.source, "calibration_sha256": text.sha256, "windows": args.windows,
-        "text": ids.source, "text_sha256": ids.sha256, "eval_windows": len(ids.ids), "length": args.length,
-        "full": rows["full"].as_dict(),
-        "groups": {
-            name: [
-                {"label": e.label, "paper": e.paper} | facts[key_of(e)] | rows[key_of(e)].as_dict() | {"name": e.label}
-                for e in group
-            ]
-            for name, group in GROUPS.items()
-        },
+    found = corpus.evaluation_windows(loaded.tokenizer, args.text, windows=args.eval_windows, length=args.length)
+    settings = {
+        "model": Path(args.model).name, "revision": loaded.revision, "dtype": str(loaded.model.dtype),
+        "device": loaded.model.device.type, "calibration": text.source, "calibration_sha256": text.sha256,
+        "windows": args.windows, "text": found.source, "text_sha256": found.sha256,
+        "eval_windows": len(found.ids), "length": args.length,
     }  # fmt: skip
+    path = args.output.with_suffix(".json")
+    rows: dict[str, Any] = {}
+    if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
+        rows = before["rows"]
+    for entry in (e for group in GROUPS.values() for e in group):
+        if key_of(entry) not in rows:
+            rows[key_of(entry)] = measure(entry, loaded, text, found.ids, args)
+            path.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
+            seen = rows[key_of(entry)]
+            print(entry.label, round(seen["perplexity"], 3), round(seen["kl"], 5), seen["eval_seconds"], flush=True)
+    groups = {name: [rows[key_of(e)] | {"label": e.label, "paper": e.paper} for e in g] for name, g in GROUPS.items()}
+    return settings | {"full": next(iter(rows.values()))["full"], "groups": groups}
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -203,10 +211,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    found = run(args)
-    args.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.output.with_suffix(".md").write_text(markdown(found))
-    print(markdown(found))
+    text = markdown(run(args))
+    args.output.with_suffix(".md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,10 @@ def demo(
         return
     print_rows(found["rows"])
     for row in found["rows"][1:]:
-        ratio = row["bytes_at_16_bit"] / (row["cache_bytes"] + row["window_bytes_at_16_bit"])
-        print(f"{row['name']}: {row['bits_per_value']:.3f} bits a value packed; with its windows {ratio:.1f} times smaller "
-              f"than 16 bit at {found['length']} tokens, {16 / row['bits_per_value']:.1f} times in the limit")  # fmt: skip
+        held = row["cache_bytes"] + row["window_bytes"]
+        print(
+            f"{row['name']}: {held:,} bytes stored for {found['length']} tokens, {row['bytes_at_16_bit'] / held:.1f} times "
+            f"less than 16 bit (windows here in {found['dtype']}); packed part {16 / row['bits_per_value']:.1f} times less"
+        )
     print(f"\nText from the compressed cache, in a fresh process:\n{found['sample']}\n")
     print(f"bundle: {found['bundle']}")
