@@ -10,6 +10,7 @@ import json
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, load_bundle, sha256_text
+from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, load_bundle, sha256_text, write_atomically
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
@@ -71,7 +72,7 @@ def fit(
     Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
     options = options or FitOptions()
-    timer = PhaseTimer()
+    timer = PhaseTimer(device)
     config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
     ids = torch.cat([text.train, text.holdout])
     shape = hf.layer_shape(config, method.windows.block)
@@ -180,6 +181,13 @@ def averages(metrics: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def _check_writable(folder: Path) -> None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another --output") from error
+
+
 class Checkpoint:
     """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
 
@@ -188,16 +196,18 @@ class Checkpoint:
             raise KVCalError(f"{output.parent} is not a folder; create it or give another --output")
         if output.is_dir():
             raise KVCalError(f"{output} is a folder; --output needs a file name")
+        _check_writable(output.parent)  # now, not after an hour
         self.folder = output.parent / f".{output.name}.partial"
         self._key = sha256_text(canonical(record))
         if self.folder.exists() and (not resume or self._stored_key() != self._key):
-            print(f"kvcal: {self.folder} is of other settings; starting anew", file=sys.stderr)
+            why = "is of other settings" if resume else "is not wanted"
+            print(f"kvcal: {self.folder} {why}; starting anew", file=sys.stderr)
             shutil.rmtree(self.folder)
 
     def _stored_key(self) -> str | None:
         try:
             key = json.loads((self.folder / "settings.json").read_text())["key"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return str(key)
 
@@ -214,7 +224,7 @@ class Checkpoint:
 
     def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
         self.folder.mkdir(exist_ok=True)
-        (self.folder / "settings.json").write_text(json.dumps({"key": self._key}))
+        write_atomically(self.folder / "settings.json", json.dumps({"key": self._key}).encode())
         lone = Scheme(method.windows, method.frame, (pair,))
         nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
         Bundle(nothing, lone, {"layer": index}, metrics).write(self._path(index))

@@ -89,13 +89,13 @@ def cache_makers(
 ) -> dict[str, CacheMaker]:
     """Presets under their own names, then bundles under their file names; every bundle is checked against the model."""
     makers: dict[str, CacheMaker] = {}
-    for name in presets:
+    for name in dict.fromkeys(presets):
         scheme = preset(name).scheme(model)
         makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
     for path in bundles:
         bundle = load_bundle(path)
         bundle.check(model, revision)
-        if bundle.name in makers:
+        if bundle.name in makers or bundle.name == "full":
             raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
         makers[bundle.name] = lambda bundle=bundle: KVCalCache(bundle.scheme, model)  # type: ignore[misc]
     return makers

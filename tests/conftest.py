@@ -9,13 +9,14 @@ from typing import Any
 
 _assets = tempfile.TemporaryDirectory(prefix="kvcal-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads both once
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # also for the processes that tests start
 os.environ["HF_ASSETS_CACHE"] = _assets.name
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # the models here are tiny: a second thread only waits, 6 times slower on a busy machine
 hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)  # a busy machine is not a bug
 hypothesis.settings.load_profile("kvcal")
 

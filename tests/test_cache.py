@@ -513,6 +513,7 @@ def test_deep_crop_with_fitted_predictors(name: str) -> None:
 ROW_CHANGES: dict[str, Callable[[Any], None]] = {
     "select": lambda c: c.batch_select_indices(torch.tensor([3, 0])),
     "select short rows": lambda c: c.batch_select_indices(torch.tensor([2, 3])),
+    "select the shortest": lambda c: c.batch_select_indices(torch.tensor([3])),
     "select by mask": lambda c: c.batch_select_indices(torch.tensor([False, True, True, False])),
     "select again and again": lambda c: c.batch_select_indices(torch.tensor([1, 1, 3, 0, 2])),
     "repeat": lambda c: c.batch_repeat_interleave(2),
@@ -772,6 +773,10 @@ class Broken(Exception):
     pass
 
 
+def breaks(*args: Any, **kwargs: Any) -> None:
+    raise Broken
+
+
 @every_frame
 @pytest.mark.parametrize("filled", [0, 45])
 @pytest.mark.parametrize("where", ["layers.0.self_attn.k_proj", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp"])
@@ -780,9 +785,6 @@ def test_after_a_forward_that_broke_off(where: str, filled: int, frame: str, mon
     made = schemes.make(model, "higgs-2", frame)
     if filled:
         run_model(model, made, ids[:, :filled], torch.ones(2, filled, dtype=torch.long), step=filled)
-
-    def breaks(*args: Any, **kwargs: Any) -> None:
-        raise Broken
 
     with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(Broken):
         patch.setattr(model.model.get_submodule(where), "forward", breaks)
@@ -810,9 +812,6 @@ def test_a_broken_cache_stays_broken(change: str, monkeypatch: Any) -> None:
     model, ids = schemes.tiny("llama"), token_ids(2, 60)
     made = schemes.make(model, "higgs-2")
     run_model(model, made, ids[:, :45], torch.ones(2, 45, dtype=torch.long), step=45)
-
-    def breaks(*args: Any, **kwargs: Any) -> None:
-        raise Broken
 
     with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(Broken):
         patch.setattr(model.model.layers[1].mlp, "forward", breaks)
@@ -916,8 +915,10 @@ def test_describe() -> None:
 
 
 @cache
-def mixed_model() -> Any:
-    return build("Qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+def mixed_model(full: int = 0) -> Any:
+    """Three layers, one of which sees everything; the others the last 16 tokens."""
+    types = ["full_attention" if index == full else "sliding_attention" for index in range(3)]
+    return build("Qwen2", use_sliding_window=True, sliding_window=16, layer_types=types)
 
 
 CONFIGS: dict[str, tuple[Callable[[], Any], dict[int, str]]] = {
@@ -952,27 +953,53 @@ def test_layers_that_cannot_be_compressed(name: str) -> None:
 
 
 def test_a_model_without_a_supported_layer() -> None:
-    with pytest.raises(UsageError, match=r"mistral: no layer can be compressed: sliding-attention layer \(window 4096\)"):
+    with pytest.raises(
+        UsageError, match=r"mistral: no layer can be compressed: sliding-attention layer \(window 4096\)"
+    ):
         Preset("higgs-2", "higgs-2").scheme(build("Mistral"))
 
 
 @every_frame
+@pytest.mark.parametrize("full", [0, 1, 2])
 @pytest.mark.parametrize("name", ["exact-32", "higgs-2"])
-def test_mixed_layers(name: str, frame: str) -> None:
+def test_mixed_layers(name: str, full: int, frame: str) -> None:
     """Sliding layers stay Transformers' own; with the exact codec nothing changes; describe() says why."""
-    model, mask = mixed_model(), left_mask([50, 33, 5])
+    model, mask = mixed_model(full), left_mask([50, 33, 5])
     ids = token_ids(*mask.shape) * mask
     options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "output_logits": True}
     with schemes.make(model, name, frame) as made:
         got = model.generate(ids, past_key_values=made, return_dict_in_generate=True, **options)
         assert made.ledger.blocks.tolist() == [6, 4, 0]
         layers = made.describe()["layers"]
-    wanted = model.generate(
-        ids, past_key_values=DynamicCache(config=model.config), return_dict_in_generate=True, **options
-    )
+    plain = DynamicCache(config=model.config)
+    wanted = model.generate(ids, past_key_values=plain, return_dict_in_generate=True, **options)
     assert same(got.logits, wanted.logits) == (name == "exact-32")
-    assert [row["state"] for row in layers] == ["applied", "skipped", "skipped"]
-    assert layers[1]["why"] == layers[2]["why"] == CONFIGS["qwen2 mixed"][1][1]
+    assert [row["state"] for row in layers] == ["applied" if index == full else "skipped" for index in range(3)]
+    assert {row.get("why") for row in layers} == {None, CONFIGS["qwen2 mixed"][1][1]}
+
+
+@pytest.mark.parametrize("full", [0, 1, 2])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_mixed_layers_after_a_forward_that_broke_off(full: int, broken: int, monkeypatch: Any) -> None:
+    model, ids = mixed_model(full), token_ids(1, 60)
+    made = schemes.make(model)
+    run_model(model, made, ids[:, :45], torch.ones(1, 45, dtype=torch.long), step=45)
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(Broken):
+        patch.setattr(model.model.layers[broken].mlp, "forward", breaks)
+        model(ids[:, 45:46], past_key_values=made)
+    with pytest.raises(KVCalError, match="broke off; call reset"):
+        model(ids[:, 46:47], past_key_values=made)
+
+
+def test_mixed_layers_that_cannot_be_cropped() -> None:
+    """A full sliding window has forgotten what a crop would need: nothing changes, not even the layers that could."""
+    model, ids = mixed_model(), token_ids(1, 45)
+    made = schemes.make(model)
+    run_model(model, made, ids, torch.ones_like(ids), step=45)
+    before = schemes.snapshot(made)
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        made.crop(-3)
+    assert same(before, schemes.snapshot(made))
 
 
 def test_mixed_layers_under_prompt_lookup() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from architectures import VARIANTS
+from architectures import TINY, VARIANTS
 from kvcal_artifacts import hf
 from schemes import ALL, BLOCK, RECENT, SINK, left_mask, make, tiny, token_ids
 
@@ -68,9 +68,7 @@ def lookup(model: Any, cache: Any, prompt: int) -> list[Tensor]:
 
 
 def assisted(model: Any, cache: Any, prompt: int) -> list[Tensor]:
-    return generate(
-        model, cache, token_ids(1, prompt, seed=5), assistant_model=assistant_of(model), max_new_tokens=20
-    )
+    return generate(model, cache, token_ids(1, prompt, seed=5), assistant_model=assistant_of(model), max_new_tokens=20)
 
 
 @cache
@@ -116,6 +114,19 @@ def chunks(model: Any, cache: Any, prompt: int, seed: int = 7) -> list[Tensor]:
     return logits
 
 
+def chunked_prefill(model: Any, cache: Any, prompt: int) -> list[Tensor]:
+    """Transformers' own option; the first piece of the shorter rows is nothing but pads."""
+    mask = left_mask([prompt, prompt - 15, 9, 2])
+    ids = token_ids(*mask.shape, seed=9) * mask
+    return generate(model, cache, ids, mask, max_new_tokens=12, prefill_chunk_size=7)
+
+
+def unmasked(model: Any, cache: Any, prompt: int) -> list[Tensor]:
+    """The decoder called by hand: no mask, no positions, a few tokens at a time."""
+    parts = token_ids(2, prompt + 20, seed=10).split([30, 1, 1, 7, prompt - 19], 1)
+    return [model(part, past_key_values=cache).logits for part in parts]
+
+
 Mode = Callable[[Any, Any, int], list[Tensor]]
 MODES: dict[str, Mode] = {
     "greedy": greedy,
@@ -126,8 +137,11 @@ MODES: dict[str, Mode] = {
     "two-turns": turns,
     "two-turns-padded": partial(turns, lengths=(0, 13, 5), seed=8),
     "chunks": chunks,
+    "chunked-prefill": chunked_prefill,
+    "unmasked": unmasked,
 }
 CROPS = ("prompt-lookup", "assisted")
+BY_HAND = ("chunks", "unmasked")
 
 
 def prompt_of(name: str, mode: str, frame: str) -> int:
@@ -135,13 +149,13 @@ def prompt_of(name: str, mode: str, frame: str) -> int:
 
     Keys stored before RoPE are rotated with the frequencies of the current length, so that they equal DynamicCache's,
     rotated once, only while frequencies stay. And Phi-3's prepare_inputs_for_generation drops any cache, ours and
-    DynamicCache alike, when generation crosses the change of LongRoPE; only "chunks" crosses it.
+    DynamicCache alike, when generation crosses the change of LongRoPE; only forwards called by hand cross it.
     """
     if name not in LENGTH_DEPENDENT:
         return 48
     if frame == "pre_rope":
-        return 36
-    return 36 if name == "phi3-longrope" and mode != "chunks" else 48
+        return 36  # at most 62 positions in any mode
+    return 48 if name != "phi3-longrope" or mode in BY_HAND else 36
 
 
 @torch.no_grad()
@@ -193,3 +207,91 @@ def test_stored_before_rope(name: str, mode: str) -> None:
     Where frequencies depend on length, only lengths at which they do not change (prompt_of says why).
     """
     equal_to_dynamic(name, mode, "pre_rope")
+
+
+@pytest.mark.parametrize("mode", CROPS)
+def test_speculation_takes_tokens_back_and_keeps_some(mode: str) -> None:
+    with make(tiny("llama")) as made:
+        crop, crops = made.crop, []
+        made.crop = lambda count: (crops.append(-int(count)), crop(count))
+        run("llama", mode, 48, made)
+    assert sum(crops) > 0
+    assert len(crops) < 20  # fewer forwards than tokens
+
+
+@pytest.mark.parametrize("frame", ["post_rope", "pre_rope"])
+@pytest.mark.parametrize("name", ["llama", "smollm3", "phi3-partial"])
+def test_speculation_beyond_the_window(name: str, frame: str) -> None:
+    """More wrong guesses than the recent window is long: they reach into packed blocks."""
+    model = tiny(name)
+    assistant, ids = assistant_of(model), token_ids(1, 48, seed=5)
+    options = {"assistant_model": assistant, "max_new_tokens": 40}
+    assistant.generation_config.num_assistant_tokens = RECENT + 2 * BLOCK
+    with torch.no_grad(), make(model, frame=frame) as made:
+        got = generate(model, made, ids, **options)
+        assert made.describe()["returned_by_crop"] > 0
+        assert int(made.ledger.blocks) > 0
+        wanted = generate(model, DynamicCache(config=model.config), ids, **options)
+    assistant.generation_config.num_assistant_tokens = 6
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("frame", ["post_rope", "pre_rope"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3-partial", "llama-yarn"])
+def test_sixteen_bits(name: str, dtype: torch.dtype, frame: str) -> None:
+    """Nothing is lost where the codec stores what the model computes in."""
+    model = ALL[name]().to(dtype)
+    codec = {torch.bfloat16: "exact-bf16", torch.float16: "exact-16"}[dtype]
+    with torch.no_grad(), make(model, codec, frame) as made:
+        got = padded(model, made, 48)
+        assert_packed(made, "left-padded")
+        wanted = padded(model, DynamicCache(config=model.config), 48)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("frame", ["post_rope", "pre_rope"])
+@pytest.mark.parametrize("name", TINY)
+def test_eager_attention(name: str, frame: str) -> None:
+    model = TINY[name](attn_implementation="eager")
+    with torch.no_grad(), make(model, frame=frame) as made:
+        got = padded(model, made, 48)
+        assert_packed(made, "left-padded")
+        wanted = padded(model, DynamicCache(config=model.config), 48)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT)
+def test_keys_before_rope_follow_the_frequencies(name: str) -> None:
+    """Where frequencies change with the length, keys stored before RoPE give what a forward over everything gives.
+
+    (In one layer, where keys depend on the tokens only.) Keys stored after RoPE keep the old frequencies.
+    """
+    model, ids = VARIANTS[name](num_hidden_layers=1), token_ids(1, CHANGE + 16)
+    whole = model(ids).logits[:, -1]
+    last = {}
+    for frame in ("pre_rope", "post_rope"):
+        model(ids[:, :1])
+        with make(model, frame=frame) as made:
+            for part in ids.split([CHANGE - 10, 9, 8, *[1] * 9], 1):
+                last[frame] = model(part, past_key_values=made).logits[:, -1]
+    torch.testing.assert_close(last["pre_rope"], whole, atol=1e-5, rtol=1e-5)
+    assert float((last["post_rope"] - whole).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("frame", ["post_rope", "pre_rope"])
+def test_decoder_called_by_position(frame: str) -> None:
+    """input_ids, attention_mask, position_ids, past_key_values without names."""
+    model, mask = tiny("llama"), left_mask([40, 29])
+    ids = token_ids(*mask.shape) * mask
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    states = []
+    with make(model, frame=frame) as made:
+        for used in (made, DynamicCache(config=model.config)):
+            for start, stop in ((0, 32), (32, 40)):
+                out = model.model(ids[:, start:stop], mask[:, :stop], positions[:, start:stop], used)
+            states.append(out.last_hidden_state)
+        assert made.ledger.blocks.tolist() == [2, 1]
+    assert torch.equal(*states)

@@ -324,9 +324,7 @@ def test_refuses_layers_it_cannot_calibrate() -> None:
         num_key_value_heads=2,
     )  # fmt: skip
     model = MistralForCausalLM(config).eval()
-    with pytest.raises(
-        KVCalError, match=r"MistralForCausalLM, layer 0: sliding-attention layer \(window 4096\)"
-    ):
+    with pytest.raises(KVCalError, match=r"MistralForCausalLM, layer 0: sliding-attention layer \(window 4096\)"):
         Capture(model, tokens(), device="cpu")
 
 
@@ -426,9 +424,7 @@ def test_a_spill_folder_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["device", "cpu", "disk"])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_spill_store_on_cuda(
-    where: Any, pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spill_store_on_cuda(where: Any, pinned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not pinned:
         monkeypatch.setattr(spill, "_pin", lambda rows: False)
     check_spill_store("cuda", where, torch.bfloat16, tmp_path)

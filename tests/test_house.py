@@ -54,9 +54,7 @@ def imports_of(name: str, path: Path) -> Iterator[Import]:
 def walk(node: ast.AST, top: bool) -> Iterator[tuple[ast.AST, bool]]:
     for child in ast.iter_child_nodes(node):
         yield child, top
-        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_for_types_only(
-            child
-        )
+        inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_for_types_only(child)
         yield from walk(child, top and not inside)
 
 
@@ -76,9 +74,7 @@ def foreign(package: str) -> list[Import]:
 
 def test_reader_of_imports_sees_them(tmp_path: Path) -> None:
     file = tmp_path / "codec.py"
-    file.write_text(
-        "import torch.nn\nfrom ..errors import E\nfrom . import base\ndef f():\n    import optuna\n"
-    )
+    file.write_text("import torch.nn\nfrom ..errors import E\nfrom . import base\ndef f():\n    import optuna\n")
     assert list(imports_of("a.codecs.codec", file)) == [
         ("a.codecs.codec", "torch.nn", True),
         ("a.codecs.codec", "a.errors.E", True),
@@ -91,19 +87,13 @@ def test_kernels_import_torch_only_and_triton_in_triton_files() -> None:
     assert list(modules("kvcal_kernels"))
     for module, target, _ in foreign("kvcal_kernels"):
         in_triton_file = module.endswith(".triton")
-        assert within(target, "torch") or (in_triton_file and within(target, "triton")), (
-            f"{module} imports {target}"
-        )
+        assert within(target, "torch") or (in_triton_file and within(target, "triton")), f"{module} imports {target}"
 
 
 def test_kernels_import_without_triton() -> None:
     """The reference path runs where triton is not installed: triton.py is imported in functions only."""
     for module, target, top in imports("kvcal_kernels"):
-        if (
-            within(target, "kvcal_kernels")
-            and "triton" in target.split(".")
-            and not module.endswith(".triton")
-        ):
+        if within(target, "kvcal_kernels") and "triton" in target.split(".") and not module.endswith(".triton"):
             assert not top, f"{module} imports {target} at module level"
 
 
@@ -118,16 +108,12 @@ def test_artifacts_need_only_what_a_server_has() -> None:
 def test_artifacts_cache_touches_only_transformers_cache_classes() -> None:
     for module, target, _ in imports("kvcal_artifacts"):
         if module == "kvcal_artifacts.cache" and within(target, "transformers"):
-            assert within(target, "transformers.cache_utils", "transformers.Cache"), (
-                f"{module} imports {target}"
-            )
+            assert within(target, "transformers.cache_utils", "transformers.Cache"), f"{module} imports {target}"
 
 
 def test_artifacts_never_import_triton_kernels_directly() -> None:
     for module, target, _ in imports("kvcal_artifacts"):
-        assert not (within(target, "kvcal_kernels") and "triton" in target.split(".")), (
-            f"{module} imports {target}"
-        )
+        assert not (within(target, "kvcal_kernels") and "triton" in target.split(".")), f"{module} imports {target}"
 
 
 LAYERS = [  # an arrow goes down this list, never up
@@ -197,9 +183,7 @@ def test_help_imports_no_torch(arguments: list[str]) -> None:
         "except SystemExit as done:\n    assert not done.code, done.code\n"
         "print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = set(ast.literal_eval(done.stderr))
     assert not loaded & {
         "torch",
@@ -312,9 +296,7 @@ def test_an_error_is_one_line_and_a_code(
     assert len(printed.err) < 300
 
 
-def test_debug_adds_the_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_debug_adds_the_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVCAL_DEBUG", "1")
     assert exit_code_of(ValueError("bad")) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -323,9 +305,7 @@ def test_debug_adds_the_traceback(
 def test_documentation_agrees_with_the_program() -> None:
     check = [sys.executable, str(ROOT / "docs" / "check.py")]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        check, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    done = subprocess.run(check, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -343,9 +323,7 @@ def test_progress_in_a_log_is_a_line_now_and_then(
     assert printed.err == "Fitting layers: 2/8 after 31 s\nFitting layers: 8/8 after 65 s\n"
 
 
-def test_progress_is_silent_on_request(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_silent_on_request(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with progress("Fitting layers", total=1) as advance:

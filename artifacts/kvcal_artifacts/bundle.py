@@ -26,6 +26,7 @@ from .scheme import LayerCodecs, Scheme, Windows
 FORMAT, VERSION = "kvcal", 1
 SUFFIX = ".kvcal.safetensors"
 HEADER_LIMIT = 100_000_000  # safetensors' own cap
+ROLES: tuple[Role, ...] = ("key", "value")
 
 # What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
 FINGERPRINT_FIELDS = (
@@ -188,19 +189,22 @@ def write_atomically(path: Path, data: bytes) -> None:
     """All of `data` under `path`, or nothing: a temporary file in the same folder, synced, renamed."""
     if not path.parent.is_dir():
         raise KVCalError(f"{path.parent} is not a folder; create it or give another --output")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise KVCalError(f"{path}: cannot be written: {error.strerror or error}; nothing was changed there") from error
 
 
 def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
@@ -211,11 +215,10 @@ def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
     """
     path = Path(path)
     if not path.is_file():
-        raise CorruptBundle(f"{path}: no such bundle file")
+        raise CorruptBundle(f"{path}: {'a folder, not a bundle' if path.is_dir() else 'no such bundle'} file")
     data = path.read_bytes()
     header = read_header(path, data)
-    tensors = _checked_tensors(path, data, header)
-    bundle = _parse(path, header, tensors)
+    bundle = _parse(path, data, header)
     if whole:
         try:
             bundle.scheme.check_chain()
@@ -228,23 +231,27 @@ def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
 def read_header(path: Path, data: bytes) -> dict[str, Any]:
     """The kvcal header of a file's bytes, its hash checked."""
     outer = _safetensors_header(path, data)
-    text = (outer.get("__metadata__") or {}).get(FORMAT)
-    if text is None:
+    metadata = outer.get("__metadata__")
+    if not isinstance(metadata, dict) or FORMAT not in metadata:
         raise IncompatibleBundle(f"{path}: a safetensors file, but not a kvcal bundle (no '{FORMAT}' metadata)")
+    text = metadata[FORMAT]
     try:
         envelope = json.loads(text)
-        header, stated = envelope["header"], envelope["sha256"]
+        header, stated = dict(envelope["header"]), envelope["sha256"]
         actual = sha256_text(canonical(header))
-    except (ValueError, KeyError, TypeError) as error:
+        plain = canonical({"header": header, "sha256": actual})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptBundle(f"{path}: kvcal header is not readable ({error})") from error
     if actual != stated:
         raise CorruptBundle(f"{path}: header hash is {actual[:16]}…, file states {str(stated)[:16]}…: it was changed")
+    if text != plain:  # 1E-05 for 1e-05: the same value, and yet a changed file
+        raise CorruptBundle(f"{path}: header of {len(text)} characters is not the canonical one of {len(plain)}")
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise IncompatibleBundle(
             f"{path}: format {header.get('format')!r} version {header.get('version')!r}; this version reads "
             f"{FORMAT!r} version {VERSION}: update kvcal or write the bundle again"
         )
-    return dict(header)
+    return header
 
 
 def _safetensors_header(path: Path, data: bytes) -> dict[str, Any]:
@@ -263,7 +270,7 @@ def _safetensors_header(path: Path, data: bytes) -> dict[str, Any]:
 
     try:
         header = json.loads(data[8 : 8 + size], object_pairs_hook=unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptBundle(f"{path}: header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise CorruptBundle(f"{path}: header is not a JSON object")
@@ -293,31 +300,44 @@ def _checked_tensors(path: Path, data: bytes, header: dict[str, Any]) -> dict[st
     return tensors
 
 
-def _parse(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
+def _parse(path: Path, data: bytes, header: dict[str, Any]) -> Bundle:
     try:
-        windows = Windows(**header["scheme"]["windows"])
-        layers: list[LayerCodecs | None] = []
-        skipped: dict[int, str] = {}
-        for index, entry in enumerate(header["scheme"]["layers"]):
-            if "skipped" in entry:
-                layers.append(None)
-                skipped[index] = str(entry["skipped"])
-                continue
-            made: dict[Role, Codec] = {}
-            roles: tuple[Role, ...] = ("key", "value")
-            for role in roles:
-                state = entry[role]
-                heads, dim = state["shape"]
-                own = {local: tensors[name] for local, name in state["tensors"].items()}
-                made[role] = build(Shape(heads, dim, windows.block), role, state, own)
-            layers.append(LayerCodecs(made["key"], made["value"]))
-        model = header["model"]
-        fingerprint = Fingerprint(**{**model, "probe": tuple(model["probe"])})
-        scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped)
-        return Bundle(fingerprint, scheme, header["provenance"], header["metrics"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CorruptBundle(f"{path}: header does not describe a bundle ({type(error).__name__}: {error})") from error
+        return _described(path, header, _checked_tensors(path, data, header))
     except CorruptBundle:
         raise
     except KVCalError as error:
         raise CorruptBundle(f"{path}: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # written by another program
+        raise CorruptBundle(f"{path}: header does not describe a bundle ({type(error).__name__}: {error})") from error
+
+
+def _described(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
+    windows = Windows(**header["scheme"]["windows"])
+    layers: list[LayerCodecs | None] = []
+    skipped: dict[int, str] = {}
+    used: set[str] = set()
+    for index, entry in enumerate(header["scheme"]["layers"]):
+        if "skipped" in entry:
+            layers.append(None)
+            skipped[index] = str(entry["skipped"])
+            continue
+        layers.append(LayerCodecs(*(_codec(entry, role, windows.block, tensors, used) for role in ROLES)))
+    if surplus := sorted(set(tensors) - used):
+        raise CorruptBundle(f"{path}: tensor {surplus[0]!r} belongs to no layer")
+    model = header["model"]
+    fingerprint = Fingerprint(**{**model, "probe": tuple(model["probe"])})
+    if len(layers) != fingerprint.layers:
+        raise CorruptBundle(f"{path}: codecs for {len(layers)} layers, made for a model of {fingerprint.layers}")
+    scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped)
+    return Bundle(fingerprint, scheme, dict(header["provenance"]), dict(header["metrics"]))
+
+
+def _codec(entry: dict[str, Any], role: Role, block: int, tensors: dict[str, Tensor], used: set[str]) -> Codec:
+    state = entry[role]
+    heads, dim = state["shape"]
+    own = {local: tensors[name] for local, name in state["tensors"].items()}
+    used.update(state["tensors"].values())
+    codec = build(Shape(heads, dim, block), role, state, own)
+    if surplus := sorted(set(own) - set(codec.tensors())):
+        raise KVCalError(f"codec {codec.name!r} has no tensor {surplus[0]!r}")
+    return codec

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from . import hf
-from .codecs import Codec, Context, Predicted
+from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
@@ -170,9 +170,10 @@ class KVCalLayer(CacheLayerMixin):
         made: list[Tensor | None] = [None, None]
         for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
             check_finite(x, self.index, codec.role)
-            packed = codec.encode(x, context)
             if chained:
-                made[role] = _rebuild(codec, packed, context)
+                packed, made[role] = codec.encode_decode(x, context)
+            else:
+                packed = codec.encode(x, context)
             if role == 0:
                 context.k0 = made[0]
             self.packed[role] = {name: self._append(plan, self.packed[role][name], t) for name, t in packed.items()}
@@ -410,7 +411,6 @@ class KVCalCache(Cache):
             layer.columns -= count
         self.ledger.commit_crop(count)
         if not self.ledger.columns:  # what comes next may have other rows
-            self.ledger.clear()
             for layer in self.own_layers:
                 layer.reset()
         self.returned_tokens += plan.returned
@@ -527,15 +527,6 @@ class KVCalCache(Cache):
         return (
             f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
         )
-
-
-def _rebuild(codec: Codec, packed: Packed, context: Context) -> Tensor:
-    """decode(), the predictor run as in encode(): layers above store the difference to this, so its last bits may depend
-    neither on chunking nor on batch companions.
-    """
-    if not isinstance(codec, Predicted):
-        return codec.decode(packed, context)
-    return _rebuild(codec.inner, packed, context) + codec.predict_blocks(context)
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

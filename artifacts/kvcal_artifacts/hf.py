@@ -197,9 +197,11 @@ class Hooks:
             given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
             given.update(given.pop("kwargs", {}))
         owner = self._owner()
-        if owner is not None and owner is given.get("past_key_values"):
-            self._state.active = True
-            owner.on_forward(given.get("attention_mask"))
+        cache: object = given.get("past_key_values")
+        if owner is None or cache is not owner:
+            return
+        self._state.active = True
+        owner.on_forward(given.get("attention_mask"))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self._state.active = False

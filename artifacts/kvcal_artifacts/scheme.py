@@ -101,11 +101,9 @@ class Scheme:
 
     def resident_bytes(self) -> int:
         """Bytes of predictors, grids and signs; tensors shared by layers counted once."""
-        seen: dict[int, int] = {}
-        for pair in self.layers:
-            for codec in (pair.key, pair.value) if pair else ():
-                seen |= {t.data_ptr(): t.numel() * t.element_size() for t in codec.tensors().values()}
-        return sum(seen.values())
+        codecs = [codec for pair in self.layers if pair for codec in (pair.key, pair.value)]
+        held = {t.data_ptr(): t for codec in codecs for t in codec.tensors().values()}
+        return sum(t.numel() * t.element_size() for t in held.values())
 
     def to(self, layer: int, device: torch.device) -> None:
         """Constants of one layer on its device."""

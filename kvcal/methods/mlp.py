@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -33,11 +34,13 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Pre
     inputs, outputs = len(gram.xx) - 1, gram.xy.shape[1]
     mean_x, mean_y = gram.mean_x.float(), gram.mean_y.float()
     std_x = (gram.xx.diagonal()[:-1] / gram.count - gram.mean_x**2).clamp_min(1e-12).sqrt().float()
+    rms = (gram.xx.diagonal()[:-1] / gram.count).sqrt().float()
+    # a constant channel says nothing: scaled by 1, its weight stays within float16 when folded
+    std_x = torch.where(std_x > 1e-3 * rms.clamp_min(1e-3), std_x, torch.ones_like(std_x))
     std_y = (gram.yy / gram.count - gram.mean_y**2).clamp_min(1e-12).sqrt().float()
     weights = _start(inputs, outputs, settings, device)
     optimizer = torch.optim.Adam(weights.values(), lr=settings.rate)
-    steps = max(1, settings.epochs * -(-tokens // settings.batch))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    total, seen = settings.epochs * tokens, 0
     generator = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.epochs):
         for x, y in pairs():
@@ -47,8 +50,9 @@ def fit_mlp(pairs: Pairs, gram: Gram, tokens: int, settings: MLPSettings) -> Pre
                 loss = functional.mse_loss(_forward(scaled, weights), (y[part] - mean_y) / std_y)
                 optimizer.zero_grad()
                 loss.backward()
+                optimizer.param_groups[0]["lr"] = settings.rate * 0.5 * (1 + math.cos(math.pi * seen / total))
                 optimizer.step()
-                schedule.step()
+                seen += len(part)
     return MLP(_fold(weights, settings.norm, mean_x, std_x, mean_y, std_y))
 
 

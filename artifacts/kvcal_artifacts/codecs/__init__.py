@@ -20,11 +20,11 @@ CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, Uniform
 def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
     """A codec from {"codec": name, "config": {...}} and its tensors; no name is ever imported."""
     name = state.get("codec")
-    if name not in CODECS:
+    if not isinstance(name, str) or name not in CODECS:
         raise KVCalError(f"codec {name!r}: this version knows {', '.join(CODECS)}")
     try:
         return CODECS[name].from_state(shape, role, state["config"], tensors)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, RuntimeError) as error:
         raise KVCalError(f"codec {name!r}: settings or tensors do not fit ({error})") from error
 
 

@@ -95,6 +95,13 @@ class Codec(ABC):
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         """Packed tensors of N blocks -> (B, H, N * b, D) float32."""
 
+    def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
+        """encode(x), and what it decodes to (B, H, T, D) float32: as invariant as encode, because other layers' packed
+        bytes may be computed from it.
+        """
+        packed = self.encode(x, context)
+        return packed, self.decode(packed, context)
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """JSON-able settings, enough with tensors() to build the codec again by from_state."""
@@ -152,7 +159,7 @@ def check_finite(x: Tensor, layer: int, role: Role) -> None:
 def to_half(x: Tensor, what: str) -> Tensor:
     """float32 -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
     limit = 65504.0
-    if bool((x.abs() > limit).any()):
+    if not bool((x.abs() <= limit).all()):  # also for NaN
         raise NonFiniteError(
             f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use smaller groups"
         )

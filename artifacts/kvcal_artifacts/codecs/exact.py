@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from ..errors import KVCalError
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -17,13 +18,17 @@ class Exact(Codec):
 
     def __init__(self, shape: Shape, role: Role, dtype: str = "float32") -> None:
         super().__init__(shape, role)
+        if dtype not in DTYPES:
+            raise KVCalError(f"exact codec in {dtype!r}: allowed are {', '.join(DTYPES)}")
         self.dtype = dtype
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        return {"raw": self.shape.blocks(x).to(DTYPES[self.dtype]).contiguous()}
+        blocks = self.shape.blocks(x)
+        raw = to_half(blocks, "value") if self.dtype == "float16" else blocks.to(DTYPES[self.dtype])
+        return {"raw": raw.contiguous()}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        return packed["raw"].flatten(2, 3).float()
+        return packed["raw"].flatten(2, 3).to(torch.float32, copy=True)
 
     def config(self) -> dict[str, Any]:
         return {"dtype": self.dtype}

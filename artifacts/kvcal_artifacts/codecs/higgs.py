@@ -1,6 +1,6 @@
 """HIGGS: randomised Hadamard rotation, one norm, nearest point of a grid optimal for the Gaussian (Malinovskii et al. 2024).
 
-Per token: rotate, divide by the norm so that coordinates have unit variance, round d-tuples to the grid, store codes and
+Per token: rotate, divide by the RMS norm so that coordinates have unit variance, round d-tuples to the grid, store codes and
 the norm in float16. Bits = log2(n) / d + 16 / norm width. The rotation runs per kv head by default (then keys can be
 attended by rotating the query), or over the largest power of two dividing H * D as in the AQUA-KV paper (`rotation="token"`);
 the norm spans the token by default, or one head. With `axis="token"` the vectors are the block's tokens of one channel
@@ -68,22 +68,26 @@ class Higgs(Codec):
         self.code_bits = GRIDS[d, n]
         head = shape.dim if axis == "channel" and rotation == "head" else self.length
         self.rotation_width = largest_power_of_two(head)
-        self.sign = signs(self.length, seed) if sign is None else sign.float()
+        self.sign = signs(self.length, seed) if sign is None else sign.to(torch.int8)
+        if self.grid.shape != (n, d) or self.sign.shape != (self.length,):
+            raise KVCalError(
+                f"HIGGS grid {tuple(self.grid.shape)}, signs {tuple(self.sign.shape)}: needs {(n, d)} and {(self.length,)}"
+            )
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         vectors = self._vectors(self.shape.blocks(x.float()))
         rotated = rotate(vectors, self.sign, self.rotation_width)
         groups = rotated.unflatten(-1, (self._norms, -1))
-        norm = to_half(tree_sum(groups * groups).sqrt(), "norm")
-        unit = groups.shape[-1] ** 0.5 / norm.float().clamp_min(1e-30)
+        norm = to_half((tree_sum(groups * groups) / groups.shape[-1]).sqrt(), "norm")
+        unit = 1 / norm.float().clamp_min(1e-30)
         scaled = (groups * unit[..., None]).flatten(-2)
-        codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], -1)
+        codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], self.length // self.d)
         return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": self._store_norm(norm)}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         codes = self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
         groups = lookup(codes, self.grid).unflatten(-1, (self._norms, -1))
-        size = self._load_norm(packed["norm"].float()) * groups.shape[-1] ** -0.5
+        size = self._load_norm(packed["norm"].float())
         vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, self.rotation_width)
         return self._blocks(vectors).flatten(2, 3)
 
@@ -140,7 +144,7 @@ class Higgs(Codec):
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"grid": self.grid, "sign": self.sign.to(torch.int8)}
+        return {"grid": self.grid, "sign": self.sign}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Higgs:

@@ -33,7 +33,19 @@ class Predicted(Codec):
         if unknown or not inputs:
             raise KVCalError(f"{inner.role} predictor inputs {inputs}: allowed are {', '.join(INPUTS)} (k0 for values)")
         self.inner, self.predictor, self.inputs = inner, predictor, tuple(inputs)
+        self._check_widths()
         self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
+
+    def _check_widths(self) -> None:
+        width = self.shape.heads * self.shape.dim
+        wide = len(self.inputs) * width
+        try:
+            some = next(iter(self.predictor.weights.values()))
+            out = self.predictor(torch.zeros(1, wide, device=some.device))
+        except RuntimeError as error:
+            raise KVCalError(f"{self.predictor.name} predictor does not take {wide} inputs ({self.inputs})") from error
+        if out.shape[-1] != width:
+            raise KVCalError(f"{self.predictor.name} predictor gives {out.shape[-1]} channels, needs {width}")
 
     def _inputs(self, context: Context) -> Tensor:
         """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
@@ -69,7 +81,14 @@ class Predicted(Codec):
         return self._heads(guess.unflatten(0, x.shape[:2]))
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        self.shape.blocks(x)  # refuses a wrong shape
         return self.inner.encode(x.float() - self.predict_blocks(context), context)
+
+    def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
+        self.shape.blocks(x)
+        guess = self.predict_blocks(context)
+        packed, made = self.inner.encode_decode(x.float() - guess, context)
+        return packed, made + guess
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         out, weights = self.inner.decode(packed, context), self.predictor.working()

@@ -33,6 +33,8 @@ class Uniform(Codec):
         self, shape: Shape, role: Role, bits: int = 4, group: int = 64, axis: Axis = "channel", symmetric: bool = False
     ) -> None:
         super().__init__(shape, role)
+        if type(bits) is not int or type(group) is not int:
+            raise KVCalError(f"uniform codec, bits {bits!r}, group {group!r}: must be integers")
         length = shape.dim if axis == "channel" else shape.block
         if not 1 <= bits <= 8:
             raise KVCalError(f"uniform codec of {bits} bits: allowed are 1 to 8")

@@ -16,9 +16,9 @@ def largest_power_of_two(n: int) -> int:
 
 
 def signs(width: int, seed: int) -> Tensor:
-    """float32 (width,) of +1 and -1, the same on every machine: from a CPU generator of its own."""
+    """int8 (width,) of +1 and -1, the same on every machine: from a CPU generator of its own."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (width,), generator=generator).float() * 2 - 1
+    return (torch.randint(0, 2, (width,), generator=generator) * 2 - 1).to(torch.int8)
 
 
 def hadamard(x: Tensor, width: int) -> Tensor:
