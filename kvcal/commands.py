@@ -16,12 +16,13 @@ import torch
 
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import FRAMES
 
 from . import corpus, models
 from .evaluate.perplexity import evaluate
 from .fit import FitOptions, fit
 from .methods.aqua_kv import AquaKV
-from .workbench import cache_makers, default_output, open_for_fit, open_model
+from .workbench import cache_makers, default_output, open_for_fit, open_model, rows_named
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -65,6 +66,8 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
     method = aqua_method(o)
     if o["spill"] not in ("device", "cpu", "disk"):
         raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
+    if o["frame"] not in FRAMES:
+        raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     source = models.resolve(o["model"], o["revision"])
     text_source = calibration_text(o, source)
     say(f"text: {text_source}")
@@ -172,10 +175,11 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     source = models.resolve(o["model"], o["revision"])
     origin = o["text"] or corpus.default_text(source, "evaluation")
     say(f"text: {origin}")
+    methods = rows_named(o["preset"] or [], o["bundle"] or [])
     loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = corpus.evaluation_windows(loaded.tokenizer, origin, length=length, windows=o["windows"], column=o["column"])
-    makers = cache_makers(loaded.model, o["bundle"] or [], o["preset"] or [], loaded.revision)
+    makers = cache_makers(loaded.model, methods, loaded.revision)
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
     return {
@@ -194,19 +198,20 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
 
 def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end."""
-    loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
-    makers = cache_makers(loaded.model, [o["bundle"]] if o["bundle"] else [], [o["preset"]] if o["preset"] else [],
-                          loaded.revision)  # fmt: skip
-    if len(makers) != 1:
+    methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
+    if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
-    name, maker = next(iter(makers.items()))
+    loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
+    name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision).items()))
     tokenizer: Any = loaded.tokenizer
     ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
     if not ids.shape[1]:
         raise UsageError("--prompt is empty")
     started = time.monotonic()
-    with maker() as cache, torch.no_grad():
-        torch.manual_seed(o["seed"]) if o["sample"] else None
+    where = [ids.device] if ids.is_cuda else []
+    with maker() as cache, torch.no_grad(), torch.random.fork_rng(where, enabled=o["sample"]):
+        if o["sample"]:
+            torch.manual_seed(o["seed"])  # generate() draws from the global generator
         out = loaded.model.generate(
             ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from kvcal_artifacts.bundle import SUFFIX, load_bundle
+from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 
 from . import models
 from .capture import LayerSource, WholeModel
 from .evaluate.perplexity import CacheMaker
-from .methods.plain import preset
+from .methods.plain import Preset, preset
 
 
 def pick_device(name: str) -> torch.device:
@@ -84,18 +84,23 @@ def default_output(source: models.ModelSource, method: str) -> Path:
     return Path(f"{source.stem}-{method}{SUFFIX}")
 
 
-def cache_makers(
-    model: Any, bundles: Iterable[Path], presets: Iterable[str], revision: str | None = None
-) -> dict[str, CacheMaker]:
-    """Presets under their own names, then bundles under their file names; every bundle is checked against the model."""
-    makers: dict[str, CacheMaker] = {}
-    for name in dict.fromkeys(presets):
-        scheme = preset(name).scheme(model)
-        makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
+def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Preset | Bundle]:
+    """Presets under their own names, then bundles under their file names; checked before any model is loaded."""
+    rows: dict[str, Preset | Bundle] = {name: preset(name) for name in presets}
     for path in bundles:
         bundle = load_bundle(path)
-        bundle.check(model, revision)
-        if bundle.name in makers or bundle.name == "full":
+        if bundle.name in rows or bundle.name == "full":
             raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
-        makers[bundle.name] = lambda bundle=bundle: KVCalCache(bundle.scheme, model)  # type: ignore[misc]
+        rows[bundle.name] = bundle
+    return rows
+
+
+def cache_makers(model: Any, rows: dict[str, Preset | Bundle], revision: str | None = None) -> dict[str, CacheMaker]:
+    """A maker of caches for each row; every bundle is checked against the model."""
+    makers: dict[str, CacheMaker] = {}
+    for name, row in rows.items():
+        if isinstance(row, Bundle):
+            row.check(model, revision)
+        scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
+        makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
     return makers

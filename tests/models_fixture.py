@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import random
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -109,6 +112,31 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], se
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Writing past `size` bytes fails, by an error of the kernel, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def small_disk(base: Path) -> Iterator[Path]:
+    """A disk of 16 kB; skips the test where none may be mounted."""
+    disk = base / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "kvcal", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a small disk here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 DAC_OVERRIDE = 1  # the capability by which root writes anywhere

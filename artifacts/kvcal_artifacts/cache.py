@@ -7,6 +7,7 @@ exact keys and values of the current call; what leaves the recent window is pack
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -258,6 +259,12 @@ class KVCalCache(Cache):
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
         scheme.check_chain()
+        for index, reason in hf.unsupported_layers(config).items():
+            if scheme.layers[index] is not None:
+                raise KVCalError(f"layer {index} cannot be compressed: {reason}; leave it out of the scheme")
+        self.caveats = hf.caveats(config)
+        for caveat in self.caveats:
+            warnings.warn(caveat, stacklevel=2)
         self.scheme, self.strict, self.offloading_layers = scheme, strict, offload
         self.model = model
         self._sites = hf.attention_sites(model)
@@ -514,6 +521,7 @@ class KVCalCache(Cache):
             "frame": self.scheme.frame,
             "tokens": self.ledger.columns,
             "packed_blocks": self.ledger.blocks.tolist(),
+            "caveats": self.caveats,
             "returned_by_crop": self.returned_tokens,
             "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
             "path": "reference: decode, then the model's own attention (fused kernels are not in this version)",

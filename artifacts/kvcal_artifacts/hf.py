@@ -140,6 +140,18 @@ def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tupl
     return cos, sin
 
 
+def caveats(config: Any) -> list[str]:
+    """What Transformers does behind a cache's back with this model, for describe() and a warning."""
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))
+    limit = getattr(config, "original_max_position_embeddings", None)
+    if config.model_type == "phi3" and kind == "longrope" and limit:
+        return [
+            f"phi3 with LongRoPE: generate() drops any cache and starts an uncompressed one where a sequence passes "
+            f"{limit} tokens; keep prompt and new tokens below or above that length"
+        ]
+    return []
+
+
 def depends_on_length(config: Any) -> bool:
     """Whether RoPE frequencies change with the sequence's length (dynamic NTK, LongRoPE)."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -160,6 +172,10 @@ class Listener(Protocol):
         """Keys (B, H, query, D) of one layer before RoPE; only if asked for."""
 
 
+def _nobody() -> None:
+    return None
+
+
 class Hooks:
     """Tells one cache, and no other, what its model does; holds the cache weakly, so that dropping it removes the hooks."""
 
@@ -167,7 +183,7 @@ class Hooks:
         """sites: the layers whose keys before RoPE are wanted; empty for none."""
         decoder = decoder_of(model)
         self._signature = inspect.signature(type(decoder).forward)
-        self._owner = weakref.ref(owner)
+        self._owner: Callable[[], Listener | None] = weakref.ref(owner)
         self._state = threading.local()
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -191,7 +207,16 @@ class Hooks:
     def closed(self) -> bool:
         return not self._handles
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
+        """A copied model gets hooks that do nothing: the cache stays with the model it was made for."""
+        inert = object.__new__(Hooks)
+        inert._owner, inert._state, inert._handles = _nobody, threading.local(), []
+        memo[id(self)] = inert
+        return inert
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
+            return
         given = kwargs
         if args:  # called with positional arguments
             given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
@@ -206,9 +231,9 @@ class Hooks:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self._state.active = False
 
-    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         owner = self._owner()
-        if self.active and owner is not None:
+        if self.active and owner is not None and kwargs is not None:
             owner.on_positions(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
 
     def _key_hook(self, site: AttentionSite) -> Callable[..., None]:

@@ -1,0 +1,264 @@
+"""docs/format.md is enough to read a bundle: the reader below was written from it and imports nothing of kvcal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy import ndarray
+
+from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
+from kvcal_artifacts.codecs import PREDICTORS, Codec, Context, Exact, Higgs, Predicted, Shape, Uniform
+from kvcal_artifacts.codecs.base import CONTEXT_TENSORS
+from kvcal_artifacts.codecs.predictors import QuantisedLinear
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+
+# The reader. From here to the next line of dashes: docs/format.md, the standard library and numpy.
+
+DTYPES = {"F32": ("<f4", "float32"), "F16": ("<f2", "float16"), "I8": ("i1", "int8"), "U8": ("u1", "uint8")}
+
+
+def read(data: bytes) -> tuple[dict[str, Any], dict[str, ndarray]]:
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    listing = json.loads(data[8:start])
+    text = listing.pop("__metadata__")["kvcal"].encode()
+    assert hashlib.sha256(text[10:-77]).hexdigest() == text[-66:-2].decode()
+    header = json.loads(text[10:-77])
+    assert (header["format"], header["version"]) == ("kvcal", 1)
+    assert set(header["tensors"]) == set(listing)
+    tensors = {}
+    for name, entry in listing.items():
+        begin, end = entry["data_offsets"]
+        raw, stated = data[start + begin : start + end], header["tensors"][name]
+        assert hashlib.sha256(raw).hexdigest() == stated["sha256"]
+        assert (DTYPES[entry["dtype"]][1], entry["shape"]) == (stated["dtype"], stated["shape"])
+        tensors[name] = np.frombuffer(raw, DTYPES[entry["dtype"]][0]).reshape(entry["shape"])
+    return header, tensors
+
+
+def unpacked(packed: ndarray, bits: int, count: int) -> ndarray:
+    codes, start, shift = np.zeros((*packed.shape[:-1], count), np.int64), 0, bits
+    for w in (plane for plane in (8, 4, 2, 1) if bits & plane):
+        size = 2 if w < 8 and count % (16 // w) == 0 else 1
+        words = -(-count * w // (8 * size))
+        word = np.ascontiguousarray(packed[..., start : start + words * size]).view(f"<u{size}").astype(np.int64)
+        fields = [(word >> j * w) & (2**w - 1) for j in range(8 * size // w)]
+        start, shift = start + words * size, shift - w
+        codes |= np.concatenate(fields, -1)[..., :count] << shift
+    return codes
+
+
+def matrix(packed: ndarray, role: str, bits: int, down: int, across: int) -> ndarray:
+    """(..., down, across): keys are packed by rows, values by columns."""
+    return unpacked(packed, bits, across) if role == "key" else np.swapaxes(unpacked(packed, bits, down), -1, -2)
+
+
+def uniform(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray]) -> ndarray:
+    c, (_, dim) = state["config"], state["shape"]
+    q = matrix(packed["codes"], role, c["bits"], block, dim).astype(np.float32)
+
+    def spread(part: ndarray) -> ndarray:
+        wide = np.repeat(part.astype(np.float32), c["group"], -1)
+        return wide if c["axis"] == "channel" else np.swapaxes(wide, -1, -2)
+
+    if not c["symmetric"]:
+        return q * spread(packed["scale"]) + spread(packed["min"])
+    return (2 * q - 1 if c["bits"] == 1 else q - 2 ** (c["bits"] - 1)) * spread(packed["scale"])
+
+
+def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:
+    c, (heads, dim), d = state["config"], state["shape"], state["config"]["d"]
+    tokens, bits, norm = c["axis"] == "token", (c["n"] - 1).bit_length(), packed["norm"].astype(np.float32)
+    down, across = (block // d, dim) if tokens else (block, dim // d)
+    codes = matrix(packed["codes"], role, bits, down, across)
+    if tokens:  # (B, H, N, D) vectors of b
+        y = own["grid"][np.swapaxes(codes, -1, -2)].reshape(*codes.shape[:3], dim, block) * norm[..., None]
+    else:  # (B, N, b) vectors of C
+        y = own["grid"][codes].reshape(*codes.shape[:4], dim) * norm[..., None]
+        y = np.moveaxis(y, 1, 3).reshape(len(y), -1, block, heads * dim)
+    length = block if tokens else (dim if c["rotation"] == "head" else heads * dim)
+    w = length & -length
+    signs = np.array([[(-1) ** (i & j).bit_count() for j in range(w)] for i in range(w)], np.float32)
+    x = (y.reshape(-1, w) @ signs / np.float32(math.sqrt(w))).reshape(y.shape) * own["sign"]
+    return np.swapaxes(x, -1, -2) if tokens else np.moveaxis(x.reshape(*x.shape[:3], heads, dim), 3, 1)
+
+
+def predictor(kind: str, x: ndarray, p: dict[str, ndarray]) -> ndarray:
+    w = {name: t if name == "codes" else t.astype(np.float32) for name, t in p.items()}
+    if kind == "bias":
+        return np.broadcast_to(w["bias"], (*x.shape[:-1], len(w["bias"])))
+    if kind == "linear":
+        return x @ w["weight"] + w["bias"]
+    if kind == "reduced-rank":
+        return x @ w["down"] @ w["up"] + w["bias"]
+    if kind == "linear-4bit":
+        weight = unpacked(w["codes"], 4, x.shape[-1]).T.astype(np.float32) * w["scale"] + w["min"]
+        return x @ weight + w["bias"]
+    if "norm_weight" in w:
+        centred = x - x.mean(-1, keepdims=True)
+        x = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * w["norm_weight"] + w["norm_bias"]
+    z = x @ w["in_weight"] + w["in_bias"]
+    return z * (1 + np.vectorize(math.erf)(z / math.sqrt(2))) / 2 @ w["out_weight"] + w["out_bias"]
+
+
+def decode(
+    state: dict[str, Any],
+    role: str,
+    block: int,
+    packed: dict[str, ndarray],
+    own: dict[str, ndarray],
+    below: dict[str, ndarray],
+) -> ndarray:
+    """(B, H, N * b, D); own: the codec's constants by local name; below: k1, v1, k2, v2, k0 as (B, T, C)."""
+    if state["codec"] == "predicted":
+        settings, heads = state["config"]["predictor"], state["shape"][0]
+        parts = {at: {n[len(at) :]: t for n, t in own.items() if n.startswith(at)} for at in ("inner.", "predictor.")}
+        rest = decode(state["config"]["inner"] | {"shape": state["shape"]}, role, block, packed, parts["inner."], below)
+        inputs = np.concatenate([below[name] for name in settings["inputs"]], -1)
+        guess = predictor(settings["kind"], inputs, parts["predictor."])
+        return rest + np.moveaxis(guess.reshape(*guess.shape[:2], heads, -1), 2, 1)
+    if state["codec"] == "exact":
+        blocks = packed["raw"].astype(np.float32)
+    elif state["codec"] == "uniform":
+        blocks = uniform(state, role, block, packed)
+    else:
+        blocks = higgs(state, role, block, packed, own)
+    return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+SHAPE = Shape(2, 48, 16)  # a head of 48 channels is rotated in widths of 16, all 96 in widths of 32
+C = SHAPE.heads * SHAPE.dim
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(kind: str, wide: int, seed: int) -> dict[str, torch.Tensor]:
+    sizes: dict[str, dict[str, tuple[int, ...]]] = {
+        "linear": {"weight": (wide, C), "bias": (C,)},
+        "reduced-rank": {"down": (wide, 7), "up": (7, C), "bias": (C,)},
+        "mlp": {"in_weight": (wide, C), "in_bias": (C,), "out_weight": (C, C), "out_bias": (C,)},
+        "bias": {"bias": (C,)},
+    }
+    sizes["mlp-norm"] = sizes["mlp"] | {"norm_weight": (wide,), "norm_bias": (wide,)}
+    return {n: (numbers(*s, seed=seed + i) / s[0] ** 0.5).half() for i, (n, s) in enumerate(sizes[kind].items())}
+
+
+def predicted(inner: Codec, kind: str, inputs: tuple[str, ...], seed: int) -> Codec:
+    wide = len(inputs) * C
+    if kind == "linear-4bit":
+        codes = torch.randint(0, 16, (wide, C), generator=torch.Generator().manual_seed(seed))
+        made = QuantisedLinear.from_codes(codes, torch.full((C,), 0.01), torch.full((C,), -0.08), numbers(C, seed=seed))
+    else:
+        made = PREDICTORS[kind.removesuffix("-norm")](weights(kind, wide, seed))
+    return Predicted(inner, made, inputs)
+
+
+def layer(index: int) -> LayerCodecs | None:
+    """Every codec, axis and kind of predictor in turn."""
+
+    def pair(make: Any) -> LayerCodecs:
+        return LayerCodecs(make("key"), make("value"))
+
+    plain: list[Any] = [
+        lambda role: Higgs(SHAPE, role, 2, 256, rotation="token"),
+        lambda role: Higgs(SHAPE, role, 2, 64, rotation="head"),
+        lambda role: Higgs(SHAPE, role, 4, 256, norm="head", seed=3),
+        lambda role: Higgs(SHAPE, role, 2, 16, axis="token"),
+        lambda role: Uniform(SHAPE, role, 3, 24),
+        lambda role: Uniform(SHAPE, role, 5, 8, "token"),
+        lambda role: Uniform(SHAPE, role, 4, 48, symmetric=True),
+        lambda role: Uniform(SHAPE, role, 1, 16, "token", symmetric=True),
+        lambda role: Exact(SHAPE, role, "float16"),
+        lambda role: Exact(SHAPE, role),
+    ]
+    kinds = ["linear", "reduced-rank", "mlp", "mlp-norm", "linear-4bit", "bias"]
+    if index < len(plain):
+        return pair(plain[index])
+    if index - len(plain) == len(kinds):
+        return None
+    kind = kinds[index - len(plain)]
+    key = predicted(Higgs(SHAPE, "key", rotation="token"), kind, ("k1", "k2"), 10 * index)
+    return LayerCodecs(key, predicted(Higgs(SHAPE, "value"), kind, ("v1", "k0"), 10 * index + 5))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layers = tuple(layer(index) for index in range(17))
+    scheme = Scheme(Windows(4, 16, SHAPE.block), "pre_rope", layers, {16: "for the test"})
+    mark = Fingerprint("llama", 17, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
+    bundle = Bundle(mark, scheme, {"text": 'ä "quoted" \n \\ …'}, {"small": 1e-05, "third": 1 / 3})
+    bundle.write(tmp_path_factory.mktemp("format") / "x.kvcal.safetensors")
+    assert bundle.path is not None
+    return bundle.path
+
+
+def flat(x: torch.Tensor) -> ndarray:
+    """(B, H, T, D) -> (B, T, C)."""
+    return x.transpose(1, 2).flatten(2).numpy()
+
+
+@pytest.mark.parametrize("index", range(16))
+def test_codes_decode_as_specified(path: Path, index: int) -> None:
+    header, tensors = read(path.read_bytes())
+    pair = load_bundle(path).scheme.layers[index]
+    assert pair is not None
+    size = (2, SHAPE.heads, 3 * SHAPE.block, SHAPE.dim)
+    parts = {name: numbers(*size, seed=i) for i, name in enumerate(CONTEXT_TENSORS)}
+    below = {name: flat(x) for name, x in parts.items()}
+    for role, codec in (("key", pair.key), ("value", pair.value)):
+        context = Context(index, **parts)
+        packed = codec.encode(numbers(*size, seed=50) * 3, context)
+        state = header["scheme"]["layers"][index][role]
+        own = {local: tensors[name] for local, name in state["tensors"].items()}
+        found = decode(state, role, SHAPE.block, {n: t.numpy() for n, t in packed.items()}, own, below)
+        wanted = codec.decode(packed, context).numpy()
+        assert found.shape == wanted.shape
+        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_header_is_as_specified(path: Path) -> None:
+    header, tensors = read(path.read_bytes())
+    assert set(header) == {"format", "version", "model", "scheme", "provenance", "metrics", "tensors"}
+    assert set(header["scheme"]) == {"windows", "frame", "layers"}
+    assert set(header["model"]) == {
+        "architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256", "revision", "probe"
+    }  # fmt: skip
+    assert header["scheme"]["layers"][16] == {"skipped": "for the test"}
+    assert header["metrics"]["third"] == 1 / 3
+    assert header["scheme"]["layers"][10]["value"]["tensors"]["inner.grid"] == "layers.3.key.grid"  # stored once
+    assert {name.split(".")[0] for name in tensors} == {"layers"}
+
+
+def test_every_kind_is_specified() -> None:
+    page = Path(__file__).parents[1].joinpath("docs", "format.md").read_text("utf-8")
+    for name in ("exact", "uniform", "higgs", "predicted", *PREDICTORS):
+        assert f"| `{name}` |" in page
+
+
+def test_examples_of_packing() -> None:
+    page = Path(__file__).parents[1].joinpath("docs", "format.md").read_text("utf-8")
+    examples = re.findall(r"^\| (\d) \| ([\d ]+) \| ([0-9a-f ]+) \|", page, flags=re.MULTILINE)
+    assert len(examples) == 3
+    for bits, codes, packed in examples:
+        wanted = [int(code) for code in codes.split()]
+        assert unpacked(np.frombuffer(bytes.fromhex(packed), "u1"), int(bits), len(wanted)).tolist() == wanted
+
+
+@pytest.mark.parametrize("where", [200, -1])
+def test_a_changed_byte_is_seen(path: Path, where: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        read(bytes(data))
