@@ -235,16 +235,14 @@ DEMO_PROMPT = (
 )
 
 
-def run_demo(output: Path, say: Say) -> dict[str, Any]:
+def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, Any], say: Say) -> dict[str, Any]:
     """fit, eval and generate on the embedded model; generate runs in a process of its own."""
-    from .cli.defaults import defaults_of
-
     started = time.monotonic()
     say("1/3 calibrating AQUA-KV on the embedded model and text")
-    fitted = run_fit_predictors(defaults_of("fit-predictors") | DEMO_FIT | {"output": output}, say)
+    fitted = run_fit_predictors(fit_options | DEMO_FIT | {"output": output}, say)
     say("2/3 perplexity through the cache: full precision, HIGGS and AQUA-KV at 2 bits")
     options = {"bundle": [output], "preset": ["higgs-2"], "windows": DEMO_WINDOWS}
-    found = run_eval(defaults_of("eval") | options, say)
+    found = run_eval(eval_options | options, say)
     say("3/3 loading the bundle in a fresh process and generating")
     command = [
         sys.executable,

@@ -16,7 +16,7 @@ from torch.nn import functional
 from kvcal import corpus
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
-from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
+from models_fixture import SMALL, SUFFIX, Done, finished, know_meta_device, kvcal, started, write_model, write_text
 
 ROW = ["name", "perplexity", "kl", "bits_per_value", "cache_bytes", "window_bytes", "resident_bytes", "tokens"]
 LENGTH, WINDOWS, STEP = 260, 4, 32
@@ -28,6 +28,7 @@ PROMPT = "it was the same house on the hill that he had seen so often, and still
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds a model, another of its shape, a text, and a bundle for the model."""
+    know_meta_device()
     base = tmp_path_factory.mktemp("cli")
     write_model(base / "model", LAYERS)
     write_model(base / "other", LAYERS, seed=2)

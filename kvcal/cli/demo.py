@@ -19,9 +19,10 @@ def demo(
     json: Json = False,
 ) -> None:
     """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, measure."""
+    from kvcal.cli.defaults import defaults_of
     from kvcal.commands import run_demo
 
-    found: dict[str, Any] = run_demo(output, note)
+    found: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), defaults_of("eval"), note)
     if json:
         print_json(found)
         return
