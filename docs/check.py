@@ -90,7 +90,8 @@ def anchors(page: Path) -> set[str]:
 
 def command_lines(text: str) -> Iterator[str]:
     """Every `kvcal …` of a page, without its prompt, variables, pipes and redirections."""
-    blocks = re.findall(r"^ *```(?:bash|console|sh|shell)?\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [block for language, block in fenced if language in ("", "bash", "console", "sh", "shell")]
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|\||[|;]", line):
             match = re.match(r"\s*(?:\$ )?(?:\w+=\S* )*(kvcal\b.*)", part)

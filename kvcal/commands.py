@@ -79,7 +79,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
     text = calibration_windows(o, source, opened.tokenizer, text_source)
     result = fit(
         method, opened.source, text, output, model_record=opened.record, revision=opened.revision,
-        device=opened.device, say=say,
+        device=opened.device, seed=o["seed"], say=say,
         options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
     )  # fmt: skip
     scheme, metrics = result.bundle.scheme, result.bundle.metrics
@@ -182,6 +182,9 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     makers = cache_makers(loaded.model, methods, loaded.revision)
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
+    for row in rows[1:]:
+        if row.bits_per_value is None:
+            say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
     return {
         "rows": [row.as_dict() for row in rows],
         "model": o["model"],

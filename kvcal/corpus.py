@@ -472,7 +472,7 @@ def _picker(where: str, names: list[str], column: str | None) -> Callable[[Mappi
     chosen = _columns(names, column)
     if not chosen:
         wanted = f"no column {column!r}" if column else "no text or content, no question and answer"
-        raise TextError(f"{where}: {wanted}; its columns are {', '.join(names)}: name one with --text-column")
+        raise TextError(f"{where}: {wanted}; its columns are {', '.join(names)}: name one with --column")
     return lambda row: "\n".join(_text(row, name) for name in chosen)
 
 

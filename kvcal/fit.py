@@ -25,7 +25,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from . import __version__
-from .capture import Capture, LayerSource, LayerTaps
+from .capture import Capture, LayerSource, LayerTaps, default_batch
 
 if TYPE_CHECKING:
     from .corpus import Windows
@@ -64,6 +64,7 @@ def fit(
     model_record: dict[str, Any],
     revision: str | None,
     device: torch.device,
+    seed: int = 0,
     options: FitOptions | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> FitResult:
@@ -77,7 +78,9 @@ def fit(
     ids = torch.cat([text.train, text.holdout])
     shape = hf.layer_shape(config, method.windows.block)
     tokens = coded_tokens(ids.shape[1], method.windows.sink, method.windows.block)
-    record = provenance(method, text, model_record, device, dtype)
+    record = provenance(
+        method, text, model_record, device, dtype, options.batch or default_batch(ids.shape[1], device), seed
+    )
     work = Checkpoint(output, record, options.resume)
     done = work.layers()
     if done:
@@ -144,7 +147,13 @@ def coded_tokens(length: int, sink: int, block: int) -> slice:
 
 
 def provenance(
-    method: Method, text: Windows, model_record: dict[str, Any], device: torch.device, dtype: torch.dtype
+    method: Method,
+    text: Windows,
+    model_record: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Everything that decides the bytes; no times, no paths of this machine."""
     import transformers
@@ -162,6 +171,8 @@ def provenance(
             "holdout_windows": len(text.holdout),
             "length": int(text.train.shape[1]),
         },
+        "seed": seed,
+        "batch": batch,  # of windows: it decides the last bits of products
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         "versions": {

@@ -15,6 +15,7 @@ os.environ["HF_ASSETS_CACHE"] = _assets.name
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.utils._device  # noqa: E402
 
 torch.set_num_threads(1)  # the models here are tiny: a second thread only waits, 6 times slower on a busy machine
 hypothesis.settings.register_profile("kvcal", deadline=None, derandomize=True)  # a busy machine is not a bug
@@ -31,6 +32,7 @@ _patches = pytest.MonkeyPatch()
 
 def pytest_configure() -> None:
     # torch's own switch, fill_uninitialized_memory, needs deterministic mode, which also swaps kernels.
+    torch.utils._device._device_constructors()  # cached by torch: else a meta context would not know the patched ones
     for owner, name in UNINITIALISED:
         _patches.setattr(owner, name, _poisoned(getattr(owner, name)))
 

@@ -24,9 +24,10 @@ def fit_predictors(
         Path | None, typer.Option("--output", "-o", help="Default: <model>-aqua-kv.kvcal.safetensors here.")
     ] = None,
     backbone: Annotated[
-        str, typer.Option(help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide], uniform-{1..8}[-channel].")
-    ] = "higgs-2-wide",
-    first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide",
+        str,
+        typer.Option(help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide][-debiased], uniform-{1..8}[-channel]."),
+    ] = "higgs-2-wide-debiased",
+    first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",
     predictor: Annotated[
         str, typer.Option(help="linear, reduced-rank, mlp, mlp-no-norm, linear-4bit or bias.")
     ] = "linear",

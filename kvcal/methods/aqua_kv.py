@@ -31,7 +31,7 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 @dataclass(frozen=True)
 class AquaKV:
     """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
-    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128.
+    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one).
 
     key_inputs, value_inputs: k1, v1 (layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
     rank: of the reduced-rank variant; 0 means a quarter of C (the paper's 256 at 1024).
@@ -41,8 +41,8 @@ class AquaKV:
     name: ClassVar[str] = "aqua-kv"
     taps: ClassVar[frozenset[str]] = frozenset({"k", "v"})
 
-    backbone: str = "higgs-2-wide"
-    first_layer: str = "higgs-4-wide"
+    backbone: str = "higgs-2-wide-debiased"
+    first_layer: str = "higgs-4-wide-debiased"
     predictor: str = "linear"
     rank: int = 0
     key_inputs: tuple[str, ...] = ("k1",)
@@ -64,8 +64,8 @@ class AquaKV:
         ):
             if wrong := [name for name in given if name not in allowed]:
                 raise UsageError(f"{what} predictor input {wrong[0]!r}: allowed are {', '.join(allowed)}")
-        if self.ridge <= 0:
-            raise UsageError(f"ridge {self.ridge}: must be positive")
+        if not 0 < self.ridge < float("inf"):
+            raise UsageError(f"ridge {self.ridge}: must be positive and finite")
         backbone(self.backbone)
         backbone(self.first_layer)
         self.windows  # noqa: B018  validates
@@ -162,8 +162,10 @@ class _LayerRun:
             needed = codec.inputs if isinstance(codec, Predicted) else ()
             with carry.timer("encode"):
                 made, guess = reconstruct(codec, x, carry.context(self.layer, needed, batch.rows))
-            carry.write(f"{role}0", batch.rows, x if self.method.quantiser_agnostic else made)
             train = carry.training_rows(batch.rows)
+            # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
+            kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made
+            carry.write(f"{role}0", batch.rows, kept)
             if train < x.shape[0]:
                 holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(made[train:]))
         return holdout

@@ -16,8 +16,8 @@ def _largest_divisor(limit: int, length: int) -> int:
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
-def _higgs(d: int, n: int, rotation: str, axis: str = "channel") -> Backbone:
-    return lambda shape, role: Higgs(shape, role, d=d, n=n, rotation=rotation, axis=axis)  # type: ignore[arg-type]
+def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "mse") -> Backbone:
+    return lambda shape, role: Higgs(shape, role, d=d, n=n, rotation=rotation, axis=axis, gain=gain)  # type: ignore[arg-type]
 
 
 def _uniform(bits: int, axis: str) -> Backbone:
@@ -32,9 +32,10 @@ def _uniform(bits: int, axis: str) -> Backbone:
 def _table() -> dict[str, Backbone]:
     table: dict[str, Backbone] = {}
     for name, d, n in (("2", 2, 16), ("3", 2, 64), ("4", 2, 256), ("2-d4", 4, 256)):
-        table[f"higgs-{name}"] = _higgs(d, n, "head")
-        table[f"higgs-{name}-wide"] = _higgs(d, n, "token")
-        table[f"higgs-{name}-channel"] = _higgs(d, n, "token", "token")
+        for suffix, gain in (("", "mse"), ("-debiased", "debiased")):
+            table[f"higgs-{name}{suffix}"] = _higgs(d, n, "head", gain=gain)
+            table[f"higgs-{name}-wide{suffix}"] = _higgs(d, n, "token", gain=gain)
+            table[f"higgs-{name}-channel{suffix}"] = _higgs(d, n, "token", "token", gain=gain)
     for bits in range(1, 9):
         table[f"uniform-{bits}"] = _uniform(bits, "channel")
         table[f"uniform-{bits}-channel"] = _uniform(bits, "token")

@@ -118,7 +118,7 @@ class HoldoutError:
         if not self.count:
             return {}
         square, total = torch.as_tensor(self.square), torch.as_tensor(self.total)
-        out = {f"{role}_relative_error": float(torch.as_tensor(self.error) / square.sum())}
+        out = {f"{role}_relative_error": float(torch.as_tensor(self.error) / square.sum().clamp_min(1e-30))}
         residual = torch.as_tensor(self.residual)
         if residual.ndim:
             variance = (square - total.square() / self.count).clamp_min(1e-30)

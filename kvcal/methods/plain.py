@@ -44,6 +44,7 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
+    **{f"higgs-{bits}-debiased": Preset(f"higgs-{bits}-debiased", f"higgs-{bits}-debiased") for bits in (2, 3, 4)},
     **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
     "exact": Preset("exact-32", "exact-32"),
 }
