@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from kvcal_artifacts.codecs import Higgs, Shape
 from kvcal_artifacts.codecs.higgs import GRID_MSE
 
