@@ -7,6 +7,7 @@ import json
 import os
 import random
 import resource
+import signal
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,11 @@ def kvcal(*arguments: object) -> Done:
     return Done(found.exit_code, found.stdout, found.stderr)
 
 
+def _hears_control_c() -> None:
+    """A shell starts background jobs, CI perhaps among them, with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(*arguments: object, folder: Path) -> subprocess.Popen[str]:
     """A command in a process of its own, with as many threads as this one: sums then have the same last bits."""
     path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
@@ -107,6 +113,7 @@ def started(*arguments: object, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "kvcal.cli", *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment,
+        preexec_fn=_hears_control_c,
     )  # fmt: skip
 
 
