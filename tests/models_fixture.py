@@ -7,8 +7,8 @@ import json
 import os
 import random
 import resource
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import time
