@@ -73,7 +73,7 @@ def tests(session: nox.Session) -> None:
     _pytest(session)
 
 
-@nox.session(default=False)
+@nox.session(default=False, name="tests-full")
 def tests_full(session: nox.Session) -> None:
     """The slow tests too."""
     _pytest(session, "-m", "not gpu", "--timeout=3600")
@@ -83,13 +83,6 @@ def tests_full(session: nox.Session) -> None:
 def tests_gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
     _pytest(session, "-m", "gpu")
-
-
-@nox.session(default=False)
-def bench(session: nox.Session) -> None:
-    """Timings, on this machine's device."""
-    session.install("-c", CONSTRAINTS, "-e", ".")
-    session.run("python", "-m", "kvcal.bench", *session.posargs)
 
 
 def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:

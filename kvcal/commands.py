@@ -77,6 +77,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
     text = calibration_windows(o, source, opened.tokenizer, text_source)
+    check_context(source, int(text.train.shape[1]), say)
     result = fit(
         method, opened.source, text, output, model_record=opened.record, revision=opened.revision,
         device=opened.device, seed=o["seed"], say=say,
@@ -104,10 +105,24 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
     }
 
 
+def given_text(o: dict[str, Any]) -> str:
+    """--text as given; an empty one (an unset variable, say) is not taken for none."""
+    if not str(o["text"]).strip():
+        raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
+    return str(o["text"])
+
+
+def check_context(source: models.ModelSource, length: int, say: Say) -> None:
+    """Said, not refused: models run beyond their context, badly."""
+    context = models.geometry(source).context
+    if length > context:
+        say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
+
+
 def calibration_text(o: dict[str, Any], source: models.ModelSource) -> str:
     """Where the calibration text is from; random weights of a model that is not here get random token ids."""
-    if o["text"]:
-        return str(o["text"])
+    if o["text"] is not None:
+        return given_text(o)
     if o["random_weights"] and source.kind == "hub":
         return RANDOM_TOKENS
     return corpus.default_text(source, "calibration")
@@ -173,12 +188,13 @@ def run_verify(
 def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Rows `full`, presets, bundles on the same text."""
     source = models.resolve(o["model"], o["revision"])
-    origin = o["text"] or corpus.default_text(source, "evaluation")
+    origin = given_text(o) if o["text"] is not None else corpus.default_text(source, "evaluation")
     say(f"text: {origin}")
     methods = rows_named(o["preset"] or [], o["bundle"] or [])
     loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = corpus.evaluation_windows(loaded.tokenizer, origin, length=length, windows=o["windows"], column=o["column"])
+    check_context(source, length, say)
     makers = cache_makers(loaded.model, methods, loaded.revision)
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
@@ -201,6 +217,8 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
 
 def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end."""
+    if not o["prompt"].strip():
+        raise UsageError("--prompt is empty: give some text to go on from")
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
@@ -208,8 +226,6 @@ def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision).items()))
     tokenizer: Any = loaded.tokenizer
     ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
-    if not ids.shape[1]:
-        raise UsageError("--prompt is empty")
     started = time.monotonic()
     where = [ids.device] if ids.is_cuda else []
     with maker() as cache, torch.no_grad(), torch.random.fork_rng(where, enabled=o["sample"]):

@@ -59,7 +59,7 @@ def generate(
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    seed: Annotated[int, typer.Option(help="For --sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For --sample.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,

@@ -19,7 +19,7 @@ def fit_predictors(
     windows: Annotated[int | None, typer.Option(min=2, help="Windows in all; default: the model's preset.")] = None,
     holdout: Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")] = None,
     length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
-    seed: Annotated[int, typer.Option(help="Which windows are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-aqua-kv.kvcal.safetensors here.")
     ] = None,

@@ -191,7 +191,10 @@ class _LayerRun:
             if method.predictor == "linear":
                 return fit_linear(gram, method.ridge)
             if method.predictor == "reduced-rank":
-                return fit_reduced_rank(gram, method.ridge, method.rank or max(1, gram.xy.shape[1] // 4))
+                width = gram.xy.shape[1]
+                if method.rank > width:
+                    raise UsageError(f"--rank {method.rank}: at most the kv width, {width}")
+                return fit_reduced_rank(gram, method.ridge, method.rank or max(1, width // 4))
             if method.predictor == "linear-4bit":
                 return fit_quantised(gram, method.ridge)
             if method.predictor == "bias":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs.predictors import Bias, Linear, Predictor, QuantisedLinear, ReducedRank
+from kvcal_artifacts.errors import UsageError
 
 CHUNK = 8192  # tokens a product: float32 sums of this length round at 1e-6, far below the ridge
 
@@ -71,7 +72,13 @@ def ridge_solution(gram: Gram, ridge: float) -> tuple[Tensor, Tensor]:
     """
     damp = ridge * gram.xx.diagonal().mean()
     system = gram.xx + damp * torch.eye(len(gram.xx), dtype=torch.float64, device=gram.xx.device)
-    solution = torch.cholesky_solve(gram.xy, torch.linalg.cholesky(system))
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if int(failed):
+        raise UsageError(
+            f"ridge {ridge:g} leaves the normal equations singular ({gram.count} tokens, {len(gram.xx) - 1} inputs); "
+            "use a larger --ridge or more --windows"
+        )
+    solution = torch.cholesky_solve(gram.xy, factor)
     return solution[:-1], solution[-1]
 
 
