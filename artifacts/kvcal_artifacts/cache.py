@@ -54,8 +54,8 @@ class KVCalLayer(CacheLayerMixin):
             )
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
+        self.codecs = self._cache.scheme.on(self.index, self.device)
         for role, codec in enumerate(self._pair):
-            codec.to(self.device)
             self.packed[role] = {
                 name: torch.empty(key_states.shape[0], spec[0], 0, *spec[1:], dtype=dtype, device=self.device)
                 for name, (spec, dtype) in codec.tensor_specs().items()

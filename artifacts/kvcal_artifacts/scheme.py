@@ -55,6 +55,7 @@ class Scheme:
     frame: Frame
     layers: tuple[LayerCodecs | None, ...]
     skipped: dict[int, str] = field(default_factory=dict)
+    _placed: dict[tuple[int, torch.device], LayerCodecs] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.frame not in FRAMES:
@@ -105,11 +106,14 @@ class Scheme:
         held = {t.data_ptr(): t for codec in codecs for t in codec.tensors().values()}
         return sum(t.numel() * t.element_size() for t in held.values())
 
-    def to(self, layer: int, device: torch.device) -> None:
-        """Constants of one layer on its device."""
-        if (pair := self.layers[layer]) is not None:
-            pair.key.to(device)
-            pair.value.to(device)
+    def on(self, layer: int, device: torch.device) -> LayerCodecs:
+        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs."""
+        pair = self.layers[layer]
+        if pair is None:
+            raise KVCalError(f"layer {layer} is not compressed: {self.skipped[layer]}")
+        if (layer, device) not in self._placed:
+            self._placed[layer, device] = LayerCodecs(pair.key.to(device), pair.value.to(device))
+        return self._placed[layer, device]
 
     def config(self) -> dict[str, Any]:
         return {"windows": asdict(self.windows), "frame": self.frame}

@@ -152,12 +152,9 @@ class _LayerRun:
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
         holdout, carry = HoldoutError(), self.carry
-        moved = False
         for batch in self.taps.batches(frozenset(role), self.method.frame, advance=advance):
             x = getattr(batch, role)
-            if not moved:
-                codec.to(x.device)
-                moved = True
+            codec = codec.to(x.device)
             x = carry.coded(x)
             needed = codec.inputs if isinstance(codec, Predicted) else ()
             with carry.timer("encode"):

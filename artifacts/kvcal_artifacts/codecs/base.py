@@ -137,7 +137,7 @@ class Codec(ABC):
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     def to(self, device: torch.device) -> Codec:
-        """The same codec with its constants on `device` (in place)."""
+        """The same codec with its constants on `device`: itself if they are there, else a copy that shares nothing moved."""
         return self
 
     def describe(self) -> str:

@@ -14,6 +14,7 @@ because the noise of a score raises its exponential (docs/methods.md has the fig
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -170,8 +171,11 @@ class Higgs(Codec):
         return cls(shape, role, **config, grid=tensors["grid"], sign=tensors["sign"])
 
     def to(self, device: torch.device) -> Higgs:
-        self.grid, self.sign = self.grid.to(device), self.sign.to(device)
-        return self
+        if self.grid.device == device and self.sign.device == device:
+            return self
+        twin = copy.copy(self)
+        twin.grid, twin.sign = self.grid.to(device), self.sign.to(device)
+        return twin
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape

@@ -5,6 +5,7 @@ encode:  Q(x - f(inputs))          decode:  Q^-1(codes) + f(inputs)
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -120,9 +121,12 @@ class Predicted(Codec):
         return self.inner.tensor_specs()
 
     def to(self, device: torch.device) -> Predicted:
-        self.inner = self.inner.to(device)
-        self.predictor = self.predictor.to(device)
-        return self
+        inner, predictor = self.inner.to(device), self.predictor.to(device)
+        if inner is self.inner and predictor is self.predictor:
+            return self
+        twin = copy.copy(self)
+        twin.inner, twin.predictor = inner, predictor
+        return twin
 
     def describe(self) -> str:
         return f"{self.predictor.name}({'+'.join(self.inputs)}) + {self.inner.describe()}"

@@ -6,6 +6,7 @@ A predictor maps concatenated heads to concatenated heads: x (..., inputs * C) -
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -46,8 +47,11 @@ class Predictor(ABC):
         return {name: w.float() for name, w in self.weights.items()}
 
     def to(self, device: torch.device) -> Predictor:
-        self.weights = {name: w.to(device) for name, w in self.weights.items()}
-        return self
+        if all(w.device == device for w in self.weights.values()):
+            return self
+        twin = copy.copy(self)
+        twin.weights = {name: w.to(device) for name, w in self.weights.items()}
+        return twin
 
     @property
     def nbytes(self) -> int:
