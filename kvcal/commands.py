@@ -260,7 +260,7 @@ def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, 
     say("1/3 calibrating AQUA-KV on the embedded model and text")
     fitted = run_fit_predictors(fit_options | DEMO_FIT | {"output": output}, say)
     say("2/3 perplexity through the cache: full precision, HIGGS and AQUA-KV at 2 bits")
-    options = {"bundle": [output], "preset": ["higgs-2"], "windows": DEMO_WINDOWS}
+    options = {"bundle": [output], "preset": ["higgs-2", "higgs-2-debiased"], "windows": DEMO_WINDOWS}
     found = run_eval(eval_options | options, say)
     say("3/3 loading the bundle in a fresh process and generating")
     command = [
