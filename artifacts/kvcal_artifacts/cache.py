@@ -21,7 +21,7 @@ from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 
-FRAME_TOLERANCE = 0.01  # of the largest key
+FRAME_TOLERANCE = {torch.float32: 1e-3}  # of the largest key; 1e-2 in 16 bits, where one rounding of cos is 4e-3
 PARTS = ("packed", "window", "bookkeeping")
 
 
@@ -107,7 +107,7 @@ class KVCalLayer(CacheLayerMixin):
         # A rotation not understood is off by the keys' own size. Bits are not compared: in one of some 70 processes cos and
         # sin of the second call differed (by 2e-5 of the largest key). A NaN passes here and is named when it is packed.
         off = (turned.float() - handed.float()).abs()
-        if bool((off > FRAME_TOLERANCE * handed.float().abs().max()).any()):
+        if bool((off > FRAME_TOLERANCE.get(handed.dtype, 1e-2) * handed.float().abs().max()).any()):
             raise KVCalError(
                 f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated "
                 f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
