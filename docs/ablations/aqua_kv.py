@@ -55,6 +55,12 @@ def ours(bits: int) -> dict[str, Any]:
     return {} if bits == 2 else {"backbone": f"higgs-{bits}-wide-debiased"}
 
 
+DEBIASING = "What debiasing, rotation and inputs do at 2 bits"
+ALIKE = (
+    ("published HIGGS", "HIGGS as published, rotation over the token", "AQUA-KV, HIGGS as published"),
+    ("debiased HIGGS", "HIGGS debiased, rotation over the token", "AQUA-KV, HIGGS debiased (default)"),
+)
+
 GROUPS: dict[str, list[Entry]] = {
     "Bits": [
         *(plain(f"Quanto-like {b}", f"uniform-{b}", {2: 21.56}.get(b)) for b in (2, 3, 4)),
@@ -62,7 +68,7 @@ GROUPS: dict[str, list[Entry]] = {
         *(Entry(f"AQUA-KV (Quanto-like {b})", {2: 10.33}.get(b), {"backbone": f"uniform-{b}"}) for b in (2, 3, 4)),
         *(Entry(f"AQUA-KV (HIGGS {b})", {2: 7.03}.get(b), ours(b)) for b in (2, 3, 4)),
     ],
-    "What debiasing, rotation and inputs do at 2 bits": [
+    DEBIASING: [
         plain("HIGGS as published, rotation over the token", "higgs-2-wide"),
         plain("HIGGS debiased, rotation over the token", TWO),
         plain("HIGGS as published, rotation per head (preset higgs-2)", "higgs-2"),
@@ -183,14 +189,30 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
         rows = before["rows"]
-    for entry in (e for group in GROUPS.values() for e in group):
+    groups = {name: group for name, group in GROUPS.items() if not args.groups or name in args.groups}
+    for entry in (e for group in groups.values() for e in group):
         if key_of(entry) not in rows:
             rows[key_of(entry)] = measure(entry, loaded, text, found.ids, args)
             path.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
             seen = rows[key_of(entry)]
             print(entry.label, round(seen["perplexity"], 3), round(seen["kl"], 5), seen["eval_seconds"], flush=True)
-    groups = {name: [rows[key_of(e)] | {"label": e.label, "paper": e.paper} for e in g] for name, g in GROUPS.items()}
-    return settings | {"full": next(iter(rows.values()))["full"], "groups": groups}
+    labelled = {name: [rows[key_of(e)] | {"label": e.label, "paper": e.paper} for e in g] for name, g in groups.items()}
+    return settings | {"full": next(iter(rows.values()))["full"], "groups": labelled}
+
+
+def sentences(groups: dict[str, Any], full: float) -> list[str]:
+    """How much of HIGGS's gap AQUA-KV closes: against the published HIGGS, and like for like."""
+    lines = []
+    rows = {row["label"]: row["perplexity"] for row in groups.get("Bits", ())}
+    for bits in (2, 3, 4) if rows else ():
+        alone, best = rows[f"HIGGS {bits}"], rows[f"AQUA-KV (HIGGS {bits})"]
+        closed = (alone - best) / (alone - full)
+        lines.append(f"At {bits} bits AQUA-KV closes {closed:.1%} of HIGGS's gap; its loss is {best / full - 1:.2%}.")
+    rows = {row["label"]: row["perplexity"] for row in groups.get(DEBIASING, ())}
+    for name, without, behind in ALIKE if rows else ():
+        closed = (rows[without] - rows[behind]) / (rows[without] - full)
+        lines.append(f"Like for like, {name}, with and without predictors: {closed:.1%} of the gap.")
+    return lines
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -200,21 +222,7 @@ def markdown(found: dict[str, Any]) -> str:
         f"{found['eval_windows']} windows of {found['length']} tokens in steps of 32; fitted on {found['windows']} windows of "
         f"`{found['calibration']}` (an eighth held out). Full precision: perplexity {full['perplexity']:.3f}.",
     ]
-    rows_by_label = {row["label"]: row for row in found["groups"]["Bits"]}
-    for bits in (2, 3, 4):
-        alone, best = rows_by_label[f"HIGGS {bits}"], rows_by_label[f"AQUA-KV (HIGGS {bits})"]
-        gap = alone["perplexity"] - full["perplexity"]
-        closed = (alone["perplexity"] - best["perplexity"]) / gap
-        loss = best["perplexity"] / full["perplexity"] - 1
-        lines.append(f"At {bits} bits AQUA-KV closes {closed:.1%} of HIGGS's gap; its loss is {loss:.2%}.")
-    alike = {row["label"]: row for row in found["groups"]["What debiasing, rotation and inputs do at 2 bits"]}
-    for name, without, behind in (
-        ("published", "HIGGS as published, rotation over the token", "AQUA-KV, HIGGS as published"),
-        ("debiased", "HIGGS debiased, rotation over the token", "AQUA-KV, HIGGS debiased (default)"),
-    ):
-        above = alike[without]["perplexity"]
-        closed = (above - alike[behind]["perplexity"]) / (above - full["perplexity"])
-        lines.append(f"Like for like, {name} HIGGS with and without predictors: {closed:.1%} of the gap.")
+    lines += sentences(found["groups"], full["perplexity"])
     for name, rows in found["groups"].items():
         lines += ["", f"### {name}", "", "| row | bits a value | perplexity | KL | resident bytes | paper |"]
         lines.append("|---|---|---|---|---|---|")
@@ -242,6 +250,7 @@ def main() -> None:
     parser.add_argument("--eval-batch", type=int)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--groups", action="append", choices=list(GROUPS), help="only these; may be repeated")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     text = markdown(run(args))
