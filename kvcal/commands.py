@@ -22,12 +22,14 @@ from . import corpus, models
 from .evaluate.perplexity import evaluate
 from .fit import FitOptions, fit
 from .methods.aqua_kv import AquaKV
-from .workbench import cache_makers, default_output, open_for_fit, open_model, rows_named
+from .report.progress import progress
+from .workbench import cache_makers, check_bundle, default_output, open_for_fit, open_model, rows_named
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
 
 
+RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have no quality to measure
 DEMO_FIT = {"windows": 48, "holdout": 6, "length": 1024}  # of 72: the whole demo within 90 s on 2 cores
 DEMO_WINDOWS = 6
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
@@ -69,7 +71,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     source = models.resolve(o["model"], o["revision"])
-    text_source = calibration_text(o, source)
+    text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
     output = Path(o["output"] or default_output(source, method.name))
     opened = open_for_fit(
@@ -119,13 +121,28 @@ def check_context(source: models.ModelSource, length: int, say: Say) -> None:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
 
 
-def calibration_text(o: dict[str, Any], source: models.ModelSource) -> str:
-    """Where the calibration text is from; random weights of a model that is not here get random token ids."""
+def text_for(o: dict[str, Any], source: models.ModelSource, purpose: str) -> str:
+    """Where the text is from; random weights of a model that is not here get random token ids."""
     if o["text"] is not None:
         return given_text(o)
     if o["random_weights"] and source.kind == "hub":
         return RANDOM_TOKENS
-    return corpus.default_text(source, "calibration")
+    return corpus.default_text(source, purpose)
+
+
+def known(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise UsageError("--random-weights of a hub model comes without a tokenizer: no --text or --prompt can be read")
+    return tokenizer
+
+
+def evaluation_text(
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, origin: str, length: int
+) -> corpus.EvaluationWindows:
+    if origin == RANDOM_TOKENS:
+        vocabulary, count = models.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
+        return corpus.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
+    return corpus.evaluation_windows(known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"])
 
 
 def calibration_windows(
@@ -140,10 +157,8 @@ def calibration_windows(
     if text_source == RANDOM_TOKENS:
         vocabulary = models.geometry(source).vocab
         return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
-    if tokenizer is None:
-        raise UsageError("--random-weights of a hub model has no tokenizer for --text; leave --text out")
     return corpus.token_windows(
-        tokenizer, text_source, windows=count, holdout=held, length=length, seed=o["seed"], column=o["column"]
+        known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"], column=o["column"]
     )
 
 
@@ -173,14 +188,15 @@ def run_inspect(path: Path) -> dict[str, Any]:
 
 
 def run_verify(
-    path: Path, model: str | None, revision: str | None, device: str, random_weights: bool
+    path: Path, model: str | None, revision: str | None, device: str, random_weights: bool, seed: int
 ) -> dict[str, Any]:
     """Format and hashes; with a model also that the bundle was made for it."""
+    if model is None and (revision is not None or random_weights):
+        raise UsageError("--revision and --random-weights say which weights of --model are meant: give --model too")
     bundle = load_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:
-        loaded = open_model(model, revision, dtype="auto", device=device, random_weights=random_weights)
-        bundle.check(loaded.model, loaded.revision)
+        check_bundle(bundle, model, revision, device=device, random_weights=random_weights, seed=seed)
         checks.append(f"model {model}")
     return {"bundle": str(path), "sha256": file_sha256(path), "ok": True, "checked": checks}
 
@@ -188,12 +204,15 @@ def run_verify(
 def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Rows `full`, presets, bundles on the same text."""
     source = models.resolve(o["model"], o["revision"])
-    origin = given_text(o) if o["text"] is not None else corpus.default_text(source, "evaluation")
+    origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
     methods = rows_named(o["preset"] or [], o["bundle"] or [])
-    loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
+    loaded = open_model(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
-    text = corpus.evaluation_windows(loaded.tokenizer, origin, length=length, windows=o["windows"], column=o["column"])
+    text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)
     makers = cache_makers(loaded.model, methods, loaded.revision)
     started = time.monotonic()
@@ -205,6 +224,7 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "rows": [row.as_dict() for row in rows],
         "model": o["model"],
         "revision": loaded.revision,
+        "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "text": text.source,
         "text_sha256": text.sha256,
@@ -215,6 +235,21 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     }
 
 
+class _Counting:
+    """What generate() tells of every new token; the first call is the prompt's."""
+
+    def __init__(self, advance: Callable[..., None]) -> None:
+        self._advance, self._prompt = advance, True
+
+    def put(self, tokens: Any) -> None:
+        if not self._prompt:
+            self._advance()
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
 def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end."""
     if not o["prompt"].strip():
@@ -222,18 +257,26 @@ def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
-    loaded = open_model(o["model"], o["revision"], dtype=o["dtype"], device=o["device"])
+    loaded = open_model(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
     name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision).items()))
-    tokenizer: Any = loaded.tokenizer
+    tokenizer = known(loaded.tokenizer)
     ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
     started = time.monotonic()
     where = [ids.device] if ids.is_cuda else []
-    with maker() as cache, torch.no_grad(), torch.random.fork_rng(where, enabled=o["sample"]):
+    with (
+        maker() as cache,
+        torch.no_grad(),
+        torch.random.fork_rng(where, enabled=o["sample"]),
+        progress("Generating", total=o["tokens"]) as advance,
+    ):
         if o["sample"]:
             torch.manual_seed(o["seed"])  # generate() draws from the global generator
         out = loaded.model.generate(
             ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, streamer=_Counting(advance),
         )  # fmt: skip
         seen = cache.describe()
     return {
@@ -274,9 +317,11 @@ def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, 
         DEMO_PROMPT,
         "--json",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its stderr is ours
     if done.returncode:
-        raise KVCalError(f"generating in a fresh process failed: {done.stderr.strip().splitlines()[-1]}")
+        raise KVCalError(
+            f"generating in a fresh process failed with exit code {done.returncode}; its own line is above"
+        )
     generated = json.loads(done.stdout)
     return found | {
         "bundle": str(output.resolve()),

@@ -201,6 +201,13 @@ def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, s
     return Windows(train, held, label, digest, ids_hash(train, held), windows * length, bos=False)  # type: ignore[arg-type]
 
 
+def random_evaluation(vocab: int, *, windows: int, length: int, seed: int = 0) -> EvaluationWindows:
+    """The same for evaluation."""
+    made = random_windows(vocab, windows=windows, length=length, seed=seed)
+    ids = made.train
+    return EvaluationWindows(ids, made.source, made.sha256, ids_hash(ids), ids.numel(), bos=False)
+
+
 def ids_hash(*tensors: Any) -> str:
     """SHA-256 of token ids as little-endian int64, shapes included."""
     digest = hashlib.sha256()

@@ -399,18 +399,24 @@ def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype in allowed.values():
         return dtype
     if str(dtype) not in allowed:
-        raise UsageError(f"dtype {dtype}: allowed are {', '.join(allowed)}")
+        raise UsageError(f"dtype {dtype}: allowed are auto, {', '.join(allowed)}")
     return allowed[str(dtype)]
 
 
 def to_device(device: torch.device | str) -> torch.device:
     import torch
 
+    allowed = "allowed are cpu, cuda, cuda:N and auto"
     try:
         target = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"device {device}: torch knows no such device; {allowed}") from None
+    if target.type == "meta":
+        raise UsageError(f"device {device}: holds no numbers; {allowed}")
+    try:
         torch.empty(0, device=target)
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {device}: {one_line(error, 120)}") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device {device}: not usable here ({one_line(error, 120)}); {allowed}") from error
     return target
 
 

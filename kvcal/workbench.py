@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
@@ -73,11 +74,29 @@ def _tokenizer(source: models.ModelSource, random_weights: bool) -> Any:
 
 
 def open_model(
-    name: str, revision: str | None, *, dtype: str, device: str, random_weights: bool = False
+    name: str, revision: str | None, *, dtype: str, device: str, random_weights: bool = False, seed: int = 0
 ) -> models.LoadedModel:
     where = pick_device(device)
+    kind = pick_dtype(dtype, where)
     source = models.resolve(name, revision)
-    return models.load_model(source, dtype=pick_dtype(dtype, where), device=where, random_weights=random_weights)
+    return models.load_model(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+
+
+def check_bundle(
+    bundle: Bundle, name: str, revision: str | None, *, device: str, random_weights: bool, seed: int
+) -> None:
+    """Raise IncompatibleBundle if it was made for another model; reads config and revision, then two layers' weights."""
+    where = pick_device(device)
+    parts = models.open_layerwise(
+        models.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
+    )
+    bundle.check(parts.model, parts.revision, probe=())
+    probe: tuple[float, ...] = ()
+    for layer in (0, len(parts) - 1):
+        parts.load_layer(layer)
+        probe += hf.key_probe(hf.attention_site(hf.decoder_of(parts.model), layer))
+        parts.free_layer(layer)
+    bundle.check(parts.model, parts.revision, probe)
 
 
 def default_output(source: models.ModelSource, method: str) -> Path:

@@ -63,16 +63,6 @@ def write_text(path: Path, characters: int = 20_000) -> Path:
     return path
 
 
-def know_meta_device() -> None:
-    """conftest wraps torch.empty; a meta device context must still know the function inside the wrapper.
-
-    Without it Transformers draws a model's weights before it reads them, from the global generator.
-    """
-    from torch.utils._device import _device_constructors
-
-    _device_constructors().add(torch._C._VariableFunctions.empty)
-
-
 @dataclass(frozen=True)
 class Done:
     """How a command ended."""

@@ -46,15 +46,6 @@ FRAMES = ("post_rope", "pre_rope")
 every_frame = pytest.mark.parametrize("frame", FRAMES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products wait for a second thread longer than they take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield

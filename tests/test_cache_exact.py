@@ -5,7 +5,7 @@ Blocks are packed and decoded all the same (each test asserts it), so a differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -16,21 +16,15 @@ from transformers import DynamicCache
 
 from architectures import TINY, VARIANTS
 from kvcal_artifacts import hf
+from kvcal_artifacts.errors import KVCalError
 from schemes import ALL, BLOCK, RECENT, SINK, left_mask, make, tiny, token_ids
 
 pytestmark = pytest.mark.transformers
 
-LENGTH_DEPENDENT = [name for name in ALL if hf.depends_on_length(tiny(name).config)]
+LENGTH_DEPENDENT = [  # RoPE frequencies that change with the sequence's length
+    name for name in ALL if (tiny(name).config.rope_parameters or {}).get("rope_type") in ("dynamic", "longrope")
+]
 CHANGE = 64  # positions at which their frequencies change
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny products wait for a second thread longer than they take."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def generate(model: Any, cache: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> list[Tensor]:
@@ -295,3 +289,20 @@ def test_decoder_called_by_position(frame: str) -> None:
             states.append(out.last_hidden_state)
         assert made.ledger.blocks.tolist() == [2, 1]
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotation_that_is_not_the_models_own_is_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one key: the check compares with cos and sin that the model itself made for this call."""
+    model = TINY["llama"]().to(dtype)
+    made = make(model, "exact-bf16" if dtype == torch.bfloat16 else "exact-32", "pre_rope")
+    captured = hf.AttentionSite.keys_from
+
+    def bent(self: hf.AttentionSite, output: Tensor) -> Tensor:
+        keys = captured(self, output).clone()
+        keys[0, 0, 0, 0] = keys[0, 0, 0, 0] * (1 + torch.finfo(dtype).eps)
+        return keys
+
+    monkeypatch.setattr(hf.AttentionSite, "keys_from", bent)
+    with pytest.raises(KVCalError, match="layer 0: keys captured before RoPE do not give the model's keys"):
+        model(token_ids(1, 5), past_key_values=made)

@@ -7,16 +7,17 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
-from kvcal import corpus
+from kvcal import corpus, models, weights
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
-from models_fixture import SMALL, SUFFIX, Done, finished, know_meta_device, kvcal, started, write_model, write_text
+from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 ROW = ["name", "perplexity", "kl", "bits_per_value", "cache_bytes", "window_bytes", "resident_bytes", "tokens"]
 LENGTH, WINDOWS, STEP = 260, 4, 32
@@ -28,7 +29,6 @@ PROMPT = "it was the same house on the hill that he had seen so often, and still
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds a model, another of its shape, a text, and a bundle for the model."""
-    know_meta_device()
     base = tmp_path_factory.mktemp("cli")
     write_model(base / "model", LAYERS)
     write_model(base / "other", LAYERS, seed=2)
@@ -157,6 +157,61 @@ def test_verify(base: Path, bundle: Path) -> None:
     with_model = kvcal("verify", bundle, "--model", base / "model", "--json")
     assert with_model.json["checked"][-1] == f"model {base / 'model'}"
     assert kvcal("verify", bundle).out.startswith(f"{bundle}: good (format, header hash")
+
+
+def test_verify_reads_two_layers_of_the_model(base: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    get = weights.FileWeights.get
+
+    def noted(self: weights.FileWeights, name: str, *rest: Any) -> torch.Tensor:
+        read.append(name)
+        return get(self, name, *rest)
+
+    monkeypatch.setattr(weights.FileWeights, "get", noted)
+    assert kvcal("verify", bundle, "--model", base / "model").code == 0
+    assert {name.split(".")[2] for name in read} == {"0", str(LAYERS - 1)}
+    read.clear()
+    assert kvcal("verify", bundle, "--model", base / "other").code == 4
+    assert read == []  # the revisions differ: weights need not be looked at
+
+
+def test_verify_without_a_model_takes_nothing_about_one(bundle: Path) -> None:
+    fails(kvcal("verify", bundle, "--revision", "main"), 2, "--revision", "give --model")
+    fails(kvcal("verify", bundle, "--random-weights"), 2, "--random-weights", "give --model")
+
+
+def test_random_weights_of_a_seed_from_fit_to_generate(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / f"random{SUFFIX}"
+    mine = ["--model", base / "model", "--random-weights", "--seed", 5]
+    short = ["--windows", 4, "--length", LENGTH]
+    assert kvcal("fit-predictors", *mine, "--text", base / "words.txt", *short, "--output", path).code == 0
+    assert kvcal("verify", path, *mine).code == 0
+    fails(kvcal("verify", path, *mine[:-1], 6), 4, "random:5", "random:6")
+    fails(kvcal("verify", path, *mine[:2]), 4, "random:5", "sha256:")
+    done = kvcal("eval", *mine, "--text", base / "words.txt", "--length", LENGTH, "--bundle", path, "--json")
+    assert done.json["random_weights"] is True and [row["name"] for row in done.json["rows"]] == ["full", "random"]
+    assert kvcal("generate", *mine, "--bundle", path, "--prompt", PROMPT, "--tokens", 3).code == 0
+
+
+def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer either: random token ids to evaluate on, and no prompt to read."""
+    geometry = models.geometry_config(models.resolve("qwen2.5-0.5b"))
+    small = {"num_hidden_layers": 1, "layer_types": None, "hidden_size": 56, "vocab_size": 300, "intermediate_size": 64}
+    for name, value in small.items():
+        setattr(geometry, name, value)
+    monkeypatch.setattr(models, "geometry_config", lambda source: geometry)
+    monkeypatch.setattr(models, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
+    mine = ["--model", "qwen2.5-0.5b", "--random-weights", "--preset", "higgs-2"]
+    done = kvcal("eval", *mine, "--length", LENGTH, "--json")
+    assert done.json["text"] == "random-tokens:0" and done.json["windows"] == 4, done.err
+    assert done.json["rows"][1]["bits_per_value"] is not None
+    fails(kvcal("generate", *mine, "--prompt", "a"), 2, "without a tokenizer")
+    fails(kvcal("eval", *mine, "--text", __file__, "--length", LENGTH), 2, "without a tokenizer")
+
+
+def test_generate_says_when_nothing_is_packed(base: Path) -> None:
+    done = kvcal("generate", "--model", base / "model", "--preset", "higgs-2", "--prompt", "a", "--tokens", 2)
+    assert "nothing packed yet" in done.err and "nan" not in done.err
 
 
 def test_inspect(bundle: Path) -> None:
@@ -361,8 +416,9 @@ def test_a_bundle_of_another_model(base: Path, bundle: Path) -> None:
 def test_unknown_names(base: Path, bundle: Path) -> None:
     short = ["--length", 64]
     fails(kvcal("eval", *named(base), *short, "--preset", "higgs-5"), 2, "'higgs-5'", "allowed are higgs-2")
-    fails(kvcal("eval", *named(base), *short, "--dtype", "int8"), 2, "int8", "float32")
-    fails(kvcal("verify", bundle, "--model", base / "model", "--device", "abacus"), 2, "abacus")
+    fails(kvcal("eval", *named(base), *short, "--dtype", "int8"), 2, "int8", "auto, float32")
+    fails(kvcal("verify", bundle, "--model", base / "model", "--device", "abacus"), 2, "abacus", "allowed are cpu")
+    fails(kvcal("verify", bundle, "--model", base / "model", "--device", "meta"), 2, "meta", "allowed are cpu")
     generate = ["generate", "--model", base / "model", "--prompt"]
     fails(kvcal(*generate, "a"), 2, "one --bundle or one --preset")
     fails(kvcal(*generate, "a", "--preset", "higgs-2", "--bundle", bundle), 2, "one --bundle or one --preset")

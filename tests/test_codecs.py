@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +47,6 @@ INPUTS: dict[Role, tuple[str, ...]] = {"key": ("k1",), "value": ("v1", "k0")}
 GRID_ERROR = {(2, 16): 0.1074, (2, 64): 0.0297, (2, 256): 0.0078, (4, 256): 0.0965}  # MSE a coordinate, N(0, 1)
 HALF = 2.0**-11  # relative rounding of float16
 TINIEST = 2.0**-25  # half a step of float16's smallest numbers
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Thousands of small tensors: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -21,14 +21,6 @@ IDS = torch.tensor([[1, 5, 9, 200, 31, 7, 3, 64]])
 CASES = {**TINY, "phi3-partial": VARIANTS["phi3-partial"], "llama-yarn": VARIANTS["llama-yarn"]}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def meta_device() -> None:
-    """conftest wraps torch.empty; a meta device context must still know the function inside the wrapper."""
-    from torch.utils._device import _device_constructors
-
-    _device_constructors().add(torch._C._VariableFunctions.empty)
-
-
 def save(model: Any, folder: Path, shard: str = "60KB") -> str:
     model.save_pretrained(folder, max_shard_size=shard)
     return str(folder)

@@ -49,14 +49,6 @@ PUBLISHED = {  # billions of parameters, from the model cards
 ONLINE = [name for name, entry in CATALOGUE.items() if entry.hub_id]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def meta_device() -> None:
-    """conftest wraps torch.empty; a meta device context must still know the function inside the wrapper."""
-    from torch.utils._device import _device_constructors
-
-    _device_constructors().add(torch._C._VariableFunctions.empty)
-
-
 def one_line(error: KVCalError) -> str:
     message = str(error)
     assert "\n" not in message

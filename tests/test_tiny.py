@@ -18,6 +18,7 @@ from kvcal.cli.defaults import defaults_of
 from kvcal.commands import run_fit_predictors
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.models import load_model, resolve
+from kvcal.workbench import cache_makers, rows_named
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "kvcal" / "demo"
@@ -82,6 +83,14 @@ def test_bits_per_byte(tiny: Any, card: str) -> None:
     print(f"perplexity {full.perplexity:.3f}, {full.tokens} tokens, {count} bytes: {found:.4f} bits a byte")
     assert found == pytest.approx(BITS_PER_BYTE, abs=0.01)
     assert all(fact in card for fact in (f"**{BITS_PER_BYTE}**", f"{full.tokens:,}", f"{count:,}"))
+
+
+def test_debiasing_brings_a_trained_model_closer_to_itself(tiny: Any) -> None:
+    """Same codes, another factor a layer: 0.0096 against 0.0075 nats over 16 windows, measured with `kvcal eval`."""
+    text = corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=4, length=1024)
+    rows = evaluate(tiny.model, text.ids, cache_makers(tiny.model, rows_named(["higgs-2", "higgs-2-debiased"], [])))
+    kl = {row.name: row.kl for row in rows}
+    assert 0 < kl["higgs-2-debiased"] < 0.9 * kl["higgs-2"]
 
 
 def test_generates_english(tiny: Any) -> None:

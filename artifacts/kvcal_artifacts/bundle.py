@@ -179,9 +179,9 @@ class Bundle:
         self.path = path
         return hashlib.sha256(data).hexdigest()
 
-    def check(self, model: nn.Module, revision: str | None = None) -> None:
-        """Refuse another model, naming both values."""
-        if found := self.fingerprint.differences(Fingerprint.of(model, revision)):
+    def check(self, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> None:
+        """Refuse another model, naming both values. probe: as Fingerprint.of takes it; empty: weights are not compared."""
+        if found := self.fingerprint.differences(Fingerprint.of(model, revision, probe)):
             raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(found)}")
 
 

@@ -21,7 +21,6 @@ from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 
-FRAME_TOLERANCE = {torch.float32: 1e-3}  # of the largest key; 1e-2 in 16 bits, where one rounding of cos is 4e-3
 PARTS = ("packed", "window", "bookkeeping")
 
 
@@ -102,12 +101,10 @@ class KVCalLayer(CacheLayerMixin):
 
     def _verify_frame(self, before: Tensor, handed: Tensor) -> None:
         """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
-        query = handed.shape[2]
-        turned = self.site.rotate(before, *self._cache.rope(slice(-query, None), before))
-        # A rotation not understood is off by the keys' own size. Bits are not compared: in one of some 70 processes cos and
-        # sin of the second call differed (by 2e-5 of the largest key). A NaN passes here and is named when it is packed.
-        off = (turned.float() - handed.float()).abs()
-        if bool((off > FRAME_TOLERANCE.get(handed.dtype, 1e-2) * handed.float().abs().max()).any()):
+        turned, handed = self.site.rotate(before, *self._cache.rope_now(handed)).detach(), handed.detach()
+        # the same function of the same cos and sin: not a bit may differ. A NaN is named when it is packed.
+        same = (turned == handed) | (turned.isnan() & handed.isnan())
+        if not bool(same.all()):
             raise KVCalError(
                 f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated "
                 f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
@@ -283,7 +280,8 @@ class KVCalCache(Cache):
         self._mask: Tensor | None = None
         self._custom_mask = False
         self._positions: Tensor | None = None
-        self._rope: tuple[Tensor, Tensor] | None = None
+        self._rope: tuple[Tensor, Tensor] | None = None  # of all columns
+        self._rope_now: tuple[Tensor, Tensor] | None = None  # of the current call's, as the model itself made them
         self._plan: Plan | None = None
         self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
@@ -297,10 +295,10 @@ class KVCalCache(Cache):
 
     def on_forward(self, mask: Tensor | None) -> None:
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
-        self._plan = self._rope = self._positions = None
+        self._plan = self._rope = self._rope_now = self._positions = None
 
-    def on_positions(self, positions: Tensor) -> None:
-        self._positions = positions
+    def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self._positions, self._rope_now = positions, (cos, sin)
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
         own = self.layers[layer]
@@ -361,6 +359,12 @@ class KVCalCache(Cache):
             assert self.ledger.positions is not None
             self._rope = hf.rope_tables(self.model, self.ledger.positions, like.dtype)
         cos, sin = (t[:, columns].to(like.device) for t in self._rope)
+        return cos, sin
+
+    def rope_now(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin that the model turned the current call's keys by, on the device of `like`."""
+        assert self._rope_now is not None
+        cos, sin = (t.to(like.device) for t in self._rope_now)
         return cos, sin
 
     def old_context(self, layer: int) -> Context:

@@ -2,8 +2,8 @@
 
 Facts this file rests on (Transformers 5.17 to 5.23): an attention module calls `past_key_values.update(k, v, layer)`
 with keys after RoPE and passes neither cos, sin nor positions; a cache never sees the attention mask. So one forward
-hook a layer hands out keys before RoPE (the output of `k_norm`, `k_proj` or the middle of `qkv_proj`), one pre-hook on
-the rotary module hands out the positions, and one pre-hook on the decoder hands out the 2-D attention mask.
+hook a layer hands out keys before RoPE (the output of `k_norm`, `k_proj` or the middle of `qkv_proj`), one hook on the
+rotary module hands out positions, cos and sin, and one pre-hook on the decoder hands out the 2-D attention mask.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from .codecs.base import Shape
 from .errors import KVCalError
-
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,8 @@ def attention_site(decoder: Any, index: int) -> AttentionSite:
 def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (B, T, rotary dim) of int positions (B, T), as the model's own rotary module computes them now."""
     like = torch.empty(0, dtype=dtype, device=positions.device)
-    cos, sin = decoder_of(model).rotary_emb(like, position_ids=positions)
+    # forward(), as a call would tell the hooks below about these positions
+    cos, sin = decoder_of(model).rotary_emb.forward(like, position_ids=positions)
     return cos, sin
 
 
@@ -152,21 +151,14 @@ def caveats(config: Any) -> list[str]:
     return []
 
 
-def depends_on_length(config: Any) -> bool:
-    """Whether RoPE frequencies change with the sequence's length (dynamic NTK, LongRoPE)."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    return any(name in str(kind) for name in LENGTH_DEPENDENT_ROPE)
-
-
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
     def on_forward(self, mask: Tensor | None) -> None:
         """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real)."""
 
-    def on_positions(self, positions: Tensor) -> None:
-        """Position ids int (B or 1, query)."""
+    def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Position ids int (B or 1, query) and what the rotary module made of them, each (B or 1, query, rotary dim)."""
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
         """Keys (B, H, query, D) of one layer before RoPE; only if asked for."""
@@ -188,7 +180,7 @@ class Hooks:
         self._handles = [
             decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             decoder.register_forward_hook(self._after, always_call=True),
-            decoder.rotary_emb.register_forward_pre_hook(self._rotary, with_kwargs=True),
+            decoder.rotary_emb.register_forward_hook(self._rotary, with_kwargs=True),
         ]
         self._handles += [site.key_source.register_forward_hook(self._key_hook(site)) for site in sites]
         weakref.finalize(owner, self.close)
@@ -231,10 +223,11 @@ class Hooks:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         self._state.active = False
 
-    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         owner = self._owner()
-        if self.active and owner is not None and kwargs is not None:
-            owner.on_positions(kwargs["position_ids"] if "position_ids" in kwargs else args[1])
+        if self.active and owner is not None:
+            cos, sin = made
+            owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
 
     def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:

@@ -162,14 +162,11 @@ class Ledger:
         blocks = torch.minimum(self.blocks, (kept - sink) // block)
         window = kept - sink - blocks * block
         deep = blocks < self.blocks
-        returned = torch.where(deep, torch.minimum(window, (self.blocks - blocks) * block), 0)
+        returned = torch.where(deep, window, 0)  # of a cut block: nothing of the old window is left
         index = None
         if bool(deep.any()):
             first = torch.where(deep, blocks * block, _width(self.blocks) * block)
             index = torch.arange(_width(window))[None] + first[:, None]
-            # past a row's own packed tokens its window follows, in the window's slots
-            own = self.blocks[:, None] * block
-            index = torch.where(deep[:, None] & (index >= own), index - own + _width(self.blocks) * block, index)
             index = index.clamp_max(_width(self.blocks) * block + max(_width(self.window), 1) - 1)
         return CropPlan(_width(sink), _width(blocks), _width(window), bool(deep.any()), int(returned.sum()), index)
 

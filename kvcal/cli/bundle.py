@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvcal.cli.options import Device, Json, Random, Revision
+from kvcal.cli.options import Device, Json, Random, Revision, Seed
 from kvcal.cli.output import print_json, print_table
 
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
@@ -45,13 +45,14 @@ def verify(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Also: was it made for this model?")] = None,
     revision: Revision = None,
     random_weights: Random = False,
+    seed: Seed = 0,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
     """Check a bundle: format and every hash; with --model also that it was made for that model. Exit code 4 if not."""
     from kvcal.commands import run_verify
 
-    found = run_verify(bundle, model, revision, device, random_weights)
+    found = run_verify(bundle, model, revision, device, random_weights, seed)
     if json:
         print_json(found)
     else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Bundles, Column, Device, Dtype, Json, Model, Presets, Revision, Step, Text
+from kvcal.cli.options import Bundles, Column, Device, Dtype, Json, Model, Presets, Random, Revision, Seed, Step, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -22,6 +23,8 @@ def evaluate(
     bundle: Bundles = None,
     preset: Presets = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    random_weights: Random = False,
+    seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -59,7 +62,8 @@ def generate(
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For --sample.")] = 0,
+    random_weights: Random = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="For --sample and --random-weights.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -73,6 +77,8 @@ def generate(
         print_json(found)
     else:
         print(found["text"])
-        held = found["nbytes"]
-        note(f"{found['new_tokens']} tokens in {found['seconds']} s; cache: {held['packed']} bytes packed "
-             f"at {found['bits_per_value']:.3f} bits a value, {held['window']} in windows")  # fmt: skip
+        held, bits = found["nbytes"], found["bits_per_value"]
+        packed = (
+            "nothing packed yet" if math.isnan(bits) else f"{held['packed']} bytes packed at {bits:.3f} bits a value"
+        )
+        note(f"{found['new_tokens']} tokens in {found['seconds']} s; cache: {packed}, {held['window']} in windows")

@@ -25,7 +25,10 @@ def fit_predictors(
     ] = None,
     backbone: Annotated[
         str,
-        typer.Option(help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide][-debiased], uniform-{1..8}[-channel]."),
+        typer.Option(
+            help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide|-channel][-debiased], uniform-{1..8}[-channel], "
+            "exact-{16,32,bf16}."
+        ),
     ] = "higgs-2-wide-debiased",
     first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",
     predictor: Annotated[

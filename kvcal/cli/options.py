@@ -22,5 +22,6 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: f
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one.")]
 Step = Annotated[int, typer.Option(min=1, help="Tokens a forward pass: each step sees the compressed past.")]
 Random = Annotated[bool, typer.Option("--random-weights", help="The geometry with random weights, no download.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights.")]
 Bundles = Annotated[list[Path] | None, typer.Option("--bundle", "-b", help="A bundle file; may be repeated.")]
 Presets = Annotated[list[str] | None, typer.Option("--preset", "-p", help="A method without data; may be repeated.")]
