@@ -196,8 +196,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             path.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
             seen = rows[key_of(entry)]
             print(entry.label, round(seen["perplexity"], 3), round(seen["kl"], 5), seen["eval_seconds"], flush=True)
-    labelled = {name: [rows[key_of(e)] | {"label": e.label, "paper": e.paper} for e in g] for name, g in groups.items()}
-    return settings | {"full": next(iter(rows.values()))["full"], "groups": labelled}
+    return labelled(settings, rows, groups)
+
+
+def labelled(settings: dict[str, Any], rows: dict[str, Any], groups: dict[str, list[Entry]]) -> dict[str, Any]:
+    """What a report is made of."""
+    tables = {name: [rows[key_of(e)] | {"label": e.label, "paper": e.paper} for e in g] for name, g in groups.items()}
+    return settings | {"full": next(iter(rows.values()))["full"], "groups": tables}
 
 
 def sentences(groups: dict[str, Any], full: float) -> list[str]:
@@ -232,9 +237,11 @@ def markdown(found: dict[str, Any]) -> str:
                 f"| {row['label']} | {row['bits_per_value']:.3f} | {row['perplexity']:.3f} | {row['kl']:.5f} | "
                 f"{row['resident_bytes']:,} | {paper} |"
             )
-        pairs = [(row["paper"], row["perplexity"]) for row in rows if row["paper"] is not None]
-        if len(pairs) > 1:
-            lines += ["", f"Order {'agrees' if agrees(pairs) else 'does not agree'}."]
+        told = [row for row in rows if row["paper"] is not None]
+        if len(told) > 1:
+            by = {name: agrees([(row["paper"], row[name]) for row in told]) for name in ("perplexity", "kl")}
+            said = {name: "agrees" if same else "does not agree" for name, same in by.items()}
+            lines += ["", f"Order {said['perplexity']} (by KL: {said['kl']})."]
     return "\n".join(lines) + "\n"
 
 
@@ -252,8 +259,14 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--groups", action="append", choices=list(GROUPS), help="only these; may be repeated")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--report", action="store_true", help="only write NAME.md again, from NAME.json")
     args = parser.parse_args()
-    text = markdown(run(args))
+    if args.report:
+        kept = json.loads(args.output.with_suffix(".json").read_text())
+        whole = {name: group for name, group in GROUPS.items() if all(key_of(e) in kept["rows"] for e in group)}
+        text = markdown(labelled(kept["settings"], kept["rows"], whole))
+    else:
+        text = markdown(run(args))
     args.output.with_suffix(".md").write_text(text)
     print(text)
 
