@@ -364,7 +364,7 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 
 def test_dtype_and_device() -> None:
-    with pytest.raises(UsageError, match="dtype int3: allowed are float32, bfloat16, float16"):
+    with pytest.raises(UsageError, match="dtype int3: allowed are auto, float32, bfloat16, float16"):
         load_model(resolve("tiny"), dtype="int3", device="cpu")
     with pytest.raises(UsageError, match="device warp9"):
         load_model(resolve("tiny"), dtype="float32", device="warp9")
