@@ -196,7 +196,13 @@ def test_random_weights_of_a_seed_from_fit_to_generate(base: Path, tmp_path: Pat
 def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer either: random token ids to evaluate on, and no prompt to read."""
     geometry = models.geometry_config(models.resolve("qwen2.5-0.5b"))
-    small = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "hidden_size": 56, "vocab_size": 300, "intermediate_size": 64}
+    small = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "hidden_size": 56,
+        "vocab_size": 300,
+        "intermediate_size": 64,
+    }
     for name, value in small.items():
         setattr(geometry, name, value)
     monkeypatch.setattr(models, "geometry_config", lambda source: geometry)
