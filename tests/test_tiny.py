@@ -15,7 +15,7 @@ import torch
 
 from kvcal import corpus
 from kvcal.cli.defaults import defaults_of
-from kvcal.commands import run_fit_predictors
+from kvcal.commands.fit_predictors import run_fit_predictors
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.models import load_model, resolve
 from kvcal.workbench import cache_makers, rows_named

@@ -15,7 +15,7 @@ File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
 
 def inspect(bundle: File, json: Json = False) -> None:
     """Show what a bundle holds: model, method, settings, metrics, codecs of each layer."""
-    from kvcal.commands import run_inspect
+    from kvcal.commands.bundles import run_inspect
 
     found = run_inspect(bundle)
     if json:
@@ -50,7 +50,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a bundle: format and every hash; with --model also that it was made for that model. Exit code 4 if not."""
-    from kvcal.commands import run_verify
+    from kvcal.commands.bundles import run_verify
 
     found = run_verify(bundle, model, revision, device, random_weights, seed)
     if json:

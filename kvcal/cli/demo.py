@@ -20,7 +20,7 @@ def demo(
 ) -> None:
     """The whole way in a minute: calibrate the embedded model, write a bundle, load it elsewhere, generate, measure."""
     from kvcal.cli.defaults import defaults_of
-    from kvcal.commands import run_demo
+    from kvcal.commands.demo import run_demo
 
     found: dict[str, Any] = run_demo(output, defaults_of("fit-predictors"), defaults_of("eval"), note)
     if json:

@@ -30,7 +30,7 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side."""
-    from kvcal.commands import run_eval
+    from kvcal.commands.evaluation import run_eval
 
     options: dict[str, Any] = dict(locals())
     found = run_eval(options, note)
@@ -69,7 +69,7 @@ def generate(
     json: Json = False,
 ) -> None:
     """Generate text from a compressed cache."""
-    from kvcal.commands import run_generate
+    from kvcal.commands.evaluation import run_generate
 
     options: dict[str, Any] = dict(locals())
     found = run_generate(options)

@@ -65,7 +65,7 @@ def fit_predictors(
     json: Json = False,
 ) -> None:
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
-    from kvcal.commands import run_fit_predictors
+    from kvcal.commands.fit_predictors import run_fit_predictors
 
     given: dict[str, Any] = dict(locals())
     result = run_fit_predictors(given, note)

@@ -1,0 +1,69 @@
+"""What several commands share: which text, which windows, notes to the reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvcal_artifacts.errors import UsageError
+
+from .. import corpus, models
+
+Say = Callable[[str], None]
+RANDOM_TOKENS = "random token ids (random weights)"
+RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have no quality to measure
+
+
+def given_text(o: dict[str, Any]) -> str:
+    """--text as given; an empty one (an unset variable, say) is not taken for none."""
+    if not str(o["text"]).strip():
+        raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
+    return str(o["text"])
+
+
+def check_context(source: models.ModelSource, length: int, say: Say) -> None:
+    """Said, not refused: models run beyond their context, badly."""
+    context = models.geometry(source).context
+    if length > context:
+        say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
+
+
+def text_for(o: dict[str, Any], source: models.ModelSource, purpose: str) -> str:
+    """Where the text is from; random weights of a model that is not here get random token ids."""
+    if o["text"] is not None:
+        return given_text(o)
+    if o["random_weights"] and source.kind == "hub":
+        return RANDOM_TOKENS
+    return corpus.default_text(source, purpose)
+
+
+def known(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise UsageError("--random-weights of a hub model comes without a tokenizer: no --text or --prompt can be read")
+    return tokenizer
+
+
+def evaluation_text(
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, origin: str, length: int
+) -> corpus.EvaluationWindows:
+    if origin == RANDOM_TOKENS:
+        vocabulary, count = models.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
+        return corpus.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
+    return corpus.evaluation_windows(known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"])
+
+
+def calibration_windows(
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str
+) -> corpus.Windows:
+    """Windows as asked for, by default as the model's preset has them."""
+    paper = models.presets(source)["aqua-kv"]
+    count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
+    held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
+    if held >= count:
+        raise UsageError(f"--holdout {held} of {count} windows leaves none to fit on")
+    if text_source == RANDOM_TOKENS:
+        vocabulary = models.geometry(source).vocab
+        return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
+    return corpus.token_windows(
+        known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"], column=o["column"]
+    )

@@ -1,0 +1,109 @@
+"""`kvcal eval` and `kvcal generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvcal_artifacts.errors import UsageError
+
+from .. import models
+from ..evaluate.perplexity import evaluate
+from ..report.progress import progress
+from ..workbench import cache_makers, open_model, rows_named
+from .common import Say, check_context, evaluation_text, known, text_for
+
+EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
+
+
+def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Rows `full`, presets, bundles on the same text."""
+    source = models.resolve(o["model"], o["revision"])
+    origin = text_for(o, source, "evaluation")
+    say(f"text: {origin}")
+    methods = rows_named(o["preset"] or [], o["bundle"] or [])
+    loaded = open_model(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    text = evaluation_text(o, source, loaded.tokenizer, origin, length)
+    check_context(source, length, say)
+    makers = cache_makers(loaded.model, methods, loaded.revision)
+    started = time.monotonic()
+    rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
+    for row in rows[1:]:
+        if row.bits_per_value is None:
+            say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
+    return {
+        "rows": [row.as_dict() for row in rows],
+        "model": o["model"],
+        "revision": loaded.revision,
+        "random_weights": loaded.random_weights,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "windows": len(text.ids),
+        "length": length,
+        "step": o["step"],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+class _Counting:
+    """What generate() tells of every new token; the first call is the prompt's."""
+
+    def __init__(self, advance: Callable[..., None]) -> None:
+        self._advance, self._prompt = advance, True
+
+    def put(self, tokens: Any) -> None:
+        if not self._prompt:
+            self._advance()
+        self._prompt = False
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def run_generate(o: dict[str, Any]) -> dict[str, Any]:
+    """Text from a compressed cache, and what the cache held at the end."""
+    if not o["prompt"].strip():
+        raise UsageError("--prompt is empty: give some text to go on from")
+    methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
+    if len(methods) != 1:
+        raise UsageError("give one --bundle or one --preset")
+    loaded = open_model(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision).items()))
+    tokenizer = known(loaded.tokenizer)
+    ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
+    started = time.monotonic()
+    where = [ids.device] if ids.is_cuda else []
+    with (
+        maker() as cache,
+        torch.no_grad(),
+        torch.random.fork_rng(where, enabled=o["sample"]),
+        progress("Generating", total=o["tokens"]) as advance,
+    ):
+        if o["sample"]:
+            torch.manual_seed(o["seed"])  # generate() draws from the global generator
+        out = loaded.model.generate(
+            ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, streamer=_Counting(advance),
+        )  # fmt: skip
+        seen = cache.describe()
+    return {
+        "name": name,
+        "text": tokenizer.decode(out[0], skip_special_tokens=True),
+        "new_tokens": int(out.shape[1] - ids.shape[1]),
+        "seconds": round(time.monotonic() - started, 2),
+        "nbytes": seen["nbytes"],
+        "bits_per_value": seen["bits_per_value"],
+        "resident_bytes": seen["resident_bytes"],
+        "path": seen["path"],
+    }
