@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from . import hf
+from . import store
 from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
+from .statistics import Prefixes, Statistic, statistic
 
 PARTS = ("packed", "window", "bookkeeping")
 
@@ -36,13 +38,15 @@ class KVCalLayer(CacheLayerMixin):
         self._cache, self.index, self.codecs, self.site = cache, index, codecs, site
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call
+        self.pending_queries: Tensor | None = None  # queries before RoPE of it
         self._clear()
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
         self.window: list[Tensor] = []
         self.packed: list[Packed] = [{}, {}]
-        self.columns, self.is_initialized, self.pending = 0, False, None
+        self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
+        self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -56,10 +60,7 @@ class KVCalLayer(CacheLayerMixin):
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device)
         for role, codec in enumerate(self._pair):
-            self.packed[role] = {
-                name: torch.empty(key_states.shape[0], spec[0], 0, *spec[1:], dtype=dtype, device=self.device)
-                for name, (spec, dtype) in codec.tensor_specs().items()
-            }
+            self.packed[role] = codec.empty(key_states.shape[0], key_states.device)
         self.is_initialized = True
 
     @property
@@ -78,7 +79,7 @@ class KVCalLayer(CacheLayerMixin):
         self._move(key_states.device)
         stored = [self._frame_keys(key_states), value_states]
         out = self._materialise(plan, key_states, value_states)
-        self._store(plan, stored)
+        self._store(plan, stored, self._observe(plan, stored[0]))
         self.columns += plan.query
         if self._cache.offloading_layers:
             self.offload()
@@ -96,6 +97,23 @@ class KVCalLayer(CacheLayerMixin):
         if not self.is_verified:
             self._verify_frame(before, handed)
         return before
+
+    @torch.no_grad()
+    def _observe(self, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
+        """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
+        before, self.pending_queries = self.pending_queries, None
+        if not self.statistics:
+            return {}
+        at, seen = Prefixes(plan, self._cache.scheme.windows), {"k": keys}
+        if before is None and any(s.wants != "k" for s in self.statistics.values()):
+            raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
+        for own in self.statistics.values():
+            if own.wants not in seen:
+                assert before is not None
+                turn = own.wants == "q" and self.site.rope
+                seen[own.wants] = self.site.rotate(before, *self._cache.rope_now(before)) if turn else before
+        found = {name: own.observe(seen[own.wants], at) for name, own in self.statistics.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     is_verified = False
 
@@ -127,16 +145,22 @@ class KVCalLayer(CacheLayerMixin):
 
     @torch.no_grad()
     def _decode_all(self) -> tuple[Tensor, Tensor]:
-        if not next(iter(self.packed[0].values())).shape[2]:
+        if not self._blocks:
             nothing = self.window[0][:, :, :0].float()
             self._cache.leave_old(self.index, nothing, nothing)
             return nothing, nothing
         context = self._cache.old_context(self.index)
+        context.stats = {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
         keys = self.codecs.key.decode(self.packed[0], context)
         context.k0 = keys
         values = self.codecs.value.decode(self.packed[1], context)
         self._cache.leave_old(self.index, keys, values)
         return keys, values
+
+    @property
+    def _blocks(self) -> int:
+        """Block slots that the fullest row needs."""
+        return next(iter(self.packed[0].values())).shape[2]
 
     @staticmethod
     def _ordered(plan: Plan, slots: Tensor) -> Tensor:
@@ -147,7 +171,7 @@ class KVCalLayer(CacheLayerMixin):
         return _take(slots, plan.past_index)
 
     @torch.no_grad()
-    def _store(self, plan: Plan, new: list[Tensor]) -> None:
+    def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor]) -> None:
         """Distribute the new tokens over sink and window, and pack what leaves the window."""
         leaving: list[Tensor] = []
         for role in (0, 1):
@@ -163,12 +187,13 @@ class KVCalLayer(CacheLayerMixin):
                 leaving.append(_take(fresh, plan.flush_index).masked_fill(plan.idle[:, None, :, None], 0))
             self.sink[role], self.window[role] = _own(sink), _own(window)
         if plan.flush:
-            self._pack(plan, leaving)
+            self._pack(plan, leaving, stats)
         else:
             self._cache.leave_new(self.index, None, None)
 
-    def _pack(self, plan: Plan, leaving: list[Tensor]) -> None:
+    def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor]) -> None:
         context, chained = self._cache.new_context(self.index), self._cache.scheme.chained
+        context.stats = stats
         made: list[Tensor | None] = [None, None]
         for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
             check_finite(x, self.index, codec.role)
@@ -178,19 +203,8 @@ class KVCalLayer(CacheLayerMixin):
                 packed = codec.encode(x, context)
             if role == 0:
                 context.k0 = made[0]
-            self.packed[role] = {name: self._append(plan, self.packed[role][name], t) for name, t in packed.items()}
+            self.packed[role] = {name: store.append(self.packed[role][name], t, plan) for name, t in packed.items()}
         self._cache.leave_new(self.index, *made)
-
-    @staticmethod
-    def _append(plan: Plan, old: Tensor, new: Tensor) -> Tensor:
-        """Blocks (B, H, F, ...) behind the blocks (B, H, N, ...) already there, row by row where rows differ."""
-        if plan.rows is None:
-            return torch.cat([old, new], 2)
-        assert plan.slots is not None and plan.picks is not None
-        grown = new.new_zeros(*old.shape[:2], plan.blocks, *old.shape[3:])
-        grown[:, :, : old.shape[2]] = old
-        grown[plan.rows, :, plan.slots] = new[plan.rows, :, plan.picks]
-        return grown
 
     def crop_to(self, plan: CropPlan) -> None:
         """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
@@ -203,27 +217,34 @@ class KVCalLayer(CacheLayerMixin):
                 window = _take(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
             self.window[role] = _own(window[:, :, : plan.window])
             self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
-            self.packed[role] = {name: _own(t[:, :, : plan.blocks]) for name, t in self.packed[role].items()}
+            self.packed[role] = {n: store.first_blocks(t, plan.blocks) for n, t in self.packed[role].items()}
 
     def select_rows(self, rows: Tensor, widths: tuple[int, int, int]) -> None:
         """Keep these batch rows in this order; widths: sink, blocks and window that the fullest of them needs."""
         if self.is_initialized:
             sink, blocks, window = widths
-            self._apply(lambda t: t[rows.to(t.device)])
-            self.sink, self.window = [_cut(t, sink) for t in self.sink], [_cut(t, window) for t in self.window]
-            self.packed = [{name: _cut(t, blocks) for name, t in packed.items()} for packed in self.packed]
+            self.sink = [_cut(t[rows.to(t.device)], sink) for t in self.sink]
+            self.window = [_cut(t[rows.to(t.device)], window) for t in self.window]
+            self.packed = [
+                {name: store.first_blocks(store.select(t, rows), blocks) for name, t in packed.items()}
+                for packed in self.packed
+            ]
+            for own in self.statistics.values():
+                own.select(rows)
 
-    def _apply(self, change: Any) -> None:
-        self.sink, self.window = [change(t) for t in self.sink], [change(t) for t in self.window]
-        self.packed = [{name: change(t) for name, t in packed.items()} for packed in self.packed]
-
-    def _move(self, device: torch.device) -> None:
-        if self.window[0].device != device:
-            self._apply(lambda t: t.to(device, non_blocking=True))
+    def _move(self, device: torch.device | str) -> None:
+        if self.window[0].device == torch.device(device):
+            return
+        self.sink, self.window = (
+            [t.to(device, non_blocking=True) for t in part] for part in (self.sink, self.window)
+        )
+        self.packed = [{name: store.move(t, device) for name, t in packed.items()} for packed in self.packed]
+        for own in self.statistics.values():
+            own.move(device)
 
     def offload(self) -> None:
         if self.is_initialized:
-            self._apply(lambda t: t.to("cpu"))
+            self._move("cpu")
 
     def prefetch(self) -> None:
         if self.is_initialized:
@@ -242,7 +263,12 @@ class KVCalLayer(CacheLayerMixin):
         return -1
 
     def stored(self, part: str) -> list[Tensor]:
-        return [t for p in self.packed for t in p.values()] if part == "packed" else self.sink + self.window
+        if part == "packed":
+            return [t for packed in self.packed for held in packed.values() for t in store.tensors_of(held)]
+        return self.sink + self.window
+
+    def bookkeeping(self) -> list[Tensor]:
+        return [t for own in self.statistics.values() for t in own.state.values()]
 
 
 class KVCalCache(Cache):
@@ -285,7 +311,8 @@ class KVCalCache(Cache):
         self._plan: Plan | None = None
         self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
-        self._hooks = hf.Hooks(model, self, tapped)
+        asked = [layer for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
+        self._hooks = hf.Hooks(model, self, tapped, [self._sites[layer.index] for layer in asked])
 
     @property
     def own_layers(self) -> list[KVCalLayer]:
@@ -304,6 +331,11 @@ class KVCalCache(Cache):
         own = self.layers[layer]
         assert isinstance(own, KVCalLayer)
         own.pending = keys
+
+    def on_queries(self, layer: int, queries: Tensor) -> None:
+        own = self.layers[layer]
+        assert isinstance(own, KVCalLayer)
+        own.pending_queries = queries
 
     # What layers ask for.
 
@@ -475,8 +507,9 @@ class KVCalCache(Cache):
         twin.returned_tokens = self.returned_tokens
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
-                other.__dict__.update({k: v for k, v in vars(mine).items() if k != "_cache"})
-                other._apply(torch.clone)
+                held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs")}
+                other.__dict__.update(copy.deepcopy(held, memo))
+                other.codecs = mine.codecs
             else:
                 twin.layers[i] = copy.deepcopy(mine, memo)
         return twin
@@ -492,7 +525,8 @@ class KVCalCache(Cache):
         if part not in PARTS:
             raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
         if part == "bookkeeping":
-            return self.ledger.nbytes
+            own = [t for layer in self.own_layers for t in layer.bookkeeping()]
+            return self.ledger.nbytes + sum(t.numel() * t.element_size() for t in own)
         tensors = [t for layer in self.own_layers for t in layer.stored(part)]
         if part == "window":
             plain = [layer for layer in self.layers if not isinstance(layer, KVCalLayer)]

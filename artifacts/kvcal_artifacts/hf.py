@@ -164,6 +164,10 @@ class Listener(Protocol):
         """Keys (B, H, query, D) of one layer before RoPE; only if asked for."""
 
 
+    def on_queries(self, layer: int, queries: Tensor) -> None:
+        """Queries (B, heads, query, D) of one layer before RoPE; only if asked for."""
+
+
 def _nobody() -> None:
     return None
 
@@ -171,8 +175,10 @@ def _nobody() -> None:
 class Hooks:
     """Tells one cache, and no other, what its model does; holds the cache weakly, so that dropping it removes the hooks."""
 
-    def __init__(self, model: nn.Module, owner: Listener, sites: list[AttentionSite]) -> None:
-        """sites: the layers whose keys before RoPE are wanted; empty for none."""
+    def __init__(
+        self, model: nn.Module, owner: Listener, sites: list[AttentionSite], query_sites: list[AttentionSite]
+    ) -> None:
+        """sites, query_sites: the layers whose keys and queries before RoPE are wanted; empty for none."""
         decoder = decoder_of(model)
         self._signature = inspect.signature(type(decoder).forward)
         self._owner: Callable[[], Listener | None] = weakref.ref(owner)
@@ -183,6 +189,7 @@ class Hooks:
             decoder.rotary_emb.register_forward_hook(self._rotary, with_kwargs=True),
         ]
         self._handles += [site.key_source.register_forward_hook(self._key_hook(site)) for site in sites]
+        self._handles += [site.query_source.register_forward_hook(self._query_hook(site)) for site in query_sites]
         weakref.finalize(owner, self.close)
 
     @property
@@ -234,6 +241,14 @@ class Hooks:
             owner = self._owner()
             if self.active and owner is not None:
                 owner.on_keys(site.index, site.keys_from(output))
+
+        return hook
+
+    def _query_hook(self, site: AttentionSite) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            owner = self._owner()
+            if self.active and owner is not None:
+                owner.on_queries(site.index, site.queries_from(output))
 
         return hook
 

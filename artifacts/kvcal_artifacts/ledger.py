@@ -26,6 +26,7 @@ class Plan:
     past_index: (B, past) slot in `past` of each old column.
     sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of what is kept and what is packed.
     idle: (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different numbers.
+    seen, packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns.
     rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks: which of the F.
     """
 
@@ -43,6 +44,9 @@ class Plan:
     rows: Tensor | None = None
     slots: Tensor | None = None
     picks: Tensor | None = None
+    seen: Tensor | None = None
+    packed: Tensor | None = None
+    valid: Tensor | None = None
 
     def to(self, device: torch.device) -> Plan:
         moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -95,7 +99,9 @@ class Ledger:
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool)
         uniform = not self.padded and bool(new_valid.all())
+        seen, packed = self.valid.sum(1), self.blocks
         plan = self._uniform(query) if uniform else self._ragged(query, new_valid)
+        plan = replace(plan, seen=seen, packed=packed, valid=None if uniform else new_valid)
         self.valid = torch.cat([self.valid, new_valid], 1)
         self.columns += query
         return plan

@@ -38,6 +38,11 @@ class LayerCodecs:
     def needs(self) -> frozenset[str]:
         return self.key.needs | self.value.needs
 
+    @property
+    def stats(self) -> frozenset[str]:
+        """Run-time statistics that either reads."""
+        return self.key.stats | self.value.stats
+
     def bits_per_value(self) -> float:
         """Stored bits over keys and values together."""
         numbers = self.key.shape.values + self.value.shape.values

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import KVCalError, NonFiniteError
+from ..store import Stored
 
-Packed = dict[str, Tensor]
+Packed = dict[str, Stored]
 Role = Literal["key", "value"]
 CONTEXT_TENSORS = ("k1", "v1", "k2", "v2", "k0")
 
@@ -26,7 +27,8 @@ class Context:
     """What the layers below left for the tokens being coded; every tensor (B, H, T, D) float32 or absent.
 
     k1, v1: reconstructions of the previous layer; k2, v2: of the one before; k0: this layer's reconstructed keys (for
-    values only).
+    values only). stats: run-time statistics by name (see kvcal_artifacts.statistics), (B, H, N or 1, ...) for the N blocks
+    being encoded; for decoding those that it needs, (B, H, 1, ...).
     """
 
     layer: int = 0
@@ -35,6 +37,7 @@ class Context:
     k2: Tensor | None = None
     v2: Tensor | None = None
     k0: Tensor | None = None
+    stats: dict[str, Tensor] = field(default_factory=dict)
 
     def part(self, start: int, stop: int) -> Context:
         """The same for tokens start to stop."""
@@ -42,7 +45,8 @@ class Context:
 
     def rows(self, start: int, stop: int) -> Context:
         """The same for batch rows start to stop."""
-        return self._cut(lambda x: x[start:stop])
+        cut = self._cut(lambda x: x[start:stop])
+        return replace(cut, stats={name: x[start:stop] for name, x in self.stats.items()})
 
     def _cut(self, change: Callable[[Tensor], Tensor]) -> Context:
         parts = {name: change(x) for name in CONTEXT_TENSORS if (x := getattr(self, name)) is not None}
@@ -84,6 +88,11 @@ class Codec(ABC):
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()  # Context fields it reads
 
+    @property
+    def stats(self) -> frozenset[str]:
+        """Names of the run-time statistics it reads from Context.stats."""
+        return frozenset()
+
     def __init__(self, shape: Shape, role: Role) -> None:
         self.shape, self.role = shape, role
 
@@ -117,6 +126,13 @@ class Codec(ABC):
     @abstractmethod
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape (without B and N: (H or 1, ...)) and dtype of each packed tensor of one block."""
+
+    def empty(self, batch: int, device: torch.device) -> Packed:
+        """Packed tensors of no blocks, for `batch` rows."""
+        return {
+            name: torch.empty(batch, shape[0], 0, *shape[1:], dtype=dtype, device=device)
+            for name, (shape, dtype) in self.tensor_specs().items()
+        }
 
     def block_bytes(self) -> int:
         """Bytes that one block of one row takes, from tensor_specs."""

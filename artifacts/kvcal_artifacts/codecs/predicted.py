@@ -37,6 +37,10 @@ class Predicted(Codec):
         self._check_widths()
         self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
 
+    @property
+    def stats(self) -> frozenset[str]:
+        return self.inner.stats
+
     def _check_widths(self) -> None:
         width = self.shape.heads * self.shape.dim
         wide = len(self.inputs) * width

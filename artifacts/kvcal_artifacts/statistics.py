@@ -1,0 +1,167 @@
+"""What codecs learn at run time from a row's own queries and keys, without depending on how the tokens came in.
+
+Block j of a row is packed when the row has seen sink + (j + 1) * block + recent tokens. A statistic of that block is
+one of exactly so many first real tokens, whether they came in one call or in many, alone or in a batch: sums are kept in
+fixed point, where the order of adding does not matter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .codecs.base import Shape
+from .errors import KVCalError
+from .ledger import Plan
+from .scheme import Windows
+
+Wants = Literal["q", "q_pre", "k"]
+FIXED_POINT = 2.0**16  # steps of 1.5e-5; |q| up to 1e4 over 1e9 tokens stays below 2^63
+
+
+class Prefixes:
+    """For each block that a plan packs: how many of the call's columns come before it is due.
+
+    columns: int64 (B, F), at least 1; the block's statistic is of everything before this call and of the first
+    `columns` columns of it. tokens: int64 (B, F), the real tokens these are in all. valid: (B, Q) bool or None.
+    """
+
+    def __init__(self, plan: Plan, windows: Windows) -> None:
+        assert plan.seen is not None and plan.packed is not None
+        self.valid, self.query, self.flush = plan.valid, plan.query, plan.flush
+        number = plan.packed[:, None] + torch.arange(plan.flush, device=plan.packed.device)
+        self.tokens = windows.sink + (number + 1) * windows.block + windows.recent
+        wanted = (self.tokens - plan.seen[:, None]).clamp(1, max(1, plan.query))
+        if plan.valid is None:
+            self.columns = wanted
+        else:  # the column that holds the row's wanted-th new token; idle slots get the last one
+            ranks = plan.valid.long().cumsum(1)
+            self.columns = (torch.searchsorted(ranks, wanted) + 1).clamp_max(max(1, plan.query))
+        self.fresh = plan.packed == 0  # (B,) rows that had no block before this call
+        self.due = plan.rows is None or bool(plan.flush)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """x (B, H, Q, ...) with the columns of pads zeroed."""
+        if self.valid is None:
+            return x
+        shape = (self.valid.shape[0], 1, self.valid.shape[1], *[1] * (x.ndim - 3))
+        return x * self.valid.view(shape).to(x.dtype)
+
+
+class Statistic(ABC):
+    """One row statistic of one layer. State tensors are (B, H, ...), created on first use."""
+
+    name: ClassVar[str]
+    wants: ClassVar[Wants]
+
+    def __init__(self, shape: Shape, argument: str = "") -> None:
+        self.shape = shape
+        self.state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
+        """x (B, heads, Q, D): queries or keys of this call -> the statistic of each block packed in it, (B, H, F or 1, ...)
+        float32, or None if none is packed.
+        """
+
+    def current(self) -> Tensor | None:
+        """(B, H, 1, ...) what decoding needs; None for what only encoding does."""
+        return None
+
+    def select(self, rows: Tensor) -> None:
+        self.state = {name: t[rows.to(t.device)] for name, t in self.state.items()}
+
+    def move(self, device: torch.device | str) -> None:
+        self.state = {name: t.to(device, non_blocking=True) for name, t in self.state.items()}
+
+    def grouped(self, q: Tensor) -> Tensor:
+        """Queries (B, heads, Q, D) -> (B, kv heads, group, Q, D)."""
+        if q.shape[1] % self.shape.heads:
+            raise KVCalError(f"{q.shape[1]} query heads do not divide among {self.shape.heads} kv heads")
+        return q.unflatten(1, (self.shape.heads, -1))
+
+
+class QueryMagnitude(Statistic):
+    """Mean |q| per kv head and channel, mean over the query heads that share the head (MixKVQ, importance I_c).
+
+    Of all tokens so far; with the argument `recent` of those since the block before became due.
+    """
+
+    name = "query_abs"
+    wants: ClassVar[Wants] = "q"
+
+    def __init__(self, shape: Shape, argument: str = "") -> None:
+        super().__init__(shape, argument)
+        if argument not in ("", "recent"):
+            raise KVCalError(f"statistic query_abs:{argument}: allowed are query_abs and query_abs:recent")
+        self.recent = argument == "recent"
+
+    def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
+        mean = self.grouped(x.float().abs()).mean(2)
+        sums = at.mask((mean * FIXED_POINT).round().long()).cumsum(2)  # (B, H, Q, D)
+        if not self.state:
+            self.state["total"] = torch.zeros_like(sums[:, :, 0])
+            if self.recent:
+                self.state["before"] = torch.zeros_like(sums[:, :, 0])
+        total = self.state["total"]
+        self.state["total"] = total + sums[:, :, -1]
+        if not at.flush:
+            return None
+        index = (at.columns - 1)[:, None, :, None].expand(-1, sums.shape[1], -1, sums.shape[3])
+        until = total[:, :, None] + sums.gather(2, index)
+        tokens = at.tokens
+        if self.recent:
+            earlier = torch.cat([self.state["before"][:, :, None], until[:, :, :-1]], 2)
+            self.state["before"] = until[:, :, -1]
+            until = until - earlier
+            first = at.fresh[:, None] & (torch.arange(at.flush, device=tokens.device) == 0)
+            tokens = torch.where(first, tokens, self.shape.block)
+        return until.float() / (FIXED_POINT * tokens[:, None, :, None].float())
+
+
+class KeyScale(Statistic):
+    """sqrt(max |K_c|) per kv head and channel over the tokens seen when the row's first block is due (InnerQ section
+    4.3), rounded to float16 and fixed from then on: blocks are decoded with the factor they were encoded with.
+    """
+
+    name = "key_scale"
+    wants: ClassVar[Wants] = "k"
+
+    def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
+        size = at.mask(x.float().abs())
+        if not self.state:
+            self.state["peak"] = torch.zeros_like(size[:, :, 0])
+            self.state["fixed"] = torch.zeros(size.shape[0], dtype=torch.bool, device=x.device)
+        first = at.columns[:, 0] if at.flush else torch.full_like(at.fresh, x.shape[2], dtype=torch.long)
+        before = torch.arange(x.shape[2], device=x.device) < first[:, None]
+        peak = torch.maximum(self.state["peak"], size.masked_fill(~before[:, None, :, None], 0).amax(2))
+        self.state["peak"] = torch.where(self.state["fixed"][:, None, None], self.state["peak"], peak)
+        if not at.flush:
+            return None
+        self.state["fixed"] = torch.ones_like(self.state["fixed"])
+        return self.current()
+
+    def current(self) -> Tensor | None:
+        if not self.state:
+            return None
+        return key_factor(self.state["peak"])[:, :, None]
+
+
+def key_factor(peak: Tensor) -> Tensor:
+    """max |K_c| -> the factor that keys are divided by: its square root in float16, 1 for channels that are zero."""
+    root = peak.float().sqrt().to(torch.float16).float()
+    return torch.where(root > 0, root, 1.0)
+
+
+STATISTICS: dict[str, type[Statistic]] = {s.name: s for s in (QueryMagnitude, KeyScale)}
+
+
+def statistic(name: str, shape: Shape) -> Statistic:
+    """A statistic by the name that codecs ask for, NAME or NAME:ARGUMENT."""
+    kind, _, argument = name.partition(":")
+    if kind not in STATISTICS:
+        raise KVCalError(f"statistic {name!r}: known are {', '.join(STATISTICS)}")
+    return STATISTICS[kind](shape, argument)

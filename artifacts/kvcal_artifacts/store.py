@@ -1,0 +1,117 @@
+"""Packed blocks as a cache holds them: dense tensors (B, H or 1, N, ...), or items of different sizes in one pool.
+
+Everything a cache does to its blocks (append, select rows, cut, move) is written here once for both kinds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .ledger import Plan
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Item (b, h, n) owns counts[b, h, n] consecutive rows of `data`; items lie in row-major order, so that offsets are
+    the running sum of the counts and need no storage. A slot that holds no block has a count of 0.
+
+    data: (sum of counts, ...); counts: (B, H, N) uint8, int16 or int32.
+    """
+
+    data: Tensor
+    counts: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, H, N), as of a dense packed tensor."""
+        return self.counts.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.counts.device
+
+    def offsets(self) -> Tensor:
+        """First row of each item: int64 (B, H, N)."""
+        flat = self.counts.flatten().long()
+        return (flat.cumsum(0) - flat).view(self.counts.shape)
+
+    def take(self, order: Tensor) -> Ragged:
+        """Items by their number in row-major order, int64 (B', H', N'); -1 gives an empty one."""
+        counts, starts = self.counts.flatten().long(), self.offsets().flatten()
+        wanted = order.flatten()
+        there = wanted >= 0
+        if not len(counts):
+            lengths = begins = torch.zeros_like(wanted)
+        else:
+            at = wanted.clamp_min(0)
+            lengths, begins = torch.where(there, counts[at], 0), starts[at]
+        own = lengths.cumsum(0) - lengths
+        index = torch.arange(int(lengths.sum()), device=order.device)
+        index += torch.repeat_interleave(begins - own, lengths)
+        return Ragged(self.data.index_select(0, index), lengths.view(order.shape).to(self.counts.dtype))
+
+
+Stored = Tensor | Ragged
+
+
+def append(old: Stored, new: Stored, plan: Plan) -> Stored:
+    """Blocks (B, H, F, ...) behind the blocks (B, H, N, ...) already there, row by row where rows differ."""
+    if isinstance(old, Ragged):
+        assert isinstance(new, Ragged)
+        return _append_ragged(old, new, plan)
+    assert isinstance(new, Tensor)
+    if plan.rows is None:
+        return torch.cat([old, new], 2)
+    assert plan.slots is not None and plan.picks is not None
+    grown = new.new_zeros(*old.shape[:2], plan.blocks, *old.shape[3:])
+    grown[:, :, : old.shape[2]] = old
+    grown[plan.rows, :, plan.slots] = new[plan.rows, :, plan.picks]
+    return grown
+
+
+def _append_ragged(old: Ragged, new: Ragged, plan: Plan) -> Ragged:
+    both = Ragged(
+        torch.cat([old.data, new.data]), torch.cat([old.counts.flatten(), new.counts.flatten()])[None, None]
+    )
+    first, second = _numbers(old), _numbers(new) + old.counts.numel()
+    if plan.rows is None:
+        return both.take(torch.cat([first, second], 2))
+    assert plan.slots is not None and plan.picks is not None
+    order = first.new_full((*first.shape[:2], plan.blocks), -1)
+    order[:, :, : first.shape[2]] = first
+    order[plan.rows, :, plan.slots] = second[plan.rows, :, plan.picks]
+    return both.take(order)
+
+
+def _numbers(items: Ragged) -> Tensor:
+    return torch.arange(items.counts.numel(), device=items.device).view(items.counts.shape)
+
+
+def select(stored: Stored, rows: Tensor) -> Stored:
+    """Batch rows in this order; rows int64 or bool."""
+    rows = rows.to(stored.device)
+    return stored.take(_numbers(stored)[rows]) if isinstance(stored, Ragged) else stored[rows]
+
+
+def first_blocks(stored: Stored, count: int) -> Stored:
+    """The first `count` blocks of each row, in storage of their own."""
+    if stored.shape[2] == count:
+        return stored
+    if isinstance(stored, Ragged):
+        return stored.take(_numbers(stored)[:, :, :count])
+    return stored[:, :, :count].clone(memory_format=torch.contiguous_format)
+
+
+def move(stored: Stored, device: torch.device | str) -> Stored:
+    if isinstance(stored, Ragged):
+        return Ragged(stored.data.to(device, non_blocking=True), stored.counts.to(device, non_blocking=True))
+    return stored.to(device, non_blocking=True)
+
+
+def tensors_of(stored: Stored) -> list[Tensor]:
+    return [stored.data, stored.counts] if isinstance(stored, Ragged) else [stored]
