@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from . import hf
-from . import store
+from . import hf, store
 from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
-from .statistics import Prefixes, Statistic, statistic
+from .statistics import Prefixes, statistic
 
 PARTS = ("packed", "window", "bookkeeping")
 
@@ -104,7 +103,7 @@ class KVCalLayer(CacheLayerMixin):
         before, self.pending_queries = self.pending_queries, None
         if not self.statistics:
             return {}
-        at, seen = Prefixes(plan, self._cache.scheme.windows), {"k": keys}
+        at, seen = Prefixes(plan, self._cache.scheme.windows, keys.device), {"k": keys}
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
         for own in self.statistics.values():
@@ -160,7 +159,7 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def _blocks(self) -> int:
         """Block slots that the fullest row needs."""
-        return next(iter(self.packed[0].values())).shape[2]
+        return int(next(iter(self.packed[0].values())).shape[2])
 
     @staticmethod
     def _ordered(plan: Plan, slots: Tensor) -> Tensor:
@@ -235,9 +234,7 @@ class KVCalLayer(CacheLayerMixin):
     def _move(self, device: torch.device | str) -> None:
         if self.window[0].device == torch.device(device):
             return
-        self.sink, self.window = (
-            [t.to(device, non_blocking=True) for t in part] for part in (self.sink, self.window)
-        )
+        self.sink, self.window = ([t.to(device, non_blocking=True) for t in part] for part in (self.sink, self.window))
         self.packed = [{name: store.move(t, device) for name, t in packed.items()} for packed in self.packed]
         for own in self.statistics.values():
             own.move(device)
@@ -412,7 +409,9 @@ class KVCalCache(Cache):
         own = self.layers[layer]
         assert isinstance(own, KVCalLayer)
         device = own.device  # a model spread over devices hands reconstructions on from one to the next
-        parts = {name: x.to(device) for name, x in (("k1", k1), ("v1", v1), ("k2", k2), ("v2", v2)) if x is not None}
+        parts: dict[str, Any] = {
+            name: x.to(device) for name, x in (("k1", k1), ("v1", v1), ("k2", k2), ("v2", v2)) if x is not None
+        }
         return Context(layer, **parts)
 
     def leave_old(self, layer: int, keys: Tensor | None, values: Tensor | None) -> None:

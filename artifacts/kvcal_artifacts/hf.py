@@ -163,7 +163,6 @@ class Listener(Protocol):
     def on_keys(self, layer: int, keys: Tensor) -> None:
         """Keys (B, H, query, D) of one layer before RoPE; only if asked for."""
 
-
     def on_queries(self, layer: int, queries: Tensor) -> None:
         """Queries (B, heads, query, D) of one layer before RoPE; only if asked for."""
 

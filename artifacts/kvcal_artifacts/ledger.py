@@ -26,7 +26,8 @@ class Plan:
     past_index: (B, past) slot in `past` of each old column.
     sink_index (B, S'), window_index (B, W'), flush_index (B, F * b): slots in `fresh` of what is kept and what is packed.
     idle: (B, F * b) bool, which of the flushed slots hold nothing: rows of a padded batch flush different numbers.
-    seen, packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns.
+    seen, packed: (B,) real tokens and packed blocks of each row before this call; valid: (B, Q) bool, its real columns
+    (None: all); on the CPU.
     rows, slots: (K,) where each of the K really flushed blocks goes: batch row, block slot; picks: which of the F.
     """
 
@@ -49,7 +50,11 @@ class Plan:
     valid: Tensor | None = None
 
     def to(self, device: torch.device) -> Plan:
-        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        """Index tensors on `device`; the counts stay here, where only run-time statistics want them."""
+        host = ("seen", "packed", "valid")
+        moved: dict[str, Any] = {
+            k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor) and k not in host
+        }
         return replace(self, **moved)
 
 

@@ -29,19 +29,20 @@ class Prefixes:
     `columns` columns of it. tokens: int64 (B, F), the real tokens these are in all. valid: (B, Q) bool or None.
     """
 
-    def __init__(self, plan: Plan, windows: Windows) -> None:
+    def __init__(self, plan: Plan, windows: Windows, device: torch.device) -> None:
         assert plan.seen is not None and plan.packed is not None
-        self.valid, self.query, self.flush = plan.valid, plan.query, plan.flush
-        number = plan.packed[:, None] + torch.arange(plan.flush, device=plan.packed.device)
-        self.tokens = windows.sink + (number + 1) * windows.block + windows.recent
-        wanted = (self.tokens - plan.seen[:, None]).clamp(1, max(1, plan.query))
-        if plan.valid is None:
-            self.columns = wanted
-        else:  # the column that holds the row's wanted-th new token; idle slots get the last one
-            ranks = plan.valid.long().cumsum(1)
-            self.columns = (torch.searchsorted(ranks, wanted) + 1).clamp_max(max(1, plan.query))
-        self.fresh = plan.packed == 0  # (B,) rows that had no block before this call
-        self.due = plan.rows is None or bool(plan.flush)
+        self.flush = plan.flush
+        number = plan.packed[:, None] + torch.arange(plan.flush)
+        tokens = windows.sink + (number + 1) * windows.block + windows.recent
+        wanted = (tokens - plan.seen[:, None]).clamp(1, plan.query)
+        if plan.valid is not None:  # the column that holds the row's wanted-th new token; idle slots get the last one
+            wanted = (torch.searchsorted(plan.valid.long().cumsum(1), wanted) + 1).clamp_max(plan.query)
+        self.columns, self.tokens = wanted.to(device), tokens.to(device)
+        self.valid = None if plan.valid is None else plan.valid.to(device)
+        after = (plan.seen + _count(plan) - windows.sink - windows.recent).div(windows.block, rounding_mode="floor")
+        flushed = (after - plan.packed).clamp_min(0)
+        self.flushed = flushed.to(device)  # (B,) blocks that this call really packs; the rest of F slots are idle
+        self.opening = (plan.packed == 0).to(device)  # (B,) rows without a block before this call
 
     def mask(self, x: Tensor) -> Tensor:
         """x (B, H, Q, ...) with the columns of pads zeroed."""
@@ -49,6 +50,12 @@ class Prefixes:
             return x
         shape = (self.valid.shape[0], 1, self.valid.shape[1], *[1] * (x.ndim - 3))
         return x * self.valid.view(shape).to(x.dtype)
+
+
+def _count(plan: Plan) -> Tensor:
+    """(B,) real tokens of the call."""
+    assert plan.seen is not None
+    return torch.full_like(plan.seen, plan.query) if plan.valid is None else plan.valid.sum(1)
 
 
 class Statistic(ABC):
@@ -81,7 +88,7 @@ class Statistic(ABC):
         """Queries (B, heads, Q, D) -> (B, kv heads, group, Q, D)."""
         if q.shape[1] % self.shape.heads:
             raise KVCalError(f"{q.shape[1]} query heads do not divide among {self.shape.heads} kv heads")
-        return q.unflatten(1, (self.shape.heads, -1))
+        return torch.unflatten(q, 1, (self.shape.heads, -1))
 
 
 class QueryMagnitude(Statistic):
@@ -100,7 +107,7 @@ class QueryMagnitude(Statistic):
         self.recent = argument == "recent"
 
     def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
-        mean = self.grouped(x.float().abs()).mean(2)
+        mean: Tensor = self.grouped(x.float().abs()).mean(2)
         sums = at.mask((mean * FIXED_POINT).round().long()).cumsum(2)  # (B, H, Q, D)
         if not self.state:
             self.state["total"] = torch.zeros_like(sums[:, :, 0])
@@ -114,12 +121,16 @@ class QueryMagnitude(Statistic):
         until = total[:, :, None] + sums.gather(2, index)
         tokens = at.tokens
         if self.recent:
-            earlier = torch.cat([self.state["before"][:, :, None], until[:, :, :-1]], 2)
-            self.state["before"] = until[:, :, -1]
-            until = until - earlier
-            first = at.fresh[:, None] & (torch.arange(at.flush, device=tokens.device) == 0)
-            tokens = torch.where(first, tokens, self.shape.block)
+            until, tokens = self._since(until, tokens, at)
         return until.float() / (FIXED_POINT * tokens[:, None, :, None].float())
+
+    def _since(self, until: Tensor, tokens: Tensor, at: Prefixes) -> tuple[Tensor, Tensor]:
+        """Sums since the block before became due, and their tokens."""
+        steps = torch.cat([self.state["before"][:, :, None], until], 2)  # (B, H, 1 + F, D)
+        last = at.flushed[:, None, None, None].expand(-1, steps.shape[1], 1, steps.shape[3])
+        self.state["before"] = steps.gather(2, last)[:, :, 0]
+        opening = at.opening[:, None] & (torch.arange(at.flush, device=tokens.device) == 0)
+        return steps.diff(dim=2), torch.where(opening, tokens, self.shape.block)
 
 
 class KeyScale(Statistic):
@@ -135,14 +146,14 @@ class KeyScale(Statistic):
         if not self.state:
             self.state["peak"] = torch.zeros_like(size[:, :, 0])
             self.state["fixed"] = torch.zeros(size.shape[0], dtype=torch.bool, device=x.device)
-        first = at.columns[:, 0] if at.flush else torch.full_like(at.fresh, x.shape[2], dtype=torch.long)
-        before = torch.arange(x.shape[2], device=x.device) < first[:, None]
-        peak = torch.maximum(self.state["peak"], size.masked_fill(~before[:, None, :, None], 0).amax(2))
-        self.state["peak"] = torch.where(self.state["fixed"][:, None, None], self.state["peak"], peak)
-        if not at.flush:
-            return None
-        self.state["fixed"] = torch.ones_like(self.state["fixed"])
-        return self.current()
+        if at.flush:  # rows whose first block this call packs count until it is due
+            until = torch.where(at.opening & (at.flushed > 0), at.columns[:, 0], x.shape[2])
+            late = torch.arange(x.shape[2], device=x.device) >= until[:, None]
+            size = size.masked_fill(late[:, None, :, None], 0)
+        peak, fixed = torch.maximum(self.state["peak"], size.amax(2)), self.state["fixed"]
+        self.state["peak"] = torch.where(fixed[:, None, None], self.state["peak"], peak)
+        self.state["fixed"] = fixed | (at.flushed > 0)
+        return self.current() if at.flush else None
 
     def current(self) -> Tensor | None:
         if not self.state:

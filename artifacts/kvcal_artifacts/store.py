@@ -75,9 +75,7 @@ def append(old: Stored, new: Stored, plan: Plan) -> Stored:
 
 
 def _append_ragged(old: Ragged, new: Ragged, plan: Plan) -> Ragged:
-    both = Ragged(
-        torch.cat([old.data, new.data]), torch.cat([old.counts.flatten(), new.counts.flatten()])[None, None]
-    )
+    both = Ragged(torch.cat([old.data, new.data]), torch.cat([old.counts.flatten(), new.counts.flatten()])[None, None])
     first, second = _numbers(old), _numbers(new) + old.counts.numel()
     if plan.rows is None:
         return both.take(torch.cat([first, second], 2))

@@ -40,7 +40,8 @@ class Carry:
         return {n: self._heads(self.stores[n].read(rows).float()) for n in names}
 
     def context(self, layer: int, names: Iterable[str], rows: slice) -> Context:
-        return Context(layer, **self.read(names, rows))
+        parts: dict[str, Any] = dict(self.read(names, rows))
+        return Context(layer, **parts)
 
     def write(self, name: str, rows: slice, x: Tensor) -> None:
         """x (B, H, tokens, D)."""

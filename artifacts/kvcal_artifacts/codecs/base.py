@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KVCalError, NonFiniteError
-from ..store import Stored
 
-Packed = dict[str, Stored]
+Packed = dict[str, Any]  # Tensor, or store.Ragged where items differ in size
 Role = Literal["key", "value"]
 CONTEXT_TENSORS = ("k1", "v1", "k2", "v2", "k0")
 
@@ -49,7 +48,7 @@ class Context:
         return replace(cut, stats={name: x[start:stop] for name, x in self.stats.items()})
 
     def _cut(self, change: Callable[[Tensor], Tensor]) -> Context:
-        parts = {name: change(x) for name in CONTEXT_TENSORS if (x := getattr(self, name)) is not None}
+        parts: dict[str, Any] = {name: change(x) for name in CONTEXT_TENSORS if (x := getattr(self, name)) is not None}
         return Context(self.layer, **parts)
 
 

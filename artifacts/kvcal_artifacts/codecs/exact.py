@@ -28,7 +28,8 @@ class Exact(Codec):
         return {"raw": raw.contiguous()}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        return packed["raw"].flatten(2, 3).to(torch.float32, copy=True)
+        raw: Tensor = packed["raw"]
+        return raw.flatten(2, 3).to(torch.float32, copy=True)
 
     def config(self) -> dict[str, Any]:
         return {"dtype": self.dtype}
