@@ -95,7 +95,7 @@ def fit(
                 spill_dir=options.spill_dir, timer=timer,
             )
         )  # fmt: skip
-        carry = Carry(len(text.train), tokens, shape, timer)
+        carry = Carry(len(text.train), tokens, shape, timer, config.num_hidden_layers)
         width = (len(ids), tokens.stop - tokens.start, shape.heads * shape.dim)
         made: dict[str, SpillStore] = {}
         for name, buffer in method.buffers().items():

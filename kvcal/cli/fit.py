@@ -26,11 +26,24 @@ def fit_predictors(
     backbone: Annotated[
         str,
         typer.Option(
+            "--backbone",
+            "--residual",
             help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide|-channel][-debiased], uniform-{1..8}[-channel], "
-            "exact-{16,32,bf16}."
+            "exact-{16,32,bf16}.",
         ),
     ] = "higgs-2-wide-debiased",
     first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",
+    keys: Annotated[str, typer.Option(help="Codec of key residuals, where not that of --backbone.")] = "",
+    values: Annotated[str, typer.Option(help="Codec of value residuals, likewise.")] = "",
+    per_layer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Exceptions, LAYERS[:keys|:values]=CODEC: 0=higgs-4, 3-5:keys=uniform-4, -1=exact-16; may be repeated."
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A TOML file with codecs, windows, frame and predictor instead of options.")
+    ] = None,
     predictor: Annotated[
         str, typer.Option(help="linear, reduced-rank, mlp, mlp-no-norm, linear-4bit or bias.")
     ] = "linear",
@@ -65,10 +78,12 @@ def fit_predictors(
     json: Json = False,
 ) -> None:
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
-    from kvcal.commands.fit_predictors import run_fit_predictors
-
     given: dict[str, Any] = dict(locals())
-    result = run_fit_predictors(given, note)
+    from kvcal.cli.defaults import defaults_of
+    from kvcal.commands.fit_predictors import run_fit_predictors
+    from kvcal.recipe import with_recipe
+
+    result = run_fit_predictors(with_recipe(given, defaults_of("fit-predictors")), note)
     if json:
         print_json(result)
     else:

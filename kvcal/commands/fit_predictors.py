@@ -27,6 +27,9 @@ def aqua_method(o: dict[str, Any]) -> AquaKV:
     return AquaKV(
         backbone=o["backbone"],
         first_layer=o["first_layer"],
+        keys=o["keys"],
+        values=o["values"],
+        per_layer=tuple(o["per_layer"] or ()),
         predictor=o["predictor"],
         rank=o["rank"],
         key_inputs=_names(o["key_inputs"]),

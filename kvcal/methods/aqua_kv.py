@@ -19,9 +19,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture import LayerTaps
-from .backbones import backbone
 from .base import Carry, HoldoutError, LayerFit, flat
+from .composition import Composition
 from .mlp import MLPSettings, fit_mlp
+from .observed import taps_of, window_statistics
 from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
 
 PREDICTOR_KINDS = ("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias")
@@ -33,6 +34,8 @@ class AquaKV:
     """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
     HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one).
 
+    first_layer: codec of layer 0, which nothing predicts; empty: as the others.
+    keys, values: codecs of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last.
     key_inputs, value_inputs: k1, v1 (layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
     rank: of the reduced-rank variant; 0 means a quarter of C (the paper's 256 at 1024).
     quantiser_agnostic: fit on true keys and values, whatever the codec (Table 1, last row).
@@ -43,6 +46,9 @@ class AquaKV:
 
     backbone: str = "higgs-2-wide-debiased"
     first_layer: str = "higgs-4-wide-debiased"
+    keys: str = ""
+    values: str = ""
+    per_layer: tuple[str, ...] = ()
     predictor: str = "linear"
     rank: int = 0
     key_inputs: tuple[str, ...] = ("k1",)
@@ -66,9 +72,14 @@ class AquaKV:
                 raise UsageError(f"{what} predictor input {wrong[0]!r}: allowed are {', '.join(allowed)}")
         if not 0 < self.ridge < float("inf"):
             raise UsageError(f"ridge {self.ridge}: must be positive and finite")
-        backbone(self.backbone)
-        backbone(self.first_layer)
-        self.windows  # noqa: B018  validates
+        self.composition, self.windows  # noqa: B018  validates
+
+    @property
+    def composition(self) -> Composition:
+        """Codecs by layer: the first layer, which nothing predicts, is an exception."""
+        keys, values = self.keys or self.backbone, self.values or self.backbone
+        first = (f"0={self.first_layer}",) if self.first_layer else ()
+        return Composition(keys, values, (*first, *self.per_layer))
 
     @property
     def windows(self) -> Windows:
@@ -79,6 +90,7 @@ class AquaKV:
         return self.rope
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
+        self.composition.check(carry.layers)
         run = _LayerRun(self, layer, taps, carry)
         key = run.codec("key", self._inputs(layer, self.key_inputs), {"k"})
         key_error = run.encode_keys(key)
@@ -135,8 +147,8 @@ class _LayerRun:
 
     def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
         """The backbone, behind a predictor fitted on the training windows if there are inputs."""
-        name = self.method.backbone if self.layer else self.method.first_layer
-        inner = backbone(name)(self.carry.shape, role)
+        make = self.method.composition.codec(self.layer, self.carry.layers, role)
+        inner = make(self.carry.shape, role)
         if not inputs:
             return inner
         predictor = self._fit(inputs, frozenset(want))
@@ -152,13 +164,17 @@ class _LayerRun:
 
     def _encode(self, codec: Codec, role: str, advance: bool) -> HoldoutError:
         holdout, carry = HoldoutError(), self.carry
-        for batch in self.taps.batches(frozenset(role), self.method.frame, advance=advance):
+        want = frozenset(role) | taps_of(codec.stats)
+        for batch in self.taps.batches(want, self.method.frame, advance=advance):
             x = getattr(batch, role)
             codec = codec.to(x.device)
+            stats = window_statistics(codec, self.method.windows, self.method.frame, self.taps, batch)
             x = carry.coded(x)
             needed = codec.inputs if isinstance(codec, Predicted) else ()
             with carry.timer("encode"):
-                made, guess = reconstruct(codec, x, carry.context(self.layer, needed, batch.rows))
+                context = carry.context(self.layer, needed, batch.rows)
+                context.stats = stats
+                made, guess = reconstruct(codec, x, context)
             train = carry.training_rows(batch.rows)
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
             kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made

@@ -22,13 +22,14 @@ class Carry:
     """What layer l-1 left for layer l: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
-    sink is not, nor is an unfinished block at the end.
+    sink is not, nor is an unfinished block at the end. layers: of the model.
     """
 
     train: int
     tokens: slice
     shape: Shape
     timer: PhaseTimer
+    layers: int = 0
     stores: dict[str, SpillStore] = field(default_factory=dict)
 
     def coded(self, x: Tensor) -> Tensor:

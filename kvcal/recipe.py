@@ -1,0 +1,134 @@
+"""A compression scheme as a TOML file: codecs, windows, frame and predictor, in place of options.
+
+frame = "pre_rope"
+keys = "higgs-2-wide-debiased"        # or: codec = "..." for both
+values = "uniform-2"
+
+[layers]                              # exceptions; the last that names a layer holds
+"0" = "higgs-4-wide-debiased"
+"-1" = {values = "uniform-4"}
+
+[windows]
+sink = 4
+recent = 128
+block = 32
+
+[predictor]                           # leave it out for none
+kind = "linear"
+keys = ["k1"]
+values = ["v1", "k0"]
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import UsageError
+
+TOP = {"frame": str, "codec": str, "keys": str, "values": str, "layers": dict, "windows": dict, "predictor": dict}
+WINDOWS = {"sink": int, "recent": int, "block": int}
+PREDICTOR = {
+    "kind": str, "keys": list, "values": list, "rank": int, "ridge": float, "quantiser_agnostic": bool, "mlp_epochs": int,
+}  # fmt: skip
+OPTIONS = {"kind": "predictor", "keys": "key_inputs", "values": "value_inputs"}  # where an option's name differs
+GOVERNED = (
+    "backbone", "first_layer", "keys", "values", "per_layer", "frame", "sink", "recent", "block", "predictor", "rank",
+    "key_inputs", "value_inputs", "ridge", "quantiser_agnostic", "mlp_epochs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A read and checked file."""
+
+    path: Path
+    fields: dict[str, Any]
+
+    @property
+    def predicts(self) -> bool:
+        return "predictor" in self.fields
+
+    def options(self) -> dict[str, Any]:
+        """The options of `kvcal fit-predictors` that it stands for; others keep their defaults."""
+        own = self.fields
+        found: dict[str, Any] = {name: own[name] for name in ("frame", "keys", "values") if name in own}
+        if "codec" in own:
+            found["backbone"] = own["codec"]
+        found["per_layer"] = [
+            text for layers, codec in own.get("layers", {}).items() for text in _exception(layers, codec)
+        ]
+        if own.get("keys") or own.get("values") or "codec" in own:
+            found["first_layer"] = ""  # a recipe names all its codecs
+        found |= own.get("windows", {})
+        for name, value in own.get("predictor", {}).items():
+            found[OPTIONS.get(name, name)] = ",".join(value) or "none" if isinstance(value, list) else value
+        return found
+
+
+def _exception(layers: str, codec: str | dict[str, str]) -> list[str]:
+    if isinstance(codec, str):
+        return [f"{layers}={codec}"]
+    return [f"{layers}:{role}={name}" for role, name in codec.items()]
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Raises UsageError naming the file, what it holds and what is allowed."""
+    try:
+        fields = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"recipe {path}: cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path}: not TOML ({error})") from error
+    _check(path, "", fields, TOP)
+    _check(path, "windows.", fields.get("windows", {}), WINDOWS)
+    _check(path, "predictor.", fields.get("predictor", {}), PREDICTOR)
+    for layers, codec in fields.get("layers", {}).items():
+        if not isinstance(codec, str):
+            if not isinstance(codec, dict):
+                raise UsageError(
+                    f"recipe {path}: layers.{layers} is {codec!r}; a codec's name, or a table of keys and values"
+                )
+            _check(path, f"layers.{layers}.", codec, {"keys": str, "values": str})
+    if "codec" not in fields and not ("keys" in fields and "values" in fields):
+        raise UsageError(f"recipe {path}: names no codec; give codec, or keys and values")
+    return Recipe(path, fields)
+
+
+def _check(path: Path, where: str, fields: dict[str, Any], known: Mapping[str, type]) -> None:
+    for name, value in fields.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise UsageError(f"recipe {path}: unknown key {where}{name}; {hint}")
+        wanted = known[name]
+        good = isinstance(value, (int, float)) if wanted is float else isinstance(value, wanted)
+        if not good or (wanted in (int, float) and isinstance(value, bool)):
+            raise UsageError(f"recipe {path}: {where}{name} is {value!r}; it must be {_kind(wanted)}")
+
+
+def _kind(wanted: type) -> str:
+    names = {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        list: "a list",
+        dict: "a table",
+        bool: "true or false",
+    }
+    return names[wanted]
+
+
+def with_recipe(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Options with those of `--recipe` in place; an option that the recipe governs may not be given beside it."""
+    if given.get("recipe") is None:
+        return given
+    for name in GOVERNED:
+        if name in given and given[name] != defaults[name]:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
+    return given | {name: value for name, value in read_recipe(given["recipe"]).options().items() if name in given}
