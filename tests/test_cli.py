@@ -19,7 +19,17 @@ from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
 from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
-ROW = ["name", "perplexity", "kl", "bits_per_value", "cache_bytes", "window_bytes", "resident_bytes", "tokens"]
+ROW = [
+    "name",
+    "perplexity",
+    "kl",
+    "logit_error",
+    "bits_per_value",
+    "cache_bytes",
+    "window_bytes",
+    "resident_bytes",
+    "tokens",
+]
 LENGTH, WINDOWS, STEP = 260, 4, 32
 SINK, RECENT, BLOCK = 4, 128, 32  # of presets
 LAYERS, WIDTH = 4, 32  # of the model; WIDTH is that of its keys

@@ -28,6 +28,8 @@ TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 class Row:
     """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
 
+    logit_error: root of |difference of logits|^2 over |full-precision logits|^2, each less its mean over the vocabulary.
+
     bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
     bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
     """
@@ -35,6 +37,7 @@ class Row:
     name: str
     perplexity: float
     kl: float
+    logit_error: float
     bits_per_value: float | None
     cache_bytes: int
     window_bytes: int
@@ -50,6 +53,8 @@ class Row:
 class _Sums:
     nats: float = 0.0
     kl: float = 0.0
+    error: float = 0.0
+    square: float = 0.0
     tokens: int = 0
     packed: int = 0
     packed_values: int = 0
@@ -97,10 +102,11 @@ def _one_batch(
     try:
         for start in range(0, ids.shape[1], step):
             chunk, target = ids[:, start : start + step], ids[:, start + 1 : start + step + 1]
-            reference = _log_probabilities(model, chunk, full, target.shape[1])
-            _add(sums["full"], reference, reference, target, "full")
+            logits = _logits(model, chunk, full, target.shape[1])
+            reference = logits, functional.log_softmax(logits, -1)
+            _add(sums["full"], logits, reference, target, "full")
             for name, cache in caches.items():
-                own = _log_probabilities(model, chunk, cache, target.shape[1])
+                own = _logits(model, chunk, cache, target.shape[1])
                 _add(sums[name], own, reference, target, name)
             advance()
         plain: list[Any] = full.layers
@@ -117,22 +123,27 @@ def _one_batch(
             cache.close()
 
 
-def _log_probabilities(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
-    """(B, count, vocabulary) float32 of the positions that have a target."""
-    logits = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, :count].float()
-    return functional.log_softmax(logits, -1)
+def _logits(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
+    """(B, count, vocabulary) float32 of the positions that have a target, less their mean over the vocabulary."""
+    logits: Tensor = model(input_ids=chunk, past_key_values=cache, use_cache=True).logits[:, :count].float()
+    return logits - logits.mean(-1, keepdim=True)
 
 
-def _add(total: _Sums, own: Tensor, reference: Tensor, target: Tensor, name: str) -> None:
+def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target: Tensor, name: str) -> None:
+    """reference: the full-precision logits and their log-probabilities."""
     if not target.shape[1]:
         return
+    exact, right = reference
+    own = right if logits is exact else functional.log_softmax(logits, -1)
     nats = -own.gather(-1, target[..., None]).double().sum().item()
     if not math.isfinite(nats):
         raise NonFiniteError(f"{name}: logits hold a NaN or infinity; check the model's dtype (--dtype float32)")
     total.nats += nats
     total.tokens += target.numel()
-    if own is not reference:
-        total.kl += functional.kl_div(own, reference, reduction="none", log_target=True).sum(-1).double().sum().item()
+    if logits is not exact:
+        total.kl += functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().sum().item()
+        total.error += (logits - exact).square().sum(-1).double().sum().item()
+        total.square += exact.square().sum(-1).double().sum().item()
 
 
 def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
@@ -145,6 +156,7 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
         name=name,
         perplexity=math.exp(min(700.0, total.nats / total.tokens)),
         kl=total.kl / total.tokens,
+        logit_error=math.sqrt(total.error / total.square) if total.square else 0.0,
         bits_per_value=bits,
         cache_bytes=total.packed // windows,
         window_bytes=total.window // windows,
