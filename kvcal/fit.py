@@ -11,8 +11,8 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, load_bundle, sha256_text, write_atomically
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.bundle import (
+    Bundle,
+    Fingerprint,
+    canonical,
+    load_bundle,
+    probed_layers,
+    sha256_text,
+    write_atomically,
+)
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from . import __version__
@@ -88,7 +96,7 @@ def fit(
     fitted: list[LayerCodecs] = []
     metrics: list[dict[str, float]] = []
     probe: tuple[float, ...] = ()
-    with ExitStack() as stack:
+    with work.failing(), ExitStack() as stack:
         capture = stack.enter_context(
             Capture(
                 source, ids, device=device, batch=options.batch, hidden=options.spill,
@@ -107,7 +115,7 @@ def fit(
             carry.stores[name] = made[buffer]
         with progress("Fitting layers", total=config.num_hidden_layers) as advance:
             for taps in capture:
-                if taps.index in (0, config.num_hidden_layers - 1):
+                if taps.index in probed_layers(config.num_hidden_layers):
                     probe += hf.key_probe(taps.site)
                 pair, measured = _one_layer(method, taps, carry, done, work)
                 fitted.append(pair)
@@ -117,7 +125,8 @@ def fit(
     scheme = Scheme(method.windows, method.frame, tuple(fitted))
     summary = {"layers": metrics, "holdout_windows": len(text.holdout), "bits_per_value": scheme.bits_per_value()}
     bundle = Bundle(fingerprint, scheme, record, summary | averages(metrics))
-    digest = bundle.write(output)
+    with work.failing():
+        digest = bundle.write(output)
     work.remove()
     return FitResult(bundle, output, digest, timer.split(), len(done), metrics)
 
@@ -199,15 +208,20 @@ def _check_writable(folder: Path) -> None:
         raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another --output") from error
 
 
+def check_output(output: Path) -> None:
+    """Raise now, not after an hour, if no file can be written there."""
+    if output.is_dir():
+        raise KVCalError(f"--output {output} is a folder: give a file name")
+    if not output.parent.is_dir():
+        raise KVCalError(f"{output.parent} is not a folder; create it or give another --output")
+    _check_writable(output.parent)
+
+
 class Checkpoint:
     """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
 
     def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
-        if not output.parent.is_dir():
-            raise KVCalError(f"{output.parent} is not a folder; create it or give another --output")
-        if output.is_dir():
-            raise KVCalError(f"{output} is a folder; --output needs a file name")
-        _check_writable(output.parent)  # now, not after an hour
+        check_output(output)
         self.folder = output.parent / f".{output.name}.partial"
         self._key = sha256_text(canonical(record))
         if self.folder.exists() and (not resume or self._stored_key() != self._key):
@@ -239,6 +253,21 @@ class Checkpoint:
         lone = Scheme(method.windows, method.frame, (pair,))
         nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
         Bundle(nothing, lone, {"layer": index}, metrics).write(self._path(index))
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Within, an error says what stays on disk; after one that would come again, nothing does."""
+        try:
+            yield
+        except NonFiniteError:
+            self.remove()
+            raise
+        except KVCalError as error:
+            if type(error) is KVCalError and self.folder.exists():
+                raise KVCalError(
+                    f"{error} (fitted layers wait in {self.folder}: start again to go on, or delete it)"
+                ) from error
+            raise
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"

@@ -126,8 +126,8 @@ def _looks_like_path(name: str) -> bool:
 
 def _unknown(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), [*CATALOGUE, *ALIASES], n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "`kvcal models` lists the short names;"
-    return f"unknown model {name!r}: {hint} A hub id reads org/name, a folder must hold a config.json"
+    hint = f"did you mean {', '.join(near)}? Else" if near else "`kvcal models` lists the short names;"
+    return f"unknown model {name!r}: {hint} a hub id reads org/name, a folder must hold a config.json"
 
 
 def geometry(source: ModelSource, *, download: bool = True) -> Geometry:

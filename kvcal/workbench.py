@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
+from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, probed_layers
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 
@@ -18,6 +18,7 @@ from . import models
 from .capture import LayerSource, WholeModel
 from .evaluate.perplexity import CacheMaker
 from .methods.plain import Preset, preset
+from .report.progress import progress
 
 
 def pick_device(name: str) -> torch.device:
@@ -65,7 +66,7 @@ def open_for_fit(
     if layerwise:
         parts = models.open_layerwise(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
         return Opened(parts, source, parts.revision, random_weights, where, _tokenizer(source, random_weights))
-    loaded = models.load_model(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+    loaded = _loaded(source, kind, where, random_weights, seed)
     return Opened(WholeModel(loaded.model), source, loaded.revision, random_weights, where, loaded.tokenizer)
 
 
@@ -79,7 +80,14 @@ def open_model(
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
     source = models.resolve(name, revision)
-    return models.load_model(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+    return _loaded(source, kind, where, random_weights, seed)
+
+
+def _loaded(
+    source: models.ModelSource, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int
+) -> models.LoadedModel:
+    with progress(f"{'Making' if random_weights else 'Loading'} {source.label}"):
+        return models.load_model(source, dtype=dtype, device=device, random_weights=random_weights, seed=seed)
 
 
 def check_bundle(
@@ -92,7 +100,7 @@ def check_bundle(
     )
     bundle.check(parts.model, parts.revision, probe=())
     probe: tuple[float, ...] = ()
-    for layer in (0, len(parts) - 1):
+    for layer in probed_layers(len(parts)):
         parts.load_layer(layer)
         probe += hf.key_probe(hf.attention_site(hf.decoder_of(parts.model), layer))
         parts.free_layer(layer)

@@ -1073,3 +1073,14 @@ def test_gradient_mode(frame: str) -> None:
     logits[-1].sum().backward()
     model.zero_grad()
     assert not any(t.requires_grad for t in schemes.tensors_of(made))
+
+
+@every_frame
+@pytest.mark.parametrize("name", LOSSY)
+def test_autocast_changes_no_packed_byte(name: str, frame: str) -> None:
+    rows = Rows([70, 33])
+    plain = fed_cache_of([70, 33], name, frame)
+    with fed_cache(name, frame) as cast, torch.autocast("cpu", dtype=torch.bfloat16):
+        feed(cast, rows, None, [40])
+    for row in range(2):
+        assert same(schemes.packed_row(plain, row), schemes.packed_row(cast, row))

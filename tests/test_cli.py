@@ -185,6 +185,14 @@ def test_verify_reads_two_layers_of_the_model(base: Path, bundle: Path, monkeypa
     assert read == []  # the revisions differ: weights need not be looked at
 
 
+def test_a_bundle_of_one_layer_is_of_its_model(base: Path, tmp_path: Path) -> None:
+    one, path = write_model(tmp_path / "one", layers=1), tmp_path / f"one{SUFFIX}"
+    mine = ["--model", one, "--text", base / "words.txt"]
+    assert kvcal("fit-predictors", *mine, *SMALL, "--output", path).code == 0
+    assert kvcal("verify", path, "--model", one).code == 0
+    assert kvcal("eval", *mine, "--length", 64, "--windows", 1, "--bundle", path).code == 0
+
+
 def test_verify_without_a_model_takes_nothing_about_one(bundle: Path) -> None:
     fails(kvcal("verify", bundle, "--revision", "main"), 2, "--revision", "give --model")
     fails(kvcal("verify", bundle, "--random-weights"), 2, "--random-weights", "give --model")
@@ -228,6 +236,12 @@ def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPa
 def test_generate_says_when_nothing_is_packed(base: Path) -> None:
     done = kvcal("generate", "--model", base / "model", "--preset", "higgs-2", "--prompt", "a", "--tokens", 2)
     assert "nothing packed yet" in done.err and "nan" not in done.err
+
+
+def test_inspect_shows_settings_and_held_out_errors(bundle: Path) -> None:
+    said = kvcal("inspect", bundle).out
+    for part in ("backbone=higgs-2-wide-debiased", "predictor=linear", "key_relative_error=", "weights", "sha256:"):
+        assert part in said
 
 
 def test_inspect(bundle: Path) -> None:
@@ -461,3 +475,30 @@ def test_what_cannot_be_read_is_a_usage_error(arguments: list[str]) -> None:
     done = kvcal(*arguments)
     assert (done.code, done.out) == (2, "")
     assert "Error: " in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["fit-predictors", "--windows", "1"], "Invalid value for '--windows'"),
+        (["models", "--modle"], "No such option: --modle"),
+        (["modles"], "No such command 'modles'"),
+        (["generate"], "Missing option '--prompt'"),
+    ],
+)
+def test_a_wrong_option_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = finished(started(*arguments, folder=tmp_path))
+    assert done.code == 2
+    assert said in done.complaint and "--help)" in done.complaint
+
+
+def test_no_arguments_print_the_help(tmp_path: Path) -> None:
+    done = finished(started(folder=tmp_path))
+    assert done.code == 2 and "fit-predictors" in done.err
+
+
+def test_an_output_that_cannot_be_is_noticed_before_the_model_is_read(base: Path, tmp_path: Path) -> None:
+    late = ["fit-predictors", "--model", base / "model", "--text", base / "words.txt", "--dtype", "int8"]
+    fails(kvcal(*late, "--output", tmp_path / "none" / "x"), 1, "none is not a folder")
+    fails(kvcal(*late, "--output", tmp_path), 1, "is a folder: give a file name")
+    fails(kvcal(*late, "--output", ""), 1, "--output . is a folder")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,18 @@ def test_a_killed_fit_goes_on_and_gives_the_same_bytes(long: Given, output: Path
     assert again.json["resumed_layers"] == done
     assert f"resuming after layer {done - 1} of {LONG_LAYERS}" in again.err
     assert [entry.name for entry in output.parent.iterdir()] == [output.name]
+
+
+@pytest.mark.parametrize("seconds", [0.03, 0.27, 0.3, 0.33])
+def test_control_c_while_importing_is_not_lost(long: Given, output: Path, seconds: float) -> None:
+    """torch's extension module clears an exception raised while it is imported, some 0.2 to 0.35 s after the start."""
+    process = started("fit-predictors", *long.options, *SMALL, *LONG, "--output", output, folder=output.parent)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    done = finished(process)
+    assert not output.exists()
+    assert done.code in (130, -signal.SIGINT), done  # the latter before Python itself has started
+    assert done.code != 130 or done.err.splitlines()[-1] == "kvcal: interrupted"
 
 
 def test_control_c_is_one_line_and_keeps_the_checkpoint(long: Given, output: Path, undisturbed: str) -> None:
@@ -374,9 +387,7 @@ def test_a_nan_in_a_layer_stops_it(given: Given, tmp_path: Path, part: str, valu
     ended = fit(bad, output)
     assert ended.code == NonFiniteError.exit_code == 1
     assert "layer 2" in ended.complaint
-    assert not output.exists()
-    assert len(fitted_layers(output)) == 2
-    assert {path.suffix for path in checkpoint(output).iterdir()} == {".safetensors", ".json"}
+    assert list(output.parent.iterdir()) == []  # to start again would end the same way
 
 
 def test_a_layer_of_zeros_is_no_reason_to_stop(given: Given, tmp_path: Path) -> None:

@@ -263,7 +263,6 @@ def exit_code_of(error: BaseException) -> int:
     [
         (errors.IncompatibleBundle("a.safetensors: made for X,\n  not for Y"), 4, "made for X, not for Y"),
         (errors.ModelUnavailable("no such model"), 5, "kvcal: no such model"),
-        (KeyboardInterrupt(), 130, "kvcal: interrupted"),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. " + "advice. " * 40),
             6,

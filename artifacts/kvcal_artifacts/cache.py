@@ -72,6 +72,10 @@ class KVCalLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys (B, H, Q, D) after RoPE and values of the current call -> all keys and values, in column order."""
+        with torch.autocast(key_states.device.type, enabled=False):  # else packed bytes would depend on it
+            return self._update(key_states, value_states)
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         plan = self._cache.plan_for(self, key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

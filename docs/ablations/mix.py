@@ -8,8 +8,9 @@ sources, and every stretch of it holds all in proportion, so that training and h
 
 from __future__ import annotations
 
-import sys
+import argparse
 from itertools import chain
+from pathlib import Path
 
 from kvcal.corpus import open_documents, resolve_text
 
@@ -39,13 +40,18 @@ def interleaved(texts: list[str]) -> str:
 
 
 def main() -> None:
-    output, *wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("sources", nargs="+", metavar="FILE:CHARACTERS")
+    args = parser.parse_args()
     texts = []
-    for name, characters in (item.rsplit(":", 1) for item in wanted):
+    for name, _, characters in (item.rpartition(":") for item in args.sources):
+        if not name or not characters.isdigit():
+            parser.error("a source reads FILE:CHARACTERS")
         texts.append(beginning(name, int(characters)))
-        print(f"{name}: {len(texts[-1]):,} characters")
-    with open(output, "w", encoding="utf-8") as file:
-        file.write(interleaved(texts))
+        short = "" if len(texts[-1]) == int(characters) else f", all there are ({int(characters):,} asked for)"
+        print(f"{name}: {len(texts[-1]):,} characters{short}")
+    args.output.write_text(interleaved(texts), encoding="utf-8")
 
 
 if __name__ == "__main__":

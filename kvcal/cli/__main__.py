@@ -1,3 +1,3 @@
-from kvcal.cli.app import main
+from kvcal.cli import main
 
 main()

@@ -11,7 +11,7 @@ import typer
 
 from kvcal import __version__
 from kvcal.cli import bundle, demo, evaluate, fit, models
-from kvcal.cli.failure import guarded
+from kvcal.cli.failure import INTERRUPTED, guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "fit-predictors": fit.fit_predictors,
@@ -64,12 +64,33 @@ def root(
         os.environ["KVCAL_DEBUG"] = "1"
 
 
+ClickError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
 def main() -> None:
     try:
         try:
-            app(prog_name="kvcal")
+            code = app(prog_name="kvcal", standalone_mode=False)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # `kvcal models | head -1`: the reader has left, and nothing is wrong
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        code = 1
+    except typer.Abort:
+        code = INTERRUPTED
+    except ClickError as error:
+        code = _usage(error)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> int:
+    """One line as for every other error; `kvcal` alone prints its help."""
+    command = error.ctx.command_path if error.ctx else "kvcal"
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.ctx.get_help(), file=sys.stderr)
+    else:
+        said = " ".join(error.format_message().split()).rstrip(".")
+        print(f"kvcal: {said} (see {command} --help)", file=sys.stderr)
+    return int(error.exit_code)

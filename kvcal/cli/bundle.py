@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,16 +28,24 @@ def inspect(bundle: File, json: Json = False) -> None:
         "bytes": found["bytes"],
         "made by": found["provenance"].get("tool"),
         "method": found["provenance"].get("method"),
+        "settings": _listed(found["provenance"].get("settings", {})),
         "model": f"{model['architecture']}, {model['layers']} layers, {model['kv_heads']} x {model['head_dim']}",
-        "weights": model["revision"],
+        "weights": model["revision"],  # random:SEED where they are random
         "text": text.get("source"),
         "windows": ", ".join(f"{name} {value}" for name, value in found["windows"].items()),
         "frame": found["frame"],
         "bits a value": f"{found['bits_per_value']:.4f}",
         "resident bytes": found["resident_bytes"],
+        "held-out": _listed({name: value for name, value in found["metrics"].items() if isinstance(value, float)}),
     }
     print_table(["what", "value"], facts.items())
     print_table(["layer", "keys", "values"], [row.values() for row in found["layers"]])
+
+
+def _listed(fields: dict[str, Any]) -> str:
+    """name=value, ...; floats to five digits."""
+    shown = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in fields.items()}
+    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def verify(

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+INTERRUPTED = 130
 EXIT_CODES = {
     0: "done",
     1: "error",
@@ -19,7 +20,7 @@ EXIT_CODES = {
     4: "the bundle is damaged, of an unknown format, or belongs to another model",
     5: "the model, or a data set on the hub, is not available: gated, offline, no such name or revision",
     6: "out of memory, on the host or on the device",
-    130: "interrupted (Ctrl-C)",
+    INTERRUPTED: "interrupted (Ctrl-C)",
 }
 
 
@@ -36,7 +37,8 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("KVCAL_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
             line, code = explain(error)
-            print(f"kvcal: {line}", file=sys.stderr)
+            if code != INTERRUPTED:  # may come from outside a command, too: main() says it
+                print(f"kvcal: {line}", file=sys.stderr)
             raise typer.Exit(code) from error
 
     return run
@@ -48,7 +50,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if kvcal_error and isinstance(error, kvcal_error):
         return _one_line(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
+        return "interrupted", INTERRUPTED
     if _is_out_of_memory(error):
         return f"out of memory: {_first_sentences(error)}; try a smaller --length, or fewer --windows", 6
     if isinstance(error, OSError):

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
 from .. import corpus, models
+from ..report.progress import progress
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
 RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have no quality to measure
+
+
+@contextmanager
+def reading() -> Iterator[corpus.Progress]:
+    """Progress of reading and tokenising a text, as kvcal.corpus reports it."""
+    with progress("Reading text, tokens") as advance:
+        before = 0
+
+        def seen(tokens: int, wanted: int) -> None:
+            nonlocal before
+            advance(tokens - before)
+            before = tokens
+
+        yield seen
 
 
 def given_text(o: dict[str, Any]) -> str:
@@ -49,7 +65,10 @@ def evaluation_text(
     if origin == RANDOM_TOKENS:
         vocabulary, count = models.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
         return corpus.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
-    return corpus.evaluation_windows(known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"])
+    with reading() as seen:
+        return corpus.evaluation_windows(
+            known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"], progress=seen
+        )
 
 
 def calibration_windows(
@@ -64,6 +83,8 @@ def calibration_windows(
     if text_source == RANDOM_TOKENS:
         vocabulary = models.geometry(source).vocab
         return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
-    return corpus.token_windows(
-        known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"], column=o["column"]
-    )
+    with reading() as seen:
+        return corpus.token_windows(
+            known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"],
+            column=o["column"], progress=seen,
+        )  # fmt: skip

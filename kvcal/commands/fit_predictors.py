@@ -12,7 +12,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import models
-from ..fit import FitOptions, fit
+from ..fit import FitOptions, check_output, fit
 from ..methods.aqua_kv import AquaKV
 from ..workbench import default_output, open_for_fit
 from .common import Say, calibration_windows, check_context, text_for
@@ -56,6 +56,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
     text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
     output = Path(o["output"] or default_output(source, method.name))
+    check_output(output)
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],

@@ -50,7 +50,7 @@ def _bar(description: str, total: int | None) -> Iterator[Advance]:
     global _bars
     owner = _bars is None
     if _bars is None:
-        _bars = _new_bars()
+        _bars = _new_bars(transient=total is None)  # what only says that something goes on leaves no trace
         _bars.start()
     bars = _bars
     task = bars.add_task(description, total=total)
@@ -64,7 +64,7 @@ def _bar(description: str, total: int | None) -> Iterator[Advance]:
             bars.remove_task(task)
 
 
-def _new_bars() -> Progress:
+def _new_bars(transient: bool) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -82,6 +82,7 @@ def _new_bars() -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
+        transient=transient,
         redirect_stdout=sys.stdout.isatty(),  # else rich would send results meant for a file to stderr
     )
 
