@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import __version__
-from kvcal.cli import bundle, demo, evaluate, fit, models
+from kvcal.cli import bundle, combine, demo, evaluate, fit, models
 from kvcal.cli.failure import INTERRUPTED, guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "fit-predictors": fit.fit_predictors,
+    "combine": combine.combine,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,
