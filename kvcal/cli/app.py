@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import __version__
-from kvcal.cli import bundle, combine, demo, evaluate, fit, models
+from kvcal.cli import bundle, combine, compare, demo, evaluate, fit, models
 from kvcal.cli.failure import INTERRUPTED, guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -19,6 +19,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,
+    "compare": compare.compare,
     "generate": evaluate.generate,
     "models": models.models,
     "demo": demo.demo,

@@ -1,0 +1,70 @@
+"""`kvcal compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.options import Bundles, Column, Device, Dtype, Json, Model, Presets, Random, Revision, Seed, Step, Text
+from kvcal.cli.output import note, print_json, print_table
+
+
+def compare(
+    model: Model = "tiny",
+    revision: Revision = None,
+    text: Text = None,
+    column: Column = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window.")] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="At most so many windows, from the start.")] = None,
+    step: Step = 32,
+    preset: Presets = None,
+    bundle: Bundles = None,
+    keys: Annotated[
+        str | None, typer.Option(help="Key codecs, as higgs-2,uniform-2-channel: with each of --values.")
+    ] = None,
+    values: Annotated[str | None, typer.Option(help="Value codecs.")] = None,
+    predict: Annotated[bool, typer.Option("--predict", help="Each pair also under AQUA-KV's predictors.")] = False,
+    first_layer: Annotated[str, typer.Option(help="Codec of layer 0 under predictors.")] = "higgs-4-wide-debiased",
+    frame: Annotated[str, typer.Option(help="Of the pairs: pre_rope or post_rope.")] = "post_rope",
+    sink: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 4,
+    recent: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 128,
+    block: Annotated[int, typer.Option(min=1, help="Of the pairs.")] = 32,
+    max_bits: Annotated[float | None, typer.Option(help="Name the best row of at most so many bits.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="Text for --predict. Default: the model's own.")] = None,
+    fit_windows: Annotated[int | None, typer.Option(min=2, help="Calibration windows for --predict.")] = None,
+    fit_length: Annotated[int | None, typer.Option(min=2, help="Tokens of one.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file of all rows; a second call goes on from it.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    random_weights: Random = False,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Measure many schemes on the same text: presets, bundles, and every pair of key and value codecs."""
+    options: dict[str, Any] = dict(locals())
+    from kvcal.cli.defaults import defaults_of
+    from kvcal.commands.compare import run_compare
+
+    found = run_compare(options, defaults_of("fit-predictors"), note)
+    if json:
+        print_json(found)
+        return
+    print(f"full precision: perplexity {found['full_perplexity']:.4f}")
+    print_table(
+        ["name", "bits/value", "perplexity", "KL", "logit error", "resident bytes", "front"],
+        [
+            [
+                row["name"], "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
+                f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", f"{row['logit_error']:.4f}",
+                f"{row['resident_bytes']:,}", "*" if row["front"] else "",
+            ]
+            for row in found["rows"]
+        ],
+    )  # fmt: skip
+    if found["max_bits"] is not None:
+        print(f"best at no more than {found['max_bits']} bits a value: {found['best'] or 'none'}")

@@ -1,0 +1,155 @@
+"""`kvcal compare`."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import FRAMES
+
+from .. import __version__, models
+from ..capture import WholeModel
+from ..compare import Ledger, best, front
+from ..evaluate.perplexity import evaluate
+from ..fit import FitOptions, check_output, fit
+from ..methods.aqua_kv import AquaKV
+from ..methods.base import settings_of
+from ..methods.composition import Composition
+from ..methods.plain import Preset, preset
+from ..workbench import cache_makers, open_model
+from .common import Say, calibration_windows, check_context, evaluation_text, text_for
+from .evaluation import EVAL_LENGTH
+from .fit_predictors import aqua_method
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row: a preset, a bundle, or a method to be fitted first."""
+
+    name: str
+    what: Preset | Bundle | AquaKV
+
+    @property
+    def key(self) -> str:
+        """What its figures depend on, besides model and text."""
+        if isinstance(self.what, Bundle):
+            content: Any = hashlib.sha256(self.what.to_bytes()).hexdigest()
+        else:
+            content = settings_of(self.what) if isinstance(self.what, AquaKV) else asdict(self.what)
+        return json.dumps([type(self.what).__name__, content], sort_keys=True)
+
+
+def listed(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate]:
+    """Presets and bundles as named, then every pair of --keys and --values, plain and, if asked for, under predictors."""
+    found = [Candidate(name, preset(name)) for name in o["preset"] or []]
+    for path in o["bundle"] or []:
+        bundle = load_bundle(path)
+        found.append(Candidate(bundle.name, bundle))
+    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+    if bool(listed(o["keys"])) != bool(listed(o["values"])):
+        raise UsageError("--keys and --values go together: every pair of one and the other is a row")
+    for key, value in itertools.product(listed(o["keys"]), listed(o["values"])):
+        Composition(key, value)  # names checked before any model is loaded
+        name = key if key == value else f"{key} + {value}"
+        found.append(Candidate(name, Preset(key, value, o["frame"], **windows)))
+        if o["predict"]:
+            own = (
+                fit_options
+                | windows
+                | {"keys": key, "values": value, "first_layer": o["first_layer"], "frame": o["frame"]}
+            )
+            found.append(Candidate(f"aqua({name})", aqua_method(own)))
+    names = [one.name for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
+    if not found:
+        raise UsageError("nothing to compare: give --preset, --bundle, or --keys with --values")
+    return found
+
+
+def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits."""
+    if o["frame"] not in FRAMES:
+        raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
+    rows = candidates(o, fit_options)
+    if o["output"] is not None:
+        check_output(o["output"])
+    source = models.resolve(o["model"], o["revision"])
+    origin = text_for(o, source, "evaluation")
+    say(f"text: {origin}")
+    loaded = open_model(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    text = evaluation_text(o, source, loaded.tokenizer, origin, length)
+    check_context(source, length, say)
+    settings = {
+        "model": o["model"], "revision": loaded.revision, "random_weights": loaded.random_weights,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source,
+        "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
+        "version": __version__,
+    }  # fmt: skip
+    fitting: dict[str, Any] = {}
+    if any(isinstance(row.what, AquaKV) for row in rows):
+        fitting = _calibration(o, fit_options, source, loaded, say)
+        settings["calibration_sha256"] = fitting["text"].ids_sha256
+    ledger = Ledger(o["output"], settings)
+    for number, row in enumerate(rows):
+        if row.key in ledger.rows:
+            continue
+        say(f"{number + 1}/{len(rows)} {row.name}")
+        what = _fitted(row.what, loaded, fitting) if isinstance(row.what, AquaKV) else row.what
+        full, seen = evaluate(
+            loaded.model, text.ids, cache_makers(loaded.model, {row.name: what}, loaded.revision),
+            step=o["step"], batch=o["batch"],
+        )  # fmt: skip
+        ledger.add(row.key, seen.as_dict() | {"full_perplexity": full.perplexity})
+    found = [ledger.rows[row.key] | {"name": row.name} for row in rows]
+    on_front = front(found)
+    chosen = best(found, o["max_bits"]) if o["max_bits"] is not None else None
+    return {
+        **settings,
+        "full_perplexity": found[0]["full_perplexity"],
+        "rows": [row | {"front": row["name"] in on_front} for row in sorted(found, key=_order)],
+        "max_bits": o["max_bits"],
+        "best": chosen["name"] if chosen else None,
+    }
+
+
+def _order(row: dict[str, Any]) -> tuple[float, float]:
+    bits = row["bits_per_value"]
+    return (float("inf") if bits is None else bits, row["kl"])
+
+
+def _calibration(
+    o: dict[str, Any], fit_options: dict[str, Any], source: models.ModelSource, loaded: Any, say: Say
+) -> dict[str, Any]:
+    own = fit_options | {
+        "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],
+        "windows": o["fit_windows"], "length": o["fit_length"], "holdout": None,
+    }  # fmt: skip
+    origin = text_for(own, source, "calibration")
+    say(f"calibration text: {origin}")
+    return {"text": calibration_windows(own, source, loaded.tokenizer, origin), "seed": o["seed"], "name": o["model"]}
+
+
+def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any]) -> Bundle:
+    with tempfile.TemporaryDirectory() as folder:
+        result = fit(
+            method, WholeModel(loaded.model), fitting["text"], Path(folder) / f"row{SUFFIX}",
+            model_record={"name": fitting["name"]}, revision=loaded.revision, device=loaded.model.device,
+            seed=fitting["seed"], options=FitOptions(),
+        )  # fmt: skip
+        return load_bundle(result.path)

@@ -1,0 +1,60 @@
+"""Many schemes on the same work: which are worth their bits, and which combination is best under a limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import write_atomically
+
+
+def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
+    """Names of the rows that no other row beats: none has fewer bits and no more error, or as many bits and less."""
+    rows = [row for row in rows if row["bits_per_value"] is not None]
+    return {
+        row["name"]
+        for row in rows
+        if not any(
+            other["bits_per_value"] <= row["bits_per_value"]
+            and other[quality] <= row[quality]
+            and (other["bits_per_value"], other[quality]) != (row["bits_per_value"], row[quality])
+            for other in rows
+        )
+    }
+
+
+def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -> dict[str, Any] | None:
+    """The row of least error at no more than `max_bits` stored bits a value."""
+    fitting = [row for row in rows if row["bits_per_value"] is not None and row["bits_per_value"] <= max_bits]
+    return min(fitting, key=lambda row: (row[quality], row["bits_per_value"]), default=None)
+
+
+@dataclass
+class Ledger:
+    """Rows measured so far, in a file, so that an interrupted comparison goes on.
+
+    settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken over.
+    """
+
+    path: Path | None
+    settings: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self.path is not None and self.path.exists():
+            try:
+                before = json.loads(self.path.read_text("utf-8"))
+                if before["settings"] == self.settings:
+                    self.rows = {row["key"]: row for row in before["rows"]}
+            except (ValueError, KeyError, TypeError):
+                self.rows = {}  # not ours, or cut off: measured again, and written whole
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """key: what the row's figures depend on besides the settings."""
+        self.rows[key] = row | {"key": key}
+        if self.path is not None:
+            found = {"settings": self.settings, "rows": list(self.rows.values())}
+            write_atomically(self.path, (json.dumps(found, indent=1) + "\n").encode())

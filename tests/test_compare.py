@@ -1,0 +1,115 @@
+"""`kvcal compare`: rows equal those of eval, the front is right, an interrupted comparison goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcal.commands import compare as command
+from kvcal.compare import best, front
+from models_fixture import SUFFIX, kvcal, write_model, write_text
+
+LENGTH = 220
+CROSS = ["--keys", "higgs-2,uniform-2-channel", "--values", "uniform-2,higgs-2", "--recent", 16]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("compare")
+    write_model(base / "model")
+    write_text(base / "words.txt")
+    return base
+
+
+def named(base: Path) -> list[Any]:
+    return ["--model", base / "model", "--text", base / "words.txt", "--length", LENGTH, "--windows", 2]
+
+
+def test_a_row_is_the_row_of_eval(base: Path) -> None:
+    presets = ["--preset", "higgs-3", "--preset", "uniform-4"]
+    alone = {row["name"]: row for row in kvcal("eval", *named(base), *presets, "--json").json["rows"]}
+    done = kvcal("compare", *named(base), *presets, *CROSS, "--max-bits", 3, "--json")
+    assert done.code == 0, done.err
+    found = {row["name"]: row for row in done.json["rows"]}
+    assert done.json["full_perplexity"] == alone["full"]["perplexity"]
+    for name in ("higgs-3", "uniform-4"):
+        assert {field: found[name][field] for field in alone[name]} == alone[name]
+    pairs = {"higgs-2", "higgs-2 + uniform-2", "uniform-2-channel + uniform-2", "uniform-2-channel + higgs-2"}
+    assert set(found) == pairs | {"higgs-3", "uniform-4"}
+    assert (
+        done.json["best"] == min((r for r in found.values() if r["bits_per_value"] <= 3), key=lambda r: r["kl"])["name"]
+    )
+    starred = [name for name, row in found.items() if row["front"]]
+    assert "uniform-4" in starred or "higgs-3" in starred
+
+
+def test_pairs_under_predictors(base: Path) -> None:
+    fitting = ["--predict", "--calibration", base / "words.txt", "--fit-windows", 4, "--fit-length", 96]
+    done = kvcal("compare", *named(base), "--keys", "uniform-2", "--values", "uniform-4", *fitting, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row for row in done.json["rows"]}
+    assert set(rows) == {"uniform-2 + uniform-4", "aqua(uniform-2 + uniform-4)"}
+    assert rows["aqua(uniform-2 + uniform-4)"]["resident_bytes"] > 0
+    assert rows["aqua(uniform-2 + uniform-4)"]["kl"] < rows["uniform-2 + uniform-4"]["kl"]
+
+
+def test_an_interrupted_comparison_goes_on(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "rows.json"
+    arguments = ["compare", *named(base), *CROSS, "--output", output, "--json"]
+    whole = kvcal("compare", *named(base), *CROSS, "--json").json
+    measured: list[int] = []
+    evaluate = command.evaluate
+
+    def until_the_third(*args: Any, **kwargs: Any) -> Any:
+        measured.append(1)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(command, "evaluate", until_the_third)
+    assert kvcal(*arguments).code == 130
+    assert len(json.loads(output.read_text())["rows"]) == 2
+    assert kvcal(*arguments).json["rows"] == whole["rows"]
+    assert len(measured) == 3 + 2
+    output.write_text(output.read_text()[:100])  # cut off: measured again
+    assert kvcal(*arguments).json["rows"] == whole["rows"]
+    assert len(measured) == 5 + 4
+
+
+def test_what_is_refused(base: Path, tmp_path: Path) -> None:
+    for options, said in (
+        ([], "nothing to compare"),
+        (["--keys", "higgs-2"], "--keys and --values go together"),
+        (["--keys", "higgs-9", "--values", "higgs-2"], "higgs-9"),
+        (["--keys", "higgs-2,higgs-2", "--values", "higgs-2"], "two rows would be called 'higgs-2'"),
+        (["--preset", "higgs-2", "--frame", "mid"], "--frame mid"),
+    ):
+        done = kvcal("compare", *named(base), *options)
+        assert done.code == 2 and said in done.complaint
+    missing = tmp_path / f"none{SUFFIX}"
+    assert kvcal("compare", *named(base), "--bundle", missing).code == 4
+
+
+ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=8)
+
+
+@given(ROWS)
+def test_the_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
+    rows = [{"name": str(i), "bits_per_value": bits, "kl": kl} for i, (bits, kl) in enumerate(pairs)]
+    kept = {pairs[int(name)] for name in front(rows)}
+    for pair in set(pairs):
+        beaten = any(a <= pair[0] and b <= pair[1] and (a, b) != pair for a, b in pairs)
+        assert (pair in kept) != beaten
+    chosen = best(rows, 3)
+    assert chosen is None or chosen["kl"] == min(kl for bits, kl in pairs if bits <= 3)
+    assert (chosen is None) == all(bits > 3 for bits, _ in pairs)
+
+
+def test_a_row_that_packed_nothing_is_on_no_front() -> None:
+    assert front([{"name": "a", "bits_per_value": None, "kl": 0.0}]) == set()
+    assert best([{"name": "a", "bits_per_value": None, "kl": 0.0}], 4) is None
