@@ -37,7 +37,7 @@ from .capture import Capture, LayerSource, LayerTaps, default_batch
 
 if TYPE_CHECKING:
     from .corpus import Windows
-from .methods.base import Carry, Method, settings_of
+from .methods.base import Carry, Method, outlier_warning, settings_of
 from .report.progress import progress
 from .report.timing import PhaseTimer
 from .spill import SpillStore, Where
@@ -123,6 +123,8 @@ def fit(
                 advance()
     fingerprint = Fingerprint.of(source.model, revision, probe)
     scheme = Scheme(method.windows, method.frame, tuple(fitted))
+    if (line := outlier_warning(metrics)) is not None:
+        say(line)
     summary = {"layers": metrics, "holdout_windows": len(text.holdout), "bits_per_value": scheme.bits_per_value()}
     bundle = Bundle(fingerprint, scheme, record, summary | averages(metrics))
     with work.failing():

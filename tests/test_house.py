@@ -268,6 +268,7 @@ def exit_code_of(error: BaseException) -> int:
             6,
             "allocate 9 GiB",
         ),
+        (KeyboardInterrupt(), 130, "kvcal: interrupted"),
         (MemoryError(), 6, "out of memory"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6, "out of memory"),
         (

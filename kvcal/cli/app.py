@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import __version__
-from kvcal.cli import bundle, combine, compare, demo, evaluate, fit, models
+from kvcal.cli import bundle, combine, compare, demo, evaluate, failure, fit, models
 from kvcal.cli.failure import INTERRUPTED, guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -82,7 +82,7 @@ def main() -> None:
         code = INTERRUPTED
     except ClickError as error:
         code = _usage(error)
-    if code == INTERRUPTED:
+    if code == INTERRUPTED and not failure.said:
         raise KeyboardInterrupt
     sys.exit(code if isinstance(code, int) else 0)
 

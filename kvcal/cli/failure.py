@@ -24,6 +24,14 @@ EXIT_CODES = {
 }
 
 
+said: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command into a bare exit code
+
+
+def say(line: str) -> None:
+    said.append(line)
+    print(f"kvcal: {line}", file=sys.stderr)
+
+
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
     """`command`, with every exception but Typer's own turned into a line and an exit code."""
 
@@ -37,8 +45,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             if os.environ.get("KVCAL_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
             line, code = explain(error)
-            if code != INTERRUPTED:  # may come from outside a command, too: main() says it
-                print(f"kvcal: {line}", file=sys.stderr)
+            say(line)
             raise typer.Exit(code) from error
 
     return run

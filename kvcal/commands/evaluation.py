@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.hf import config_of, unsupported_layers
 
 from .. import models
 from ..evaluate.perplexity import evaluate
+from ..methods.plain import Preset
+from ..outliers import warnings
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
 from .common import Say, check_context, evaluation_text, known, text_for
@@ -32,6 +36,8 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)
+    for line in outlier_warnings(loaded.model, text.ids, methods):
+        say(line)
     makers = cache_makers(loaded.model, methods, loaded.revision)
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
@@ -51,6 +57,17 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "step": o["step"],
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def outlier_warnings(model: Any, ids: torch.Tensor, methods: Mapping[str, Preset | Bundle]) -> list[str]:
+    """Presets that will break on the model's key channels, measured on the first window; bundles say so when fitted."""
+    schemes = {name: row.scheme(model) for name, row in methods.items() if isinstance(row, Preset)}
+    if not schemes or unsupported_layers(config_of(model)):
+        return []
+    try:
+        return warnings(model, ids[:1], schemes)
+    except UsageError:  # a window too short for one block: nothing is packed, nothing breaks
+        return []
 
 
 class _Counting:

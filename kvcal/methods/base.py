@@ -95,6 +95,27 @@ def flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1).float()
 
 
+OUTLIER = 8.0  # key channels so many times the median are outliers; Llama-like models without a K bias stay below 5
+BROKEN = 0.5  # an error of half a channel's variance: half of what tells its tokens apart is gone
+
+
+def outlier_warning(metrics: list[dict[str, float]]) -> str | None:
+    """One line if a fitted scheme errs too much on key channels beside outliers; metrics of all layers."""
+    broken = {
+        layer: row for layer, row in enumerate(metrics)
+        if row.get("key_channel_ratio", 0) > OUTLIER and row.get("key_channel_error", 0) > BROKEN
+    }  # fmt: skip
+    if not broken:
+        return None
+    worst = max(broken, key=lambda layer: broken[layer]["key_channel_error"])
+    return (
+        f"warning: in {len(broken)} of {len(metrics)} layers key channels are up to "
+        f"{max(row['key_channel_ratio'] for row in broken.values()):.0f} times the median, and keys err by "
+        f"{broken[worst]['key_channel_error']:.0%} of a channel's variance (layer {worst}): "
+        "take per-channel key codecs, more bits, or key factors"
+    )
+
+
 @dataclass
 class HoldoutError:
     """Sums over held-out tokens that say how well a predictor and its codec do."""
@@ -102,7 +123,7 @@ class HoldoutError:
     residual: Tensor | float = 0.0  # per channel, squared
     total: Tensor | float = 0.0
     square: Tensor | float = 0.0
-    error: Tensor | float = 0.0
+    error: Tensor | float = 0.0  # per channel, squared
     count: int = 0
 
     def add(self, x: Tensor, guess: Tensor | None, made: Tensor) -> None:
@@ -110,17 +131,27 @@ class HoldoutError:
         wide = x.double()
         self.square = self.square + wide.square().sum(0)
         self.total = self.total + wide.sum(0)
-        self.error = self.error + (wide - made).square().sum()
+        self.error = self.error + (wide - made).square().sum(0)
         if guess is not None:
             self.residual = self.residual + (wide - guess).square().sum(0)
         self.count += len(x)
 
     def metrics(self, role: str) -> dict[str, float]:
-        """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1."""
+        """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
+
+        key_channel_error: mean over channels of their error over their variance; key_channel_ratio: largest over median
+        root mean square of a channel (see kvcal.outliers).
+        """
         if not self.count:
             return {}
         square, total = torch.as_tensor(self.square), torch.as_tensor(self.total)
-        out = {f"{role}_relative_error": float(torch.as_tensor(self.error) / square.sum().clamp_min(1e-30))}
+        error, whole = torch.as_tensor(self.error), square.sum().clamp_min(1e-30)
+        out = {f"{role}_relative_error": float(error.sum() / whole)}
+        if role == "key":
+            spread = (square - total.square() / self.count).clamp_min(1e-12 * whole / len(square))
+            size = square.sqrt()
+            out["key_channel_error"] = float((error / spread).mean())
+            out["key_channel_ratio"] = float(size.max() / size.median().clamp_min(1e-30))
         residual = torch.as_tensor(self.residual)
         if residual.ndim:
             variance = (square - total.square() / self.count).clamp_min(1e-30)

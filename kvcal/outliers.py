@@ -1,0 +1,110 @@
+"""The outlier guard: does a key codec survive this model's key channels?
+
+Some models have key channels 10 to 50 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
+over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones, while the
+relative error of whole keys still looks fine. So the error is counted channel by channel, over that channel's variance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.codecs import Codec, Context, Predicted
+from kvcal_artifacts.scheme import Scheme
+
+from .capture import Capture, WholeModel
+from .fit import coded_tokens
+from .methods.backbones import BACKBONES
+from .methods.base import BROKEN, OUTLIER
+from .methods.observed import taps_of, window_statistics
+
+ALTERNATIVES = ("uniform-2-channel", "uniform-3-channel", "uniform-4-channel", "uniform-4", "uniform-8")  # by bits
+
+
+@dataclass(frozen=True)
+class KeyChannels:
+    """One layer. ratio: largest over median root mean square of a channel, worst kv head. error: mean over channels of
+    |k - decoded|^2 over the channel's variance, worst kv head.
+    """
+
+    layer: int
+    ratio: float
+    error: float
+
+    @property
+    def broken(self) -> bool:
+        return self.error > BROKEN
+
+
+def channel_ratio(keys: Tensor) -> float:
+    """keys (B, H, T, D)."""
+    size = keys.double().square().mean((0, 2)).sqrt()  # (H, D)
+    return float((size.amax(-1) / size.median(-1).values.clamp_min(1e-30)).max())
+
+
+def channel_error(keys: Tensor, decoded: Tensor) -> float:
+    """Both (B, H, T, D)."""
+    x = keys.double()
+    variance = x.var((0, 2), unbiased=False).clamp_min(1e-12 * float(x.square().mean().clamp_min(1e-30)))
+    return float(((x - decoded.double()).square().mean((0, 2)) / variance).mean(-1).max())
+
+
+def key_channels(model: Any, ids: Tensor, schemes: Mapping[str, Scheme]) -> dict[str, list[KeyChannels]]:
+    """Every layer of every scheme on token windows ids (N, T). Layers that predict their keys are left out: their error is
+    measured when they are fitted.
+    """
+    found: dict[str, list[KeyChannels]] = {name: [] for name in schemes}
+    device = next(model.parameters()).device
+    with torch.no_grad(), Capture(WholeModel(model), ids, device=device) as capture:
+        for taps in capture:
+            for name, scheme in schemes.items():
+                pair = scheme.layers[taps.index]
+                if pair is None or isinstance(pair.key, Predicted):
+                    continue
+                batch = next(iter(taps.batches(frozenset("k") | taps_of(pair.key.stats), scheme.frame)))
+                assert batch.k is not None
+                keys = batch.k[:, :, coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)]
+                codec = scheme.on(taps.index, keys.device).key
+                context = Context(taps.index)
+                context.stats = window_statistics(codec, scheme.windows, scheme.frame, taps, batch)
+                decoded = codec.decode(codec.encode(keys, context), context)
+                found[name].append(KeyChannels(taps.index, channel_ratio(keys), channel_error(keys, decoded)))
+    return found
+
+
+def alternative(model: Any, ids: Tensor, scheme: Scheme) -> str | None:
+    """The first codec of ALTERNATIVES that no layer's keys break, on the same windows."""
+    for name in ALTERNATIVES:
+        layers = tuple(
+            None if pair is None else type(pair)(_made(name, pair.key), pair.value) for pair in scheme.layers
+        )
+        tried = Scheme(scheme.windows, scheme.frame, layers, dict(scheme.skipped))
+        if not any(layer.broken for layer in key_channels(model, ids, {name: tried})[name]):
+            return name
+    return None
+
+
+def _made(name: str, like: Codec) -> Codec:
+    return BACKBONES[name](like.shape, "key")
+
+
+def warnings(model: Any, ids: Tensor, schemes: Mapping[str, Scheme]) -> list[str]:
+    """One line for each scheme that will break on this model's key channels; empty if all hold."""
+    found = []
+    for name, layers in key_channels(model, ids, schemes).items():
+        broken = [layer for layer in layers if layer.broken and layer.ratio > OUTLIER]
+        if broken:
+            worst = max(broken, key=lambda layer: layer.error)
+            holds = alternative(model, ids, schemes[name])
+            advice = f"{holds} keys hold" if holds else "no codec tried holds: keep keys in 16 bits"
+            found.append(
+                f"warning: {name} will break on this model: in {len(broken)} of {len(layers)} layers key channels are up to "
+                f"{max(layer.ratio for layer in broken):.0f} times the median, and it errs by {worst.error:.0%} of a "
+                f"channel's variance (layer {worst.layer}); {advice}"
+            )
+    return found
