@@ -16,7 +16,19 @@ import torch
 from numpy import ndarray
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
-from kvcal_artifacts.codecs import PREDICTORS, Codec, Context, Exact, Higgs, Predicted, Shape, Uniform
+from kvcal_artifacts.codecs import (
+    CODECS,
+    PREDICTORS,
+    Codec,
+    Context,
+    Exact,
+    Float8,
+    Higgs,
+    Predicted,
+    Scaled,
+    Shape,
+    Uniform,
+)
 from kvcal_artifacts.codecs.base import CONTEXT_TENSORS
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
@@ -69,9 +81,12 @@ def uniform(state: dict[str, Any], role: str, block: int, packed: dict[str, ndar
         wide = np.repeat(part.astype(np.float32), c["group"], -1)
         return wide if c["axis"] == "channel" else np.swapaxes(wide, -1, -2)
 
-    if not c["symmetric"]:
+    if c["mode"] == "asymmetric":
         return q * spread(packed["scale"]) + spread(packed["min"])
-    return (2 * q - 1 if c["bits"] == 1 else q - 2 ** (c["bits"] - 1)) * spread(packed["scale"])
+    centred, scale = 2 * q - 1 if c["bits"] == 1 else q - 2 ** (c["bits"] - 1), spread(packed["scale"])
+    if c["mode"] == "symmetric":
+        return centred * scale
+    return np.where(np.signbit(scale), q * np.abs(scale) + spread(packed["min"]), centred * np.abs(scale))
 
 
 def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:
@@ -89,6 +104,13 @@ def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarra
     signs = np.array([[(-1) ** (i & j).bit_count() for j in range(w)] for i in range(w)], np.float32)
     x = (y.reshape(-1, w) @ signs / np.float32(math.sqrt(w))).reshape(y.shape) * own["sign"]
     return np.swapaxes(x, -1, -2) if tokens else np.moveaxis(x.reshape(*x.shape[:3], heads, dim), 3, 1)
+
+
+def float8(codes: ndarray, mantissa_bits: int) -> ndarray:
+    bias = 2 ** (6 - mantissa_bits) - 1
+    exponent, mantissa = (codes & 127) >> mantissa_bits, (codes & 2**mantissa_bits - 1) / 2**mantissa_bits
+    size = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
+    return np.where(codes & 128, -size, size).astype(np.float32)
 
 
 def predictor(kind: str, x: ndarray, p: dict[str, ndarray]) -> ndarray:
@@ -125,8 +147,15 @@ def decode(
         inputs = np.concatenate([below[name] for name in settings["inputs"]], -1)
         guess = predictor(settings["kind"], inputs, parts["predictor."])
         return rest + np.moveaxis(guess.reshape(*guess.shape[:2], heads, -1), 2, 1)
+    if state["codec"] == "scaled":
+        inner = {n.removeprefix("inner."): t for n, t in own.items()}
+        rest = decode(state["config"]["inner"] | {"shape": state["shape"]}, role, block, packed, inner, below)
+        return rest * own["factor"].astype(np.float32)[:, None]
     if state["codec"] == "exact":
         blocks = packed["raw"].astype(np.float32)
+    elif state["codec"] == "float8":
+        mantissa_bits = {"e4m3fn": 3, "e5m2": 2}[state["config"]["format"]]
+        blocks = float8(packed["codes"].astype(np.int64), mantissa_bits) * np.float32(state["config"]["scale"])
     elif state["codec"] == "uniform":
         blocks = uniform(state, role, block, packed)
     else:
@@ -178,10 +207,16 @@ def layer(index: int) -> LayerCodecs | None:
         lambda role: Higgs(SHAPE, role, 2, 16, axis="token"),
         lambda role: Uniform(SHAPE, role, 3, 24),
         lambda role: Uniform(SHAPE, role, 5, 8, "token"),
-        lambda role: Uniform(SHAPE, role, 4, 48, symmetric=True),
-        lambda role: Uniform(SHAPE, role, 1, 16, "token", symmetric=True),
+        lambda role: Uniform(SHAPE, role, 4, 48, mode="symmetric", search=True),
+        lambda role: Uniform(SHAPE, role, 1, 16, "token", mode="symmetric"),
         lambda role: Exact(SHAPE, role, "float16"),
         lambda role: Exact(SHAPE, role),
+        lambda role: Higgs(SHAPE, role, 1, 8, norm="head", seed=3),
+        lambda role: Uniform(SHAPE, role, 2, 16, "token", mode="hybrid", search=True),
+        lambda role: Float8(SHAPE, role, "e4m3fn", 0.5),
+        lambda role: Float8(SHAPE, role, "e5m2"),
+        lambda role: Scaled(Uniform(SHAPE, role, 3, 24, mode="hybrid"), numbers(2, 48, seed=9).abs().half() + 0.1),
+        lambda role: Scaled(Higgs(SHAPE, role, 2, 16, seed=3), numbers(2, 48, seed=8).abs().half() + 0.1),
     ]
     kinds = ["linear", "reduced-rank", "mlp", "mlp-norm", "linear-4bit", "bias"]
     if index < len(plain):
@@ -195,9 +230,9 @@ def layer(index: int) -> LayerCodecs | None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = tuple(layer(index) for index in range(17))
-    scheme = Scheme(Windows(4, 16, SHAPE.block), "pre_rope", layers, {16: "for the test"})
-    mark = Fingerprint("llama", 17, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
+    layers = tuple(layer(index) for index in range(23))
+    scheme = Scheme(Windows(4, 16, SHAPE.block), "pre_rope", layers, {22: "for the test"})
+    mark = Fingerprint("llama", 23, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
     bundle = Bundle(mark, scheme, {"text": 'ä "quoted" \n \\ …'}, {"small": 1e-05, "third": 1 / 3})
     bundle.write(tmp_path_factory.mktemp("format") / "x.kvcal.safetensors")
     assert bundle.path is not None
@@ -209,7 +244,7 @@ def flat(x: torch.Tensor) -> ndarray:
     return x.transpose(1, 2).flatten(2).numpy()
 
 
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(22))
 def test_codes_decode_as_specified(path: Path, index: int) -> None:
     header, tensors = read(path.read_bytes())
     pair = load_bundle(path).scheme.layers[index]
@@ -235,15 +270,15 @@ def test_header_is_as_specified(path: Path) -> None:
     assert set(header["model"]) == {
         "architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256", "revision", "probe"
     }  # fmt: skip
-    assert header["scheme"]["layers"][16] == {"skipped": "for the test"}
+    assert header["scheme"]["layers"][22] == {"skipped": "for the test"}
     assert header["metrics"]["third"] == 1 / 3
-    assert header["scheme"]["layers"][10]["value"]["tensors"]["inner.grid"] == "layers.3.key.grid"  # stored once
+    assert header["scheme"]["layers"][16]["value"]["tensors"]["inner.grid"] == "layers.3.key.grid"  # stored once
     assert {name.split(".")[0] for name in tensors} == {"layers"}
 
 
 def test_every_kind_is_specified() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "format.md").read_text("utf-8")
-    for name in ("exact", "uniform", "higgs", "predicted", *PREDICTORS):
+    for name in (*CODECS, *PREDICTORS):
         assert f"| `{name}` |" in page
 
 

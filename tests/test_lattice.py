@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcal_artifacts.codecs.higgs import GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_artifacts.codecs.make_grids import lloyd_max
 from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.lattice import lookup, nearest, reference
 
 # design/methods.md: MSE a coordinate
 BARS = {(2, 16): 0.1085, (2, 64): 0.0300, (2, 256): 0.0079, (4, 256): 0.0970}
+SCALAR_BARS = {4: 0.1175, 8: 0.0345, 16: 0.0095}  # to four digits; the optimum is 0.11748, 0.03455, 0.00950
+BARS |= {(1, n): 1.004 * bar for n, bar in SCALAR_BARS.items()}  # on samples: three standard errors of 2^18
+MAX_1960 = {  # Max, Quantizing for minimum distortion, Table I: the positive output levels
+    4: [0.4528, 1.510],
+    8: [0.2451, 0.7560, 1.344, 2.152],
+    16: [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733],
+}
 
 
 def samples(count: int, d: int, seed: int = 20260) -> torch.Tensor:
@@ -30,6 +38,24 @@ def test_grid_meets_its_bar(d: int, n: int) -> None:
     assert error(x, grid) <= BARS[d, n]
     found = lookup(nearest(x, grid), grid).view_as(x)
     assert float((found - x).double().square().mean()) == pytest.approx(error(x, grid), rel=1e-4)
+
+
+@pytest.mark.parametrize("n", SCALAR_BARS)
+def test_scalar_grid_is_max_s(n: int) -> None:
+    """Its points are those of the published table, its error on the normal itself, not on samples, meets the bar."""
+    grid = gaussian_grid(1, n).double().flatten()
+    assert grid[n // 2 :].tolist() == pytest.approx(MAX_1960[n], rel=5e-4)
+    assert torch.equal(grid, -grid.flip(0))
+    inner = (grid[1:] + grid[:-1]) / 2
+    edges = torch.cat([-torch.ones(1) * torch.inf, inner, torch.ones(1) * torch.inf]).double()
+    weight, density = torch.special.ndtr(edges).diff(), torch.exp(-0.5 * edges.square()) / (2 * torch.pi) ** 0.5
+    exact = float(1 - 2 * (grid * (density[:-1] - density[1:])).sum() + (grid.square() * weight).sum())
+    assert round(exact, 4) <= SCALAR_BARS[n]
+    assert exact == pytest.approx(GRID_MSE[1, n], abs=5e-6)
+
+
+def test_scalar_grid_is_made_again() -> None:
+    assert torch.equal(lloyd_max(8), gaussian_grid(1, 8))
 
 
 @pytest.mark.parametrize("n", [16, 64, 256])

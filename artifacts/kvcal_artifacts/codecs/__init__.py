@@ -9,12 +9,14 @@ from torch import Tensor
 from ..errors import KVCalError
 from .base import Codec, Context, Packed, Role, Shape
 from .exact import Exact
+from .float8 import Float8
 from .higgs import Higgs
 from .predicted import Predicted
 from .predictors import PREDICTORS, Predictor
+from .scaled import Scaled
 from .uniform import Uniform
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, Uniform, Higgs, Predicted)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, Float8, Uniform, Higgs, Scaled, Predicted)}
 
 
 def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
@@ -33,6 +35,6 @@ def state_of(codec: Codec) -> dict[str, Any]:
 
 
 __all__ = [
-    "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Higgs", "Packed", "Predicted", "Predictor", "Role", "Shape",
-    "Uniform", "build", "state_of",
+    "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Float8", "Higgs", "Packed", "Predicted", "Predictor", "Role",
+    "Scaled", "Shape", "Uniform", "build", "state_of",
 ]  # fmt: skip

@@ -6,6 +6,9 @@ attended by rotating the query), or over the largest power of two dividing H * D
 the norm spans the token by default, or one head. With `axis="token"` the vectors are the block's tokens of one channel
 instead (the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
 
+With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
+b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/methods.md has both).
+
 A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x plus noise, D the grid's MSE (0.11 at 2 bits).
 Keys then score 11 % low beside the exact ones in the windows, and values add up 11 % short, however many are averaged.
 `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their length, by its square root,
@@ -33,8 +36,11 @@ from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
 Span = Literal["head", "token"]
 Axis = Literal["channel", "token"]
 Gain = Literal["mse", "debiased"]
-GRIDS = {(2, 16): 4, (2, 64): 6, (2, 256): 8, (4, 256): 8}  # (d, n): bits of one code
-GRID_MSE = {(2, 16): 0.10754, (2, 64): 0.02960, (2, 256): 0.00778, (4, 256): 0.09663}  # printed by make_grids.py
+GRIDS = {(2, 16): 4, (2, 64): 6, (2, 256): 8, (4, 256): 8, (1, 4): 2, (1, 8): 3, (1, 16): 4}  # (d, n): bits of one code
+GRID_MSE = {  # printed by make_grids.py; of scalars: Max 1960
+    (2, 16): 0.10754, (2, 64): 0.02960, (2, 256): 0.00778, (4, 256): 0.09663,
+    (1, 4): 0.11748, (1, 8): 0.03455, (1, 16): 0.00950,
+}  # fmt: skip
 
 
 @cache

@@ -1,20 +1,22 @@
-"""Makes grids.safetensors: vector grids for the standard Gaussian by k-means on seeded samples.
+"""Makes grids.safetensors: grids for the standard Gaussian, vectors by k-means on seeded samples, scalars by Lloyd-Max.
 
     python -m kvcal_artifacts.codecs.make_grids OUT.safetensors
 
 Lloyd's algorithm, k-means++-like start, dead points re-seeded at the sample with the largest error, best of several starts;
-the MSE a coordinate is printed on fresh samples. Takes some minutes on a CPU, seconds on a GPU.
+the MSE a coordinate is printed on fresh samples. Takes some minutes on a CPU, seconds on a GPU. Scalar grids (d = 1) need no
+samples: the conditions of Lloyd and Max (Max 1960) are solved with the normal distribution itself, in float64.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-SIZES = ((2, 16), (2, 64), (2, 256), (4, 256))
+SIZES = ((2, 16), (2, 64), (2, 256), (4, 256), (1, 4), (1, 8), (1, 16))
 
 
 def samples(count: int, d: int, seed: int, device: str) -> Tensor:
@@ -47,7 +49,21 @@ def lloyd(x: Tensor, n: int, seed: int, steps: int) -> Tensor:
     return grid
 
 
+def lloyd_max(n: int, steps: int = 10_000) -> Tensor:
+    """float32 (n, 1): each point the mean of the normal between the midpoints to its neighbours."""
+    grid = torch.linspace(-2, 2, n, dtype=torch.float64)
+    end = torch.tensor([math.inf], dtype=torch.float64)
+    for _ in range(steps):
+        edges = torch.cat([-end, (grid[1:] + grid[:-1]) / 2, end])
+        density = torch.exp(-0.5 * edges.square()) / math.sqrt(2 * math.pi)
+        grid = (density[:-1] - density[1:]) / torch.special.ndtr(edges).diff()
+        grid = (grid - grid.flip(0)) / 2  # symmetric by theory: rounding must not break it
+    return grid.float()[:, None]
+
+
 def make(d: int, n: int, device: str) -> Tensor:
+    if d == 1:
+        return lloyd_max(n)
     large = n >= 256
     rough = samples(1 << 18, d, 1, device)
     fine = samples(1 << (21 if large else 20), d, 2, device)

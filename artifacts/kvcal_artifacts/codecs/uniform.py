@@ -1,12 +1,19 @@
-"""Uniform integers in groups: any axis, symmetric or asymmetric, 1 to 8 bits, really packed.
+"""Uniform integers in groups: any axis, symmetric, asymmetric or the better of both, 1 to 8 bits, really packed.
 
-Asymmetric (KIVI Eq. 1 and 2; Quanto's qint2/qint4 cache): s = (max - min) / (2^b - 1), code = round((x - min) / s).
-Symmetric: two's-complement codes with s = max|x| / 2^(b-1); at one bit the two codes are -s and +s with s = mean|x|.
+Asymmetric (KIVI Eq. 1 and 2; InnerQ Eq. 10 to 12; Quanto's qint2/qint4 cache): s = (max - min) / (2^b - 1),
+code = round((x - min) / s), half to even.
+Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b-1), the range of InnerQ's kernels (its Eq. 13
+has another level count, docs/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
+Hybrid (InnerQ section 4.1.2): each group symmetric or asymmetric with the same bits, whichever has the lower squared error;
+the sign bit of the scale says which (set: asymmetric), and minima are stored densely, 0 for symmetric groups.
+`search` tries a fixed list of factors on each group's scale and keeps the one with the lowest squared error.
 Scale and minimum are rounded to float16 before the codes are computed, so that encoder and decoder agree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,18 +26,47 @@ from ..errors import KVCalError
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
 
 Axis = Literal["channel", "token"]
+Mode = Literal["asymmetric", "symmetric", "hybrid"]
+MODES = ("asymmetric", "symmetric", "hybrid")
+HALF_MAX = 65504.0
+
+# Tried by `search`, the plain scale first, so that a tie keeps it. On Gaussian groups of 32 the best factors lie between 0.6
+# and 1.35 (symmetric, 2 bits: 1st to 99th percentile), those of a range between 0.55 and 1, at one bit down to 0.3; finer
+# steps gain less than 1 % of the error.
+SCALES = tuple(i / 20 for i in (*range(20, 10, -1), *range(21, 28)))
+RANGES = tuple(i / 20 for i in range(20, 5, -1))
+
+
+@dataclass
+class _Coded:
+    """Groups (..., g) coded with one choice of scale: codes float32, scale and base float16 (...)."""
+
+    codes: Tensor
+    scale: Tensor
+    base: Tensor | None
+    error: Tensor | None = None  # sum of squares over the group, float32; only where choices are compared
 
 
 class Uniform(Codec):
     """axis "channel": a group is `group` consecutive channels of one token ("per token"); "token": `group` consecutive
     tokens of one channel ("per channel"). Key codes are packed along channels, value codes along tokens, the order in
     which a fused kernel contracts them.
+
+    search: in mode "symmetric" the factors are also tried with a negative sign, which turns the longer end of the code range
+    to the side where the group needs it; stored scales are then negative in about half of the groups.
     """
 
     name = "uniform"
 
     def __init__(
-        self, shape: Shape, role: Role, bits: int = 4, group: int = 64, axis: Axis = "channel", symmetric: bool = False
+        self,
+        shape: Shape,
+        role: Role,
+        bits: int = 4,
+        group: int = 64,
+        axis: Axis = "channel",
+        mode: Mode = "asymmetric",
+        search: bool = False,
     ) -> None:
         super().__init__(shape, role)
         if type(bits) is not int or type(group) is not int:
@@ -42,50 +78,97 @@ class Uniform(Codec):
             raise KVCalError(f"uniform codec along axis {axis!r}: allowed are 'channel' and 'token'")
         if group < 1 or length % group:
             raise KVCalError(f"uniform codec, groups of {group} along {axis}: must divide {length}")
-        self.bits, self.group, self.axis, self.symmetric = bits, group, axis, symmetric
+        if mode not in MODES:
+            raise KVCalError(f"uniform codec of mode {mode!r}: allowed are {', '.join(map(repr, MODES))}")
+        if search not in (False, True):
+            raise KVCalError(f"uniform codec, search {search!r}: must be true or false")
+        self.bits, self.group, self.axis, self.mode, self.search = bits, group, axis, mode, bool(search)
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        grouped = self._grouped(self.shape.blocks(x.float()))
-        if self.symmetric:
-            codes, parts = self._encode_symmetric(grouped)
-        else:
-            codes, parts = self._encode_asymmetric(grouped)
-        flat = self._ungrouped(codes)
+        best = self._best(self._grouped(self.shape.blocks(x.float())))
+        flat = self._ungrouped(best.codes)
         if self.role == "value":
             flat = flat.transpose(-1, -2)
-        return {"codes": pack(flat, self.bits), **parts}
+        packed = {"codes": pack(flat, self.bits), "scale": best.scale}
+        if self.mode != "symmetric":
+            assert best.base is not None
+            packed["min"] = best.base
+        return packed
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         count = self.shape.block if self.role == "value" else self.shape.dim
         codes = unpack(packed["codes"], self.bits, count)
         if self.role == "value":
             codes = codes.transpose(-1, -2)
-        grouped = self._grouped(codes.float())
-        scale = packed["scale"].float()[..., None]
-        if not self.symmetric:
-            out = grouped * scale + packed["min"].float()[..., None]
-        elif self.bits == 1:
-            out = (grouped * 2 - 1) * scale
-        else:
-            out = (grouped - 2 ** (self.bits - 1)) * scale
+        out = self._restore(self._grouped(codes.float()), packed["scale"], packed.get("min"))
         return self._ungrouped(out).flatten(2, 3)
 
-    def _encode_asymmetric(self, grouped: Tensor) -> tuple[Tensor, Packed]:
-        low, high = grouped.amin(-1), grouped.amax(-1)
-        top = 2**self.bits - 1
-        scale = to_half(((high - low) / top).clamp_min(HALF_FLOOR), "scale")
-        base = to_half(low, "group minimum")
-        codes = ((grouped - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, top)
-        return codes, {"scale": scale, "min": base}
+    def symmetric_share(self, packed: Packed) -> float:
+        """Share of the groups that are symmetric: InnerQ's sparsity of the mode mask (section 6.2)."""
+        if self.mode == "hybrid":
+            return float((~torch.signbit(packed["scale"])).double().mean())
+        return float(self.mode == "symmetric")
 
-    def _encode_symmetric(self, grouped: Tensor) -> tuple[Tensor, Packed]:
-        if self.bits == 1:
-            scale = to_half((tree_sum(grouped.abs()) / self.group).clamp_min(HALF_FLOOR), "scale")
-            return (grouped >= 0).float(), {"scale": scale}
+    def _restore(self, codes: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
+        """Codes (..., g) float32 in [0, 2^b), scale and base (...) -> (..., g) float32."""
+        step = scale.float()[..., None]
+        if self.mode == "symmetric":
+            return self._centred(codes) * step
+        assert base is not None
+        if self.mode == "asymmetric":
+            return codes * step + base.float()[..., None]
+        size, shifted = step.abs(), torch.signbit(step)
+        return torch.where(shifted, codes, self._centred(codes)) * size + base.float()[..., None]
+
+    def _centred(self, codes: Tensor) -> Tensor:
+        return codes * 2 - 1 if self.bits == 1 else codes - 2 ** (self.bits - 1)
+
+    def _best(self, x: Tensor) -> _Coded:
+        """The candidate with the lowest squared error, group by group; the first of equals."""
+        if not self.search and self.mode != "hybrid":
+            return next(self._candidates(x))
+        best: _Coded | None = None
+        for other in self._candidates(x):
+            off = self._restore(other.codes, other.scale, other.base) - x
+            other.error = tree_sum(off * off)
+            best = other if best is None else _lower(best, other)
+        assert best is not None
+        return best
+
+    def _candidates(self, x: Tensor) -> Iterator[_Coded]:
+        """Symmetric ones first, the plain scale before searched ones."""
+        if self.mode != "asymmetric":
+            wide = self.search and self.bits > 1  # at one bit mean|x| is the best there is
+            signs = (1, -1) if wide and self.mode == "symmetric" else (1,)
+            scales = SCALES if wide else (1.0,)
+            yield from self._symmetric(x, [sign * factor for factor in scales for sign in signs])
+        if self.mode != "symmetric":
+            yield from self._asymmetric(x, RANGES if self.search else (1.0,))
+
+    def _symmetric(self, x: Tensor, factors: list[float]) -> Iterator[_Coded]:
+        base = torch.zeros(x.shape[:-1], dtype=torch.float16, device=x.device) if self.mode == "hybrid" else None
         half = 2 ** (self.bits - 1)
-        scale = to_half((grouped.abs().amax(-1) / half).clamp_min(HALF_FLOOR), "scale")
-        codes = (grouped / scale.float()[..., None]).round_().clamp_(-half, half - 1)
-        return codes + half, {"scale": scale}
+        plain = tree_sum(x.abs()) / self.group if self.bits == 1 else x.abs().amax(-1) / half
+        to_half(plain, "scale")  # refuses before a factor below 1 could hide it
+        for factor in factors:
+            size = (plain * abs(factor)).clamp(HALF_FLOOR, HALF_MAX).to(torch.float16)
+            scale = size if factor > 0 else -size
+            if self.bits == 1:
+                yield _Coded((x >= 0).float(), scale, base)
+            else:
+                codes = (x / scale.float()[..., None]).round_().clamp_(-half, half - 1)
+                yield _Coded(codes.add_(half), scale, base)
+
+    def _asymmetric(self, x: Tensor, factors: tuple[float, ...]) -> Iterator[_Coded]:
+        """Ranges of `factor` times the group's own, about its middle."""
+        low, spread, top = x.amin(-1), x.amax(-1) - x.amin(-1), 2**self.bits - 1
+        to_half(spread / top, "scale")
+        to_half(low, "group minimum")
+        for factor in factors:
+            scale = (spread * factor / top).clamp(HALF_FLOOR, HALF_MAX).to(torch.float16)
+            base = (low + spread * ((1 - factor) / 2)).to(torch.float16)
+            codes = ((x - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, top)
+            yield _Coded(codes, -scale if self.mode == "hybrid" else scale, base)
 
     def _grouped(self, blocks: Tensor) -> Tensor:
         """(B, H, N, b, D) -> (..., group): channel axis (B, H, N, b, D/g, g); token axis (B, H, N, D, b/g, g)."""
@@ -98,11 +181,14 @@ class Uniform(Codec):
         return flat.transpose(-1, -2) if self.axis == "token" else flat
 
     def config(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group": self.group, "axis": self.axis, "symmetric": self.symmetric}
+        return {"bits": self.bits, "group": self.group, "axis": self.axis, "mode": self.mode, "search": self.search}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Uniform:
-        return cls(shape, role, **config)
+        settings = dict(config)
+        if "symmetric" in settings:  # as bundles said it before there was a hybrid mode
+            settings["mode"] = "symmetric" if settings.pop("symmetric") else "asymmetric"
+        return cls(shape, role, **settings)
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape
@@ -112,6 +198,21 @@ class Uniform(Codec):
             "codes": ((s.heads, rows, packed_bytes(count, self.bits)), torch.uint8),
             "scale": ((s.heads, *groups), torch.float16),
         }
-        if not self.symmetric:
+        if self.mode != "symmetric":
             specs["min"] = ((s.heads, *groups), torch.float16)
         return specs
+
+
+def _lower(best: _Coded, other: _Coded) -> _Coded:
+    """Group by group the one with the lower error; `best` where they are equal."""
+    assert best.error is not None and other.error is not None
+    better = other.error < best.error
+    base = None
+    if best.base is not None and other.base is not None:
+        base = torch.where(better, other.base, best.base)
+    return _Coded(
+        torch.where(better[..., None], other.codes, best.codes),
+        torch.where(better, other.scale, best.scale),
+        base,
+        torch.where(better, other.error, best.error),
+    )

@@ -1,0 +1,55 @@
+"""8-bit floats with one constant scale: the FP8 cache that servers offer (per-tensor e4m3fn; e5m2 by option).
+
+code = the nearest 8-bit float to x / scale (half to even), saturating at the largest finite one; x̂ = code * scale. Codes are
+kept as bytes, because few tensor operations know 8-bit floats. Formats: OCP 8-bit Floating Point Specification 1.0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVCalError
+from .base import EMPTY, Codec, Context, Packed, Role, Shape
+
+FORMATS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Float8(Codec):
+    """format: "e4m3fn" (largest 448) or "e5m2" (57344). scale: of the whole tensor, a constant of the bundle; 1 is what
+    servers take where nothing was calibrated.
+    """
+
+    name = "float8"
+
+    def __init__(self, shape: Shape, role: Role, format: str = "e4m3fn", scale: float = 1.0) -> None:
+        super().__init__(shape, role)
+        if format not in FORMATS:
+            raise KVCalError(f"float8 codec of format {format!r}: allowed are {', '.join(map(repr, FORMATS))}")
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+            raise KVCalError(f"float8 codec, scale {scale!r}: must be a positive finite number")
+        self.format, self.scale = format, float(scale)
+        self._dtype = FORMATS[format]
+        self._largest = torch.finfo(self._dtype).max
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        scaled = self.shape.blocks(x.float()) / self.scale
+        # clamped first: torch turns what lies beyond into NaN (e4m3fn) or infinity (e5m2)
+        codes = scaled.clamp(-self._largest, self._largest).to(self._dtype)
+        return {"codes": codes.contiguous().view(torch.uint8)}
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        return packed["codes"].contiguous().view(self._dtype).float().flatten(2, 3) * self.scale
+
+    def config(self) -> dict[str, Any]:
+        return {"format": self.format, "scale": self.scale}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Float8:
+        return cls(shape, role, **config)
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"codes": ((self.shape.heads, self.shape.block, self.shape.dim), torch.uint8)}

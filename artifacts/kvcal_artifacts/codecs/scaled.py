@@ -1,0 +1,86 @@
+"""Any codec around channels divided by a factor: InnerQ's key normalisation (section 4.3), kept outside the weights.
+
+encode: Q(x / f)          decode: f * Q^-1(codes)
+
+One factor a kv head and channel evens out channels that share a group. Scores do not change: q . (f * k̂) = (f * q) . k̂, so a
+fused kernel multiplies the query once instead of every cached key.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVCalError
+from .base import EMPTY, Codec, Context, Packed, Role, Shape
+
+SOURCES = ("calibrated",)
+
+
+class Scaled(Codec):
+    """inner: any codec that codes by itself (a predictor goes outside: Predicted(Scaled(...))).
+
+    factor: (H, D) float16, positive, a constant of the bundle. source: where the factor comes from; "calibrated": from there.
+    """
+
+    name = "scaled"
+
+    def __init__(self, inner: Codec, factor: Tensor, source: str = "calibrated") -> None:
+        super().__init__(inner.shape, inner.role)
+        if source not in SOURCES:
+            raise KVCalError(f"scaled codec, factor from {source!r}: allowed are {', '.join(map(repr, SOURCES))}")
+        if inner.needs:
+            raise KVCalError(f"scaled codec around {inner.name!r}: predictions are not scaled; put it inside instead")
+        wanted = (self.shape.heads, self.shape.dim)
+        if tuple(factor.shape) != wanted or factor.dtype != torch.float16:
+            raise KVCalError(f"scaled codec, factor {tuple(factor.shape)} {factor.dtype}: needs {wanted} torch.float16")
+        if not bool(((factor > 0) & torch.isfinite(factor)).all()):
+            raise KVCalError(f"scaled codec, factor of {float(factor.float().min())}: must be positive and finite")
+        self.inner, self.source, self.factor = inner, source, factor
+
+    def _factor(self, context: Context) -> Tensor:
+        """(H, 1, D) float32: what the tokens being coded are divided by."""
+        return self.factor.float()[:, None]
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        self.shape.blocks(x)  # refuses a wrong shape
+        return self.inner.encode(x.float() / self._factor(context), context)
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        return self.inner.decode(packed, context) * self._factor(context)
+
+    def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
+        self.shape.blocks(x)
+        factor = self._factor(context)
+        packed, made = self.inner.encode_decode(x.float() / factor, context)
+        return packed, made * factor
+
+    def config(self) -> dict[str, Any]:
+        return {"source": self.source, "inner": {"codec": self.inner.name, "config": self.inner.config()}}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"factor": self.factor} | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
+        from . import build
+
+        below = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
+        return cls(build(shape, role, config["inner"], below), tensors["factor"], config["source"])
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self.inner.tensor_specs()
+
+    def to(self, device: torch.device) -> Scaled:
+        inner = self.inner.to(device)
+        if inner is self.inner and self.factor.device == device:
+            return self
+        twin = copy.copy(self)
+        twin.inner, twin.factor = inner, self.factor.to(device)
+        return twin
+
+    def describe(self) -> str:
+        return f"scaled({self.source}) {self.inner.describe()}"
