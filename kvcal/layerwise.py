@@ -7,12 +7,13 @@ memory back. What is loaded is equal, bit for bit, to the same part of an ordina
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 
@@ -94,6 +95,11 @@ class LayerwiseWeights:
             release(child)
         release(self.model.get_output_embeddings())
         tie(self.model)
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """These parameters of the model by name, on the device, one at a time; nothing is kept."""
+        for name in names:
+            yield name, self._weights.get(name, self.model.get_parameter(name), self.device)
 
     def _layer(self, index: int) -> nn.Module:
         if not 0 <= index < len(self):

@@ -17,6 +17,7 @@ from kvcal_artifacts.errors import UsageError
 from . import models
 from .capture import LayerSource, WholeModel
 from .evaluate.perplexity import CacheMaker
+from .layerwise import LayerwiseWeights
 from .methods.plain import Preset, preset
 from .report.progress import progress
 
@@ -46,15 +47,8 @@ class Opened:
 
     @property
     def record(self) -> dict[str, Any]:
-        """For provenance: no paths of this machine."""
-        name = self.name.stem if self.name.kind == "folder" else self.name.name
-        return {
-            "name": name,
-            "kind": self.name.kind,
-            "hub_id": self.name.hub_id,
-            "revision": self.revision,
-            "random_weights": self.random_weights,
-        }
+        """For provenance."""
+        return model_record(self.name, self.revision, self.random_weights)
 
 
 def open_for_fit(
@@ -99,12 +93,28 @@ def check_bundle(
         models.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
     bundle.check(parts.model, parts.revision, probe=())
+    bundle.check(parts.model, parts.revision, key_probe(parts))
+
+
+def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
+    """The fingerprint's probe of a model opened layer by layer; reads two layers."""
     probe: tuple[float, ...] = ()
     for layer in probed_layers(len(parts)):
         parts.load_layer(layer)
         probe += hf.key_probe(hf.attention_site(hf.decoder_of(parts.model), layer))
         parts.free_layer(layer)
-    bundle.check(parts.model, parts.revision, probe)
+    return probe
+
+
+def model_record(source: models.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Any]:
+    """What provenance says of a model; no paths of this machine."""
+    return {
+        "name": source.stem if source.kind == "folder" else source.name,
+        "kind": source.kind,
+        "hub_id": source.hub_id,
+        "revision": revision,
+        "random_weights": random_weights,
+    }
 
 
 def default_output(source: models.ModelSource, method: str) -> Path:

@@ -302,6 +302,8 @@ def test_json_has_no_nan(base: Path) -> None:
 
 COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "fit-predictors": lambda base, bundle: [*named(base), *SMALL, "--output", base / f"z{SUFFIX}"],
+    "fit-norms": lambda base, bundle: [*named(base), *SMALL, "--output", base / f"n{SUFFIX}"],
+    "preset": lambda base, bundle: ["kivi-2", "--model", base / "model", "--output", base / f"p{SUFFIX}"],
     "inspect": lambda base, bundle: [bundle],
     "verify": lambda base, bundle: [bundle, "--model", base / "model"],
     "eval": lambda base, bundle: [*named(base), "--length", 64, "--windows", 1, "--bundle", bundle],

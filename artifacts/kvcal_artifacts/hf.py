@@ -139,6 +139,23 @@ def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tupl
     return cos, sin
 
 
+def rotary_width(model: nn.Module) -> int:
+    """How many channels of a head RoPE turns: the last dimension of cos and sin. The rotary module must be in memory."""
+    rotary = decoder_of(model).rotary_emb
+    first = torch.zeros(1, 1, dtype=torch.long, device=next(rotary.buffers()).device)
+    return int(rope_tables(model, first, torch.float32)[0].shape[-1])
+
+
+def rope_partners(site: AttentionSite, width: int) -> Tensor:
+    """int64 (D,): with which channel RoPE turns each channel of a head; itself where it is not turned.
+
+    width: as rotary_width gives it. Seen by turning unit vectors a quarter, so that any pairing an architecture has comes out.
+    """
+    units = torch.eye(site.head_dim)[None, None]
+    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
+    return site.rotate(units, *quarter)[0, 0].abs().argmax(-1)
+
+
 def caveats(config: Any) -> list[str]:
     """What Transformers does behind a cache's back with this model, for describe() and a warning."""
     kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))

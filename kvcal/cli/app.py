@@ -10,12 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import __version__
-from kvcal.cli import bundle, combine, compare, demo, evaluate, failure, fit, models
+from kvcal.cli import bundle, combine, compare, demo, evaluate, failure, fit, models, norms, preset
 from kvcal.cli.failure import INTERRUPTED, guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "fit-predictors": fit.fit_predictors,
     "combine": combine.combine,
+    "fit-norms": norms.fit_norms,
+    "fold": norms.fold,
+    "preset": preset.preset,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,

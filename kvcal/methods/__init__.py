@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .aqua_kv import AquaKV
+from .innerq import InnerQ
 
-METHODS = {method.name: method for method in (AquaKV,)}
+METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, InnerQ)}
 
-__all__ = ["METHODS", "AquaKV"]
+__all__ = ["METHODS", "AquaKV", "InnerQ"]

@@ -1,15 +1,21 @@
-"""Codecs by a short name, as users write them: higgs-2, uniform-4, uniform-2-channel, exact."""
+"""Codecs by a short name, as users write them: higgs-2, uniform-4, uniform-2-channel, kivi-2, inner-3-symmetric, exact-16."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcal_artifacts.codecs import Codec, Exact, Higgs, Role, Shape, Uniform
+from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Shape, Uniform
+from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
 Backbone = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
 CHANNEL_GROUP = 32  # tokens a group along the token axis: one block
+KIVI_GROUP = INNER_GROUP = 32  # KIVI; InnerQ section 5.1
+
+
+INNERQ_KEYS = "inner-3-symmetric"  # InnerQ section 4.4: keys of all variants
+INNERQ_VALUES = {"base": "inner-3-symmetric", "hybrid": "inner-2-hybrid", "small": "inner-2-symmetric"}
 
 
 def _largest_divisor(limit: int, length: int) -> int:
@@ -29,6 +35,36 @@ def _uniform(bits: int, axis: str) -> Backbone:
     return make
 
 
+def _kivi(bits: int) -> Backbone:
+    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section 3.2)."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        if role == "key":
+            return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.block), "token")
+        return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.dim), "channel")
+
+    return make
+
+
+def _inner(bits: int, mode: str, search: bool) -> Backbone:
+    """Groups along the dimension that attention contracts: keys' channels, values' tokens (InnerQ section 4.4)."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        length = shape.dim if role == "key" else shape.block
+        axis = "channel" if role == "key" else "token"
+        return Uniform(shape, role, bits, _largest_divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
+
+    return make
+
+
+def _by_role(key: Backbone, value: Backbone) -> Backbone:
+    return lambda shape, role: (key if role == "key" else value)(shape, role)
+
+
+def _turboquant(bits: int) -> Backbone:
+    return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head")
+
+
 def _table() -> dict[str, Backbone]:
     table: dict[str, Backbone] = {}
     for name, d, n in (("2", 2, 16), ("3", 2, 64), ("4", 2, 256), ("2-d4", 4, 256)):
@@ -39,6 +75,17 @@ def _table() -> dict[str, Backbone]:
     for bits in range(1, 9):
         table[f"uniform-{bits}"] = _uniform(bits, "channel")
         table[f"uniform-{bits}-channel"] = _uniform(bits, "token")
+    for bits in (2, 3, 4, 8):
+        table[f"kivi-{bits}"] = _kivi(bits)
+    for bits in (2, 3, 4):
+        table[f"turboquant-{bits}"] = _turboquant(bits)
+        for mode in MODES:
+            table[f"inner-{bits}-{mode}"] = _inner(bits, mode, search=True)
+            table[f"inner-{bits}-{mode}-max"] = _inner(bits, mode, search=False)
+    for variant, value in INNERQ_VALUES.items():
+        table[f"innerq-{variant}"] = _by_role(table[INNERQ_KEYS], table[value])
+    for format, name in (("e4m3fn", "fp8"), ("e5m2", "fp8-e5m2")):
+        table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
-from .backbones import backbone
+from .backbones import INNERQ_VALUES, backbone
 
 
 @dataclass(frozen=True)
 class Preset:
-    """key, value: names of codecs (see backbones). AQUA-KV's windows by default, for all baselines alike."""
+    """key, value: names of codecs (see backbones). AQUA-KV's windows by default; presets of other papers have theirs."""
 
     key: str
     value: str
@@ -28,6 +28,8 @@ class Preset:
         from kvcal_artifacts import hf
 
         config = hf.config_of(model)
+        if self.rope not in FRAMES:
+            raise UsageError(f"frame {self.rope!r}: allowed are {', '.join(FRAMES)}")
         windows = Windows(self.sink, self.recent, self.block)
         skipped = hf.unsupported_layers(config)
         if len(skipped) == config.num_hidden_layers:
@@ -46,6 +48,14 @@ PRESETS: dict[str, Preset] = {
     **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
     **{f"higgs-{bits}-debiased": Preset(f"higgs-{bits}-debiased", f"higgs-{bits}-debiased") for bits in (2, 3, 4)},
     **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
+    **{f"kivi-{bits}": Preset(f"kivi-{bits}", f"kivi-{bits}", sink=0, recent=32) for bits in (2, 4)},  # R = 32
+    "kivi-sink-2": Preset("kivi-2", "kivi-2", sink=32, recent=96),  # InnerQ section 5.1
+    **{f"turboquant-{k}": Preset(f"turboquant-{k}", f"turboquant-{k}", sink=0) for k in (2, 3, 4)},
+    "turboquant-4-3": (_turboquant := Preset("turboquant-4", "turboquant-3", sink=0)),  # InnerQ section 5.1
+    "turboquant-k4v3": _turboquant,
+    **{f"innerq-{name}": Preset(f"innerq-{name}", f"innerq-{name}", sink=32, recent=96) for name in INNERQ_VALUES},
+    "fp8": Preset("fp8", "fp8", sink=0, recent=0),
+    "bf16": Preset("exact-bf16", "exact-bf16"),
     "exact": Preset("exact-32", "exact-32"),
 }
 

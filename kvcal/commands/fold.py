@@ -1,0 +1,58 @@
+"""`kvcal fold`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
+from kvcal_artifacts.errors import KVCalError, UsageError
+
+from .. import __version__, models
+from ..folding import key_factors, without_factors, write_folded
+from ..workbench import check_bundle, key_probe, model_record
+from .bundles import file_sha256
+from .common import Say
+
+
+def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """A new checkpoint with a bundle's key factors in W_K and W_Q, and, if asked for, the bundle that then needs none."""
+    bundle, output = load_bundle(o["bundle"]), Path(o["output"])
+    rest = o["bundle_output"]
+    if rest is not None and output.resolve() in Path(rest).resolve().parents:
+        raise UsageError(f"--bundle-output {rest}: lies in the folder of --output; put it beside")
+    if rest is not None and not Path(rest).resolve().parent.is_dir():
+        raise KVCalError(f"{Path(rest).parent} is not a folder; create it or give another --bundle-output")
+    factors = key_factors(bundle.scheme)
+    check_bundle(bundle, o["model"], o["revision"], device="cpu", random_weights=False, seed=0)
+    source = models.resolve(o["model"], o["revision"])
+    changed = write_folded(source, factors, output, dtype=o["dtype"])
+    folded = models.resolve(str(output.resolve()))
+    found = {
+        "model": str(output.resolve()),
+        "layers": len(factors),
+        "changed_tensors": len(changed),
+        "dtype": models.config_fields(folded)["dtype"],
+        "revision": models.weights_revision(folded, random_weights=False, seed=0),
+        "bundle": None,
+    }
+    if rest is not None:
+        written = folded_bundle(bundle, folded, file_sha256(Path(o["bundle"])))
+        found |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
+    else:
+        say("the folded model needs a bundle without factors: `kvcal preset`, or --bundle-output for this one's scheme")
+    return found
+
+
+def folded_bundle(bundle: Bundle, folded: models.ModelSource, sha256: str) -> Bundle:
+    """The bundle's scheme without factors, for the model that they were folded into."""
+    parts = models.open_layerwise(folded, dtype="float32", device="cpu")
+    fingerprint = Fingerprint.of(parts.model, parts.revision, key_probe(parts))
+    record = {
+        **bundle.provenance,
+        "tool": f"kvcal {__version__}",
+        "model": model_record(folded, parts.revision, False),
+        "folded_from": {"bundle_sha256": sha256, "model": bundle.provenance.get("model")},
+    }
+    return replace(bundle, fingerprint=fingerprint, scheme=without_factors(bundle.scheme), provenance=record, path=None)

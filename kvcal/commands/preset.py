@@ -1,0 +1,67 @@
+"""`kvcal preset`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal_artifacts.bundle import Bundle, Fingerprint
+from kvcal_artifacts.errors import UsageError
+
+from .. import __version__, models
+from ..methods.plain import Preset, preset
+from ..workbench import default_output, key_probe, model_record
+
+
+def wanted_preset(o: dict[str, Any]) -> Preset:
+    """The preset of that name, windows and frame as far as given in their place."""
+    given = {"sink": o["sink"], "recent": o["recent"], "block": o["block"], "rope": o["frame"]}
+    return replace(preset(o["name"]), **{name: value for name, value in given.items() if value is not None})
+
+
+def run_preset(o: dict[str, Any]) -> dict[str, Any]:
+    """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint."""
+    method = wanted_preset(o)
+    if o["config_only"] and o["random_weights"]:
+        raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
+    source = models.resolve(o["model"], o["revision"])
+    output = Path(o["output"] or default_output(source, o["name"]))
+    model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
+    scheme = method.scheme(model)
+    record = {
+        "tool": f"kvcal {__version__}",
+        "method": o["name"],
+        "settings": asdict(method),
+        "model": model_record(source, revision, o["random_weights"]),
+    }
+    fingerprint = Fingerprint.of(model, revision, probe)
+    bundle = Bundle(fingerprint, scheme, record)
+    sha256 = bundle.write(output)
+    return {
+        "bundle": str(output),
+        "sha256": sha256,
+        "bytes": output.stat().st_size,
+        "bits_per_value": round(scheme.bits_per_value(), 4),
+        "windows": asdict(scheme.windows),
+        "frame": scheme.frame,
+        "layers": len(scheme.layers),
+        "skipped": {str(index): reason for index, reason in scheme.skipped.items()},
+        "fits": fingerprint.revision or "any weights of this config",
+    }
+
+
+def _opened(source: models.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tuple[float, ...]]:
+    parts = models.open_layerwise(
+        source, dtype="float32", device="cpu", random_weights=o["random_weights"], seed=o["seed"]
+    )
+    return parts.model, parts.revision, key_probe(parts)
+
+
+def _from_config(source: models.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
+    """Nothing but config.json is read."""
+    from ..weights import empty_model
+
+    return empty_model(models.load_config(source), torch.float32), None, ()

@@ -1,0 +1,172 @@
+"""InnerQ (Tayaranian et al. 2026): groups along the inner dimension, and keys evened out by a factor a channel.
+
+The codecs need no data. What is measured on text is the key normalisation of section 4.3, f_c = sqrt(max |K_c|) for each kv
+head and channel after RoPE; the bundle carries it, and the cache divides keys by it before they are rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts import hf
+from kvcal_artifacts.codecs import Codec, Scaled, Uniform
+from kvcal_artifacts.codecs.base import to_half
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+
+from ..capture import LayerTaps, TapBatch
+from .backbones import INNERQ_KEYS, INNERQ_VALUES, backbone
+from .base import Carry, HoldoutError, LayerFit, flat
+
+FACTORS = ("channel", "pair", "none")
+LEAST = 1e-4  # of the head's median: what a channel counts at least, so that dead ones do not get factors near zero
+SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of two
+QUERIES = 64  # a window's last ones, whose logits are compared
+
+
+@dataclass(frozen=True)
+class InnerQ:
+    """key, value: names of codecs (see backbones); the defaults are InnerQ_Base. Windows of section 5.1.
+
+    factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs), "none".
+    exponent: f = (max |K_c|) ** exponent, the paper's 0.5. powers_of_two: rounded to them: folding is exact in any dtype.
+    """
+
+    name: ClassVar[str] = "innerq"
+    taps: ClassVar[frozenset[str]] = frozenset({"q", "k", "v"})
+
+    key: str = INNERQ_KEYS
+    value: str = INNERQ_VALUES["base"]
+    factors: str = "channel"
+    exponent: float = 0.5
+    powers_of_two: bool = False
+    sink: int = 32
+    recent: int = 96
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        if self.factors not in FACTORS:
+            raise UsageError(f"factors {self.factors!r}: allowed are {', '.join(FACTORS)}")
+        if not 0 < self.exponent <= 1:
+            raise UsageError(f"exponent {self.exponent}: must be above 0 and at most 1")
+        backbone(self.key)
+        backbone(self.value)
+        self.windows  # noqa: B018  validates
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.sink, self.recent, self.block)
+
+    @property
+    def frame(self) -> Frame:
+        return "post_rope"
+
+    def buffers(self) -> dict[str, str]:
+        return {}
+
+    def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
+        largest = self._largest(taps, carry)
+        inner, value = backbone(self.key)(carry.shape, "key"), backbone(self.value)(carry.shape, "value")
+        key = inner if self.factors == "none" else Scaled(inner, self._factor(largest, taps).cpu())
+        errors = _Errors(key, inner, value)
+        for batch in taps.batches(self.taps, self.frame, advance=True):
+            if (train := carry.training_rows(batch.rows)) < batch.rows.stop - batch.rows.start:
+                with carry.timer("encode"):
+                    errors.add(batch, train, carry.tokens)
+        measured = {"key_outlier_ratio": round(float(outlier_ratios(largest).max()), 3)} | errors.metrics()
+        return LayerFit(LayerCodecs(key, value), measured)
+
+    def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
+        taps.advance()
+
+    def _largest(self, taps: LayerTaps, carry: Carry) -> Tensor:
+        """(H, D) float32: max |K_c| over the training windows' coded tokens; sinks are not coded and do not count."""
+        largest: Tensor | None = None
+        for batch in taps.batches({"k"}, self.frame, rows=slice(0, carry.train)):
+            assert batch.k is not None
+            here = carry.coded(batch.k).float().abs().amax((0, 2))
+            largest = here if largest is None else torch.maximum(largest, here)
+        assert largest is not None
+        return largest
+
+    def _factor(self, largest: Tensor, taps: LayerTaps) -> Tensor:
+        if self.factors == "pair" and taps.rope is not None:
+            largest = share_pairs(largest, hf.rope_partners(taps.site, taps.rope[0].shape[-1]))
+        factor = channel_factor(largest, self.exponent)
+        return torch.exp2(factor.float().log2().round()).half() if self.powers_of_two else factor
+
+
+def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
+    """InnerQ section 4.3: norm_c = sqrt(max |K_c|). largest (..., D) float32, not negative -> float16 (..., D), positive.
+
+    A channel counts at least 1e-4 of its head's median; a head without any key has factor 1.
+    """
+    floored = largest.maximum(LEAST * largest.median(-1, keepdim=True).values)
+    floored = torch.where(floored > 0, floored, 1.0)
+    return to_half(floored.pow(exponent).clamp_min(SMALLEST), "channel factor")
+
+
+def share_pairs(largest: Tensor, partners: Tensor) -> Tensor:
+    """(..., D), each channel and its RoPE partner at the larger of the two. partners: hf.rope_partners."""
+    return largest.maximum(largest[..., partners.to(largest.device)])
+
+
+def outlier_ratios(largest: Tensor) -> Tensor:
+    """max |K_c| over the median channel of its head. (H, D) -> (H, D); 1 in a head without any key."""
+    middle = largest.median(-1, keepdim=True).values
+    return torch.where(middle > 0, largest / middle.clamp_min(1e-30), 1.0)
+
+
+@dataclass
+class _Errors:
+    """What held-out windows say of the codecs: of keys and values, and of the logits that keys are for."""
+
+    key: Codec
+    plain: Codec  # the key codec without factors
+    value: Codec
+    keys: HoldoutError = field(default_factory=HoldoutError)
+    values: HoldoutError = field(default_factory=HoldoutError)
+    logits: dict[str, float] = field(default_factory=dict)
+    spread: float = 0.0
+    symmetric: list[float] = field(default_factory=list)
+
+    def add(self, batch: TapBatch, train: int, tokens: slice) -> None:
+        """The batch's windows from `train` on; tokens: which of each are coded."""
+        assert batch.q is not None and batch.k is not None and batch.v is not None
+        keys, values = (x[train:, :, tokens].float() for x in (batch.k, batch.v))
+        value = self.value.to(values.device)
+        packed, made = value.encode_decode(values)
+        self.values.add(flat(values), None, flat(made))
+        if isinstance(value, Uniform) and value.mode == "hybrid":
+            self.symmetric.append(value.symmetric_share(packed))
+        queries = _by_kv_head(batch.q[train:, :, -QUERIES:].float(), keys.shape[1])
+        self.spread += _spread(queries, keys)
+        for name, codec in (("logit_error", self.key), ("logit_error_plain", self.plain)):
+            made = codec.to(keys.device).encode_decode(keys)[1]
+            self.logits[name] = self.logits.get(name, 0.0) + _spread(queries, made - keys)
+            if name == "logit_error":
+                self.keys.add(flat(keys), None, flat(made))
+
+    def metrics(self) -> dict[str, float]:
+        """Squared errors over squares; of logits over their variance, since a constant added to all changes nothing."""
+        found = self.keys.metrics("key") | self.values.metrics("value")
+        found |= {name: round(error / max(self.spread, 1e-30), 6) for name, error in self.logits.items()}
+        if self.symmetric:
+            found["value_symmetric_share"] = round(math.fsum(self.symmetric) / len(self.symmetric), 6)
+        return found
+
+
+def _by_kv_head(queries: Tensor, heads: int) -> Tensor:
+    """(B, query heads, Q, D) -> (B, H, queries of the group, D)."""
+    return torch.unflatten(queries, 1, (heads, -1)).flatten(2, 3)
+
+
+def _spread(queries: Tensor, keys: Tensor) -> float:
+    """Sum over queries of the squares of their logits (or errors of them) about the mean over keys."""
+    logits = queries @ keys.mT
+    return float((logits - logits.mean(-1, keepdim=True)).double().square().sum())
