@@ -42,7 +42,8 @@ class Float8(Codec):
         return {"codes": codes.contiguous().view(torch.uint8)}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        return packed["codes"].contiguous().view(self._dtype).float().flatten(2, 3) * self.scale
+        codes: Tensor = packed["codes"].contiguous().view(self._dtype)
+        return codes.float().flatten(2, 3) * self.scale
 
     def config(self) -> dict[str, Any]:
         return {"format": self.format, "scale": self.scale}
