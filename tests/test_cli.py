@@ -25,6 +25,7 @@ ROW = [
     "kl",
     "logit_error",
     "bits_per_value",
+    "paper_bits",
     "cache_bytes",
     "window_bytes",
     "resident_bytes",

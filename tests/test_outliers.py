@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from kvcal import corpus
 from kvcal.capture import WholeModel
+from kvcal.evaluate.outliers import outlier_twin
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
@@ -35,19 +35,7 @@ def windows(tiny: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def twin(tiny: Any) -> Any:
-    """A tenth of the RoPE pairs of each head 16 times larger in the keys, and smaller in the queries: the same function."""
-    model = copy.deepcopy(tiny.model)
-    generator = torch.Generator().manual_seed(0)
-    for layer in model.model.layers:
-        attention, dim = layer.self_attn, model.config.head_dim
-        group = attention.num_key_value_groups
-        for head in range(model.config.num_key_value_heads):
-            for pair in torch.randperm(dim // 2, generator=generator)[: dim // 20].tolist():
-                for channel in (pair, pair + dim // 2):
-                    attention.k_proj.weight[head * dim + channel] *= 16
-                    for query in range(head * group, (head + 1) * group):
-                        attention.q_proj.weight[query * dim + channel] /= 16
-    return model
+    return outlier_twin(tiny.model)
 
 
 def test_the_twin_computes_the_same(tiny: Any, twin: Any, windows: torch.Tensor) -> None:

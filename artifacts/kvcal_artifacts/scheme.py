@@ -105,6 +105,11 @@ class Scheme:
         stored = sum(p.key.block_bytes() + p.value.block_bytes() for p in pairs)
         return stored * 8 / sum(p.key.shape.values + p.value.shape.values for p in pairs)
 
+    def paper_bits(self) -> float:
+        """The same as the codecs' own papers count, averaged over layers."""
+        codecs = [codec for pair in self.layers if pair for codec in (pair.key, pair.value)]
+        return sum(codec.paper_bits() * codec.shape.values for codec in codecs) / sum(c.shape.values for c in codecs)
+
     def resident_bytes(self) -> int:
         """Bytes of predictors, grids and signs; tensors shared by layers counted once."""
         codecs = [codec for pair in self.layers if pair for codec in (pair.key, pair.value)]

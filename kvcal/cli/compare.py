@@ -56,11 +56,11 @@ def compare(
         return
     print(f"full precision: perplexity {found['full_perplexity']:.4f}")
     print_table(
-        ["name", "bits/value", "perplexity", "KL", "logit error", "resident bytes", "front"],
+        ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "resident bytes", "front"],
         [
             [
                 row["name"], "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
-                f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", f"{row['logit_error']:.4f}",
+                f"{row['paper_bits']:.3f}", f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", f"{row['logit_error']:.4f}",
                 f"{row['resident_bytes']:,}", "*" if row["front"] else "",
             ]
             for row in found["rows"]

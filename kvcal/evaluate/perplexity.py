@@ -31,7 +31,7 @@ class Row:
     logit_error: root of |difference of logits|^2 over |full-precision logits|^2, each less its mean over the vocabulary.
 
     bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
-    bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
+    paper_bits: as the codecs' own papers count. bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Row:
     kl: float
     logit_error: float
     bits_per_value: float | None
+    paper_bits: float | None
     cache_bytes: int
     window_bytes: int
     resident_bytes: int
@@ -60,6 +61,7 @@ class _Sums:
     packed_values: int = 0
     window: int = 0
     resident: int = 0
+    paper: float | None = None
 
 
 def evaluate(
@@ -118,6 +120,7 @@ def _one_batch(
             total.packed_values += cache.packed_values()
             total.window += cache.nbytes("window") + cache.nbytes("bookkeeping")
             total.resident = cache.resident_bytes()
+            total.paper = cache.scheme.paper_bits()
     finally:
         for cache in caches.values():
             cache.close()
@@ -158,6 +161,7 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
         kl=total.kl / total.tokens,
         logit_error=math.sqrt(total.error / total.square) if total.square else 0.0,
         bits_per_value=bits,
+        paper_bits=bits if total.paper is None else total.paper,
         cache_bytes=total.packed // windows,
         window_bytes=total.window // windows,
         resident_bytes=total.resident,

@@ -132,6 +132,9 @@ class Predicted(Codec):
         twin.inner, twin.predictor = inner, predictor
         return twin
 
+    def paper_bits(self) -> float:
+        return self.inner.paper_bits()
+
     def describe(self) -> str:
         return f"{self.predictor.name}({'+'.join(self.inputs)}) + {self.inner.describe()}"
 

@@ -82,5 +82,8 @@ class Scaled(Codec):
         twin.inner, twin.factor = inner, self.factor.to(device)
         return twin
 
+    def paper_bits(self) -> float:
+        return self.inner.paper_bits()
+
     def describe(self) -> str:
         return f"scaled({self.source}) {self.inner.describe()}"
