@@ -51,8 +51,8 @@ PRESETS: dict[str, Preset] = {
     **{f"kivi-{bits}": Preset(f"kivi-{bits}", f"kivi-{bits}", sink=0, recent=32) for bits in (2, 4)},  # R = 32
     "kivi-sink-2": Preset("kivi-2", "kivi-2", sink=32, recent=96),  # InnerQ section 5.1
     **{f"turboquant-{k}": Preset(f"turboquant-{k}", f"turboquant-{k}", sink=0) for k in (2, 3, 4)},
-    "turboquant-4-3": (_turboquant := Preset("turboquant-4", "turboquant-3", sink=0)),  # InnerQ section 5.1
-    "turboquant-k4v3": _turboquant,
+    # InnerQ section 5.1
+    **dict.fromkeys(("turboquant-4-3", "turboquant-k4v3"), Preset("turboquant-4", "turboquant-3", sink=0)),
     **{f"innerq-{name}": Preset(f"innerq-{name}", f"innerq-{name}", sink=32, recent=96) for name in INNERQ_VALUES},
     "fp8": Preset("fp8", "fp8", sink=0, recent=0),
     "bf16": Preset("exact-bf16", "exact-bf16"),
