@@ -246,11 +246,11 @@ def check_uniform(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: 
 def check_chosen(codec: Uniform, x: Tensor, made: Tensor) -> None:
     """x, made (..., group): in no group worse than what could have been chosen, the plain scale of each allowed mode."""
     flat, shape = x.reshape(1, 1, -1, codec.group), Shape(1, codec.group, 1)
-    error = (made - x).double().square().sum(-1).flatten()
+    error = (made - x).double().norm(dim=-1).flatten()
+    noise = 2.0**-20 * x.double().norm(dim=-1).flatten()
     for mode in ("asymmetric", "symmetric") if codec.mode == "hybrid" else (codec.mode,):
         plain = Uniform(shape, "key", codec.bits, codec.group, mode=mode)  # type: ignore[arg-type]
-        other = (plain.decode(plain.encode(flat)) - flat).double().square().sum(-1).flatten()
-        noise = (2.0**-18 * x.abs().amax(-1).double().flatten()) ** 2 + 1e-5 * other
+        other = (plain.decode(plain.encode(flat)) - flat).double().norm(dim=-1).flatten()
         assert bool((error <= other + noise).all()), f"worse than {mode} by {float((error - other - noise).max())}"
 
 
