@@ -45,6 +45,11 @@ def key_factors(scheme: Scheme) -> dict[int, Tensor]:
                 f"layer {index}: its factors scale what a predictor leaves, not keys; they cannot be folded"
             )
         if isinstance(pair.key, Scaled):
+            if pair.key.factor is None:
+                raise UsageError(
+                    f"layer {index}: its factors come from each prompt and serve one sequence only; "
+                    "`kvcal fit-norms --factors pair` measures some that can be folded"
+                )
             found[index] = pair.key.factor
     if not found:
         raise UsageError("the bundle has no key factors to fold; `kvcal fit-norms --factors pair` measures them")

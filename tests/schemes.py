@@ -262,6 +262,7 @@ def tensors_of(cache: KVCalCache) -> list[Tensor]:
 def ledger_tensors(cache: KVCalCache) -> list[Tensor]:
     ledger = cache.ledger
     own = [ledger.valid, ledger.sink, ledger.blocks, ledger.window]
+    own += [t for layer in cache.own_layers for t in layer.bookkeeping()]
     return own if ledger.positions is None else [*own, ledger.positions]
 
 

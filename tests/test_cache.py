@@ -38,6 +38,7 @@ FED = Fed()
 SCHEMES: dict[str, Callable[[str], Scheme]] = {
     **{name: partial(schemes.scheme, FED, name) for name in ("exact-32", "uniform-2", "uniform-3-channel")},
     **{name: partial(schemes.scheme, FED, name) for name in ("higgs-2", "higgs-2-wide", "higgs-2-d4-wide")},
+    "innerq-hybrid": partial(schemes.scheme, FED, "innerq-hybrid"),
     "aqua-kv": partial(schemes.chained, "linear"),
     "aqua-kv-mlp": partial(schemes.chained, "mlp"),
 }
@@ -365,7 +366,8 @@ def decode_all(made: KVCalCache) -> list[tuple[Tensor, Tensor]]:
     done: list[tuple[Tensor, Tensor]] = []
     for index, pair in enumerate(made.scheme.layers):
         assert pair is not None
-        context = Context(index)
+        own = made.layers[index].statistics
+        context = Context(index, stats={name: now for name, s in own.items() if (now := s.current()) is not None})
         if index:
             context.k1, context.v1 = done[-1]
         packed_keys, packed_values = made.layers[index].packed

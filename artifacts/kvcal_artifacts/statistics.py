@@ -49,7 +49,7 @@ class Prefixes:
         if self.valid is None:
             return x
         shape = (self.valid.shape[0], 1, self.valid.shape[1], *[1] * (x.ndim - 3))
-        return x * self.valid.view(shape).to(x.dtype)
+        return x.masked_fill(~self.valid.view(shape), 0)  # pads may hold anything, NaN too
 
 
 def _count(plan: Plan) -> Tensor:

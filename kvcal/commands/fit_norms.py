@@ -83,7 +83,7 @@ def layer_rows(scheme: Scheme, metrics: list[dict[str, float]]) -> list[dict[str
     rows = []
     for index, (pair, measured) in enumerate(zip(scheme.layers, metrics, strict=True)):
         row: dict[str, Any] = {"layer": index, **measured}
-        if pair is not None and isinstance(pair.key, Scaled):
+        if pair is not None and isinstance(pair.key, Scaled) and pair.key.factor is not None:
             factor = pair.key.factor.float()
             row |= {"factor_min": round(float(factor.min()), 4), "factor_max": round(float(factor.max()), 4)}
         rows.append(row)

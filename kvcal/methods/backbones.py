@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Shape, Uniform
+from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Shape, Uniform
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
@@ -61,6 +61,11 @@ def _by_role(key: Backbone, value: Backbone) -> Backbone:
     return lambda shape, role: (key if role == "key" else value)(shape, role)
 
 
+def _from_prefill(make: Backbone) -> Backbone:
+    """Keys divided by factors of the row's own first tokens (InnerQ section 4.3)."""
+    return lambda shape, role: Scaled(make(shape, role), None, "prefill")
+
+
 def _turboquant(bits: int) -> Backbone:
     return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head")
 
@@ -83,7 +88,8 @@ def _table() -> dict[str, Backbone]:
             table[f"inner-{bits}-{mode}"] = _inner(bits, mode, search=True)
             table[f"inner-{bits}-{mode}-max"] = _inner(bits, mode, search=False)
     for variant, value in INNERQ_VALUES.items():
-        table[f"innerq-{variant}"] = _by_role(table[INNERQ_KEYS], table[value])
+        table[f"innerq-{variant}"] = _by_role(_from_prefill(table[INNERQ_KEYS]), table[value])
+        table[f"innerq-{variant}-plain"] = _by_role(table[INNERQ_KEYS], table[value])
     for format, name in (("e4m3fn", "fp8"), ("e5m2", "fp8-e5m2")):
         table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
     for bits, dtype in ((16, "float16"), (32, "float32")):

@@ -54,6 +54,10 @@ PRESETS: dict[str, Preset] = {
     # InnerQ section 5.1
     **dict.fromkeys(("turboquant-4-3", "turboquant-k4v3"), Preset("turboquant-4", "turboquant-3", sink=0)),
     **{f"innerq-{name}": Preset(f"innerq-{name}", f"innerq-{name}", sink=32, recent=96) for name in INNERQ_VALUES},
+    **{
+        f"innerq-{name}-plain": Preset(f"innerq-{name}-plain", f"innerq-{name}-plain", sink=32, recent=96)
+        for name in INNERQ_VALUES
+    },
     "fp8": Preset("fp8", "fp8", sink=0, recent=0),
     "bf16": Preset("exact-bf16", "exact-bf16"),
     "exact": Preset("exact-32", "exact-32"),

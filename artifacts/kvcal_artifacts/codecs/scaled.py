@@ -17,33 +17,50 @@ from torch import Tensor
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
 
-SOURCES = ("calibrated",)
+SOURCES = ("calibrated", "prefill")
+STATISTIC = "key_scale"
 
 
 class Scaled(Codec):
     """inner: any codec that codes by itself (a predictor goes outside: Predicted(Scaled(...))).
 
-    factor: (H, D) float16, positive, a constant of the bundle. source: where the factor comes from; "calibrated": from there.
+    source: "calibrated": `factor` (H, D) float16, positive, is a constant of the bundle; "prefill": each row's own, sqrt of
+    the largest magnitude among the tokens that it has seen when its first block is packed (see statistics.KeyScale), for
+    keys only.
     """
 
     name = "scaled"
 
-    def __init__(self, inner: Codec, factor: Tensor, source: str = "calibrated") -> None:
+    def __init__(self, inner: Codec, factor: Tensor | None, source: str = "calibrated") -> None:
         super().__init__(inner.shape, inner.role)
         if source not in SOURCES:
             raise KVCalError(f"scaled codec, factor from {source!r}: allowed are {', '.join(map(repr, SOURCES))}")
         if inner.needs:
             raise KVCalError(f"scaled codec around {inner.name!r}: predictions are not scaled; put it inside instead")
+        self.inner, self.source, self.factor = inner, source, factor
+        if source == "prefill":
+            if self.role != "key" or factor is not None:
+                raise KVCalError("scaled codec, factor from 'prefill': for keys, and without a factor in the bundle")
+            return
         wanted = (self.shape.heads, self.shape.dim)
+        if factor is None:
+            raise KVCalError(f"scaled codec, no factor: needs {wanted} torch.float16, or source 'prefill'")
         if tuple(factor.shape) != wanted or factor.dtype != torch.float16:
             raise KVCalError(f"scaled codec, factor {tuple(factor.shape)} {factor.dtype}: needs {wanted} torch.float16")
         if not bool(((factor > 0) & torch.isfinite(factor)).all()):
             raise KVCalError(f"scaled codec, factor of {float(factor.float().min())}: must be positive and finite")
-        self.inner, self.source, self.factor = inner, source, factor
+
+    @property
+    def stats(self) -> frozenset[str]:
+        return self.inner.stats | ({STATISTIC} if self.factor is None else frozenset())
 
     def _factor(self, context: Context) -> Tensor:
-        """(H, 1, D) float32: what the tokens being coded are divided by."""
-        return self.factor.float()[:, None]
+        """(H, 1, D) or (B, H, 1, D) float32: what the tokens being coded are divided by."""
+        if self.factor is not None:
+            return self.factor.float()[:, None]
+        if STATISTIC not in context.stats:
+            raise KVCalError(f"layer {context.layer}: run-time statistic {STATISTIC} is missing")
+        return context.stats[STATISTIC]
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape
@@ -62,24 +79,26 @@ class Scaled(Codec):
         return {"source": self.source, "inner": {"codec": self.inner.name, "config": self.inner.config()}}
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"factor": self.factor} | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
+        own = {} if self.factor is None else {"factor": self.factor}
+        return own | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
         from . import build
 
         below = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
-        return cls(build(shape, role, config["inner"], below), tensors["factor"], config["source"])
+        return cls(build(shape, role, config["inner"], below), tensors.get("factor"), config["source"])
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
 
     def to(self, device: torch.device) -> Scaled:
         inner = self.inner.to(device)
-        if inner is self.inner and self.factor.device == device:
+        own = self.factor
+        if inner is self.inner and (own is None or own.device == device):
             return self
         twin = copy.copy(self)
-        twin.inner, twin.factor = inner, self.factor.to(device)
+        twin.inner, twin.factor = inner, None if own is None else own.to(device)
         return twin
 
     def paper_bits(self) -> float:
