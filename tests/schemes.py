@@ -21,8 +21,9 @@ from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
 from kvcal.methods.plain import Preset
+from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import PREDICTORS, Codec, Predicted, Shape
+from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Uniform
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 
 ALL = TINY | VARIANTS
@@ -130,10 +131,15 @@ class Fed(nn.Module):
         past_key_values: Any = None,
         position_ids: Tensor | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """keys (before RoPE), values: (layers, B, H, T, D) -> what each layer's attention would see."""
+        """keys (before RoPE), values: (layers, B, H, T, D) -> what each layer's attention would see.
+
+        Queries, which some codecs ask for, are made of the keys: two heads for each kv head.
+        """
         seen = []
         cos, sin = self.rotary_emb(keys, position_ids=position_ids)
         for index, layer in enumerate(self.layers):
+            query = torch.stack([keys[index].flip(-1), 3 * keys[index].roll(5, -1)], 2).flatten(1, 2)
+            layer.self_attn.q_proj(query.transpose(1, 2).flatten(2))
             flat = layer.self_attn.k_proj(keys[index].transpose(1, 2).flatten(2))
             key = flat.unflatten(-1, (-1, keys.shape[-1])).transpose(1, 2)
             key = apply_rotary_pos_emb(key, key, cos, sin)[1]
@@ -178,6 +184,13 @@ def _predicted(inner: Codec, predictor: str, inputs: tuple[str, ...], seed: int)
         name: (numbers(*size, seed=100 * seed + i) / wide**0.5).half() for i, (name, size) in enumerate(sizes.items())
     }
     return Predicted(inner, PREDICTORS[predictor](weights), inputs)
+
+
+def mixkvq(frame: Any = "post_rope", importance: Any = "query") -> Scheme:
+    """Keys in tiers of ragged size, values in 2 bits."""
+    key = MixKVQ(FED_SHAPE, "key", 0.9, 1.4, group=4, importance=importance)
+    pair = LayerCodecs(key, Uniform(FED_SHAPE, "value", 2, 32))
+    return Scheme(WINDOWS, frame, (pair,) * LAYERS)
 
 
 class Rows:
@@ -241,7 +254,17 @@ def pieces(start: int, stop: int, cuts: Iterable[int]) -> Iterator[tuple[int, in
 def packed_row(cache: KVCalCache, row: int) -> list[Tensor]:
     """The packed tensors of one row in all layers, only its own blocks."""
     blocks = int(cache.ledger.blocks[row])
-    return [t[row, :, :blocks] for layer in cache.own_layers for t in layer.stored("packed")]
+    held = [t for layer in cache.own_layers for packed in layer.packed for t in packed.values()]
+    return [part[row, :, :blocks] for t in held for part in _dense(t)]
+
+
+def _dense(stored: store.Stored) -> list[Tensor]:
+    """Pools as a tensor with room for every channel in each block, and their counts."""
+    if isinstance(stored, Tensor):
+        return [stored]
+    wide = torch.zeros(*stored.shape, DIM, *stored.data.shape[1:], dtype=stored.data.dtype)
+    wide[torch.arange(DIM) < stored.counts[..., None]] = stored.data
+    return [wide, stored.counts]
 
 
 def window_row(cache: KVCalCache, row: int) -> list[Tensor]:

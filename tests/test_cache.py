@@ -41,6 +41,8 @@ SCHEMES: dict[str, Callable[[str], Scheme]] = {
     "innerq-hybrid": partial(schemes.scheme, FED, "innerq-hybrid"),
     "aqua-kv": partial(schemes.chained, "linear"),
     "aqua-kv-mlp": partial(schemes.chained, "mlp"),
+    "mixkvq": schemes.mixkvq,
+    "mixkvq-recent": partial(schemes.mixkvq, importance="recent"),
 }
 LOSSY = [name for name in SCHEMES if name != "exact-32"]
 FRAMES = ("post_rope", "pre_rope")
@@ -343,11 +345,12 @@ def check_storage(made: KVCalCache) -> None:
     for layer in made.own_layers:
         assert {t.shape[2] for t in layer.sink} <= {widest(ledger.sink)}
         assert {t.shape[2] for t in layer.window} <= {widest(ledger.window)}
-        assert {t.shape[2] for t in layer.stored("packed")} <= {widest(ledger.blocks)}
+        assert {t.shape[2] for packed in layer.packed for t in packed.values()} <= {widest(ledger.blocks)}
     for part in ("packed", "window"):
         tensors = [t for layer in made.own_layers for t in layer.stored(part)]
         assert made.nbytes(part) == sum(t.numel() * t.element_size() for t in tensors)
-    assert made.nbytes("bookkeeping") == storage_bytes(schemes.ledger_tensors(made))
+    seen = [t for layer in made.own_layers for t in layer.bookkeeping()]
+    assert made.nbytes("bookkeeping") == storage_bytes([*schemes.ledger_tensors(made), *seen])
 
 
 def widest(counts: Tensor) -> int:

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcal_artifacts import store
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -26,6 +27,7 @@ from kvcal_artifacts.codecs import (
     Exact,
     Float8,
     Higgs,
+    MixKVQ,
     Packed,
     Predicted,
     Predictor,
@@ -42,6 +44,7 @@ from kvcal_artifacts.codecs.float8 import FORMATS
 from kvcal_artifacts.codecs.predictors import MLP, Bias, Linear, QuantisedLinear, ReducedRank
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
+from kvcal_artifacts.ledger import Plan
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 
 Make = Callable[[Shape, Role], Codec]
@@ -109,6 +112,10 @@ def scaled(inner: Make) -> Make:
     return make
 
 
+def mixkvq(**settings: Any) -> Make:
+    return lambda shape, role: MixKVQ(shape, role, **{"group": 8, "tau_low": 0.9, "tau_high": 1.3, **settings})
+
+
 def predicted(inner: Make, kind: str = "linear", inputs: tuple[str, ...] | None = None) -> Make:
     def make(shape: Shape, role: Role) -> Codec:
         names, width = inputs or INPUTS[role], shape.heads * shape.dim
@@ -156,7 +163,27 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "float8": predicted(float8("e5m2")),
         "scaled-uniform": predicted(scaled(uniform(3))),
         "two-layers-higgs": predicted(higgs(), inputs=("k1", "v1", "k2", "v2")),
+        "mixkvq": predicted(mixkvq()),
     },
+    "mixkvq": {
+        "usual": mixkvq(dtype="bfloat16"),
+        "error-only": mixkvq(importance="none", dtype="float32", round_up=1),
+        "recent-raw": mixkvq(importance="recent", normalise="none", tau_low=1.0, tau_high=2.0, round_up=16),
+        "all-exact": mixkvq(tau_low=0.0, tau_high=0.0),
+        "all-two-bits": mixkvq(tau_low=1e9, tau_high=1e9),
+        "fixed": mixkvq(full=8, four=0, group=4),
+    },
+}
+
+
+def roles_of(name: str, label: str) -> tuple[Role, ...]:
+    return ("key",) if "mixkvq" in (name, label) else ROLES
+
+
+# What a cache tells of a row's queries and keys, for 5 blocks and more: (batch, heads, blocks, ...).
+STATISTICS: dict[str, Callable[[int, Shape, int], Tensor]] = {
+    "query_abs": lambda batch, s, blocks: normal(batch, s.heads, 8, s.dim, seed=20)[:, :, :blocks].abs(),
+    "query_abs:recent": lambda batch, s, blocks: normal(batch, s.heads, 8, s.dim, seed=21)[:, :, :blocks].abs(),
 }
 
 
@@ -173,7 +200,9 @@ class Case:
         sizes = batch, self.shape.heads, tokens, self.shape.dim
         k0 = {"k0": normal(*sizes, seed=15)} if self.role == "value" else {}
         old = {name: normal(*sizes, seed=10 + i) for i, name in enumerate(("k1", "v1", "k2", "v2"))}
-        return Context(1, **old, **k0)
+        blocks = tokens // self.shape.block
+        stats = {name: STATISTICS[name](batch, self.shape, blocks) for name in self.codec().stats if blocks <= 8}
+        return Context(1, **old, **k0, stats=stats)
 
     def noise(self, batch: int, blocks: int, seed: int = 1) -> Tensor:
         return normal(batch, self.shape.heads, blocks * self.shape.block, self.shape.dim, seed=seed)
@@ -184,7 +213,7 @@ def cases(shapes: list[Shape]) -> list[Any]:
         pytest.param(Case(make, s, role), id=f"{name}-{label}-{role}-{s.heads}x{s.dim}x{s.block}")
         for name, made in CONFIGURATIONS.items()
         for label, make in made.items()
-        for role in ROLES
+        for role in roles_of(name, label)
         for s in shapes
     ]
 
@@ -288,6 +317,43 @@ def check_scaled(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: f
     BOUNDS[codec.inner.name](codec.inner, x / f, packed, made / f, inside, wider)
 
 
+def check_mixkvq(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    """Channel by channel: as exact as the dtype, or half a step of the tier that the packed tensors name."""
+    assert isinstance(codec, MixKVQ)
+    inside, begin = {"raw": Exact(codec.shape, "key", codec.dtype)}, 0
+    perm = packed["perm"].long()
+    counts = [items(packed[name]) for name in ("raw", "four_codes", "two_codes")]
+    assert bool((sum(counts) == codec.shape.dim).all())
+    assert torch.equal(perm.sort(-1).values, torch.arange(codec.shape.dim).expand_as(perm))
+    for tier, count in enumerate(counts):
+        rank = torch.arange(codec.shape.dim)
+        chosen = torch.zeros_like(perm).scatter(-1, perm, ((rank >= begin) & (rank < begin + count[..., None])).long())
+        begin = begin + count[..., None]
+        mask = chosen[..., None].bool().expand(*perm.shape, codec.shape.block)
+        rows, got = channels(codec.shape, x)[mask], channels(codec.shape, made)[mask]
+        groups, got = rows.view(-1, codec.group), got.view(-1, codec.group)
+        if tier == 0:
+            check_exact(inside["raw"], groups, {}, got, slack, factor)
+            continue
+        top, low, high = (15, 3)[tier - 1], groups.amin(-1, True), groups.amax(-1, True)
+        scale = ((high - low) / top).half().float()
+        here = slack + 2.0**-20 * groups.abs().amax(-1, True)
+        allowed = 0.5 * scale * (1 + HALF) + HALF * (low.abs() + high - low) + (top + 1) * TINIEST + here
+        assert bool(((got - groups).abs() <= allowed).all())
+
+
+def channels(shape: Shape, x: Tensor) -> Tensor:
+    """(B, H, T, D) -> (B, H, N, D, b)."""
+    return x.unflatten(2, (-1, shape.block)).transpose(-1, -2)
+
+
+def items(stored: Any) -> Tensor:
+    """Rows of each block: int64 (B, H, N)."""
+    if isinstance(stored, store.Ragged):
+        return stored.counts.long()
+    return torch.full(stored.shape[:3], stored.shape[3])
+
+
 Bound = Callable[[Codec, Tensor, Packed, Tensor, float, float], None]
 BOUNDS: dict[str, Bound] = {
     "exact": check_exact,
@@ -296,6 +362,7 @@ BOUNDS: dict[str, Bound] = {
     "higgs": check_higgs,
 }
 BOUNDS["scaled"] = check_scaled
+BOUNDS["mixkvq"] = check_mixkvq
 BOUNDS["predicted"] = lambda codec, *rest: BOUNDS[codec.inner.name](codec.inner, *rest)
 
 
@@ -318,14 +385,56 @@ PAPER_BITS: dict[str, Callable[[Any], float]] = {
     "higgs": higgs_bits,
     "scaled": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
     "predicted": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
+    "mixkvq": lambda codec: mixkvq_bits(codec, *codec.channels()),
 }
 
 
+def mixkvq_bits(codec: MixKVQ, full: float, four: float, two: float) -> float:
+    """Per channel 16 (32), 4 and 2 bits with float16 scale and minimum, a byte in the permutation; five counts a head."""
+    dim, block, raw = codec.shape.dim, codec.shape.block, {"float32": 32}.get(codec.dtype, 16)
+    counts = 5 * 8 if codec.ragged else 0
+    return (full * raw + (4 * four + 2 * two) + (four + two) * 32 / codec.group + (dim * 8 + counts) / block) / dim
+
+
+def plain(packed: Packed) -> dict[str, Tensor]:
+    """Every tensor of it, those of pools by two names."""
+    parts = {name: store.tensors_of(held) for name, held in packed.items()}
+    return {f"{name}.{i}": t for name, tensors in parts.items() for i, t in enumerate(tensors)}
+
+
+def nbytes(packed: Packed) -> int:
+    return sum(t.numel() * t.element_size() for t in plain(packed).values())
+
+
+def joined(parts: list[Packed]) -> Packed:
+    """Blocks one behind the other, as a cache appends them."""
+    whole = parts[0]
+    for more in parts[1:]:
+        grown = {}
+        for name, held in whole.items():
+            plan = Plan(0, 1, 0, 0, more[name].shape[2], held.shape[2] + more[name].shape[2])
+            grown[name] = store.append(held, more[name], plan)
+        whole = grown
+    return whole
+
+
+def rows_of(packed: Packed, first: int) -> Packed:
+    """Batch rows from `first` on."""
+    return {name: store.select(held, torch.arange(first, held.shape[0])) for name, held in packed.items()}
+
+
+def part_of(context: Context, block: int, start: int, stop: int) -> Context:
+    """Of blocks start to stop."""
+    cut = context.part(start * block, stop * block)
+    return replace(cut, stats={name: t[:, :, start:stop] for name, t in context.stats.items()})
+
+
 def assert_same(left: Packed, right: Packed, what: str = "") -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype
-        assert torch.equal(tensor, right[name]), f"{what}: {name} differs"
+    ours, theirs = plain(left), plain(right)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(tensor, theirs[name]), f"{what}: {name} differs"
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -340,14 +449,16 @@ def test_every_codec_is_under_contract(name: str) -> None:
 
 
 def test_every_predictor_is_under_contract() -> None:
-    tried = {make(SHAPES[0], "value").predictor.name for make in CONFIGURATIONS["predicted"].values()}  # type: ignore[attr-defined]
+    made = [make(SHAPES[0], roles_of("predicted", label)[-1]) for label, make in CONFIGURATIONS["predicted"].items()]
+    tried = {codec.predictor.name for codec in made if isinstance(codec, Predicted)}
     assert tried == set(PREDICTORS)
 
 
 @every_case
 def test_round_trip(case: Case) -> None:
     codec = case.codec()
-    noise = case.noise(2, -(-10_000 // case.shape.values))
+    blocks = -(-10_000 // case.shape.values)
+    noise = case.noise(2, min(blocks, 8) if case.codec().stats else blocks)
     x, packed, made = round_trip(codec, noise, case.context(2, noise.shape[2]))
     assert (made.shape, made.dtype) == (x.shape, torch.float32)
     check(codec, x, packed, made)
@@ -357,13 +468,22 @@ def test_round_trip(case: Case) -> None:
 def test_stored_as_declared(case: Case) -> None:
     codec, blocks = case.codec(), 3
     packed = codec.encode(case.noise(2, blocks), case.context(2, blocks * case.shape.block))
-    specs = codec.tensor_specs()
-    assert packed.keys() == specs.keys()
-    for name, tensor in packed.items():
-        (first, *rest), dtype = specs[name]
+    specs, empty = codec.tensor_specs(), codec.empty(2, torch.device("cpu"))
+    assert packed.keys() == empty.keys() >= specs.keys()
+    for name, (spec, dtype) in specs.items():
+        first, *rest = spec
         assert first in (1, case.shape.heads)
-        assert (tensor.shape, tensor.dtype) == ((2, first, blocks, *rest), dtype), name
-    stored = sum(t.numel() * t.element_size() for t in packed.values())
+        assert (packed[name].shape, packed[name].dtype) == ((2, first, blocks, *rest), dtype), name
+    assert_same(joined([empty, packed]), packed, "appended to nothing")
+    stored = nbytes(packed)
+    if codec.ragged:
+        ragged = codec.inner if isinstance(codec, Predicted) else codec
+        assert isinstance(ragged, MixKVQ)
+        shares = [items(packed[name]).double().mean().item() for name in ("raw", "four_codes", "two_codes")]
+        assert stored * 8 / (case.shape.values * 2 * blocks) == pytest.approx(mixkvq_bits(ragged, *shares))
+        assert codec.bits_per_value() == pytest.approx(PAPER_BITS[codec.name](codec), rel=0.01)
+        return
+    assert packed.keys() == specs.keys()
     assert stored == codec.block_bytes() * 2 * blocks
     assert codec.bits_per_value() == pytest.approx(stored * 8 / (case.shape.values * 2 * blocks))
     assert codec.bits_per_value() == pytest.approx(PAPER_BITS[codec.name](codec))
@@ -376,13 +496,15 @@ def test_bytes_depend_on_the_block_alone(case: Case) -> None:
     x, context = case.noise(2, blocks), case.context(2, blocks * b)
     whole = codec.encode(x, context)
     for cuts in ([0, 1, 2, 3], [0, 2, 3]):
-        parts = [codec.encode(x[:, :, i * b : j * b], context.part(i * b, j * b)) for i, j in itertools.pairwise(cuts)]
-        assert_same({name: torch.cat([p[name] for p in parts], 2) for name in whole}, whole, f"cut at {cuts}")
+        edges = itertools.pairwise(cuts)
+        parts = [codec.encode(x[:, :, i * b : j * b], part_of(context, b, i, j)) for i, j in edges]
+        assert_same(joined(parts), whole, f"cut at {cuts}")
     alone = codec.encode(x[1:], context.rows(1, 2))
-    assert_same(alone, {name: t[1:] for name, t in whole.items()}, "a row alone")
+    assert_same(alone, rows_of(whole, 1), "a row alone")
     shared = Context(1, **{n: t[1:].expand(3, -1, -1, -1) for n, t in vars(context).items() if isinstance(t, Tensor)})
+    shared.stats = {name: t[1:].expand(3, -1, -1, -1) for name, t in context.stats.items()}
     moved = codec.encode(torch.cat([300 * x, x[1:]]), shared)
-    assert_same({name: t[2:] for name, t in moved.items()}, alone, "other companions, another place")
+    assert_same(rows_of(moved, 2), alone, "other companions, another place")
     assert_same(codec.encode(x.transpose(1, 2).contiguous().transpose(1, 2), context), whole, "strided")
 
 
@@ -415,7 +537,7 @@ def test_reads_only(case: Case) -> None:
     before = x.clone()
     packed = codec.encode(x, context)
     assert torch.equal(x, before)
-    kept = {name: t.clone() for name, t in packed.items()}
+    kept = {name: store.select(held, torch.arange(2)) for name, held in packed.items()}
     made = codec.decode(packed, context)
     assert_same(packed, kept, "after decode")
     assert torch.equal(codec.decode(packed, context), made)
@@ -605,6 +727,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "higgs grid misshapen": (lambda: read("higgs", {"grid": GRID[:8], "sign": SIGN}), "grid"),
     "higgs grid of another d": (lambda: read("higgs", {"grid": torch.zeros(16, 4), "sign": SIGN}), "grid"),
     "higgs sign misshapen": (lambda: read("higgs", {"grid": GRID, "sign": SIGN[:16]}), "sign"),
+    "mixkvq values": (lambda: MixKVQ(S, "value", group=8), "mixkvq codec for values"),
+    "mixkvq group": (lambda: MixKVQ(S, "key", group=5), "groups of 5 tokens: must divide the block of 8"),
+    "mixkvq group of text": (lambda: read("mixkvq", group="8"), "group '8': must be a positive integer"),
+    "mixkvq round_up": (lambda: read("mixkvq", group=8, round_up=0), "round_up 0"),
+    "mixkvq head": (lambda: MixKVQ(Shape(1, 272, 8), "key", group=8), "head_dim 272: .* at most 256"),
+    "mixkvq dtype": (lambda: read("mixkvq", group=8, dtype="int8"), "dtype 'int8': allowed are float32"),
+    "mixkvq importance": (
+        lambda: read("mixkvq", group=8, importance="keys"),
+        "'keys': allowed are query, recent, none",
+    ),
+    "mixkvq normalise": (lambda: read("mixkvq", group=8, normalise="mean"), "'mean': allowed are median, none"),
+    "mixkvq order": (lambda: read("mixkvq", group=8, tau_low=3, tau_high=2), r"3.0 and 2.0: .* in this order"),
+    "mixkvq nan": (lambda: read("mixkvq", group=8, tau_high=math.nan), "must be finite"),
+    "mixkvq full alone": (lambda: read("mixkvq", group=8, full=8), "give both or none"),
+    "mixkvq full 4": (lambda: read("mixkvq", group=8, full=4, four=0), "multiples of 8"),
+    "mixkvq too many": (lambda: read("mixkvq", group=8, full=8, four=16), "at most 16"),
+    "mixkvq expected": (lambda: read("mixkvq", group=8, expected=[9, 9]), "channels of 16"),
     "inputs none": (lambda: Predicted(Exact(S, "key"), predictor("linear", 32, 32), ()), "allowed are k1"),
     "inputs unknown": (lambda: read_predicted(LINEAR, inputs=("q1",)), "q1.*allowed are k1"),
     "inputs k0 for keys": (lambda: read_predicted(LINEAR, inputs=("k1", "k0")), "k0 for values"),
@@ -614,7 +753,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "predictor of another width": (lambda: read_predicted(LINEAR | {"bias": torch.zeros(16)}), "linear"),
     "codec unknown": (
         lambda: read("gzip"),
-        "'gzip': this version knows exact, float8, uniform, higgs, scaled, predicted",
+        "'gzip': this version knows exact, float8, uniform, higgs, scaled, predicted, mixkvq",
     ),
     "codec absent": (lambda: build(S, "key", {}, {}), "None"),
     "codec a list": (lambda: read(["higgs"]), "higgs"),  # type: ignore[arg-type]

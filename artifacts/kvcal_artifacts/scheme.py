@@ -99,8 +99,13 @@ class Scheme:
         """How many layers' reconstructions must be kept at a time."""
         return max((self.depth(pair) for pair in self.layers if pair is not None), default=0)
 
+    @property
+    def ragged(self) -> bool:
+        """Whether any codec's blocks differ in size: bits_per_value() is then an expectation (Codec.ragged)."""
+        return any(pair is not None and (pair.key.ragged or pair.value.ragged) for pair in self.layers)
+
     def bits_per_value(self) -> float:
-        """Formula: stored bits over the values they stand for, windows excluded."""
+        """Formula: stored bits over the values they stand for, windows excluded; expected ones where blocks differ in size."""
         pairs = [pair for pair in self.layers if pair is not None]
         stored = sum(p.key.block_bytes() + p.value.block_bytes() for p in pairs)
         return stored * 8 / sum(p.key.shape.values + p.value.shape.values for p in pairs)

@@ -11,12 +11,15 @@ from .base import Codec, Context, Packed, Role, Shape
 from .exact import Exact
 from .float8 import Float8
 from .higgs import Higgs
+from .mixkvq import MixKVQ
 from .predicted import Predicted
 from .predictors import PREDICTORS, Predictor
 from .scaled import Scaled
 from .uniform import Uniform
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, Float8, Uniform, Higgs, Scaled, Predicted)}
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (Exact, Float8, Uniform, Higgs, Scaled, Predicted, MixKVQ)
+}
 
 
 def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
@@ -35,6 +38,6 @@ def state_of(codec: Codec) -> dict[str, Any]:
 
 
 __all__ = [
-    "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Float8", "Higgs", "Packed", "Predicted", "Predictor", "Role",
-    "Scaled", "Shape", "Uniform", "build", "state_of",
+    "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Float8", "Higgs", "MixKVQ", "Packed", "Predicted", "Predictor",
+    "Role", "Scaled", "Shape", "Uniform", "build", "state_of",
 ]  # fmt: skip

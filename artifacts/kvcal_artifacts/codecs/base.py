@@ -92,6 +92,13 @@ class Codec(ABC):
         """Names of the run-time statistics it reads from Context.stats."""
         return frozenset()
 
+    @property
+    def ragged(self) -> bool:
+        """Whether blocks differ in size: block_bytes() and bits_per_value() are then what calibration expects of a block, and
+        only a cache knows what its blocks take (KVCalCache.bits_per_value()).
+        """
+        return False
+
     def __init__(self, shape: Shape, role: Role) -> None:
         self.shape, self.role = shape, role
 

@@ -41,6 +41,10 @@ class Predicted(Codec):
     def stats(self) -> frozenset[str]:
         return self.inner.stats
 
+    @property
+    def ragged(self) -> bool:
+        return self.inner.ragged
+
     def _check_widths(self) -> None:
         width = self.shape.heads * self.shape.dim
         wide = len(self.inputs) * width
@@ -123,6 +127,12 @@ class Predicted(Codec):
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
+
+    def empty(self, batch: int, device: torch.device) -> Packed:
+        return self.inner.empty(batch, device)
+
+    def block_bytes(self) -> int:
+        return self.inner.block_bytes()
 
     def to(self, device: torch.device) -> Predicted:
         inner, predictor = self.inner.to(device), self.predictor.to(device)

@@ -1,0 +1,288 @@
+"""MixKVQ's keys (Zhang et al. 2025): per block, kv head and channel the model's dtype, 4 bits or 2 bits, as queries ask.
+
+Salience of a channel (Eq. 6 to 8): A = I * S, I the mean |q| of the row so far (after RoPE, mean over the query heads that
+share the kv head), S = (max - min) / (2^2 - 1) of the block's keys. A > tau_high stays exact, tau_low < A <= tau_high takes
+4 bits, the rest 2 bits: asymmetric, `group` tokens of a channel share scale and minimum.
+
+Tiers differ from block to block and head to head. `perm` lists a block's channels tier by tier, ascending within a tier; the
+rows of each tier, one a channel, lie in one pool for all blocks (store.Ragged). Tier counts are rounded up, to the better
+tier. With `full` and `four` given, tiers go by rank, every block has one size, and the tensors are dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.packing import pack, packed_bytes, unpack
+
+from ..errors import KVCalError
+from ..store import Ragged
+from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
+from .exact import DTYPES
+
+Importance = Literal["query", "recent", "none"]
+Normalise = Literal["median", "none"]
+STATISTIC = {"query": "query_abs", "recent": "query_abs:recent", "none": ""}
+BITS = (4, 2)  # of the second and third tier
+NAMES = ("four", "two")
+
+
+class MixKVQ(Codec):
+    """Keys only. tau_low, tau_high: thresholds of the salience over its median in the layer (all kv heads and channels of the
+    block; the positive ones, if most are zero), or of the salience itself with normalise "none".
+
+    dtype: of the first tier, float16 by default; what the model computes in is not known to a codec, so whoever makes it says
+    (kvcal does: bfloat16 for bfloat16 models). importance: "query" (Eq. 6 over all tokens so far), "recent" (since the block before),
+    "none" (I = 1: the error-only selection of Table 6). round_up: tier counts are multiples of it.
+    full, four: channels a head by rank instead of thresholds: one size for all blocks. expected: mean channels a head in the
+    first two tiers, measured at calibration: block_bytes() is then an expectation; without it, that of 2 bits for all.
+    """
+
+    name = "mixkvq"
+
+    def __init__(
+        self,
+        shape: Shape,
+        role: Role,
+        tau_low: float = 2.0,
+        tau_high: float = 8.0,
+        group: int = 32,
+        round_up: int = 8,
+        dtype: str = "float16",
+        importance: Importance = "query",
+        normalise: Normalise = "median",
+        full: int | None = None,
+        four: int | None = None,
+        expected: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__(shape, role)
+        self.tau_low, self.tau_high = float(tau_low), float(tau_high)
+        self.group, self.round_up, self.dtype = group, round_up, dtype
+        self.importance, self.normalise = importance, normalise
+        self.full, self.four = full, four
+        self.expected = None if expected is None else (float(expected[0]), float(expected[1]))
+        self._check()
+
+    def _check(self) -> None:
+        dim, block = self.shape.dim, self.shape.block
+        if self.role != "key":
+            raise KVCalError("mixkvq codec for values: it chooses channels by their queries, so it stores keys only")
+        if dim > 256:
+            raise KVCalError(f"mixkvq codec, head_dim {dim}: channels are numbered in a byte, at most 256")
+        for what, value in (("group", self.group), ("round_up", self.round_up)):
+            if type(value) is not int or value < 1:
+                raise KVCalError(f"mixkvq codec, {what} {value!r}: must be a positive integer")
+        if block % self.group:
+            raise KVCalError(f"mixkvq codec, groups of {self.group} tokens: must divide the block of {block}")
+        for name, allowed in (("dtype", DTYPES), ("importance", STATISTIC), ("normalise", ("median", "none"))):
+            if getattr(self, name) not in allowed:
+                raise KVCalError(f"mixkvq codec, {name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        if not 0 <= self.tau_low <= self.tau_high < float("inf"):
+            raise KVCalError(
+                f"mixkvq codec, thresholds {self.tau_low} and {self.tau_high}: must be finite, not negative, in this order"
+            )
+        if (self.full is None) != (self.four is None):
+            raise KVCalError("mixkvq codec: full and four fix the shape together; give both or none")
+        if self.full is not None and self.four is not None:
+            counts = (self.full, self.four)
+            fits = all(type(n) is int and n >= 0 and n % self.round_up == 0 for n in counts) and sum(counts) <= dim
+            if not fits:
+                raise KVCalError(
+                    f"mixkvq codec, full {self.full} and four {self.four}: must be multiples of {self.round_up} "
+                    f"that add up to at most {dim}"
+                )
+        if self.expected is not None and not (min(self.expected) >= 0 and sum(self.expected) <= dim):
+            raise KVCalError(f"mixkvq codec, expected {self.expected}: channels of {dim}")
+
+    @property
+    def stats(self) -> frozenset[str]:
+        name = STATISTIC[self.importance]
+        return frozenset({name}) if name else frozenset()
+
+    @property
+    def ragged(self) -> bool:
+        return self.full is None
+
+    # Which channel goes where.
+
+    def salience(self, x: Tensor, context: Context = EMPTY) -> Tensor:
+        """A = I * S of Eq. 8: x (B, H, T, D) -> (B, H, N, D) float32; Eq. 7 with the lowest tier's 2 bits."""
+        blocks = self.shape.blocks(x.float())
+        spread = (blocks.amax(3) - blocks.amin(3)) / (2 ** BITS[1] - 1)
+        name = STATISTIC[self.importance]
+        if not name:
+            return spread
+        if name not in context.stats:
+            raise KVCalError(
+                f"layer {context.layer}: mixkvq needs the run-time statistic {name} (mean |q| of a row's channels), which "
+                'a cache gives and this caller does not; use importance "none" (error-only selection) without queries'
+            )
+        return spread * context.stats[name].float()
+
+    def tiers(self, salience: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Salience (B, H, N, D) -> channels tier by tier, int64 (B, H, N, D); where the second and the third tier begin,
+        int64 (B, H, N).
+        """
+        dim = self.shape.dim
+        if self.full is not None and self.four is not None:
+            first = torch.full_like(salience[..., 0], self.full, dtype=torch.long)
+            second = first + self.four
+        else:
+            unit = _median(salience) if self.normalise == "median" else torch.ones_like(salience[:, :1, :, :1])
+            first = self._rounded((salience > self.tau_high * unit).sum(-1))
+            second = torch.maximum(first, self._rounded((salience > self.tau_low * unit).sum(-1)))
+        order = salience.argsort(dim=-1, descending=True, stable=True)
+        rank = order.argsort(-1)
+        tier = (rank >= first[..., None]).long() + (rank >= second[..., None])
+        channel = torch.arange(dim, device=salience.device)
+        return (tier * dim + channel).argsort(-1), first, second
+
+    def _rounded(self, count: Tensor) -> Tensor:
+        step = self.round_up
+        return ((count + step - 1).div(step, rounding_mode="floor") * step).clamp_max(self.shape.dim)
+
+    # Bytes.
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        perm, first, second = self.tiers(self.salience(x, context))
+        channels = self.shape.blocks(x.float()).transpose(-1, -2).reshape(-1, self.shape.block)
+        packed: Packed = {"perm": perm.to(torch.uint8)}
+        ends = [first, second, torch.full_like(first, self.shape.dim)]
+        begin = torch.zeros_like(first)
+        for tier, end in enumerate(ends):
+            counts = end - begin
+            rows = channels.index_select(0, _rows(perm, begin, counts))
+            for name, data in self._encode_rows(tier, rows).items():
+                packed[name] = self._stored(tier, data, counts)
+            begin = end
+        return packed
+
+    def _encode_rows(self, tier: int, rows: Tensor) -> dict[str, Tensor]:
+        """rows (n, b) float32, a channel each -> the tier's tensors (n, ...)."""
+        if tier == 0:
+            raw = to_half(rows, "key") if self.dtype == "float16" else rows.to(DTYPES[self.dtype])
+            return {"raw": raw}
+        name, bits = NAMES[tier - 1], BITS[tier - 1]
+        groups = rows.unflatten(-1, (-1, self.group))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = to_half(((high - low) / (2**bits - 1)).clamp_min(HALF_FLOOR), "scale")
+        base = to_half(low, "group minimum")
+        codes = ((groups - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, 2**bits - 1)
+        return {f"{name}_codes": pack(codes.flatten(-2), bits), f"{name}_scale": torch.stack([scale, base], -1)}
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        perm = packed["perm"].long()
+        out = torch.zeros(perm.numel(), self.shape.block, device=perm.device)  # slots of no block have no rows
+        begin = torch.zeros_like(perm[..., 0])
+        for tier, name in enumerate(("raw", "four_codes", "two_codes")):
+            counts = self._counts(packed[name])
+            rows = self._decode_rows(tier, packed)
+            out.index_copy_(0, _rows(perm, begin, counts), rows)
+            begin = begin + counts
+        return out.view(*perm.shape, self.shape.block).transpose(-1, -2).flatten(2, 3)
+
+    def _decode_rows(self, tier: int, packed: Packed) -> Tensor:
+        if tier == 0:
+            return _pool(packed["raw"]).float()
+        name, bits = NAMES[tier - 1], BITS[tier - 1]
+        codes = unpack(_pool(packed[f"{name}_codes"]), bits, self.shape.block).float()
+        scale, base = _pool(packed[f"{name}_scale"]).float()[..., None].unbind(-2)
+        return (codes.unflatten(-1, (-1, self.group)) * scale + base).flatten(-2)
+
+    def _stored(self, tier: int, data: Tensor, counts: Tensor) -> Tensor | Ragged:
+        """Rows of all items, as a pool or, where all items have one size, as a tensor (B, H, N, rows, ...)."""
+        if self.ragged:
+            return Ragged(data, counts.to(self._count_dtype))
+        return data.view(*counts.shape, int(self.channels()[tier]), *data.shape[1:])
+
+    @staticmethod
+    def _counts(stored: Tensor | Ragged) -> Tensor:
+        if isinstance(stored, Ragged):
+            return stored.counts.long()
+        return torch.full(stored.shape[:3], stored.shape[3], device=stored.device)
+
+    # Sizes.
+
+    @property
+    def _count_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.shape.dim < 256 else torch.int16
+
+    def _row_specs(self) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        """Tier, shape and dtype of a channel's row in each tensor."""
+        block = self.shape.block
+        specs: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {"raw": (0, (block,), DTYPES[self.dtype])}
+        for tier, (name, bits) in enumerate(zip(NAMES, BITS, strict=True), 1):
+            specs[f"{name}_codes"] = (tier, (packed_bytes(block, bits),), torch.uint8)
+            specs[f"{name}_scale"] = (tier, (block // self.group, 2), torch.float16)
+        return specs
+
+    def channels(self) -> tuple[float, float, float]:
+        """Channels a head in each tier: of every block with a fixed shape, else expected."""
+        first, second = (self.full, self.four) if self.full is not None else self.expected or (0, 0)
+        assert second is not None
+        return first, second, self.shape.dim - first - second
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Of the dense tensors: only the permutation, unless the shape is fixed."""
+        heads, dim = self.shape.heads, self.shape.dim
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"perm": ((heads, dim), torch.uint8)}
+        if not self.ragged:
+            for name, (tier, row, dtype) in self._row_specs().items():
+                specs[name] = ((heads, int(self.channels()[tier]), *row), dtype)
+        return specs
+
+    def empty(self, batch: int, device: torch.device) -> Packed:
+        packed = super().empty(batch, device)
+        if self.ragged:
+            counts = torch.zeros(batch, self.shape.heads, 0, dtype=self._count_dtype, device=device)
+            for name, (_, row, dtype) in self._row_specs().items():
+                packed[name] = Ragged(torch.zeros(0, *row, dtype=dtype, device=device), counts.clone())
+        return packed
+
+    def block_bytes(self) -> int:
+        """Bytes of a block: exact with a fixed shape, else expected (see `expected`)."""
+        if not self.ragged:
+            return super().block_bytes()
+        heads, total = self.shape.heads, float(super().block_bytes())
+        for tier, row, dtype in self._row_specs().values():
+            numbers = row[0] * (row[1] if len(row) > 1 else 1)
+            total += heads * (self.channels()[tier] * numbers * dtype.itemsize + self._count_dtype.itemsize)
+        return round(total)
+
+    def config(self) -> dict[str, Any]:
+        fields = ("tau_low", "tau_high", "group", "round_up", "dtype", "importance", "normalise", "full", "four")
+        expected = None if self.expected is None else list(self.expected)
+        return {name: getattr(self, name) for name in fields} | {"expected": expected}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> MixKVQ:
+        return cls(shape, role, **config)
+
+
+def _median(salience: Tensor) -> Tensor:
+    """Lower median of a layer's positive saliences: (B, H, N, D) -> (B, 1, N, 1); 0 where all are zero."""
+    flat = salience.transpose(1, 2).flatten(2).sort(-1).values  # (B, N, H * D)
+    zeros = (flat <= 0).sum(-1, keepdim=True)
+    middle = (zeros + (flat.shape[-1] - zeros - 1).clamp_min(0).div(2, rounding_mode="floor")).clamp_max(
+        flat.shape[-1] - 1
+    )
+    return flat.gather(-1, middle)[:, None]
+
+
+def _rows(perm: Tensor, begin: Tensor, counts: Tensor) -> Tensor:
+    """Rows of a tier among all channels of all items, item after item: perm (B, H, N, D), begin and counts (B, H, N) ->
+    int64 (sum of counts,), each item * D + channel.
+    """
+    dim, sizes = perm.shape[-1], counts.flatten()
+    items = torch.repeat_interleave(torch.arange(len(sizes), device=perm.device), sizes)
+    own = torch.arange(len(items), device=perm.device) - (sizes.cumsum(0) - sizes)[items]
+    place = items * dim + begin.flatten()[items] + own
+    return items * dim + perm.flatten()[place]
+
+
+def _pool(stored: Tensor | Ragged) -> Tensor:
+    """Rows of all items, item after item."""
+    return stored.data if isinstance(stored, Ragged) else stored.flatten(0, 3)
