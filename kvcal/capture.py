@@ -110,7 +110,7 @@ class Capture:
         self.dtype: torch.dtype = self.source.model.dtype
         self.decoder: Any = decoder_of(self.source.model)
         self.ids = _checked_ids(ids, self.decoder.config)
-        _check_model(self.source.model, self.decoder)
+        check_model(self.source.model, self.decoder)
         self.windows, self.length = int(ids.shape[0]), int(ids.shape[1])
         self.batch = default_batch(self.length, self.device) if batch is None else batch
         if self.batch < 1:
@@ -442,7 +442,8 @@ def _checked_ids(ids: Tensor, config: Any) -> Tensor:
     return ids
 
 
-def _check_model(model: Any, decoder: Any) -> None:
+def check_model(model: Any, decoder: Any) -> None:
+    """Raise for a model that cannot be calibrated: KVCalError for its layers, UsageError in training mode."""
     for index, reason in sorted(unsupported_layers(decoder.config).items()):
         raise KVCalError(f"{type(model).__name__}, layer {index}: {reason}; it cannot be calibrated")
     if model.training:

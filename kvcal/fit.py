@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from .capture import Capture, LayerSource, LayerTaps, default_batch
 
 if TYPE_CHECKING:
     from .corpus import Windows
-from .methods.base import Carry, Method, outlier_warning, settings_of
+from .methods.base import Carry, Finishing, Method, outlier_warning, settings_of
 from .report.progress import progress
 from .report.timing import PhaseTimer
 from .spill import SpillStore, Where
@@ -74,10 +74,12 @@ def fit(
     device: torch.device,
     seed: int = 0,
     options: FitOptions | None = None,
+    searched: Mapping[str, Mapping[str, Any]] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> FitResult:
     """Calibrate every layer and write the bundle; the same arguments give the same bytes.
 
+    searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
     Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
     options = options or FitOptions()
@@ -89,6 +91,8 @@ def fit(
     record = provenance(
         method, text, model_record, device, dtype, options.batch or default_batch(ids.shape[1], device), seed
     )
+    searched = searched or {}
+    record |= {"search": searched["provenance"]} if "provenance" in searched else {}
     work = Checkpoint(output, record, options.resume)
     done = work.layers()
     if done:
@@ -122,10 +126,13 @@ def fit(
                 metrics.append(measured)
                 advance()
     fingerprint = Fingerprint.of(source.model, revision, probe)
+    if isinstance(method, Finishing):
+        fitted, metrics = method.finish(fitted, metrics)
     scheme = Scheme(method.windows, method.frame, tuple(fitted))
     if (line := outlier_warning(metrics)) is not None:
         say(line)
     summary = {"layers": metrics, "holdout_windows": len(text.holdout), "bits_per_value": scheme.bits_per_value()}
+    summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
     bundle = Bundle(fingerprint, scheme, record, summary | averages(metrics))
     with work.failing():
         digest = bundle.write(output)

@@ -10,7 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from kvcal import __version__
-from kvcal.cli import bundle, combine, compare, demo, evaluate, failure, fit, models, norms, preset
+from kvcal.cli import (
+    bundle,
+    combine,
+    compare,
+    demo,
+    evaluate,
+    failure,
+    fit,
+    models,
+    norms,
+    preset,
+    tune_bits,
+    tune_thresholds,
+)
 from kvcal.cli.failure import INTERRUPTED, guarded
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -19,6 +32,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "fit-norms": norms.fit_norms,
     "fold": norms.fold,
     "preset": preset.preset,
+    "tune-thresholds": tune_thresholds.tune_thresholds,
+    "tune-bits": tune_bits.tune_bits,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,

@@ -6,7 +6,9 @@ from typing import Any
 
 from .aqua_kv import AquaKV
 from .innerq import InnerQ
+from .kvtuner import KVTuner
+from .mixkvq import MixKVQ
 
-METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, InnerQ)}
+METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, InnerQ, MixKVQ, KVTuner)}
 
-__all__ = ["METHODS", "AquaKV", "InnerQ"]
+__all__ = ["METHODS", "AquaKV", "InnerQ", "KVTuner", "MixKVQ"]

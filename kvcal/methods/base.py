@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..capture import LayerTaps
 from ..report.timing import PhaseTimer
@@ -83,6 +85,27 @@ class Method(Protocol):
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
         """After a restart: the same effect on `carry` and the hidden states, with codecs already fitted."""
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """A method that decides something only when it has seen all layers."""
+
+    def finish(
+        self, codecs: list[LayerCodecs], metrics: list[dict[str, float]]
+    ) -> tuple[list[LayerCodecs], list[dict[str, float]]]:
+        """What fit_layer gave for each layer -> the bundle's codecs and metrics. Not in checkpoints: it runs at every end."""
+
+
+def same_everywhere(model: nn.Module, windows: Windows, frame: Frame, pair: Callable[[Shape], LayerCodecs]) -> Scheme:
+    """One pair of codecs for all layers; those that cannot be compressed are skipped with the reason."""
+    config = hf.config_of(model)
+    skipped = hf.unsupported_layers(config)
+    if len(skipped) == config.num_hidden_layers:
+        raise UsageError(f"{config.model_type}: no layer can be compressed: {skipped[0]}")
+    shape = hf.layer_shape(config, windows.block)
+    layers = tuple(None if i in skipped else pair(shape) for i in range(config.num_hidden_layers))
+    return Scheme(windows, frame, layers, skipped)
 
 
 def settings_of(method: Any) -> dict[str, Any]:

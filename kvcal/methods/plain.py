@@ -10,6 +10,8 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
 from .backbones import INNERQ_VALUES, backbone
+from .base import same_everywhere
+from .mixkvq import MixKVQ
 
 
 @dataclass(frozen=True)
@@ -25,26 +27,16 @@ class Preset:
 
     def scheme(self, model: nn.Module) -> Scheme:
         """The preset for this model; layers that cannot be compressed are skipped with the reason."""
-        from kvcal_artifacts import hf
-
-        config = hf.config_of(model)
         if self.rope not in FRAMES:
             raise UsageError(f"frame {self.rope!r}: allowed are {', '.join(FRAMES)}")
         windows = Windows(self.sink, self.recent, self.block)
-        skipped = hf.unsupported_layers(config)
-        if len(skipped) == config.num_hidden_layers:
-            raise UsageError(f"{config.model_type}: no layer can be compressed: {skipped[0]}")
-        shape = hf.layer_shape(config, windows.block)
-        layers = tuple(
-            None
-            if i in skipped
-            else LayerCodecs(backbone(self.key)(shape, "key"), backbone(self.value)(shape, "value"))
-            for i in range(config.num_hidden_layers)
-        )
-        return Scheme(windows, self.rope, layers, skipped)
+        return same_everywhere(
+            model, windows, self.rope,
+            lambda shape: LayerCodecs(backbone(self.key)(shape, "key"), backbone(self.value)(shape, "value")),
+        )  # fmt: skip
 
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, Preset | MixKVQ] = {
     **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
     **{f"higgs-{bits}-debiased": Preset(f"higgs-{bits}-debiased", f"higgs-{bits}-debiased") for bits in (2, 3, 4)},
     **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
@@ -61,10 +53,11 @@ PRESETS: dict[str, Preset] = {
     "fp8": Preset("fp8", "fp8", sink=0, recent=0),
     "bf16": Preset("exact-bf16", "exact-bf16"),
     "exact": Preset("exact-32", "exact-32"),
+    "mixkvq": MixKVQ(),
 }
 
 
-def preset(name: str) -> Preset:
+def preset(name: str) -> Preset | MixKVQ:
     if name not in PRESETS:
         raise UsageError(f"preset {name!r} is not known; allowed are {', '.join(PRESETS)}")
     return PRESETS[name]

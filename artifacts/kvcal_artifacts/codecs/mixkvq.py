@@ -34,9 +34,9 @@ class MixKVQ(Codec):
     """Keys only. tau_low, tau_high: thresholds of the salience over its median in the layer (all kv heads and channels of the
     block; the positive ones, if most are zero), or of the salience itself with normalise "none".
 
-    dtype: of the first tier, float16 by default; what the model computes in is not known to a codec, so whoever makes it says
-    (kvcal does: bfloat16 for bfloat16 models). importance: "query" (Eq. 6 over all tokens so far), "recent" (since the block before),
-    "none" (I = 1: the error-only selection of Table 6). round_up: tier counts are multiples of it.
+    dtype: of the first tier, float16 by default; a codec does not know what the model computes in, so whoever makes it says
+    (kvcal does: bfloat16 for bfloat16 models). importance: "query" (Eq. 6 over all tokens so far), "recent" (since the block
+    before), "none" (I = 1: the error-only selection of Table 6). round_up: tier counts are multiples of it.
     full, four: channels a head by rank instead of thresholds: one size for all blocks. expected: mean channels a head in the
     first two tiers, measured at calibration: block_bytes() is then an expectation; without it, that of 2 bits for all.
     """
@@ -111,7 +111,7 @@ class MixKVQ(Codec):
     def salience(self, x: Tensor, context: Context = EMPTY) -> Tensor:
         """A = I * S of Eq. 8: x (B, H, T, D) -> (B, H, N, D) float32; Eq. 7 with the lowest tier's 2 bits."""
         blocks = self.shape.blocks(x.float())
-        spread = (blocks.amax(3) - blocks.amin(3)) / (2 ** BITS[1] - 1)
+        spread: Tensor = (blocks.amax(3) - blocks.amin(3)) / (2 ** BITS[1] - 1)
         name = STATISTIC[self.importance]
         if not name:
             return spread
@@ -120,7 +120,8 @@ class MixKVQ(Codec):
                 f"layer {context.layer}: mixkvq needs the run-time statistic {name} (mean |q| of a row's channels), which "
                 'a cache gives and this caller does not; use importance "none" (error-only selection) without queries'
             )
-        return spread * context.stats[name].float()
+        seen: Tensor = context.stats[name]
+        return spread * seen.float()
 
     def tiers(self, salience: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Salience (B, H, N, D) -> channels tier by tier, int64 (B, H, N, D); where the second and the third tier begin,
@@ -178,7 +179,7 @@ class MixKVQ(Codec):
         out = torch.zeros(perm.numel(), self.shape.block, device=perm.device)  # slots of no block have no rows
         begin = torch.zeros_like(perm[..., 0])
         for tier, name in enumerate(("raw", "four_codes", "two_codes")):
-            counts = self._counts(packed[name])
+            counts = self.counts(packed[name])
             rows = self._decode_rows(tier, packed)
             out.index_copy_(0, _rows(perm, begin, counts), rows)
             begin = begin + counts
@@ -190,7 +191,7 @@ class MixKVQ(Codec):
         name, bits = NAMES[tier - 1], BITS[tier - 1]
         codes = unpack(_pool(packed[f"{name}_codes"]), bits, self.shape.block).float()
         scale, base = _pool(packed[f"{name}_scale"]).float()[..., None].unbind(-2)
-        return (codes.unflatten(-1, (-1, self.group)) * scale + base).flatten(-2)
+        return (torch.unflatten(codes, -1, (-1, self.group)) * scale + base).flatten(-2)
 
     def _stored(self, tier: int, data: Tensor, counts: Tensor) -> Tensor | Ragged:
         """Rows of all items, as a pool or, where all items have one size, as a tensor (B, H, N, rows, ...)."""
@@ -199,7 +200,8 @@ class MixKVQ(Codec):
         return data.view(*counts.shape, int(self.channels()[tier]), *data.shape[1:])
 
     @staticmethod
-    def _counts(stored: Tensor | Ragged) -> Tensor:
+    def counts(stored: Tensor | Ragged) -> Tensor:
+        """Channels of each block in a packed tensor's tier: int64 (B, H, N)."""
         if isinstance(stored, Ragged):
             return stored.counts.long()
         return torch.full(stored.shape[:3], stored.shape[3], device=stored.device)

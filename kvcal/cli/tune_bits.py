@@ -1,0 +1,60 @@
+"""`kvcal tune-bits`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.output import note, print_json, print_table
+
+
+def tune_bits(
+    model: Model = "tiny",
+    revision: Revision = None,
+    text: Text = None,
+    column: Column = None,
+    windows: Annotated[int | None, typer.Option(min=2, help="Windows in all (default: 12).")] = None,
+    holdout: Annotated[
+        int | None, typer.Option(min=1, help="How many of them only measure the result (default: 4, or 1 in 8).")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: <model>-kvtuner.kvcal.safetensors here.")
+    ] = None,
+    max_bits: Annotated[float, typer.Option(help="Stored bits a value, scales included, at most on average.")] = 3.7,
+    bits: Annotated[str, typer.Option(help="What keys and values of a layer may have.")] = "2,4,8",
+    group: Annotated[
+        int, typer.Option(min=1, help="Tokens of a key channel, channels of a value, that share a scale.")
+    ] = 32,
+    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
+    recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
+    block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 128,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    spill: Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")] = "device",
+    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
+    layerwise: Annotated[
+        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
+    ] = False,
+    random_weights: Random = False,
+    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    json: Json = False,
+) -> None:
+    """Choose each layer's key and value bits for the least attention error under a limit (KVTuner-like baseline)."""
+    from kvcal.commands.tune_bits import run_tune_bits
+
+    given: dict[str, Any] = dict(locals())
+    found = run_tune_bits(given, note)
+    if json:
+        print_json(found)
+        return
+    print_table(["what", "value"], [[name, value] for name, value in found.items() if name != "layers"])
+    rows = [
+        [row["layer"], int(row["key_bits"]), int(row["value_bits"]), row["output_error"]] for row in found["layers"]
+    ]
+    print_table(["layer", "key bits", "value bits", "output error"], rows)

@@ -1,0 +1,146 @@
+"""`kvcal tune-thresholds`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import SUFFIX
+from kvcal_artifacts.errors import UsageError
+
+from .. import models
+from ..fit import FitOptions
+from ..methods.mixkvq import MixKVQ
+from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
+from ..workbench import Opened, default_output, open_for_fit
+from .common import Say, calibration_windows, check_context, text_for
+
+WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
+DEFAULT_TASK = "gsm8k"  # the paper's
+
+
+def _span(option: str, given: str | None, default: tuple[float, float]) -> tuple[float, float]:
+    """ "0.5,8" -> (0.5, 8.0); "2" -> (2.0, 2.0)."""
+    if given is None:
+        return default
+    try:
+        numbers = [float(part) for part in given.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2):
+        raise UsageError(f"{option} {given}: needs a range LOWEST,HIGHEST, or one number")
+    return numbers[0], numbers[-1]
+
+
+def _settings(o: dict[str, Any]) -> Settings:
+    if o["raw_salience"] and (o["tau_low"] is None or o["tau_high"] is None) and o["full"] is None:
+        raise UsageError("--raw-salience: thresholds then have the model's own scale; give --tau-low and --tau-high")
+    low, high = _span("--tau-low", o["tau_low"], LOW), _span("--tau-high", o["tau_high"], HIGH)
+    return Settings(o["trials"], o["seed"], o["max_bits"], low, high)
+
+
+def _method(o: dict[str, Any]) -> MixKVQ:
+    return MixKVQ(
+        group=o["group"],
+        round_up=o["round_up"],
+        importance=o["importance"],
+        normalise="none" if o["raw_salience"] else "median",
+        full=o["full"],
+        four=o["four"],
+        raw=o["raw_dtype"],
+        value_bits=o["value_bits"],
+        sink=o["sink"],
+        recent=o["recent"],
+        block=o["block"],
+    )
+
+
+def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
+    """attention, perplexity or task:NAMES; random weights can answer no task."""
+    name = str(o["objective"])
+    if name == "auto":
+        return "attention" if source.kind == "embedded" or o["random_weights"] else f"task:{DEFAULT_TASK}"
+    known = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
+    if not known:
+        raise UsageError(f"--objective {name}: allowed are auto, attention, perplexity and task:NAME[,NAME]")
+    return name
+
+
+def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, text: Any) -> Callable[[], Objective]:
+    model = opened.source.model
+    if name == "attention":
+        return lambda: AttentionError(method, model, text.train, opened.device, o["batch"], o["spill"])
+    if name == "perplexity":
+        return lambda: Perplexity(model, text.train, o["step"], o["batch"])
+    from ..evaluate.tasks import TaskScore, check_installed
+
+    check_installed()
+    tasks = [task.strip() for task in name.removeprefix("task:").split(",") if task.strip()]
+    return lambda: TaskScore(model, opened.tokenizer, tasks, o["tasks_path"], o["limit"], o["metric"], o["batch"] or 1)
+
+
+def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was found and written."""
+    started = time.monotonic()
+    settings, method = _settings(o), _method(o)
+    if o["spill"] not in ("device", "cpu"):
+        raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
+    source = models.resolve(o["model"], o["revision"])
+    name = objective_name(o, source)
+    if name.startswith("task:"):
+        from ..evaluate.tasks import check_installed
+
+        check_installed()  # before a model is loaded
+    text_source = text_for(o, source, "calibration")
+    say(f"text: {text_source}")
+    say(f"objective: {name}")
+    output = Path(o["output"] or default_output(source, method.name))
+    opened = open_for_fit(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=False,
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    windows = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
+    text = calibration_windows(o | windows, source, opened.tokenizer, text_source)
+    check_context(source, int(text.train.shape[1]), say)
+    job = Job(
+        opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
+        FitOptions(o["batch"], o["spill"], None, o["resume"]), say,
+    )  # fmt: skip
+    tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o["storage"], o["heartbeat"])
+    return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def _beside(output: Path) -> Path:
+    name = output.name.removesuffix(SUFFIX).removesuffix(".safetensors")
+    return output.with_name(f"{name}.front.png")
+
+
+def _told(tuned: Tuned, job: Job, objective: str) -> dict[str, Any]:
+    result, metrics = tuned.result, tuned.result.bundle.metrics
+    told: dict[str, Any] = {
+        "bundle": str(result.path),
+        "sha256": result.sha256,
+        "bytes": result.path.stat().st_size,
+        "tau_low": tuned.method.tau_low,
+        "tau_high": tuned.method.tau_high,
+        "expected_bits_per_value": round(result.bundle.scheme.bits_per_value(), 4),
+        "full_channels": metrics["full_channels"],
+        "four_bit_channels": metrics["four_bit_channels"],
+        "output_error": metrics.get("output_error"),
+        "key_relative_error": metrics.get("key_relative_error"),
+    }
+    if tuned.found is not None and tuned.chosen is not None:
+        seen, point = metrics["search"], tuned.found.points[tuned.chosen]
+        told |= {
+            "plot": str(job.plot),
+            "objective": objective,
+            "quality": point.quality,
+            "bits_per_value": point.cost,
+            "trials": len(tuned.found.points),
+            "front": [seen["trials"][number] | {"trial": number} for number in tuned.front],
+            "chosen": tuned.chosen,
+            "order": result.bundle.provenance["search"]["order"],
+        }
+    return told

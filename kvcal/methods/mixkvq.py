@@ -1,0 +1,145 @@
+"""MixKVQ (Zhang et al. 2025): key channels in three tiers by query importance and range, values in 2 bits per token.
+
+The thresholds come from a search (kvcal/tune.py, the paper's Appendix C). With them given, this method only measures, layer by
+layer: how many channels a head has in each tier, what a block therefore takes, and what attention outputs lose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from kvcal_artifacts import codecs, store
+from kvcal_artifacts.codecs import Codec, Shape, Uniform
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
+
+from ..capture import LayerTaps
+from .attention import OutputError, probe
+from .base import Carry, LayerFit, same_everywhere
+
+
+@dataclass(frozen=True)
+class MixKVQ:
+    """Fields as of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our block; the
+    windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32, recent=0`).
+    raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would cost 32 bits a value.
+    """
+
+    name: ClassVar[str] = "mixkvq"
+    taps: ClassVar[frozenset[str]] = frozenset({"q", "k", "v"})
+    frame: ClassVar[Frame] = "post_rope"
+
+    tau_low: float = 2.0
+    tau_high: float = 8.0
+    group: int = 32
+    round_up: int = 8
+    importance: str = "query"
+    normalise: str = "median"
+    full: int | None = None
+    four: int | None = None
+    raw: str = "auto"
+    value_bits: int = 2
+    value_group: int = 32
+    sink: int = 4
+    recent: int = 128
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        shape = Shape(1, 256, self.windows.block)
+        try:
+            self.key_codec(shape, torch.float32)
+            self.value_codec(shape)
+        except KVCalError as error:
+            raise UsageError(str(error)) from error
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.sink, self.recent, self.block)
+
+    def key_codec(self, shape: Shape, dtype: torch.dtype, expected: tuple[float, float] | None = None) -> codecs.MixKVQ:
+        """dtype: of the model."""
+        raw = ("bfloat16" if dtype == torch.bfloat16 else "float16") if self.raw == "auto" else self.raw
+        return codecs.MixKVQ(
+            shape, "key", self.tau_low, self.tau_high, self.group, self.round_up, raw, self.importance,  # type: ignore[arg-type]
+            self.normalise, self.full, self.four, expected,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def value_codec(self, shape: Shape) -> Codec:
+        return Uniform(shape, "value", self.value_bits, divisor(self.value_group, shape.dim), "channel")
+
+    def scheme(self, model: Any) -> Scheme:
+        """These thresholds for a model, uncalibrated: what a block takes is known when it is packed."""
+
+        def pair(shape: Shape) -> LayerCodecs:
+            return LayerCodecs(self.key_codec(shape, model.dtype), self.value_codec(shape))
+
+        return same_everywhere(model, self.windows, self.frame, pair)
+
+    def buffers(self) -> dict[str, str]:
+        return {}
+
+    def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
+        """Counts on the training windows, errors on the held-out ones."""
+        dtype = next(taps.site.module.parameters()).dtype
+        key, value = self.key_codec(carry.shape, dtype), self.value_codec(carry.shape)
+        sizes, error, keys = TierSizes(), OutputError(), OutputError()
+        for batch in taps.batches(self.taps, self.frame, advance=True):
+            with carry.timer("encode"):
+                seen = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
+                train = carry.training_rows(batch.rows)
+                packed = key.encode(seen.k[:, :, seen.packed], seen.context())
+                sizes.add({name: store.select(held, torch.arange(train)) for name, held in packed.items()})
+                if train < len(seen.k):
+                    rest, made = seen.rows(train), key.decode(packed, seen.context())[train:]
+                    keys.add(rest.k[:, :, rest.packed].float(), made)
+                    error.add(rest.outputs(), rest.outputs(made, rest.decoded(value)))
+        first, second = sizes.means()
+        told = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
+        pair = LayerCodecs(told, value)
+        tiers = (
+            first * (32 if told.dtype == "float32" else 16) + 4 * second + 2 * (carry.shape.dim - first - second)
+        ) / carry.shape.dim
+        metrics = {
+            "full_channels": first,
+            "four_bit_channels": second,
+            "key_relative_error": keys.value,
+            "output_error": error.value,
+            "expected_bits_per_value": pair.bits_per_value(),
+            "paper_bits_per_value": (tiers + self.value_bits) / 2,  # Eq. 17: no scales, no indices
+        }
+        return LayerFit(pair, {name: round(x, 6) for name, x in metrics.items()})
+
+    def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
+        taps.advance()
+
+
+def divisor(limit: int, length: int) -> int:
+    """The largest size up to `limit` that divides `length`."""
+    return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
+
+
+@dataclass
+class TierSizes:
+    """Bytes and channels of packed keys, summed over blocks."""
+
+    nbytes: int = 0
+    blocks: int = 0  # of one head
+    channels: list[int] = field(default_factory=lambda: [0, 0])
+
+    def add(self, packed: codecs.Packed) -> None:
+        self.blocks += packed["perm"][..., 0].numel()
+        self.nbytes += sum(t.numel() * t.element_size() for held in packed.values() for t in store.tensors_of(held))
+        for tier, name in enumerate(("raw", "four_codes")):
+            self.channels[tier] += int(codecs.MixKVQ.counts(packed[name]).sum())
+
+    def means(self) -> tuple[float, float]:
+        """Channels a head in the first two tiers."""
+        blocks = max(self.blocks, 1)
+        return round(self.channels[0] / blocks, 4), round(self.channels[1] / blocks, 4)
+
+    def bits(self, shape: Shape) -> float:
+        """Stored bits a key value."""
+        return self.nbytes * 8 / max(self.blocks * shape.dim * shape.block, 1)
