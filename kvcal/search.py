@@ -8,6 +8,8 @@ between, and several workers share a study, each point claimed by the order of t
 from __future__ import annotations
 
 import os
+import sqlite3
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +24,7 @@ from .report.progress import progress
 
 Space = Mapping[str, tuple[float, float]]  # name -> lowest, highest; searched on a logarithmic scale
 Evaluate = Callable[[dict[str, float]], tuple[float, float]]  # parameters -> quality, cost
+FILE = "study.db"
 DIGITS = 6  # of parameters and objectives: last bits of a sum do not decide where the search goes
 GRACE = 6  # heartbeats missed by a worker that is taken for dead
 POLL = 0.5  # seconds between looks at the storage while others finish
@@ -168,12 +171,41 @@ class _Worker:
                 time.sleep(POLL)
 
     def _one(self) -> None:
-        """Run one trial; another worker may have taken it for dead meanwhile."""
+        """Run one trial. If another worker took it for dead meanwhile, its result is not wanted any more."""
+        from optuna.trial import TrialState
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the heartbeat is somebody else's care: ours
+            trial = self.study.ask()
         try:
-            self.study.optimize(self._objective, n_trials=1, catch=(_Surplus,))
-        except ValueError as error:
-            if "Cannot tell a" not in str(error):
-                raise
+            with self._alive(trial._trial_id):
+                values = self._objective(trial)
+        except BaseException as error:
+            self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+            if isinstance(error, _Surplus):
+                return
+            raise
+        self.study.tell(trial, values, skip_if_finished=True)
+
+    @contextmanager
+    def _alive(self, trial_id: int) -> Iterator[None]:
+        """A sign of life now and then, from a thread; nobody asks a search that has its storage for itself."""
+        if self.storage.url is None:
+            yield
+            return
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.storage.heartbeat):
+                self.made.record_heartbeat(trial_id)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _objective(self, trial: Any) -> tuple[float, float]:
         if self.place(trial.number) >= self.trials:
@@ -189,9 +221,10 @@ class _Worker:
         return sum(t.number < number for t in self._in_state("COMPLETE", "RUNNING", "WAITING"))
 
     def sign(self, trial: Any) -> None:
-        """A first sign of life: Optuna's heartbeat starts later, and without one it takes nobody for dead."""
-        self.made.set_trial_user_attr(trial._trial_id, "worker", this_worker())
-        self.made.record_heartbeat(trial._trial_id)
+        """A name, and a first sign of life: without one Optuna takes nobody for dead."""
+        if self.storage.url is not None:
+            self.made.set_trial_user_attr(trial._trial_id, "worker", this_worker())
+            self.made.record_heartbeat(trial._trial_id)
 
     def suggested(self, trial: Any) -> dict[str, float]:
         """Parameters of a new trial, which remembers how many points it knew."""
@@ -280,7 +313,7 @@ def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Any, Any]]:
             raise KVCalError(
                 f"{storage.folder}: another process is at this search; wait for it, or let both share a --storage"
             )
-        yield _study(_sqlite(storage.folder / "study.db"), storage, maximise)
+        yield _study(f"sqlite:///{FILE}", storage, maximise)
 
 
 def _locked(file: Any) -> bool:
@@ -296,8 +329,16 @@ def _locked(file: Any) -> bool:
     return True
 
 
-def _sqlite(path: Path) -> str:
-    return f"sqlite:///{path.resolve()}"
+def _connection(path: Path) -> type[sqlite3.Connection]:
+    """SQLite on this file, whatever characters its path has: no URL has to hold it."""
+
+    class Connection(sqlite3.Connection):
+        def __init__(self, database: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__(str(path), *args, **kwargs)
+            # Does not wait for the disk: a killed process loses nothing, and after a power cut a search begins anew.
+            self.execute("pragma synchronous = off")
+
+    return Connection
 
 
 def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
@@ -306,14 +347,15 @@ def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
 
     for attempt in range(5):
         try:
-            made = _rdb(url, storage.heartbeat)
+            made = _rdb(url, storage)
             directions = _directions(maximise)
             study = optuna.create_study(
                 storage=made, study_name=storage.name, directions=directions, load_if_exists=True
             )
             return study, made
         except Exception as error:
-            if attempt == 4 or not type(error).__module__.startswith(("sqlalchemy.exc", "optuna.exceptions")):
+            collided = any(word in str(error).lower() for word in ("exists", "unique", "duplicate", "locked"))
+            if attempt == 4 or not collided:
                 said = str(error).splitlines()[0]
                 raise KVCalError(
                     f"--storage {_public(url)}: cannot be used ({type(error).__name__}: {said})"
@@ -322,17 +364,19 @@ def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
     raise AssertionError
 
 
-def _rdb(url: str, heartbeat: int) -> Any:
+def _rdb(url: str, storage: Storage) -> Any:
     from optuna.storages import RDBStorage
 
-    waiting = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
+    options: dict[str, Any] = {"timeout": 60} if url.startswith("sqlite") else {}
+    if storage.url is None:
+        options["factory"] = _connection(storage.folder / FILE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "experimental"
         return RDBStorage(
             url,
-            engine_kwargs=waiting,
-            heartbeat_interval=heartbeat,
-            grace_period=GRACE * heartbeat,
+            engine_kwargs={"connect_args": options},
+            heartbeat_interval=storage.heartbeat,
+            grace_period=GRACE * storage.heartbeat,
             heartbeat_stale_trial_callback=run_again,
         )
 
