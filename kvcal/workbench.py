@@ -18,8 +18,7 @@ from . import models
 from .capture import LayerSource, WholeModel
 from .evaluate.perplexity import CacheMaker
 from .layerwise import LayerwiseWeights
-from .methods.mixkvq import MixKVQ
-from .methods.plain import Preset, preset
+from .methods.plain import DataFree, preset
 from .report.progress import progress
 
 
@@ -122,9 +121,9 @@ def default_output(source: models.ModelSource, method: str) -> Path:
     return Path(f"{source.stem}-{method}{SUFFIX}")
 
 
-def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Preset | MixKVQ | Bundle]:
+def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, DataFree | Bundle]:
     """Presets under their own names, then bundles under their file names; checked before any model is loaded."""
-    rows: dict[str, Preset | MixKVQ | Bundle] = {name: preset(name) for name in presets}
+    rows: dict[str, DataFree | Bundle] = {name: preset(name) for name in presets}
     for path in bundles:
         bundle = load_bundle(path)
         if bundle.name in rows or bundle.name == "full":
@@ -133,9 +132,7 @@ def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Pre
     return rows
 
 
-def cache_makers(
-    model: Any, rows: dict[str, Preset | MixKVQ | Bundle], revision: str | None = None
-) -> dict[str, CacheMaker]:
+def cache_makers(model: Any, rows: dict[str, DataFree | Bundle], revision: str | None = None) -> dict[str, CacheMaker]:
     """A maker of caches for each row; every bundle is checked against the model."""
     makers: dict[str, CacheMaker] = {}
     for name, row in rows.items():

@@ -22,7 +22,7 @@ from ..fit import FitOptions, check_output, fit
 from ..methods.aqua_kv import AquaKV
 from ..methods.base import settings_of
 from ..methods.composition import Composition
-from ..methods.plain import Preset, preset
+from ..methods.plain import DataFree, Preset, preset
 from ..workbench import cache_makers, open_model
 from .common import Say, calibration_windows, check_context, evaluation_text, text_for
 from .evaluation import EVAL_LENGTH
@@ -34,7 +34,7 @@ class Candidate:
     """One row: a preset, a bundle, or a method to be fitted first."""
 
     name: str
-    what: Preset | Bundle | AquaKV
+    what: DataFree | Bundle | AquaKV
 
     @property
     def key(self) -> str:

@@ -14,7 +14,7 @@ from kvcal_artifacts.hf import config_of, unsupported_layers
 
 from .. import models
 from ..evaluate.perplexity import evaluate
-from ..methods.plain import Preset
+from ..methods.plain import DataFree
 from ..outliers import warnings
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
@@ -59,9 +59,9 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     }
 
 
-def outlier_warnings(model: Any, ids: torch.Tensor, methods: Mapping[str, Preset | Bundle]) -> list[str]:
+def outlier_warnings(model: Any, ids: torch.Tensor, methods: Mapping[str, DataFree | Bundle]) -> list[str]:
     """Presets that will break on the model's key channels, measured on the first window; bundles say so when fitted."""
-    schemes = {name: row.scheme(model) for name, row in methods.items() if isinstance(row, Preset)}
+    schemes = {name: row.scheme(model) for name, row in methods.items() if not isinstance(row, Bundle)}
     if not schemes or unsupported_layers(config_of(model)):
         return []
     try:

@@ -12,14 +12,20 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
 
 from .. import __version__, models
-from ..methods.plain import Preset, preset
+from ..methods.plain import DataFree, Preset, preset
 from ..workbench import default_output, key_probe, model_record
 
 
-def wanted_preset(o: dict[str, Any]) -> Preset:
+def wanted_preset(o: dict[str, Any]) -> DataFree:
     """The preset of that name, windows and frame as far as given in their place."""
-    given = {"sink": o["sink"], "recent": o["recent"], "block": o["block"], "rope": o["frame"]}
-    return replace(preset(o["name"]), **{name: value for name, value in given.items() if value is not None})
+    own = preset(o["name"])
+    given = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+    if isinstance(own, Preset):
+        given["rope"] = o["frame"]
+    elif o["frame"] not in (None, own.frame):
+        raise UsageError(f"--frame {o['frame']}: {o['name']} stores keys {own.frame}")
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return replace(own, **changes)
 
 
 def run_preset(o: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ class Preset:
         )  # fmt: skip
 
 
-PRESETS: dict[str, Preset | MixKVQ] = {
+DataFree = Preset | MixKVQ  # what has a scheme without calibration
+
+PRESETS: dict[str, DataFree] = {
     **{f"higgs-{bits}": Preset(f"higgs-{bits}", f"higgs-{bits}") for bits in (2, 3, 4)},
     **{f"higgs-{bits}-debiased": Preset(f"higgs-{bits}-debiased", f"higgs-{bits}-debiased") for bits in (2, 3, 4)},
     **{f"uniform-{bits}": Preset(f"uniform-{bits}", f"uniform-{bits}") for bits in (2, 3, 4, 8)},
@@ -57,7 +59,7 @@ PRESETS: dict[str, Preset | MixKVQ] = {
 }
 
 
-def preset(name: str) -> Preset | MixKVQ:
+def preset(name: str) -> DataFree:
     if name not in PRESETS:
         raise UsageError(f"preset {name!r} is not known; allowed are {', '.join(PRESETS)}")
     return PRESETS[name]
