@@ -76,16 +76,18 @@ def fit(
     options: FitOptions | None = None,
     searched: Mapping[str, Mapping[str, Any]] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    other: Windows | None = None,
 ) -> FitResult:
     """Calibrate every layer and write the bundle; the same arguments give the same bytes.
 
     searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
+    other: windows of another text, for methods that compare; they come behind the held-out ones.
     Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
     options = options or FitOptions()
     timer = PhaseTimer(device)
     config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
-    ids = torch.cat([text.train, text.holdout])
+    ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
     shape = hf.layer_shape(config, method.windows.block)
     tokens = coded_tokens(ids.shape[1], method.windows.sink, method.windows.block)
     record = provenance(
@@ -93,6 +95,8 @@ def fit(
     )
     searched = searched or {}
     record |= {"search": searched["provenance"]} if "provenance" in searched else {}
+    if other is not None:
+        record["other_text"] = {"source": other.source, "sha256": other.sha256, "ids_sha256": other.ids_sha256}
     work = Checkpoint(output, record, options.resume)
     done = work.layers()
     if done:
@@ -107,7 +111,7 @@ def fit(
                 spill_dir=options.spill_dir, timer=timer,
             )
         )  # fmt: skip
-        carry = Carry(len(text.train), tokens, shape, timer, config.num_hidden_layers)
+        carry = Carry(len(text.train), tokens, shape, timer, config.num_hidden_layers, held=len(text.holdout))
         width = (len(ids), tokens.stop - tokens.start, shape.heads * shape.dim)
         made: dict[str, SpillStore] = {}
         for name, buffer in method.buffers().items():

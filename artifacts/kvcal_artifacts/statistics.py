@@ -37,12 +37,15 @@ class Prefixes:
         wanted = (tokens - plan.seen[:, None]).clamp(1, plan.query)
         if plan.valid is not None:  # the column that holds the row's wanted-th new token; idle slots get the last one
             wanted = (torch.searchsorted(plan.valid.long().cumsum(1), wanted) + 1).clamp_max(plan.query)
+        self.windows = windows
         self.columns, self.tokens = wanted.to(device), tokens.to(device)
         self.valid = None if plan.valid is None else plan.valid.to(device)
         after = (plan.seen + _count(plan) - windows.sink - windows.recent).div(windows.block, rounding_mode="floor")
         flushed = (after - plan.packed).clamp_min(0)
         self.flushed = flushed.to(device)  # (B,) blocks that this call really packs; the rest of F slots are idle
         self.opening = (plan.packed == 0).to(device)  # (B,) rows without a block before this call
+        # the same on the CPU: blocks of each row before this call, packed by it, and `columns`
+        self.host_first, self.host_flushed, self.host_columns = plan.packed, flushed, wanted
 
     def mask(self, x: Tensor) -> Tensor:
         """x (B, H, Q, ...) with the columns of pads zeroed."""
@@ -167,7 +170,131 @@ def key_factor(peak: Tensor) -> Tensor:
     return torch.where(root > 0, root, 1.0)
 
 
-STATISTICS: dict[str, type[Statistic]] = {s.name: s for s in (QueryMagnitude, KeyScale)}
+QUERY_STEP = 2.0**-10  # queries in a Gram matrix are rounded to this and end at +-256: 18 bits and a sign
+QUERY_LIMIT = 2.0**18
+COLUMNS = 4096  # of a call at a time, in float64
+GRAM_ROWS = 1 << 17  # query vectors a product: sums of so many products of 2^36 are below 2^53, exact in float64
+
+
+class QuerySubspace(Statistic):
+    """Singular values times right singular vectors of a row's queries so far, per kv head (SQuat Algorithm 1, line 6).
+
+    Arguments: R or R:length. A block's value is (R, D) float32, row i the i-th largest singular value of Q (tokens x query
+    heads of the kv head, D) times its vector, largest entry positive; rows beyond the rank of Q are zero. With `length` it
+    is divided by the root of the number of query vectors: root mean squares instead of sums.
+
+    Fitted for block 0 and whenever the tokens before a due block have doubled since (`refits`); blocks in between use the
+    fit before them. Q'Q is a sum of integers: products of fixed-point queries are summed exactly in float64, and in int64
+    from product to product, 2^63 / 2^36 = 1.3e8 query vectors of the largest entries, so the order of adding never shows.
+    A NaN counts as zero: its keys are refused where they are packed.
+    """
+
+    name = "query_subspace"
+    wants: ClassVar[Wants] = "q"
+
+    def __init__(self, shape: Shape, argument: str = "") -> None:
+        super().__init__(shape, argument)
+        rank, _, unit = argument.partition(":")
+        if not rank.isdecimal() or int(rank) < 1 or unit not in ("", "length"):
+            raise KVCalError(
+                f"statistic {self.name}:{argument}: allowed are {self.name}:RANK and {self.name}:RANK:length"
+            )
+        self.rank, self.by_length = int(rank), unit == "length"
+
+    def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
+        batch, dim, group = x.shape[0], x.shape[3], x.shape[1] // self.shape.heads
+        self.grouped(x[:, :, :0])  # refuses heads that do not divide
+        if not self.state:
+            wide = (batch, self.shape.heads)
+            self.state["gram"] = torch.zeros(*wide, dim, dim, dtype=torch.int64, device=x.device)
+            self.state["fitted"] = torch.zeros(*wide, self.rank, dim, device=x.device)
+        counted, fits = torch.zeros(batch, dtype=torch.int64), [self.state["fitted"]]
+        use = torch.zeros(batch, at.flush, dtype=torch.int64)  # which of the fits each block's is
+        for number in refits(at.windows, int((at.host_first + at.host_flushed).max()) - 1):
+            slot = number - at.host_first
+            due = (slot >= 0) & (slot < at.host_flushed)
+            if bool(due.any()):
+                columns = at.host_columns.gather(1, slot.clamp(0, at.flush - 1)[:, None])[:, 0]
+                until = torch.where(due, columns, counted)
+                self._count(x, at, counted, until)
+                self._refit(due, due_tokens(at.windows, number) * group)
+                use[due[:, None] & (torch.arange(at.flush) >= slot[:, None])] = len(fits)
+                fits.append(self.state["fitted"])
+                counted = until
+        self._count(x, at, counted, torch.full_like(counted, x.shape[2]))
+        if not at.flush:
+            return None
+        rows = torch.arange(batch)[:, None].to(x.device)
+        return torch.stack(fits)[use.to(x.device), rows].transpose(1, 2)
+
+    def _count(self, x: Tensor, at: Prefixes, start: Tensor, stop: Tensor) -> None:
+        """Add the queries of each row's columns start to stop, (B,) int64 on the CPU."""
+        low, high = int(start.min()), int(stop.max())
+        step = max(1, min(COLUMNS, GRAM_ROWS * self.shape.heads // x.shape[1]))
+        for left in range(low, high, step):
+            right = min(left + step, high)
+            columns = torch.arange(left, right)
+            inside = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
+            if at.valid is not None:
+                inside = inside & at.valid[:, left:right]
+            part = self.grouped(x[:, :, left:right]).double().div(QUERY_STEP).round_().clamp_(-QUERY_LIMIT, QUERY_LIMIT)
+            part = part.nan_to_num_(0).masked_fill_(~inside[:, None, None, :, None], 0).flatten(2, 3)
+            self.state["gram"] = self.state["gram"] + (part.transpose(-1, -2) @ part).long()
+
+    def _refit(self, due: Tensor, vectors: int) -> None:
+        fitted = self.state["fitted"].clone()
+        unit = QUERY_STEP / (vectors**0.5 if self.by_length else 1.0)
+        for row in due.nonzero().flatten().tolist():
+            fitted[row] = (subspace(self.state["gram"][row].double(), self.rank) * unit).float()
+        self.state["fitted"] = fitted
+
+
+class QuerySubspaceBeforeRope(QuerySubspace):
+    """The same of queries before RoPE."""
+
+    name = "query_subspace_pre"
+    wants: ClassVar[Wants] = "q_pre"
+
+
+def due_tokens(windows: Windows, number: int) -> int:
+    """Real tokens of a row when that block is packed."""
+    return windows.sink + (number + 1) * windows.block + windows.recent
+
+
+def refits(windows: Windows, last: int) -> list[int]:
+    """Blocks up to `last` for which a subspace is fitted: 0, and each first one with twice the tokens of the fit before."""
+    numbers, number = [], 0
+    while number <= last:
+        numbers.append(number)
+        missing = 2 * due_tokens(windows, number) - windows.sink - windows.recent
+        number = -(-missing // windows.block) - 1
+    return numbers
+
+
+def principal(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Q'Q (..., D, D) float64 -> its eigenvalues, largest first, (..., D), and vectors as rows (..., D, D).
+
+    Eigenvalues below float64's noise are zero, each vector's largest entry is positive. One matrix at a time: a batched
+    solver may choose its algorithm, and so last bits, by the number of matrices.
+    """
+    dim = gram.shape[-1]
+    found = [torch.linalg.eigh(one) for one in gram.reshape(-1, dim, dim)]
+    values = torch.stack([f.eigenvalues.flip(0) for f in found]).view(gram.shape[:-1])
+    rows = torch.stack([f.eigenvectors.T.flip(0) for f in found]).view(gram.shape)
+    values = torch.where(values > 2.0**-52 * dim * values[..., :1], values, 0.0)
+    return values, rows * rows.gather(-1, rows.abs().argmax(-1, keepdim=True)).sign()
+
+
+def subspace(gram: Tensor, rank: int) -> Tensor:
+    """Q'Q (..., D, D) float64 -> singular values of Q times its right singular vectors (..., rank, D), zero beyond D."""
+    values, rows = principal(gram)
+    scaled = (values.sqrt()[..., None] * rows)[..., :rank, :]
+    return torch.nn.functional.pad(scaled, (0, 0, 0, rank - scaled.shape[-2]))
+
+
+STATISTICS: dict[str, type[Statistic]] = {
+    s.name: s for s in (QueryMagnitude, KeyScale, QuerySubspace, QuerySubspaceBeforeRope)
+}
 
 
 def statistic(name: str, shape: Shape) -> Statistic:

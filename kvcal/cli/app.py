@@ -21,6 +21,7 @@ from kvcal.cli import (
     models,
     norms,
     preset,
+    subspaces,
     tune_bits,
     tune_thresholds,
 )
@@ -34,6 +35,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "preset": preset.preset,
     "tune-thresholds": tune_thresholds.tune_thresholds,
     "tune-bits": tune_bits.tune_bits,
+    "measure-subspaces": subspaces.measure_subspaces,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,

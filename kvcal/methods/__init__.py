@@ -8,7 +8,8 @@ from .aqua_kv import AquaKV
 from .innerq import InnerQ
 from .kvtuner import KVTuner
 from .mixkvq import MixKVQ
+from .squat import Squat
 
-METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, InnerQ, MixKVQ, KVTuner)}
+METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, InnerQ, MixKVQ, Squat, KVTuner)}
 
-__all__ = ["METHODS", "AquaKV", "InnerQ", "KVTuner", "MixKVQ"]
+__all__ = ["METHODS", "AquaKV", "InnerQ", "KVTuner", "MixKVQ", "Squat"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Shape, Uniform
+from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
@@ -42,6 +42,18 @@ def _kivi(bits: int) -> Backbone:
         if role == "key":
             return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.block), "token")
         return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.dim), "channel")
+
+    return make
+
+
+def _squat(bits: int) -> Backbone:
+    """SQuat's keys at its Appendix D.2 settings, g being half of head_dim (64 of 128); its values are KIVI's."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        if role == "value":
+            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.dim), "channel")
+        inner = Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
+        return Squat(inner, channels=-(-shape.dim // 2))
 
     return make
 
@@ -92,6 +104,8 @@ def _table() -> dict[str, Backbone]:
         table[f"innerq-{variant}-plain"] = _by_role(table[INNERQ_KEYS], table[value])
     for format, name in (("e4m3fn", "fp8"), ("e5m2", "fp8-e5m2")):
         table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
+    for bits in (2, 3, 4):
+        table[f"squat-{bits}"] = _squat(bits)
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")

@@ -24,7 +24,8 @@ class Carry:
     """What layer l-1 left for layer l: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
-    sink is not, nor is an unfinished block at the end. layers: of the model.
+    sink is not, nor is an unfinished block at the end. layers: of the model. held: how many windows are held out; what
+    comes after them is of another text, to compare with.
     """
 
     train: int
@@ -33,6 +34,7 @@ class Carry:
     timer: PhaseTimer
     layers: int = 0
     stores: dict[str, SpillStore] = field(default_factory=dict)
+    held: int = 0
 
     def coded(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> the coded tokens of it."""

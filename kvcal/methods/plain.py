@@ -54,6 +54,8 @@ PRESETS: dict[str, DataFree] = {
     },
     "fp8": Preset("fp8", "fp8", sink=0, recent=0),
     "bf16": Preset("exact-bf16", "exact-bf16"),
+    **{f"squat-{bits}": Preset(f"squat-{bits}", f"squat-{bits}", sink=0, recent=32) for bits in (2, 3, 4)},
+    **{f"squat-pre-{b}": Preset(f"squat-{b}", f"squat-{b}", "pre_rope", sink=0, recent=32) for b in (2, 3, 4)},
     "exact": Preset("exact-32", "exact-32"),
     "mixkvq": MixKVQ(),
 }

@@ -1,0 +1,212 @@
+"""SQuat's rounding (Wang et al. 2025): channels of a key are rounded a block after the other, and what is not yet rounded
+takes back, in the directions that queries look at, what rounding did.
+
+With Q^ the query subspace (rows: singular values times right singular vectors) and M = I + strength Q^'Q^, after channels b
+are rounded to deq, the channels r behind them become k_r - M_rr^-1 M_rb (deq - k_b): the minimum of Lemma 2, Eq. 5, in the
+form that its recursion (Lemma 3) computes step by step. Strength 0 changes nothing.
+
+Storage and decoding are those of the codec inside, which must treat channels apart (KIVI's keys: uniform integers along
+tokens). Bits of a block depend on the block and its subspace alone: M_rr^-1 M_rb comes from element-wise float64 operations
+in a fixed order, its product with the error is a sum of integers that float64 holds exactly.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.hadamard import tree_sum
+
+from ..errors import KVCalError
+from .base import EMPTY, Codec, Context, Packed, Role, Shape
+
+Subspace = Literal["prompt", "calibrated", "both"]
+CHOICES: dict[str, tuple[str, ...]] = {
+    "subspace": ("prompt", "calibrated", "both"),
+    "normalise": ("paper", "length"),
+    "queries": ("post_rope", "pre_rope"),
+}
+STATISTIC = {"post_rope": "query_subspace", "pre_rope": "query_subspace_pre"}
+
+
+class Squat(Codec):
+    """rank: directions of the row's own subspace. strength: lambda of Eq. 2 and 5. channels: rounded at a time, g.
+
+    subspace: the row's own queries so far ("prompt"), the bundle's `calibrated` (H, R, D), or both terms added in M.
+    normalise: singular values as they are, which grow with the root of the tokens ("paper"), or over that root ("length");
+    `calibrated` is used as it is. queries: whether the row's own are taken before or after RoPE, in either frame of the keys.
+    """
+
+    name = "squat"
+
+    def __init__(
+        self,
+        inner: Codec,
+        rank: int = 5,
+        strength: float = 1e-3,
+        channels: int = 64,
+        subspace: Subspace = "prompt",
+        normalise: str = "paper",
+        queries: str = "post_rope",
+        calibrated: Tensor | None = None,
+    ) -> None:
+        super().__init__(inner.shape, inner.role)
+        self.inner, self.rank, self.strength, self.channels = inner, rank, strength, channels
+        self.subspace, self.normalise, self.queries, self.calibrated = subspace, normalise, queries, calibrated
+        self._check()
+
+    def _check(self) -> None:
+        if getattr(self.inner, "axis", None) != "token":
+            raise KVCalError(
+                f"squat codec over {self.inner.describe()}: needs one whose groups run along tokens (axis 'token'), "
+                "or rounding a channel would depend on the channels behind it"
+            )
+        for name, value in (("rank", self.rank), ("channels", self.channels)):
+            if type(value) is not int or value < 1:
+                raise KVCalError(f"squat codec, {name} {value!r}: must be a whole number of at least 1")
+        if not isinstance(self.strength, float | int) or not 0 <= self.strength < math.inf:
+            raise KVCalError(f"squat codec, strength {self.strength!r}: must be a number of at least 0, and finite")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise KVCalError(f"squat codec, {name} {getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        own = self.calibrated
+        if own is None and self.subspace != "prompt":
+            raise KVCalError(f"squat codec, subspace {self.subspace!r}: no calibrated subspace is given")
+        if own is not None and (own.ndim != 3 or (own.shape[0], own.shape[2]) != (self.shape.heads, self.shape.dim)):
+            raise KVCalError(
+                f"squat codec, calibrated {tuple(own.shape)}: must be ({self.shape.heads}, R, {self.shape.dim})"
+            )
+
+    @property
+    def stats(self) -> frozenset[str]:
+        return self.inner.stats if self.subspace == "calibrated" else self.inner.stats | {self.statistic}
+
+    @property
+    def statistic(self) -> str:
+        """The run-time statistic that gives the row's own subspace."""
+        return f"{STATISTIC[self.queries]}:{self.rank}" + (":length" if self.normalise == "length" else "")
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        return self.inner.encode(self.corrected(x, context), context)
+
+    def corrected(self, x: Tensor, context: Context) -> Tensor:
+        """Keys as they are rounded in the end (B, H, T, D) float32: the first channels unchanged, each later block with the
+        corrections of those before it.
+        """
+        keys = self.shape.blocks(x.float()).clone()
+        bases = list(self._bases(context, keys))
+        for start in range(0, self.shape.dim - self.channels, self.channels):
+            stop = start + self.channels
+            made = self.inner.decode(self.inner.encode(keys.flatten(2, 3), context), context)
+            error = self.shape.blocks(made)[..., start:stop] - keys[..., start:stop]
+            for blocks, basis in bases:
+                change = exact_product(error[:, :, blocks], responses(basis, start, stop))
+                rest = keys[:, :, blocks, :, stop:]
+                keys[:, :, blocks, :, stop:] = (rest.double() - change).float()
+        return keys.flatten(2, 3)
+
+    def _bases(self, context: Context, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Runs of blocks with the same subspace in every row, and what M - I is the square of: (B or 1, H, R, D) float64."""
+        root, fixed = self.strength**0.5, []
+        if self.subspace != "prompt":
+            assert self.calibrated is not None
+            fixed = [self.calibrated.double()[None] * root]
+        if self.subspace == "calibrated":
+            yield slice(None), fixed[0]
+            return
+        own = context.stats.get(self.statistic)
+        if own is None:
+            raise KVCalError(f"layer {context.layer}: run-time statistic {self.statistic} is missing")
+        own = own.expand(-1, -1, keys.shape[2], -1, -1)
+        changes = (own[:, :, 1:] != own[:, :, :-1]).flatten(3).any(3).any(1).any(0).nonzero().flatten() + 1
+        fixed = [basis.expand(len(own), -1, -1, -1) for basis in fixed]
+        for start, stop in pairwise([0, *changes.tolist(), keys.shape[2]]):
+            if start < stop:
+                yield slice(start, stop), torch.cat([own[:, :, start].double() * root, *fixed], 2)
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        return self.inner.decode(packed, context)
+
+    def config(self) -> dict[str, Any]:
+        names = ("rank", "strength", "channels", "subspace", "normalise", "queries")
+        inner = {"codec": self.inner.name, "config": self.inner.config()}
+        return {name: getattr(self, name) for name in names} | {"inner": inner}
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {} if self.calibrated is None else {"calibrated": self.calibrated}
+        return own | {f"inner.{name}": t for name, t in self.inner.tensors().items()}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Squat:
+        from . import build
+
+        below = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
+        settings = dict(config)
+        inner = build(shape, role, settings.pop("inner"), below)
+        return cls(inner, **settings, calibrated=tensors.get("calibrated"))
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return self.inner.tensor_specs()
+
+    def to(self, device: torch.device) -> Squat:
+        inner, own = self.inner.to(device), self.calibrated
+        if inner is self.inner and (own is None or own.device == device):
+            return self
+        twin = copy.copy(self)
+        twin.inner, twin.calibrated = inner, None if own is None else own.to(device)
+        return twin
+
+    def choose(self, subspace: Subspace) -> Squat:
+        """The same codec with another choice of subspace; packed blocks stay readable."""
+        settings = {name: value for name, value in self.config().items() if name not in ("inner", "subspace")}
+        return Squat(self.inner, **settings, subspace=subspace, calibrated=self.calibrated)
+
+    def describe(self) -> str:
+        return f"{super().describe()} + {self.inner.describe()}"
+
+
+def responses(basis: Tensor, start: int, stop: int) -> Tensor:
+    """M_br M_rr^-1 of M = I + basis'basis: b the channels start to stop, r those from stop on.
+
+    basis (..., R, D) float64 -> (..., stop - start, D - stop) float64. As M_rr^-1 basis_r' = basis_r' K^-1 with
+    K = I + basis_r basis_r' (R, R), only K is solved for: Gauss-Jordan without pivoting, K being at least the identity.
+    """
+    rank, here, behind = basis.shape[-2], basis[..., start:stop], basis[..., stop:]
+    own = torch.stack([tree_sum(behind * behind[..., i : i + 1, :]) for i in range(rank)], -2)
+    system = torch.cat([own + torch.eye(rank, dtype=basis.dtype, device=basis.device), here], -1)
+    for i in range(rank):
+        pivot = system[..., i : i + 1, :] / system[..., i : i + 1, i : i + 1]
+        system = system - system[..., :, i : i + 1] * pivot
+        system[..., i : i + 1, :] = pivot
+    solved = system[..., rank:]
+    out = torch.zeros(*basis.shape[:-2], stop - start, behind.shape[-1], dtype=basis.dtype, device=basis.device)
+    for i in range(rank):
+        out += solved[..., i, :, None] * behind[..., i, None, :]
+    return out
+
+
+def exact_product(error: Tensor, response: Tensor) -> Tensor:
+    """error (B, H, N, b, g) float32 @ response (B or 1, H, g, r) float64 -> (B, H, N, b, r) float64.
+
+    Both are rounded to integers of at most (53 - log2 g) / 2 bits, errors block by block, so that float64 adds the products
+    exactly in any order and shape. For g = 64 that is 23 bits: at most g * 2^-23 times the largest of both (7.6e-6).
+    """
+    bits = (53 - (error.shape[-1] - 1).bit_length()) // 2
+    whole, unit = _integers(error, bits, 2)
+    weight, step = _integers(response, bits, 2)
+    made = whole.flatten(2, 3) @ weight
+    return made.view(*error.shape[:-1], -1) * (unit * step[:, :, None])
+
+
+def _integers(x: Tensor, bits: int, dims: int) -> tuple[Tensor, Tensor]:
+    """x as float64 integers of at most 2^bits and their power-of-two unit, one for the last `dims` dimensions."""
+    largest = x.abs().flatten(-dims).amax(-1) if x.numel() else x.new_zeros(x.shape[:-dims])
+    exponent = torch.frexp(largest.double()).exponent.to(torch.int32)
+    unit = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), exponent - bits).view(*largest.shape, *[1] * dims)
+    return (x.double() / unit).round_(), unit

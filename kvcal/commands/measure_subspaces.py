@@ -1,0 +1,145 @@
+"""`kvcal measure-subspaces`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import UsageError
+
+from .. import corpus, models
+from ..fit import FitOptions, FitResult, fit
+from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
+from ..workbench import default_output, open_for_fit
+from .common import RANDOM_TOKENS, Say, calibration_windows, check_context, known, text_for
+
+WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
+SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
+
+
+def squat_method(o: dict[str, Any], model: str) -> Squat:
+    """The paper's settings for the model and task, where an option does not say otherwise."""
+    rank, strength, channels = paper_settings(o["settings"], model, o["frame"])
+    if o["normalise"] == "length":
+        strength = 1.0  # the paper's 1e-3 times a thousand query vectors
+    if o["settings"] == "lm-eval":
+        channels = 0  # 64, half of the paper's head_dim
+    searched = (SEARCH_RANKS, SEARCH_STRENGTHS.get(o["normalise"], ())) if o["search"] else ((), ())
+    return Squat(
+        bits=o["bits"],
+        group=o["group"],
+        rank=rank if o["rank"] is None else o["rank"],
+        strength=strength if o["strength"] is None else o["strength"],
+        channels=channels if o["channels"] is None else o["channels"],
+        subspace=o["subspace"],
+        normalise=o["normalise"],
+        rope=o["frame"],
+        queries=o["queries"],
+        search_ranks=searched[0],
+        search_strengths=searched[1],
+        prompt=o["prompt_tokens"],
+        sink=o["sink"],
+        recent=o["recent"],
+        block=o["block"],
+    )
+
+
+def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written and what was measured."""
+    started = time.monotonic()
+    if o["search"] and (o["rank"] is not None or o["strength"] is not None):
+        raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
+    if o["spill"] not in ("device", "cpu", "disk"):
+        raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
+    source = models.resolve(o["model"], o["revision"])
+    method = squat_method(o, source.name)
+    if o["plot"] is not None:
+        from ..report.plots import check_plot
+
+        check_plot(o["plot"])
+    text_source = text_for(o, source, "calibration")
+    say(f"text: {text_source}")
+    opened = open_for_fit(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    held = HOLDOUT if o["windows"] is None else None
+    counts = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
+    text = calibration_windows(o | counts, source, opened.tokenizer, text_source)
+    other = _other_text(o, opened.tokenizer, text_source, len(text.train), int(text.train.shape[1]))
+    check_context(source, int(text.train.shape[1]), say)
+    result = fit(
+        method, opened.source, text, Path(o["output"] or default_output(source, method.name)), other=other,
+        model_record=opened.record, revision=opened.revision, device=opened.device, seed=o["seed"], say=say,
+        options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
+    )  # fmt: skip
+    found = _found(method, result, text, other)
+    if o["plot"] is not None:
+        from ..report.plots import plot_deviation
+
+        plot_deviation(found["deviation"], SOURCES, f"{o['model']}, queries {method.queries}", o["plot"])
+        found["plot"] = str(o["plot"])
+    return found | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def _other_text(
+    o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int
+) -> corpus.Windows | None:
+    if o["other_text"] is None:
+        return None
+    if text_source == RANDOM_TOKENS:
+        raise UsageError("--other-text: random weights without a tokenizer read no text")
+    return corpus.token_windows(
+        known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"]
+    )
+
+
+def _found(method: Squat, result: FitResult, text: corpus.Windows, other: corpus.Windows | None) -> dict[str, Any]:
+    scheme, metrics = result.bundle.scheme, result.bundle.metrics
+    return {
+        "bundle": str(result.path),
+        "sha256": result.sha256,
+        "bytes": result.path.stat().st_size,
+        "bits_per_value": round(scheme.bits_per_value(), 4),
+        "subspace_bytes": scheme.resident_bytes(),
+        "subspace": method.subspace,
+        "key_relative_error": metrics.get("key_relative_error"),
+        "value_relative_error": metrics.get("value_relative_error"),
+        "logit_error": metrics.get("logit_error"),
+        "logit_error_kivi": metrics.get("logit_error_kivi"),
+        "train_windows": len(text.train),
+        "holdout_windows": len(text.holdout),
+        "other_windows": 0 if other is None else len(other.train),
+        "length": int(text.train.shape[1]),
+        "resumed_layers": result.resumed_layers,
+        "phases": result.seconds,
+        "deviation": deviation_table(metrics),
+        "search": search_table(method, metrics),
+        "layers": result.layer_metrics,
+    }
+
+
+def deviation_table(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Mean deviation by rank: {"ranks": [...], "mean": {source: [...]}, "layers": [{source: [...]}, ...]}."""
+    ranks = [rank for rank in DEVIATION_RANKS if f"deviation_window_r{rank}" in metrics]
+
+    def curves(row: dict[str, Any]) -> dict[str, list[float]]:
+        return {
+            source: [row[f"deviation_{source}_r{rank}"] for rank in ranks]
+            for source in SOURCES
+            if f"deviation_{source}_r{ranks[0]}" in row
+        }
+
+    return {"ranks": ranks, "mean": curves(metrics), "layers": [curves(row) for row in metrics["layers"]]}
+
+
+def search_table(method: Squat, metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every point of the grid: mean logit error over the layers, and how many of them took it."""
+    if len(method.grid) == 1:
+        return []
+    chosen = [(row["rank"], row["strength"]) for row in metrics["layers"]]
+    return [
+        {"rank": r, "strength": s, "logit_error": metrics[search_name(r, s)], "layers": chosen.count((r, s))}
+        for r, s in method.grid
+    ]

@@ -1,0 +1,42 @@
+"""Plots as PNG. matplotlib is an extra (`pip install kvcal[plot]`) and imported only when a plot is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import UsageError
+
+
+def check_plot(path: Path) -> None:
+    """Before any work: whether a plot can be drawn and written there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed: pip install 'kvcal[plot]'")
+    if path.suffix != ".png":
+        raise UsageError(f"--plot {path}: must end in .png")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path}: {path.parent} is not a folder")
+
+
+def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, path: Path) -> None:
+    """Deviation of queries against the rank of the subspace (SQuat Figures 2 and 6): mean, first, middle and last layer.
+
+    table: as deviation_table gives it; sources: source -> its name in the legend.
+    """
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    layers = table["layers"]
+    panels = {"all layers, mean": table["mean"]}
+    for index in sorted({0, len(layers) // 2, len(layers) - 1}):
+        panels[f"layer {index}"] = layers[index]
+    figure = Figure(figsize=(3.4 * len(panels), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (name, curves) in zip(axes, panels.items(), strict=True):
+        for source, values in curves.items():
+            axis.plot(table["ranks"], values, marker="o", markersize=3, label=sources[source])
+        axis.set(title=name, xlabel="rank of the subspace", ylim=(0, 1))
+    axes[0].set_ylabel("deviation of queries")
+    axes[0].legend(title="subspace of")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
