@@ -23,7 +23,7 @@ from kvcal.methods.backbones import backbone
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Uniform
+from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 
 ALL = TINY | VARIANTS
@@ -192,6 +192,13 @@ def mixkvq(frame: Any = "post_rope", importance: Any = "query") -> Scheme:
     key = MixKVQ(FED_SHAPE, "key", 0.9, 1.4, group=4, importance=importance)
     pair = LayerCodecs(key, Uniform(FED_SHAPE, "value", 2, 32))
     return Scheme(WINDOWS, frame, (pair,) * LAYERS)
+
+
+def squat(frame: Any = "post_rope") -> Scheme:
+    """SQuat for Fed, so strong and in so many bits that the last bit of a query or of a product would show."""
+    inner, value = (Uniform(FED_SHAPE, role, 8, BLOCK, axis) for role, axis in (("key", "token"), ("value", "channel")))  # type: ignore[arg-type]
+    key = Squat(inner, strength=0.1, channels=8, subspace="both", calibrated=numbers(HEADS, 2, DIM))
+    return Scheme(WINDOWS, frame, (LayerCodecs(key, value),) * LAYERS)
 
 
 class Rows:

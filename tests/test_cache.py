@@ -39,7 +39,7 @@ SCHEMES: dict[str, Callable[[str], Scheme]] = {
     **{name: partial(schemes.scheme, FED, name) for name in ("exact-32", "uniform-2", "uniform-3-channel")},
     **{name: partial(schemes.scheme, FED, name) for name in ("higgs-2", "higgs-2-wide", "higgs-2-d4-wide")},
     "innerq-hybrid": partial(schemes.scheme, FED, "innerq-hybrid"),
-    "squat-2": partial(schemes.scheme, FED, "squat-2"),
+    "squat": schemes.squat,
     "aqua-kv": partial(schemes.chained, "linear"),
     "aqua-kv-mlp": partial(schemes.chained, "mlp"),
     "mixkvq": schemes.mixkvq,

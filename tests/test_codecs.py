@@ -34,6 +34,7 @@ from kvcal_artifacts.codecs import (
     Role,
     Scaled,
     Shape,
+    Squat,
     Uniform,
     build,
     state_of,
@@ -124,6 +125,16 @@ def predicted(inner: Make, kind: str = "linear", inputs: tuple[str, ...] | None 
     return make
 
 
+def squat(inner: Make, calibrated: bool = False, **settings: Any) -> Make:
+    """A strength that moves channels by as much as a step."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        own = normal(shape.heads, 2, shape.dim, seed=8) * 9 if calibrated else None
+        return Squat(inner(shape, role), **{"rank": 3, "channels": shape.dim // 2} | settings, calibrated=own)
+
+    return make
+
+
 CONFIGURATIONS: dict[str, dict[str, Make]] = {
     "exact": {dtype: exact(dtype) for dtype in DTYPES},
     "uniform": {
@@ -153,6 +164,11 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "uniform-2-token-hybrid": scaled(uniform(2, 8, "token", "hybrid")),
         "higgs": scaled(higgs()),
     },
+    "squat": {
+        "2": squat(uniform(2, 8, "token")),
+        "4-length-pre": squat(uniform(4, 8, "token"), normalise="length", queries="pre_rope", channels=5),
+        "2-both": squat(uniform(2, 8, "token"), True, subspace="both", channels=8),
+    },
     "predicted": {
         **{f"exact-{dtype}": predicted(exact(dtype)) for dtype in ("float32", "float16")},
         "uniform-2": predicted(uniform(2)),
@@ -162,6 +178,7 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         **{f"{k}-higgs": predicted(higgs(), k) for k in ("bias", "reduced-rank", "mlp", "mlp+norm", "linear-4bit")},
         "float8": predicted(float8("e5m2")),
         "scaled-uniform": predicted(scaled(uniform(3))),
+        "squat-2": predicted(squat(uniform(2, 8, "token"))),
         "two-layers-higgs": predicted(higgs(), inputs=("k1", "v1", "k2", "v2")),
         "mixkvq": predicted(mixkvq()),
     },
@@ -180,11 +197,18 @@ def roles_of(name: str, label: str) -> tuple[Role, ...]:
     return ("key",) if "mixkvq" in (name, label) else ROLES
 
 
-# What a cache tells of a row's queries and keys, for 5 blocks and more: (batch, heads, blocks, ...).
-STATISTICS: dict[str, Callable[[int, Shape, int], Tensor]] = {
-    "query_abs": lambda batch, s, blocks: normal(batch, s.heads, 8, s.dim, seed=20)[:, :, :blocks].abs(),
-    "query_abs:recent": lambda batch, s, blocks: normal(batch, s.heads, 8, s.dim, seed=21)[:, :, :blocks].abs(),
-}
+def stats_of(codec: Codec, batch: int, blocks: int) -> dict[str, Tensor]:
+    """What a cache would tell it of a row's queries, other ones for every block: (batch, heads, blocks, ...)."""
+    found, shape = {}, codec.shape
+    for name in codec.stats:
+        kind, _, argument = name.partition(":")
+        if kind == "query_abs":
+            seed = 21 if argument else 20
+            found[name] = normal(batch, shape.heads, max(8, blocks), shape.dim, seed=seed)[:, :, :blocks].abs()
+        else:
+            rank = int(argument.split(":")[0])
+            found[name] = normal(batch, shape.heads, blocks, rank, shape.dim, seed=20) * 9
+    return found
 
 
 @dataclass(frozen=True)
@@ -200,9 +224,7 @@ class Case:
         sizes = batch, self.shape.heads, tokens, self.shape.dim
         k0 = {"k0": normal(*sizes, seed=15)} if self.role == "value" else {}
         old = {name: normal(*sizes, seed=10 + i) for i, name in enumerate(("k1", "v1", "k2", "v2"))}
-        blocks = tokens // self.shape.block
-        stats = {name: STATISTICS[name](batch, self.shape, blocks) for name in self.codec().stats if blocks <= 8}
-        return Context(1, **old, **k0, stats=stats)
+        return Context(1, **old, **k0, stats=stats_of(self.codec(), batch, tokens // self.shape.block))
 
     def noise(self, batch: int, blocks: int, seed: int = 1) -> Tensor:
         return normal(batch, self.shape.heads, blocks * self.shape.block, self.shape.dim, seed=seed)
@@ -354,6 +376,23 @@ def items(stored: Any) -> Tensor:
     return torch.full(stored.shape[:3], stored.shape[3])
 
 
+def check_squat(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    """The codec inside, on keys that a direct solve corrected: the definition in float64, from what was really decoded."""
+    assert isinstance(codec, Squat)
+    bases = [t.double() for t in stats_of(codec, len(x), x.shape[2] // codec.shape.block).values()]
+    if codec.subspace != "prompt":
+        assert codec.calibrated is not None
+        bases.append(codec.calibrated.double()[:, None])
+    m = torch.eye(codec.shape.dim, dtype=torch.float64) + codec.strength * sum(t.mT @ t for t in bases)
+    keys, decoded = (codec.shape.blocks(t).double() for t in (x, made))
+    for start in range(0, codec.shape.dim - codec.channels, codec.channels):
+        here, rest = slice(start, start + codec.channels), slice(start + codec.channels, None)
+        change = torch.linalg.solve(m[..., rest, rest], m[..., rest, here])
+        keys[..., rest] -= (decoded - keys)[..., here] @ change.mT
+    slack += 2.0**-18 * float(x.abs().max())
+    BOUNDS[codec.inner.name](codec.inner, keys.flatten(2, 3).float(), packed, made, slack, factor)
+
+
 Bound = Callable[[Codec, Tensor, Packed, Tensor, float, float], None]
 BOUNDS: dict[str, Bound] = {
     "exact": check_exact,
@@ -363,6 +402,7 @@ BOUNDS: dict[str, Bound] = {
 }
 BOUNDS["scaled"] = check_scaled
 BOUNDS["mixkvq"] = check_mixkvq
+BOUNDS["squat"] = check_squat
 BOUNDS["predicted"] = lambda codec, *rest: BOUNDS[codec.inner.name](codec.inner, *rest)
 
 
@@ -384,6 +424,7 @@ PAPER_BITS: dict[str, Callable[[Any], float]] = {
     "float8": lambda codec: 8,
     "higgs": higgs_bits,
     "scaled": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
+    "squat": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
     "predicted": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
     "mixkvq": lambda codec: mixkvq_bits(codec, *codec.channels()),
 }
@@ -502,7 +543,7 @@ def test_bytes_depend_on_the_block_alone(case: Case) -> None:
     alone = codec.encode(x[1:], context.rows(1, 2))
     assert_same(alone, rows_of(whole, 1), "a row alone")
     shared = Context(1, **{n: t[1:].expand(3, -1, -1, -1) for n, t in vars(context).items() if isinstance(t, Tensor)})
-    shared.stats = {name: t[1:].expand(3, -1, -1, -1) for name, t in context.stats.items()}
+    shared.stats = {n: t[1:].expand(3, *t.shape[1:]) for n, t in context.stats.items()}
     moved = codec.encode(torch.cat([300 * x, x[1:]]), shared)
     assert_same(rows_of(moved, 2), alone, "other companions, another place")
     assert_same(codec.encode(x.transpose(1, 2).contiguous().transpose(1, 2), context), whole, "strided")
@@ -751,10 +792,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "predictor incomplete": (lambda: read_predicted({"bias": LINEAR["bias"]}), "lacks weight"),
     "predictor too narrow": (lambda: read_predicted(LINEAR, inputs=("k1", "v1")), "linear"),
     "predictor of another width": (lambda: read_predicted(LINEAR | {"bias": torch.zeros(16)}), "linear"),
-    "codec unknown": (
-        lambda: read("gzip"),
-        "'gzip': this version knows exact, float8, uniform, higgs, scaled, predicted, mixkvq",
-    ),
+    "codec unknown": (lambda: read("gzip"), "'gzip': this version knows exact, "),
     "codec absent": (lambda: build(S, "key", {}, {}), "None"),
     "codec a list": (lambda: read(["higgs"]), "higgs"),  # type: ignore[arg-type]
     "config absent": (lambda: build(S, "key", {"codec": "uniform"}, {}), "uniform.*config"),

@@ -15,12 +15,12 @@ from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.ledger import Ledger, Plan
 from kvcal_artifacts.scheme import Windows
-from kvcal_artifacts.statistics import Prefixes, key_factor, statistic
+from kvcal_artifacts.statistics import Prefixes, key_factor, refits, statistic
 from kvcal_artifacts.store import Ragged
 
 WINDOWS = Windows(sink=3, recent=5, block=4)
 SHAPE = Shape(2, 6, 4)
-NAMES = ("query_abs", "query_abs:recent", "key_scale")
+NAMES = ("query_abs", "query_abs:recent", "key_scale", "query_subspace:6:length", "query_subspace_pre:6:length")
 
 
 def tokens(rows: int, heads: int, length: int) -> Tensor:
@@ -53,6 +53,10 @@ def by_hand(name: str, x: Tensor, block: int) -> Tensor:
     """x (heads, tokens, D) of one row, real tokens only."""
     if name == "key_scale":
         return key_factor(x[:, : due(0)].abs().amax(1))
+    if "subspace" in name:
+        fitted = max(number for number in refits(WINDOWS, block) if number <= block)
+        q = x[:, : due(fitted)].unflatten(0, (2, 2)).flatten(1, 2)
+        return q.mT @ q / q.shape[1]
     first = due(block - 1) if name.endswith("recent") and block else 0
     return x.abs().unflatten(0, (2, 2)).mean(1)[:, first : due(block)].mean(1)
 
@@ -74,11 +78,15 @@ def test_statistics_are_of_the_tokens_before_a_block_is_due(name: str, data: st.
         assert len(found[row]) == len(alone) == max(0, (length - WINDOWS.sink - WINDOWS.recent) // WINDOWS.block)
         for block, (made, single) in enumerate(zip(found[row], alone, strict=True)):
             assert torch.equal(made, single)
-            torch.testing.assert_close(made, by_hand(name, real, block), atol=2e-5, rtol=1e-5)
+            square, noise = ("subspace" in name), {"atol": 2e-5, "rtol": 1e-5}
+            shown = made.mT @ made if square else made  # of all directions: the mean of q q', and q is rounded to 2^-10
+            torch.testing.assert_close(
+                shown, by_hand(name, real, block), **({"atol": 2e-3, "rtol": 0} if square else noise)
+            )
 
 
 def test_statistics_by_name() -> None:
-    for bad in ("magnitude", "query_abs:old"):
+    for bad in ("magnitude", "query_abs:old", "query_subspace", "query_subspace:0", "query_subspace_pre:4:long"):
         with pytest.raises(KVCalError, match=r"known are|allowed are"):
             statistic(bad, SHAPE)
     at = Prefixes(Ledger(WINDOWS).begin(1, 4, None), WINDOWS, torch.device("cpu"))

@@ -26,7 +26,7 @@ def measure_subspaces(
     ] = None,
     subspace: Annotated[
         str, typer.Option(help="What the cache uses: prompt (the row's own queries), calibrated, or both.")
-    ] = "both",
+    ] = "calibrated",
     frame: Annotated[str, typer.Option(help="Keys after RoPE, post_rope, or before it, pre_rope.")] = "post_rope",
     queries: Annotated[str, typer.Option(help="The same of the queries that make the subspace.")] = "post_rope",
     settings: Annotated[

@@ -53,7 +53,7 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["spill"] not in ("device", "cpu", "disk"):
         raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
     source = models.resolve(o["model"], o["revision"])
-    method = squat_method(o, source.name)
+    method = squat_method(o, source.entry.name if source.entry else source.name)
     if o["plot"] is not None:
         from ..report.plots import check_plot
 

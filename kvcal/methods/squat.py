@@ -38,8 +38,8 @@ PAPER_MODELS: dict[tuple[str, str, Frame], tuple[int, float, int]] = {
     ("longbench", "llama-3.1-8b-instruct", "post_rope"): (10, 5e-4, 64),
     ("longbench", "mistral-7b-instruct-v0.3", "pre_rope"): (20, 5e-4, 64),
     ("longbench", "mistral-7b-instruct-v0.3", "post_rope"): (5, 1e-3, 64),
-    ("math-500", "deepseek-r1-distill-llama-8b", "pre_rope"): (40, 5e-4, 64),
-    ("math-500", "deepseek-r1-distill-llama-8b", "post_rope"): (40, 5e-4, 64),
+    ("math-500", "r1-distill-llama-8b", "pre_rope"): (40, 5e-4, 64),
+    ("math-500", "r1-distill-llama-8b", "post_rope"): (40, 5e-4, 64),
 }
 TASKS = ("lm-eval", "longbench", "math-500")
 
@@ -74,7 +74,7 @@ class Squat:
     rank: int = 5
     strength: float = 1e-3
     channels: int = 0
-    subspace: str = "both"
+    subspace: str = "calibrated"
     normalise: str = "paper"
     rope: Frame = "post_rope"
     queries: Frame = "post_rope"

@@ -59,6 +59,7 @@ class Squat(Codec):
         super().__init__(inner.shape, inner.role)
         self.inner, self.rank, self.strength, self.channels = inner, rank, strength, channels
         self.subspace, self.normalise, self.queries, self.calibrated = subspace, normalise, queries, calibrated
+        self._memo: tuple[Tensor, list[Tensor]] | None = None
         self._check()
 
     def _check(self) -> None:
@@ -100,16 +101,34 @@ class Squat(Codec):
         corrections of those before it.
         """
         keys = self.shape.blocks(x.float()).clone()
-        bases = list(self._bases(context, keys))
-        for start in range(0, self.shape.dim - self.channels, self.channels):
-            stop = start + self.channels
-            made = self.inner.decode(self.inner.encode(keys.flatten(2, 3), context), context)
-            error = self.shape.blocks(made)[..., start:stop] - keys[..., start:stop]
-            for blocks, basis in bases:
-                change = exact_product(error[:, :, blocks], responses(basis, start, stop))
-                rest = keys[:, :, blocks, :, stop:]
-                keys[:, :, blocks, :, stop:] = (rest.double() - change).float()
+        parts = [(blocks, self._responses(basis)) for blocks, basis in self._bases(context, keys)]
+        for i, here in enumerate(self._steps):
+            error = self._rounded(keys[..., here]) - keys[..., here]
+            rest = keys[..., here.stop :]
+            for blocks, moves in parts:
+                change = exact_product(error[:, :, blocks], moves[i])
+                rest[:, :, blocks] = (rest[:, :, blocks].double() - change).float()
         return keys.flatten(2, 3)
+
+    @property
+    def _steps(self) -> list[slice]:
+        """Channels rounded at a time, but for the last ones, which have none behind them."""
+        return [slice(i, i + self.channels) for i in range(0, self.shape.dim - self.channels, self.channels)]
+
+    def _rounded(self, part: Tensor) -> Tensor:
+        """What the codec inside makes of some channels (B, H, N, b, g) alone; it treats channels apart."""
+        from . import build, state_of
+
+        shape = Shape(self.shape.heads, part.shape[-1], self.shape.block)
+        inner = build(shape, self.role, state_of(self.inner), self.inner.tensors())
+        return shape.blocks(inner.decode(inner.encode(part.flatten(2, 3))))
+
+    def _responses(self, basis: Tensor) -> list[Tensor]:
+        """`responses`; the last basis is remembered, as a row's own changes a dozen times in its life."""
+        last = self._memo
+        if last is None or last[0].shape != basis.shape or not torch.equal(last[0], basis):
+            last = self._memo = basis, responses(basis, self._steps)
+        return last[1]
 
     def _bases(self, context: Context, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Runs of blocks with the same subspace in every row, and what M - I is the square of: (B or 1, H, R, D) float64."""
@@ -159,7 +178,7 @@ class Squat(Codec):
         if inner is self.inner and (own is None or own.device == device):
             return self
         twin = copy.copy(self)
-        twin.inner, twin.calibrated = inner, None if own is None else own.to(device)
+        twin.inner, twin.calibrated, twin._memo = inner, None if own is None else own.to(device), None
         return twin
 
     def choose(self, subspace: Subspace) -> Squat:
@@ -171,24 +190,33 @@ class Squat(Codec):
         return f"{super().describe()} + {self.inner.describe()}"
 
 
-def responses(basis: Tensor, start: int, stop: int) -> Tensor:
-    """M_br M_rr^-1 of M = I + basis'basis: b the channels start to stop, r those from stop on.
+def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:
+    """M_br M_rr^-1 of M = I + basis'basis for each step: b its channels, r those behind them.
 
-    basis (..., R, D) float64 -> (..., stop - start, D - stop) float64. As M_rr^-1 basis_r' = basis_r' K^-1 with
-    K = I + basis_r basis_r' (R, R), only K is solved for: Gauss-Jordan without pivoting, K being at least the identity.
+    basis (..., R, D) float64 -> for each step (..., g, D - stop) float64. As M_rr^-1 basis_r' = basis_r' K^-1 with
+    K = I + basis_r basis_r' (R, R), K^-1 is all that is needed; channels enter it from the last one on, one at a time
+    (Sherman and Morrison), and every step takes it as it is then.
     """
-    rank, here, behind = basis.shape[-2], basis[..., start:stop], basis[..., stop:]
-    own = torch.stack([tree_sum(behind * behind[..., i : i + 1, :]) for i in range(rank)], -2)
-    system = torch.cat([own + torch.eye(rank, dtype=basis.dtype, device=basis.device), here], -1)
-    for i in range(rank):
-        pivot = system[..., i : i + 1, :] / system[..., i : i + 1, i : i + 1]
-        system = system - system[..., :, i : i + 1] * pivot
-        system[..., i : i + 1, :] = pivot
-    solved = system[..., rank:]
-    out = torch.zeros(*basis.shape[:-2], stop - start, behind.shape[-1], dtype=basis.dtype, device=basis.device)
-    for i in range(rank):
-        out += solved[..., i, :, None] * behind[..., i, None, :]
-    return out
+    rank, behind, made = basis.shape[-2], basis.shape[-1], []
+    inverse = torch.eye(rank, dtype=basis.dtype, device=basis.device).expand(*basis.shape[:-1], rank)
+    for here in reversed(steps):
+        for channel in reversed(range(here.stop, behind)):
+            column = basis[..., channel]
+            moved = tree_sum(inverse * column[..., None, :])
+            size = 1 + tree_sum(column * moved)
+            inverse = inverse - moved[..., :, None] * moved[..., None, :] / size[..., None, None]
+        behind = here.stop
+        solved = _product(inverse, basis[..., here])
+        made.append(_product(solved.transpose(-1, -2), basis[..., behind:]))
+    return made[::-1]
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, element by element in a fixed order; of few columns of `left`."""
+    total = left[..., :, :1] * right[..., :1, :]
+    for i in range(1, right.shape[-2]):
+        total = total + left[..., :, i, None] * right[..., i, None, :]
+    return total
 
 
 def exact_product(error: Tensor, response: Tensor) -> Tensor:
@@ -200,8 +228,8 @@ def exact_product(error: Tensor, response: Tensor) -> Tensor:
     bits = (53 - (error.shape[-1] - 1).bit_length()) // 2
     whole, unit = _integers(error, bits, 2)
     weight, step = _integers(response, bits, 2)
-    made = whole.flatten(2, 3) @ weight
-    return made.view(*error.shape[:-1], -1) * (unit * step[:, :, None])
+    made: Tensor = torch.unflatten(whole.flatten(2, 3) @ weight, 2, error.shape[2:4])
+    return made * (unit * step[:, :, None])
 
 
 def _integers(x: Tensor, bits: int, dims: int) -> tuple[Tensor, Tensor]:
