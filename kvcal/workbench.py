@@ -13,6 +13,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, probed_layers
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import HeavyHitters
 
 from . import models
 from .capture import LayerSource, WholeModel
@@ -132,12 +133,22 @@ def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Dat
     return rows
 
 
-def cache_makers(model: Any, rows: dict[str, DataFree | Bundle], revision: str | None = None) -> dict[str, CacheMaker]:
-    """A maker of caches for each row; every bundle is checked against the model."""
+def cache_makers(
+    model: Any,
+    rows: dict[str, DataFree | Bundle],
+    revision: str | None = None,
+    selection: HeavyHitters | None = None,
+) -> dict[str, CacheMaker]:
+    """A maker of caches for each row; every bundle is checked against the model.
+
+    selection: in the place of each row's own; names then end in +h2o and the share that is kept.
+    """
     makers: dict[str, CacheMaker] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
             row.check(model, revision)
         scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
+        if selection is not None:
+            name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
         makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
     return makers

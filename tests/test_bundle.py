@@ -310,7 +310,7 @@ def skip_first_layer(header: dict[str, Any], tensors: dict[str, Tensor]) -> None
 
 LAYER = ("scheme", "layers", 1, "key")
 FORGERIES: dict[str, tuple[Change, bool, type[KVCalError], list[str]]] = {
-    "future version": (set_in("version", to=2), True, IncompatibleBundle, ["version 2", "version 1"]),
+    "future version": (set_in("version", to=3), True, IncompatibleBundle, ["version 3", "versions 1 and 2"]),
     "other format": (set_in("format", to="kvcal-x"), True, IncompatibleBundle, ["'kvcal-x'", "'kvcal'"]),
     "missing tensor": (drop, False, CorruptBundle, ["layers.1.key.predictor.weight", "listed but missing"]),
     "missing, unlisted": (drop, True, CorruptBundle, ["layers.1.key.predictor.weight"]),

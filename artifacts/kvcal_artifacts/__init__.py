@@ -24,18 +24,28 @@ def load_bundle(path: str | os.PathLike[str]) -> Bundle:
     return load(path)
 
 
-def load_cache(bundle: Bundle | str | os.PathLike[str], model: nn.Module, **options: Any) -> KVCalCache:
+def load_cache(
+    bundle: Bundle | str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    keep: float | None = None,
+    heavy: float = 0.5,
+    **options: Any,
+) -> KVCalCache:
     """A Transformers cache for `model.generate(past_key_values=cache)` that stores what the bundle says.
 
-    bundle: a path, or what load_bundle gave. options: strict, offload (see KVCalCache). Raises
+    bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, the share `heavy` of them by the
+    attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. options: strict, offload (see KVCalCache). Raises
     errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
     """
     from .bundle import Bundle
     from .cache import KVCalCache
+    from .scheme import HeavyHitters
 
     loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
     loaded.check(model)
-    return KVCalCache(loaded.scheme, model, **options)
+    scheme = loaded.scheme if keep is None else loaded.scheme.keeping(HeavyHitters(keep, heavy))
+    return KVCalCache(scheme, model, **options)
 
 
 __all__ = ["load_bundle", "load_cache"]

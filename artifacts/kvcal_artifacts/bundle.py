@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from . import hf
 from .codecs import Codec, Role, Shape, build, state_of
 from .errors import CorruptBundle, IncompatibleBundle, KVCalError
-from .scheme import LayerCodecs, Scheme, Windows
+from .scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 
-FORMAT, VERSION = "kvcal", 1
+FORMAT = "kvcal"
+VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 would overlook
 SUFFIX = ".kvcal.safetensors"
 HEADER_LIMIT = 100_000_000  # safetensors' own cap
 ROLES: tuple[Role, ...] = ("key", "value")
@@ -167,7 +168,7 @@ class Bundle:
             layers.append(entry)
         header = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSIONS[0] if self.scheme.selection is None else VERSIONS[1],
             "model": asdict(self.fingerprint),
             "scheme": self.scheme.config() | {"layers": layers},
             "provenance": self.provenance,
@@ -251,10 +252,10 @@ def read_header(path: Path, data: bytes) -> dict[str, Any]:
         raise CorruptBundle(f"{path}: header hash is {actual[:16]}…, file states {str(stated)[:16]}…: it was changed")
     if text != plain:  # 1E-05 for 1e-05: the same value, and yet a changed file
         raise CorruptBundle(f"{path}: header of {len(text)} characters is not the canonical one of {len(plain)}")
-    if header.get("format") != FORMAT or header.get("version") != VERSION:
+    if header.get("format") != FORMAT or header.get("version") not in VERSIONS:
         raise IncompatibleBundle(
             f"{path}: format {header.get('format')!r} version {header.get('version')!r}; this version reads "
-            f"{FORMAT!r} version {VERSION}: update kvcal or write the bundle again"
+            f"{FORMAT!r} versions {' and '.join(map(str, VERSIONS))}: update kvcal or write the bundle again"
         )
     return header
 
@@ -333,8 +334,18 @@ def _described(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -
     fingerprint = Fingerprint(**{**model, "probe": tuple(model["probe"])})
     if len(layers) != fingerprint.layers:
         raise CorruptBundle(f"{path}: codecs for {len(layers)} layers, made for a model of {fingerprint.layers}")
-    scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped)
+    scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped, _selection(path, header))
     return Bundle(fingerprint, scheme, dict(header["provenance"]), dict(header["metrics"]))
+
+
+def _selection(path: Path, header: dict[str, Any]) -> HeavyHitters | None:
+    given = header["scheme"].get("selection")
+    if (given is not None) != (header["version"] == VERSIONS[1]):
+        stated = "without" if given is None else "with"
+        raise CorruptBundle(
+            f"{path}: version {header['version']} {stated} token selection; version 2 is the one with it"
+        )
+    return None if given is None else HeavyHitters(**given)
 
 
 def _codec(entry: dict[str, Any], role: Role, block: int, tensors: dict[str, Tensor], used: set[str]) -> Codec:

@@ -20,6 +20,7 @@ from .codecs.base import Packed, check_finite
 from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
+from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
 from .statistics import Prefixes, statistic
 
 PARTS = ("packed", "window", "bookkeeping")
@@ -113,10 +114,13 @@ class KVCalLayer(CacheLayerMixin):
         for own in self.statistics.values():
             if own.wants not in seen:
                 assert before is not None
-                turn = own.wants == "q" and self.site.rope
-                seen[own.wants] = self.site.rotate(before, *self._cache.rope_now(before)) if turn else before
+                seen[own.wants] = self._turned(before) if own.wants == "q" else before
         found = {name: own.observe(seen[own.wants], at) for name, own in self.statistics.items()}
         return {name: value for name, value in found.items() if value is not None}
+
+    def _turned(self, queries: Tensor) -> Tensor:
+        """The current call's queries after RoPE."""
+        return self.site.rotate(queries, *self._cache.rope_now(queries)) if self.site.rope else queries
 
     is_verified = False
 
@@ -195,19 +199,25 @@ class KVCalLayer(CacheLayerMixin):
             self._cache.leave_new(self.index, None, None)
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor]) -> None:
+        for role, packed in enumerate(self._encode(leaving, stats)):
+            self.packed[role] = {name: store.append(self.packed[role][name], t, plan) for name, t in packed.items()}
+
+    def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
+        """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above."""
         context, chained = self._cache.new_context(self.index), self._cache.scheme.chained
         context.stats = stats
+        blocks: list[Packed] = [{}, {}]
         made: list[Tensor | None] = [None, None]
         for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
             check_finite(x, self.index, codec.role)
             if chained:
-                packed, made[role] = codec.encode_decode(x, context)
+                blocks[role], made[role] = codec.encode_decode(x, context)
             else:
-                packed = codec.encode(x, context)
+                blocks[role] = codec.encode(x, context)
             if role == 0:
                 context.k0 = made[0]
-            self.packed[role] = {name: store.append(self.packed[role][name], t, plan) for name, t in packed.items()}
         self._cache.leave_new(self.index, *made)
+        return blocks
 
     def crop_to(self, plan: CropPlan) -> None:
         """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
@@ -272,6 +282,78 @@ class KVCalLayer(CacheLayerMixin):
         return [t for own in self.statistics.values() for t in own.state.values()]
 
 
+class SelectedLayer(KVCalLayer):
+    """A layer of a scheme that selects tokens: all exact ones are in `window`, `sink` stays empty, and nothing is packed
+    before the forward's end, when all layers have said which tokens they look at.
+    """
+
+    due: dict[str, Tensor]  # run-time statistics of the blocks that this forward may pack, (B, H, 1, ...)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As KVCalLayer.update, in the order of storage: packed, exact, new."""
+        plan = self._cache.plan_for(self, key_states)
+        assert isinstance(plan, SelectedPlan)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._move(key_states.device)
+        stored = [self._frame_keys(key_states), value_states]
+        out = self._materialise(plan, key_states, value_states)
+        self._weigh(plan, out[0])
+        self.due = {name: self._newest(plan, found) for name, found in self._observe(plan, stored[0]).items()}
+        self._hold(plan, stored)
+        self.columns += plan.query
+        if self._cache.offloading_layers:
+            self.offload()
+        return out
+
+    @torch.no_grad()
+    def _weigh(self, plan: SelectedPlan, keys: Tensor) -> None:
+        """Add what the call's queries look at. keys (B, H, past + query, D) as attention takes them."""
+        before = self.pending_queries
+        if before is None:
+            raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
+        valid = None if plan.valid is None else plan.valid.to(keys.device)
+        scaling = hf.score_scaling(self.site)
+        self._cache.add_mass(attention_mass(self._turned(before), keys, plan.alive.to(keys.device), valid, scaling))
+
+    @staticmethod
+    def _newest(plan: SelectedPlan, found: Tensor) -> Tensor:
+        """Of the statistics (B, H, F or 1, ...) of the blocks that the plain scheme would pack now the last one's."""
+        last = (plan.flushed - 1).clamp(0, found.shape[2] - 1).to(found.device)
+        return found[torch.arange(len(last), device=found.device), :, last][:, :, None]
+
+    @torch.no_grad()
+    def _hold(self, plan: SelectedPlan, new: list[Tensor]) -> None:
+        for role in (0, 1):
+            fresh = new[role]
+            if plan.valid is not None:  # what a pad holds never comes near a softmax
+                fresh = fresh.masked_fill(~plan.valid.to(fresh.device)[:, None, :, None], 0)
+            self.window[role] = torch.cat([self.window[role], fresh], 2)
+
+    @torch.no_grad()
+    def carry_out(self, moves: Moves) -> None:
+        """Pack, evict and close ranks as the ledger chose."""
+        self._move(self.device)
+        moves = moves.to(self.device)
+        sources = [self.window[role] for role in (0, 1)]
+        if moves.decodes:
+            sources = [torch.cat([x.to(self.dtype), w], 2) for x, w in zip(self._decode_all(), sources, strict=True)]
+        start = 0 if moves.decodes else moves.packed
+        new: list[Packed | None] = [None, None]
+        if moves.pack.shape[1]:
+            leaving = [_fill(_take(x, (moves.pack - start).clamp_min(0)), moves.idle) for x in sources]
+            new = list(self._encode(leaving, self.due))
+        for role, made in enumerate(new):
+            self.window[role] = _fill(_take(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
+            self.packed[role] = {
+                name: store.arrange(held, None if made is None else made[name], moves.order)
+                for name, held in self.packed[role].items()
+            }
+        self.due = {}
+        if self._cache.offloading_layers:
+            self.offload()
+
+
 class KVCalCache(Cache):
     """A cache for `model.generate(past_key_values=cache)` that really holds what its scheme says.
 
@@ -297,12 +379,17 @@ class KVCalCache(Cache):
         self.model = model
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
+        kind = KVCalLayer if scheme.selection is None else SelectedLayer
         layers = [
-            KVCalLayer(self, i, pair, self._sites[i]) if pair is not None else plain[i]
+            kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
             for i, pair in enumerate(scheme.layers)
         ]
         super().__init__(layers=layers)
-        self.ledger = Ledger(scheme.windows)
+        self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
+        if scheme.selection is not None:
+            self.ledger = SelectedLedger(scheme.windows, scheme.selection)
+            for layer in self.own_layers:
+                hf.check_selectable(layer.site)
         self.returned_tokens = 0
         self._mask: Tensor | None = None
         self._custom_mask = False
@@ -312,8 +399,11 @@ class KVCalCache(Cache):
         self._plan: Plan | None = None
         self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
-        asked = [layer for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
-        self._hooks = hf.Hooks(model, self, tapped, [self._sites[layer.index] for layer in asked])
+        selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
+        asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
+        self._torn = False
+        self._masks: dict[torch.device, Tensor | None] = {}
+        self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
 
     @property
     def own_layers(self) -> list[KVCalLayer]:
@@ -323,6 +413,13 @@ class KVCalCache(Cache):
 
     def on_forward(self, mask: Tensor | None) -> None:
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
+        if self._custom_mask and self.scheme.selection is not None:
+            assert mask is not None
+            raise KVCalError(
+                f"attention_mask has {mask.ndim} dimensions: with token selection it must be (batch, tokens), because "
+                "evicted tokens are not there to be masked"
+            )
+        self._masks = {}
         self._plan = self._rope = self._rope_now = self._positions = None
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -338,20 +435,56 @@ class KVCalCache(Cache):
         assert isinstance(own, KVCalLayer)
         own.pending_queries = queries
 
+    @torch.no_grad()
+    def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask of what is kept, (B, 1, query, kept + query), in the place of the model's of all columns."""
+        own = self.layers[layer]
+        assert isinstance(own, KVCalLayer)
+        plan = self._plan_of(own, hidden.shape[0], hidden.shape[1], hidden.device)
+        assert isinstance(plan, SelectedPlan)
+        if plan.first:
+            return mask
+        if hidden.device not in self._masks:
+            hf.check_selectable(own.site)
+            alive = plan.alive.to(hidden.device)
+            valid = None if plan.valid is None else plan.valid.to(hidden.device)
+            seen = allowed(alive, valid, 0, plan.query)
+            self._masks[hidden.device] = None if bool(seen.all()) else hf.mask_for(own.site, seen, hidden.dtype)
+        return self._masks[hidden.device]
+
+    def on_done(self) -> None:
+        plan, self._torn = self._plan, self.scheme.selection is not None
+        if isinstance(plan, SelectedPlan) and plan.flush:
+            moves = self.ledger.choose(plan)
+            self._chain = {"old": {}, "new": {}}
+            for layer in self.own_layers:
+                assert isinstance(layer, SelectedLayer)
+                layer.carry_out(moves)
+        self._torn = False
+
     # What layers ask for.
+
+    def add_mass(self, mass: Tensor) -> None:
+        """Attention (B, past + query) that one layer's queries gave to each slot."""
+        self.ledger.add(mass)
 
     def plan_for(self, layer: KVCalLayer, keys: Tensor) -> Plan:
         """The current forward's plan, made when its first layer comes."""
+        return self._plan_of(layer, keys.shape[0], keys.shape[2], keys.device)
+
+    def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
         if not self._hooks.active:
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
             raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model)")
         if self._plan is None:
-            self._check_whole(layer.index, keys.shape[2])
-            self._plan = self._begin(keys)
+            self._check_whole(layer.index, query)
+            self._plan = self._begin(batch, query, device)
         return self._plan
 
     def _check_whole(self, first: int, query: int) -> None:
         """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
+        if self._torn:
+            raise KVCalError("an earlier forward broke off while it evicted tokens: call reset() and start again")
         for index, layer in enumerate(self.layers):
             wanted = self.ledger.columns + (query if index < first else 0)
             if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() != wanted:
@@ -360,9 +493,11 @@ class KVCalCache(Cache):
                     "an earlier forward broke off; call reset() and start again"
                 )
 
-    def _begin(self, keys: Tensor) -> Plan:
-        batch, query, past = keys.shape[0], keys.shape[2], self.ledger.columns
-        plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(keys.device)
+    def _begin(self, batch: int, query: int, device: torch.device) -> Plan:
+        past = self.ledger.columns
+        plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(device)
+        if isinstance(plan, SelectedPlan) and self._mask is not None:
+            plan = self.ledger.hide(plan, self._mask[:, :past].to("cpu").bool())
         if self.scheme.frame == "pre_rope":
             new = self._positions
             if new is None:
@@ -489,7 +624,7 @@ class KVCalCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.ledger.clear()
-        self.returned_tokens = 0
+        self.returned_tokens, self._torn = 0, False
         self._rope = self._plan = self._mask = None
         self._chain = {"old": {}, "new": {}}
 
@@ -507,7 +642,7 @@ class KVCalCache(Cache):
         """An independent cache on the same model with the same contents, for reusing a prompt."""
         twin = KVCalCache(self.scheme, self.model, strict=self.strict, offload=self.offloading_layers)
         twin.ledger = copy.deepcopy(self.ledger, memo)
-        twin.returned_tokens = self.returned_tokens
+        twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
                 held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs")}
@@ -529,7 +664,8 @@ class KVCalCache(Cache):
             raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
         if part == "bookkeeping":
             own = [t for layer in self.own_layers for t in layer.bookkeeping()]
-            return self.ledger.nbytes + sum(t.numel() * t.element_size() for t in own)
+            shared: int = self.ledger.nbytes
+            return shared + sum(t.numel() * t.element_size() for t in own)
         tensors = [t for layer in self.own_layers for t in layer.stored(part)]
         if part == "window":
             plain = [layer for layer in self.layers if not isinstance(layer, KVCalLayer)]
@@ -538,10 +674,14 @@ class KVCalCache(Cache):
         return sum(storages.values())
 
     def packed_values(self) -> int:
-        """How many numbers the packed blocks stand for."""
-        blocks = int(self.ledger.blocks.sum())
+        """How many numbers the packed blocks stand for; those of evicted tokens do not count."""
         pairs = [pair for pair in self.scheme.layers if pair is not None]
-        return blocks * sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
+        numbers = sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
+        if self.scheme.selection is None:
+            blocks: int = self.ledger.blocks.sum().item()
+            return blocks * numbers
+        tokens: int = self.ledger.packed_tokens
+        return tokens * numbers // self.scheme.windows.block
 
     def bits_per_value(self) -> float:
         """Stored bits of the packed blocks over the values they stand for; nan while nothing is packed."""
@@ -565,6 +705,7 @@ class KVCalCache(Cache):
             "windows": vars(self.scheme.windows),
             "frame": self.scheme.frame,
             "tokens": self.ledger.columns,
+            "selection": None if self.scheme.selection is None else self.ledger.describe(),
             "packed_blocks": self.ledger.blocks.tolist(),
             "caveats": self.caveats,
             "returned_by_crop": self.returned_tokens,
@@ -585,6 +726,11 @@ class KVCalCache(Cache):
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
     return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _fill(x: Tensor, idle: Tensor) -> Tensor:
+    """Zeros where idle (B, T) says that a slot of x (B, H, T, D) holds nothing."""
+    return x.masked_fill(idle[:, None, :, None], 0)
 
 
 def _cut(x: Tensor, width: int) -> Tensor:

@@ -3,7 +3,9 @@
 Facts this file rests on (Transformers 5.17 to 5.23): an attention module calls `past_key_values.update(k, v, layer)`
 with keys after RoPE and passes neither cos, sin nor positions; a cache never sees the attention mask. So one forward
 hook a layer hands out keys before RoPE (the output of `k_norm`, `k_proj` or the middle of `qkv_proj`), one hook on the
-rotary module hands out positions, cos and sin, and one pre-hook on the decoder hands out the 2-D attention mask.
+rotary module hands out positions, cos and sin, and one pre-hook on the decoder hands out the 2-D attention mask. Where
+tokens were evicted, the model's mask of all columns does not fit what the cache gives back: one pre-hook an attention module
+then puts ours in its place.
 """
 
 from __future__ import annotations
@@ -168,6 +170,40 @@ def caveats(config: Any) -> list[str]:
     return []
 
 
+IMPLEMENTATIONS = ("sdpa", "eager")  # attention that takes any mask (B, 1, query, keys)
+
+
+def check_selectable(site: AttentionSite) -> None:
+    """Raises KVCalError where the layer's attention weights cannot be computed again, or its mask not be replaced."""
+    module: Any = site.module
+    name = f"layer {site.index} ({type(module).__name__})"
+    kind = getattr(module.config, "_attn_implementation", None) or "eager"
+    if kind not in IMPLEMENTATIONS:
+        raise KVCalError(
+            f"{name}: token selection needs attn_implementation {' or '.join(IMPLEMENTATIONS)}, the model has {kind!r}: "
+            "load it with one of these"
+        )
+    odd = [part for part in ("sinks", "softcap", "attn_logit_softcapping") if getattr(module, part, None) is not None]
+    if odd or not isinstance(getattr(module, "scaling", None), (int, float)):
+        why = f"its attention has {odd[0]}" if odd else "it has no `scaling`"
+        raise KVCalError(f"{name}: token selection does not know this layer's attention weights: {why}")
+
+
+def score_scaling(site: AttentionSite) -> float:
+    """What the model multiplies q . k by before the softmax."""
+    scaling: Any = site.module.scaling
+    return float(scaling)
+
+
+def mask_for(site: AttentionSite, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """allowed (B, Q, keys) bool -> (B, 1, Q, keys) as the layer's attention takes it."""
+    module: Any = site.module
+    mask = allowed[:, None]
+    if (module.config._attn_implementation or "eager") == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
@@ -183,6 +219,12 @@ class Listener(Protocol):
     def on_queries(self, layer: int, queries: Tensor) -> None:
         """Queries (B, heads, query, D) of one layer before RoPE; only if asked for."""
 
+    def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Before a layer's attention: its input (B, query, hidden size) and mask -> the mask to use; only if asked for."""
+
+    def on_done(self) -> None:
+        """After a forward that did not fail."""
+
 
 def _nobody() -> None:
     return None
@@ -192,9 +234,14 @@ class Hooks:
     """Tells one cache, and no other, what its model does; holds the cache weakly, so that dropping it removes the hooks."""
 
     def __init__(
-        self, model: nn.Module, owner: Listener, sites: list[AttentionSite], query_sites: list[AttentionSite]
+        self,
+        model: nn.Module,
+        owner: Listener,
+        sites: list[AttentionSite],
+        query_sites: list[AttentionSite],
+        mask_sites: list[AttentionSite],
     ) -> None:
-        """sites, query_sites: the layers whose keys and queries before RoPE are wanted; empty for none."""
+        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none."""
         decoder = decoder_of(model)
         self._signature = inspect.signature(type(decoder).forward)
         self._owner: Callable[[], Listener | None] = weakref.ref(owner)
@@ -206,6 +253,9 @@ class Hooks:
         ]
         self._handles += [site.key_source.register_forward_hook(self._key_hook(site)) for site in sites]
         self._handles += [site.query_source.register_forward_hook(self._query_hook(site)) for site in query_sites]
+        self._handles += [
+            site.module.register_forward_pre_hook(self._mask_hook(site), with_kwargs=True) for site in mask_sites
+        ]
         weakref.finalize(owner, self.close)
 
     @property
@@ -244,7 +294,11 @@ class Hooks:
         owner.on_forward(given.get("attention_mask"))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        self._state.active = False
+        """output: None after a forward that failed."""
+        was, self._state.active = self.active, False
+        owner = self._owner()
+        if was and owner is not None and output is not None:
+            owner.on_done()
 
     def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
         owner = self._owner()
@@ -265,6 +319,23 @@ class Hooks:
             owner = self._owner()
             if self.active and owner is not None:
                 owner.on_queries(site.index, site.queries_from(output))
+
+        return hook
+
+    def _mask_hook(self, site: AttentionSite) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            owner = self._owner()
+            if not self.active or owner is None or kwargs is None:
+                return None
+            hidden = kwargs.get("hidden_states", args[0] if args else None)
+            if hidden is None or "attention_mask" not in kwargs:
+                raise KVCalError(
+                    f"layer {site.index} ({type(module).__name__}): attention is not called with hidden_states and "
+                    "attention_mask=...; token selection cannot hide evicted tokens from it"
+                )
+            return args, {**kwargs, "attention_mask": owner.on_attention(site.index, hidden, kwargs["attention_mask"])}
 
         return hook
 

@@ -92,11 +92,7 @@ class Ledger:
 
     def begin(self, batch: int, query: int, new_valid: Tensor | None) -> Plan:
         """Advance by `query` columns; new_valid (B, query) bool on the CPU, None if all are real."""
-        if self.columns and batch != self.batch:
-            raise KVCalError(
-                f"cache holds {self.batch} rows, the model was called with {batch}; "
-                "use batch_repeat_interleave or batch_select_indices, or reset() first"
-            )
+        check_batch(self.columns, self.batch, batch)
         if not self.columns:
             self.batch = batch
             self.valid = torch.zeros(batch, 0, dtype=torch.bool)
@@ -194,9 +190,7 @@ class Ledger:
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows in this order (repeats allowed)."""
-        host = rows.to("cpu")
-        if host.dtype == torch.bool:
-            host = host.nonzero().flatten()
+        host = host_rows(rows)
         self.batch = len(host)
         self.valid, self.sink = self.valid[host], self.sink[host]
         self.blocks, self.window = self.blocks[host], self.window[host]
@@ -217,6 +211,21 @@ class Ledger:
         if self.positions is not None:
             own.append(self.positions)
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}.values())
+
+
+def check_batch(columns: int, held: int, batch: int) -> None:
+    """Raises KVCalError where a cache that is not empty is called with another number of rows."""
+    if columns and batch != held:
+        raise KVCalError(
+            f"cache holds {held} rows, the model was called with {batch}; "
+            "use batch_repeat_interleave or batch_select_indices, or reset() first"
+        )
+
+
+def host_rows(rows: Tensor) -> Tensor:
+    """Row numbers or a mask of rows -> row numbers on the CPU."""
+    host = rows.to("cpu")
+    return host.nonzero().flatten() if host.dtype == torch.bool else host
 
 
 def _width(counts: Tensor) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import math
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,29 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class HeavyHitters:
+    """Token selection before compression, H2O (Zhang et al. 2023): of n tokens a row keeps keep * n, the share `heavy` of
+    them because attention has looked at them most, the rest because they are the newest. One set for all heads and layers.
+    """
+
+    keep: float = 0.2
+    heavy: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, least in (("keep", "above 0"), ("heavy", "at least 0")):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not 0 <= value <= 1 or (name == "keep" and value == 0):
+                raise KVCalError(f"selection {name} = {value!r}: must be a number {least}, at most 1")
+            object.__setattr__(self, name, float(value))
+
+    def budget(self, tokens: int) -> tuple[int, int]:
+        """Of so many tokens: how many are kept in all, and how many of them as heavy hitters."""
+        total = math.floor(self.keep * tokens + 1e-9)  # 0.29 * 100 is 28.999999999999996
+        return total, math.floor(self.heavy * total + 1e-9)
+
+
+@dataclass(frozen=True)
 class LayerCodecs:
     key: Codec
     value: Codec
@@ -53,13 +77,15 @@ class LayerCodecs:
 class Scheme:
     """A value of this type is a compression method, fitted or not.
 
-    layers[i] is None where the layer is left to Transformers' own cache; skipped[i] then says why.
+    layers[i] is None where the layer is left to Transformers' own cache; skipped[i] then says why. selection: which tokens
+    are kept at all; None keeps every one.
     """
 
     windows: Windows
     frame: Frame
     layers: tuple[LayerCodecs | None, ...]
     skipped: dict[int, str] = field(default_factory=dict)
+    selection: HeavyHitters | None = None
     _placed: dict[tuple[int, torch.device], LayerCodecs] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -130,5 +156,11 @@ class Scheme:
             self._placed[layer, device] = LayerCodecs(pair.key.to(device), pair.value.to(device))
         return self._placed[layer, device]
 
+    def keeping(self, selection: HeavyHitters | None) -> Scheme:
+        """The same codecs with this token selection (None: without)."""
+        return replace(self, selection=selection)
+
     def config(self) -> dict[str, Any]:
-        return {"windows": asdict(self.windows), "frame": self.frame}
+        """JSON-able, without the layers."""
+        own = {"windows": asdict(self.windows), "frame": self.frame}
+        return own if self.selection is None else own | {"selection": asdict(self.selection)}

@@ -74,6 +74,27 @@ def append(old: Stored, new: Stored, plan: Plan) -> Stored:
     return grown
 
 
+def arrange(old: Stored, new: Stored | None, order: Tensor) -> Stored:
+    """Any blocks in any order: order int64 (B, N') counts through the blocks of `old`, then those of `new`; -1 is a slot
+    that holds none.
+    """
+    if isinstance(old, Ragged):
+        parts = [part for part in (old, new) if isinstance(part, Ragged)]
+        both = Ragged(torch.cat([p.data for p in parts]), torch.cat([p.counts.flatten() for p in parts])[None, None])
+        numbers = torch.cat([_numbers(p) + (i and old.counts.numel()) for i, p in enumerate(parts)], 2)
+        index = order[:, None].expand(-1, numbers.shape[1], -1)
+        found = numbers.gather(2, index.clamp_min(0)) if numbers.shape[2] else torch.zeros_like(index)
+        return both.take(found.masked_fill(index < 0, -1))
+    assert new is None or isinstance(new, Tensor)
+    whole = old if new is None else torch.cat([old, new], 2)
+    if not whole.shape[2]:
+        return whole
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    taken = whole[rows, :, order.clamp_min(0)].transpose(1, 2)
+    empty = (order < 0).view(len(order), 1, -1, *[1] * (whole.ndim - 3))
+    return taken.masked_fill(empty, 0).contiguous()
+
+
 def _append_ragged(old: Ragged, new: Ragged, plan: Plan) -> Ragged:
     both = Ragged(torch.cat([old.data, new.data]), torch.cat([old.counts.flatten(), new.counts.flatten()])[None, None])
     first, second = _numbers(old), _numbers(new) + old.counts.numel()

@@ -13,6 +13,10 @@ from kvcal.cli.output import print_json, print_table
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
 
 
+def _selection(found: dict[str, float] | None) -> str:
+    return "every token" if found is None else f"H2O, keep {found['keep']:g}, heavy {found['heavy']:g}"
+
+
 def inspect(bundle: File, json: Json = False) -> None:
     """Show what a bundle holds: model, method, settings, metrics, codecs of each layer."""
     from kvcal.commands.bundles import run_inspect
@@ -34,6 +38,7 @@ def inspect(bundle: File, json: Json = False) -> None:
         "text": text.get("source"),
         "windows": ", ".join(f"{name} {value}" for name, value in found["windows"].items()),
         "frame": found["frame"],
+        "token selection": _selection(found["selection"]),
         "bits a value": f"{found['bits_per_value']:.4f}",
         "resident bytes": found["resident_bytes"],
         "held-out": _listed({name: value for name, value in found["metrics"].items() if isinstance(value, float)}),

@@ -8,7 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Bundles, Column, Device, Dtype, Json, Model, Presets, Random, Revision, Seed, Step, Text
+from kvcal.cli.options import (
+    Bundles,
+    Column,
+    Device,
+    Dtype,
+    Heavy,
+    Json,
+    Keep,
+    Model,
+    Presets,
+    Random,
+    Revision,
+    Seed,
+    Step,
+    Text,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -22,6 +37,8 @@ def evaluate(
     step: Step = 32,
     bundle: Bundles = None,
     preset: Presets = None,
+    keep: Keep = None,
+    heavy: Heavy = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
     random_weights: Random = False,
     seed: Seed = 0,
@@ -60,6 +77,8 @@ def generate(
     revision: Revision = None,
     bundle: Annotated[Path | None, typer.Option("--bundle", "-b", help="A bundle file.")] = None,
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
+    keep: Keep = None,
+    heavy: Heavy = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
     random_weights: Random = False,

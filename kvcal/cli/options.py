@@ -23,5 +23,13 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if 
 Step = Annotated[int, typer.Option(min=1, help="Tokens a forward pass: each step sees the compressed past.")]
 Random = Annotated[bool, typer.Option("--random-weights", help="The geometry with random weights, no download.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights.")]
+Keep = Annotated[
+    float | None,
+    typer.Option(help="Keep this share of the tokens, by attention and age (H2O), e.g. 0.2; a bundle's own otherwise."),
+]
+Heavy = Annotated[
+    float | None,
+    typer.Option(help="With --keep: which share of the kept tokens is chosen by attention (default: 0.5)."),
+]
 Bundles = Annotated[list[Path] | None, typer.Option("--bundle", "-b", help="A bundle file; may be repeated.")]
 Presets = Annotated[list[str] | None, typer.Option("--preset", "-p", help="A method without data; may be repeated.")]

@@ -34,6 +34,7 @@ def run_inspect(path: Path) -> dict[str, Any]:
         "model": asdict(bundle.fingerprint),
         "windows": asdict(scheme.windows),
         "frame": scheme.frame,
+        "selection": None if scheme.selection is None else asdict(scheme.selection),
         "bits_per_value": scheme.bits_per_value(),
         "resident_bytes": scheme.resident_bytes(),
         "provenance": bundle.provenance,

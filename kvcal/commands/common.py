@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import HeavyHitters
 
 from .. import corpus, models
 from ..report.progress import progress
@@ -35,6 +36,18 @@ def given_text(o: dict[str, Any]) -> str:
     if not str(o["text"]).strip():
         raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
     return str(o["text"])
+
+
+def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
+    """--keep and --heavy; None without them: each bundle's own."""
+    if o["keep"] is None:
+        if o["heavy"] is not None:
+            raise UsageError("--heavy is a share of the tokens that --keep keeps: give --keep too")
+        return None
+    for name in ("keep", "heavy"):
+        if o[name] is not None and not (0 < o[name] <= 1 or (name == "heavy" and o[name] == 0)):
+            raise UsageError(f"--{name} {o[name]:g}: a share of tokens, {'above' if name == 'keep' else 'from'} 0 to 1")
+    return HeavyHitters(o["keep"], 0.5 if o["heavy"] is None else o["heavy"])
 
 
 def check_context(source: models.ModelSource, length: int, say: Say) -> None:

@@ -18,7 +18,7 @@ from ..methods.plain import DataFree
 from ..outliers import warnings
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
-from .common import Say, check_context, evaluation_text, known, text_for
+from .common import Say, check_context, evaluation_text, given_selection, known, text_for
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -28,7 +28,7 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
-    methods = rows_named(o["preset"] or [], o["bundle"] or [])
+    methods, selection = rows_named(o["preset"] or [], o["bundle"] or []), given_selection(o)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
@@ -38,7 +38,7 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     check_context(source, length, say)
     for line in outlier_warnings(loaded.model, text.ids, methods):
         say(line)
-    makers = cache_makers(loaded.model, methods, loaded.revision)
+    makers = cache_makers(loaded.model, methods, loaded.revision, selection)
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
     for row in rows[1:]:
@@ -55,6 +55,8 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "windows": len(text.ids),
         "length": length,
         "step": o["step"],
+        "keep": None if selection is None else selection.keep,
+        "heavy": None if selection is None else selection.heavy,
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -92,11 +94,12 @@ def run_generate(o: dict[str, Any]) -> dict[str, Any]:
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
+    selection = given_selection(o)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision).items()))
+    name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision, selection).items()))
     tokenizer = known(loaded.tokenizer)
     ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
     started = time.monotonic()
@@ -122,5 +125,6 @@ def run_generate(o: dict[str, Any]) -> dict[str, Any]:
         "nbytes": seen["nbytes"],
         "bits_per_value": seen["bits_per_value"],
         "resident_bytes": seen["resident_bytes"],
+        "selection": seen["selection"],
         "path": seen["path"],
     }
