@@ -29,22 +29,27 @@ def load_cache(
     model: nn.Module,
     *,
     keep: float | None = None,
-    heavy: float = 0.5,
+    heavy: float | None = None,
     **options: Any,
 ) -> KVCalCache:
     """A Transformers cache for `model.generate(past_key_values=cache)` that stores what the bundle says.
 
-    bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, the share `heavy` of them by the
-    attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. options: strict, offload (see KVCalCache). Raises
-    errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
+    bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, of these the share `heavy` (0.5) by
+    the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. options: strict, offload (see
+    KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
     """
     from .bundle import Bundle
     from .cache import KVCalCache
+    from .errors import UsageError
     from .scheme import HeavyHitters
 
+    if keep is None and heavy is not None:
+        raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
     loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
     loaded.check(model)
-    scheme = loaded.scheme if keep is None else loaded.scheme.keeping(HeavyHitters(keep, heavy))
+    scheme = (
+        loaded.scheme if keep is None else loaded.scheme.keeping(HeavyHitters(keep, 0.5 if heavy is None else heavy))
+    )
     return KVCalCache(scheme, model, **options)
 
 

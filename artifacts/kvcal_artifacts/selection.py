@@ -119,12 +119,12 @@ class Row:
     )  # its blocks afterwards: old ones by number, -1 - f the f-th of `pack`
     pack: list[Tensor] = field(default_factory=list)  # slots of each new block
 
-    def choose(self, sink: int, window: int, flushed: int, target: int, total: int, heavy: int) -> None:
-        """sink, window: exact tokens of either; flushed: blocks' worth that leave the window; target: blocks of recent tokens
-        wanted; total, heavy: tokens to keep.
-        """
+    def choose(self, sink: int, window: int, flushed: int, total: int, heavy: int) -> None:
+        """sink, window: exact tokens of either; flushed: blocks' worth that leave the window; total, heavy: tokens to keep."""
         sinks, staged, waiting = self.exact.tensor_split([sink, len(self.exact) - window])
         leaving, stay = waiting.tensor_split([flushed * self.block])
+        heavy = max(heavy, sink)
+        target = max(0, total - heavy - len(stay)) // self.block  # blocks of recent tokens that there is room for
         new = min(flushed, target)
         old = min(self.recents, target - new)
         passing, recent = leaving.tensor_split([len(leaving) - new * self.block])
@@ -273,9 +273,7 @@ class SelectedLedger:
     def _choose(self, number: int, row: Row, flushed: int) -> None:
         seen, window, leave = int(self.seen[number]), int(self.window[number]), flushed * self.windows.block
         self.left[number] = row.tokens[row.exact[len(row.exact) - window + leave - 1]]
-        total, heavy = self.selection.budget(seen)
-        target = max(0, (total - heavy - self.windows.recent) // self.windows.block)
-        row.choose(min(self.windows.sink, seen), window, flushed, target, total, heavy)
+        row.choose(min(self.windows.sink, seen), window, flushed, *self.selection.budget(seen))
         self.window[number] = window - leave
         self.blocks[number], self.recents[number] = len(row.order), row.recents
 
