@@ -594,6 +594,17 @@ def test_run_time_statistics_are_those_of_the_newest_block_due() -> None:
         assert torch.equal(found[1][name], every[:, :, -1:])
 
 
+def test_half_precision() -> None:
+    """Caches hold what they are given; scores are float32."""
+    model, ids = TINY["llama"]().bfloat16(), token_ids(2, 120)
+    for frame in FRAMES:
+        cache = schemes.opened(schemes.scheme(model, "higgs-2", frame).keeping(FEW), model)
+        logits = run(cache, ids, range(60, 120, 7))
+        assert {t.dtype for layer in cache.own_layers for t in layer.window} == {torch.bfloat16}
+        assert bool(torch.isfinite(logits[-1]).all())
+        check_storage(cache)
+
+
 # What is refused.
 
 
@@ -701,6 +712,8 @@ def test_a_bundle_carries_the_selection(tmp_path: Path) -> None:
         with load_cache(path, model, **options) as cache:
             run(cache, ids)
             assert (len(kept(cache)) == 110) == (options.get("keep") == 1.0)
+    assert kvcal("inspect", path, "--json").json["selection"] == {"keep": 0.3, "heavy": 0.5}
+    assert "H2O, keep 0.3, heavy 0.5" in kvcal("inspect", path).out
     with pytest.raises(UsageError, match=r"heavy=0.3 is a share of the tokens that keep=... keeps"):
         load_cache(path, model, heavy=0.3)
 
