@@ -114,10 +114,9 @@ class Row:
     blocks: int
     recents: int  # the last of its blocks, which hold recent tokens
     exact: Tensor  # slots that hold tokens, oldest first
-    order: list[int] = field(
-        default_factory=list
-    )  # its blocks afterwards: old ones by number, -1 - f the f-th of `pack`
-    pack: list[Tensor] = field(default_factory=list)  # slots of each new block
+    # its blocks afterwards: old ones by number, -1 - f the f-th of `pack`, which has the slots of each new one
+    order: list[int] = field(default_factory=list)
+    pack: list[Tensor] = field(default_factory=list)
 
     def choose(self, sink: int, window: int, flushed: int, total: int, heavy: int) -> None:
         """sink, window: exact tokens of either; flushed: blocks' worth that leave the window; total, heavy: tokens to keep."""
@@ -250,12 +249,7 @@ class SelectedLedger:
         mass, start = self.mass.to("cpu"), self.widths[1] * self.windows.block
         if not bool(torch.isfinite(mass).all()):
             raise NonFiniteError("attention weights hold a NaN or infinity: tokens cannot be selected by them")
-        for name in (
-            "window",
-            "blocks",
-            "recents",
-            "left",
-        ):  # rows are written one by one, and plans hold the old counts
+        for name in ("window", "blocks", "recents", "left"):  # written row by row below: never into a tensor shared
             setattr(self, name, getattr(self, name).clone())
         rows = [self._row(number, mass[number], start) for number in range(self.batch)]
         for number, flushed in enumerate(plan.flushed.tolist()):
