@@ -23,6 +23,11 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
             f"{keys.name} has windows {_windows(keys)}, {values.name} {_windows(values)}: make one of them again with the "
             "other's --sink, --recent and --block"
         )
+    if keys.scheme.selection != values.scheme.selection:
+        raise UsageError(
+            f"{keys.name} keeps {_kept(keys)}, {values.name} {_kept(values)}: one token set serves both, make one of them "
+            "again with the other's --keep and --heavy"
+        )
     layers: list[LayerCodecs | None] = []
     for index, (a, b) in enumerate(zip(keys.scheme.layers, values.scheme.layers, strict=True)):
         if (a is None) != (b is None):
@@ -33,7 +38,9 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
         _check(index, keys, "keys", a.key.needs & OF_VALUES, "values")
         _check(index, values, "values", b.value.needs & OF_KEYS, "keys")
         layers.append(LayerCodecs(a.key, b.value))
-    scheme = Scheme(keys.scheme.windows, keys.scheme.frame, tuple(layers), dict(keys.scheme.skipped))
+    scheme = Scheme(
+        keys.scheme.windows, keys.scheme.frame, tuple(layers), dict(keys.scheme.skipped), keys.scheme.selection
+    )
     scheme.check_chain()
     record = {
         "method": "combine",
@@ -52,6 +59,11 @@ def _check(index: int, bundle: Bundle, part: str, wanted: frozenset[str], other:
             f"layer {index}: the {part} of {bundle.name} are predicted from {other} as {bundle.name} itself stores them "
             f"({', '.join(sorted(wanted))}); fit them again without that input, or take {other} from {bundle.name} too"
         )
+
+
+def _kept(bundle: Bundle) -> str:
+    found = bundle.scheme.selection
+    return "every token" if found is None else f"{found.keep:g} of the tokens ({found.heavy:g} heavy)"
 
 
 def _windows(bundle: Bundle) -> str:

@@ -62,7 +62,7 @@ def without_factors(scheme: Scheme) -> Scheme:
         LayerCodecs(pair.key.inner, pair.value) if pair is not None and isinstance(pair.key, Scaled) else pair
         for pair in scheme.layers
     )
-    return Scheme(scheme.windows, scheme.frame, layers, scheme.skipped)
+    return Scheme(scheme.windows, scheme.frame, layers, scheme.skipped, scheme.selection)
 
 
 def row_factors(site: hf.AttentionSite, factor: Tensor, partners: Tensor) -> list[tuple[nn.Module, Tensor]]:

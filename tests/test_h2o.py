@@ -22,10 +22,11 @@ from transformers import DynamicCache
 
 import schemes
 from architectures import TINY
+from kvcal.methods.plain import Preset
 from kvcal_artifacts import load_bundle, load_cache, store
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.cache import KVCalCache, SelectedLayer
-from kvcal_artifacts.codecs import Context, Exact, Packed
+from kvcal_artifacts.codecs import Context, Exact, MixKVQ, Packed
 from kvcal_artifacts.codecs.base import EMPTY
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
@@ -594,6 +595,41 @@ def test_run_time_statistics_are_those_of_the_newest_block_due() -> None:
         assert torch.equal(found[1][name], every[:, :, -1:])
 
 
+COMPOSED: dict[str, Any] = {
+    **{name: (name, name) for name in ("uniform-2", "kivi-2", "turboquant-4", "higgs-2-wide", "innerq-hybrid", "fp8")},
+    "mixkvq": ("exact-32", "kivi-2"),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_composes_with_every_kind_of_codec(name: str) -> None:
+    """Per token, per channel, scalar and vector grids, factors of the row, blocks of different sizes; ragged rows; the same
+    tokens in all of it. What attention gets is near the exact codec's, so nothing is mixed up.
+    """
+    model, mask = schemes.tiny("llama"), left_mask([150, 120])
+    ids = token_ids(*mask.shape) * mask
+    scheme = Preset(*COMPOSED[name], sink=SINK, recent=RECENT, block=BLOCK).scheme(model)
+    if name == "mixkvq":
+        pairs = [LayerCodecs(MixKVQ(p.key.shape, "key", group=BLOCK), p.value) for p in scheme.layers if p is not None]
+        scheme = Scheme(scheme.windows, "post_rope", tuple(pairs))
+    cache, exact = schemes.opened(scheme.keeping(SOME), model), made(SOME)
+    found, wanted = (run(one, ids, (100, *range(110, 150, 9)), mask) for one in (cache, exact))
+    error = torch.stack([f[:, -1] - w[:, -1] for f, w in zip(found, wanted, strict=True)])
+    assert float(error.std()) < 0.6 * float(torch.stack([w[:, -1] for w in wanted]).std())
+    rows = cache.describe()["selection"]["rows"]
+    assert rows["kept"] == exact.describe()["selection"]["rows"]["kept"]
+    assert cache.ledger.widths == exact.ledger.widths
+    copied = copy.deepcopy(cache)
+    schemes.OPEN.append(copied)
+    for one in (cache, copied):
+        one.batch_select_indices(torch.tensor([1, 0, 1]))
+    more = torch.cat([ids, token_ids(2, 20, seed=8)], 1)[[1, 0, 1]]
+    whole = torch.cat([mask[[1, 0, 1]], torch.ones(3, 20, dtype=torch.long)], 1)
+    first, second = (run(one, more, (160,), whole)[-1] for one in (cache, copied))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first[0], first[2], atol=1e-4, rtol=1e-4)
+
+
 def test_half_precision() -> None:
     """Caches hold what they are given; scores are float32."""
     model, ids = TINY["llama"]().bfloat16(), token_ids(2, 120)
@@ -752,6 +788,20 @@ def test_the_command_line(tmp_path: Path) -> None:
     found = kvcal(*prompt, "--keep", 0.3, "--heavy", 0.7, "--tokens", 3, "--json").json
     assert found["selection"]["rows"]["evicted"][0] > 0
     assert (found["selection"]["keep"], found["selection"]["heavy"]) == (0.3, 0.7)
+    bundle, other = tmp_path / f"few{SUFFIX}", tmp_path / f"all{SUFFIX}"
+    for path, share in ((bundle, ["--keep", 0.2]), (other, [])):
+        assert kvcal("preset", "higgs-2", *named[:2], "--output", path, *share).code == 0
+    assert load_bundle(bundle).scheme.selection == HeavyHitters(0.2)
+    compared = kvcal("compare", *named, *shape[:4], "--bundle", bundle, "--bundle", other, "--json").json["rows"]
+    assert {row["name"]: row["cache_bytes"] for row in compared}["few"] == few["rows"][1]["cache_bytes"]
+    again = kvcal("compare", *named, *shape[:4], "--bundle", other, "--keep", 0.2, "--json").json
+    assert again["rows"][0]["kl"] == few["rows"][1]["kl"]
+    assert again["selection"] == {"keep": 0.2, "heavy": 0.5}
+    both = kvcal("combine", bundle, other, "--output", tmp_path / f"both{SUFFIX}")
+    assert both.code == 2
+    assert "few keeps 0.2 of the tokens (0.5 heavy), all every token" in both.complaint
+    assert kvcal("combine", bundle, bundle, "--output", tmp_path / f"both{SUFFIX}").code == 0
+    assert load_bundle(tmp_path / f"both{SUFFIX}").scheme.selection == HeavyHitters(0.2)
     for options, why in (
         (["--heavy", 0.5], "give --keep too"),
         (["--keep", 2], "--keep 2: a share"),

@@ -7,7 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Bundles, Column, Device, Dtype, Json, Model, Presets, Random, Revision, Seed, Step, Text
+from kvcal.cli.options import (
+    Bundles,
+    Column,
+    Device,
+    Dtype,
+    Heavy,
+    Json,
+    Keep,
+    Model,
+    Presets,
+    Random,
+    Revision,
+    Seed,
+    Step,
+    Text,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -31,6 +46,8 @@ def compare(
     sink: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 4,
     recent: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 128,
     block: Annotated[int, typer.Option(min=1, help="Of the pairs.")] = 32,
+    keep: Keep = None,
+    heavy: Heavy = None,
     max_bits: Annotated[float | None, typer.Option(help="Name the best row of at most so many bits.")] = None,
     calibration: Annotated[str | None, typer.Option(help="Text for --predict. Default: the model's own.")] = None,
     fit_windows: Annotated[int | None, typer.Option(min=2, help="Calibration windows for --predict.")] = None,

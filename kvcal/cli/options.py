@@ -25,7 +25,9 @@ Random = Annotated[bool, typer.Option("--random-weights", help="The geometry wit
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights.")]
 Keep = Annotated[
     float | None,
-    typer.Option(help="Keep this share of the tokens, by attention and age (H2O), e.g. 0.2; a bundle's own otherwise."),
+    typer.Option(
+        help="Keep this share of the tokens, by attention and age (H2O), as 0.2. Default: all, or what a bundle says."
+    ),
 ]
 Heavy = Annotated[
     float | None,

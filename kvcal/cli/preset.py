@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Json, Model, Random, Revision, Seed
+from kvcal.cli.options import Heavy, Json, Keep, Model, Random, Revision, Seed
 from kvcal.cli.output import print_json, print_table
 
 
@@ -22,6 +22,8 @@ def preset(
     recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept; default: the preset's.")] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Tokens packed at a time; default: the preset's.")] = None,
     frame: Annotated[str | None, typer.Option(help="pre_rope or post_rope; default: the preset's.")] = None,
+    keep: Keep = None,
+    heavy: Heavy = None,
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Read no weights: the bundle then fits any of this config.")
     ] = False,

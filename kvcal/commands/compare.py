@@ -24,7 +24,7 @@ from ..methods.base import settings_of
 from ..methods.composition import Composition
 from ..methods.plain import DataFree, Preset, preset
 from ..workbench import cache_makers, open_model
-from .common import Say, calibration_windows, check_context, evaluation_text, text_for
+from .common import Say, calibration_windows, check_context, evaluation_text, given_selection, text_for
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 
@@ -82,7 +82,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
     """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits."""
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    rows = candidates(o, fit_options)
+    rows, selection = candidates(o, fit_options), given_selection(o)
     if o["output"] is not None:
         check_output(o["output"])
     source = models.resolve(o["model"], o["revision"])
@@ -101,6 +101,8 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
         "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
         "version": __version__,
     }  # fmt: skip
+    if selection is not None:  # figures of one kind in a file, as with every other setting
+        settings |= {"selection": asdict(selection)}
     fitting: dict[str, Any] = {}
     if any(isinstance(row.what, AquaKV) for row in rows):
         fitting = _calibration(o, fit_options, source, loaded, say)
@@ -112,7 +114,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
         say(f"{number + 1}/{len(rows)} {row.name}")
         what = _fitted(row.what, loaded, fitting) if isinstance(row.what, AquaKV) else row.what
         full, seen = evaluate(
-            loaded.model, text.ids, cache_makers(loaded.model, {row.name: what}, loaded.revision),
+            loaded.model, text.ids, cache_makers(loaded.model, {row.name: what}, loaded.revision, selection),
             step=o["step"], batch=o["batch"],
         )  # fmt: skip
         ledger.add(row.key, seen.as_dict() | {"full_perplexity": full.perplexity})

@@ -14,6 +14,7 @@ from kvcal_artifacts.errors import UsageError
 from .. import __version__, models
 from ..methods.plain import DataFree, Preset, preset
 from ..workbench import default_output, key_probe, model_record
+from .common import given_selection
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
@@ -30,13 +31,13 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
 
 def run_preset(o: dict[str, Any]) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint."""
-    method = wanted_preset(o)
+    method, selection = wanted_preset(o), given_selection(o)
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     source = models.resolve(o["model"], o["revision"])
     output = Path(o["output"] or default_output(source, o["name"]))
     model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
-    scheme = method.scheme(model)
+    scheme = method.scheme(model).keeping(selection)
     record = {
         "tool": f"kvcal {__version__}",
         "method": o["name"],
@@ -53,6 +54,7 @@ def run_preset(o: dict[str, Any]) -> dict[str, Any]:
         "bits_per_value": round(scheme.bits_per_value(), 4),
         "windows": asdict(scheme.windows),
         "frame": scheme.frame,
+        "selection": None if selection is None else asdict(selection),
         "layers": len(scheme.layers),
         "skipped": {str(index): reason for index, reason in scheme.skipped.items()},
         "fits": fingerprint.revision or "any weights of this config",
