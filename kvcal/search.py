@@ -261,7 +261,7 @@ class _Worker:
             run_again(self.study, trial)
 
     def found(self) -> Found:
-        done = self.complete()
+        done = self.complete()[: self.trials]
         known = [trial.user_attrs.get("known") for trial in done]
         return Found(_points(done), known == list(range(len(done))))
 

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from architectures import TINY, VARIANTS
 from kvcal.capture import WholeModel
 from kvcal.fit import fit
+from kvcal.methods import mixkvq as tiers
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
 from kvcal.methods.plain import Preset
@@ -199,6 +200,12 @@ def squat(frame: Any = "post_rope") -> Scheme:
     inner, value = (Uniform(FED_SHAPE, role, 8, BLOCK, axis) for role, axis in (("key", "token"), ("value", "channel")))  # type: ignore[arg-type]
     key = Squat(inner, strength=0.1, channels=8, subspace="both", calibrated=numbers(HEADS, 2, DIM))
     return Scheme(WINDOWS, frame, (LayerCodecs(key, value),) * LAYERS)
+
+
+def mixkvq_of(model: nn.Module, frame: Any) -> Scheme:
+    """The same for a real model."""
+    made = tiers.MixKVQ(0.9, 1.4, group=4, value_group=8, sink=SINK, recent=RECENT, block=BLOCK).scheme(model)
+    return Scheme(made.windows, frame, made.layers, made.skipped)
 
 
 class Rows:

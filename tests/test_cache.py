@@ -184,7 +184,7 @@ class OneByOne(nn.Module):
 def first_layer_one_by_one(name: str) -> Any:
     model = TINY[name]()
     attention = model.model.layers[0].self_attn
-    for part in ("k_proj", "v_proj", "qkv_proj"):
+    for part in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
         if hasattr(attention, part):
             setattr(attention, part, OneByOne(getattr(attention, part)))
     return model
@@ -206,16 +206,18 @@ def run_model(model: Any, made: KVCalCache, ids: Tensor, mask: Tensor, step: int
 
 @every_frame
 @pytest.mark.parametrize("name", TINY)
-def test_first_layer_of_real_models(name: str, frame: str) -> None:
+@pytest.mark.parametrize("codec", ["higgs-2", "mixkvq"])
+def test_first_layer_of_real_models(codec: str, name: str, frame: str) -> None:
     """Through the models' own masks, positions and RoPE; layer 0's inputs are the tokens themselves."""
     model, lengths = first_layer_one_by_one(name), [52, 41, 7]
     mask = left_mask(lengths)
     mask[0, 30:33] = 0  # a gap, as between two turns
     ids = token_ids(*mask.shape) * mask
-    batch = run_model(model, schemes.make(model, "higgs-2", frame), ids, mask, step=5)
+    found = schemes.scheme(model, codec, frame) if codec != "mixkvq" else schemes.mixkvq_of(model, frame)
+    batch = run_model(model, schemes.opened(found, model), ids, mask, step=5)
     for row, real in enumerate(mask.bool()):
         single_ids = ids[row : row + 1, real]
-        single = schemes.make(model, "higgs-2", frame)
+        single = schemes.opened(found, model)
         run_model(model, single, single_ids, torch.ones_like(single_ids), step=len(real))
         for part in (schemes.packed_row, schemes.window_row):
             assert same(first_layer(batch, part, row), first_layer(single, part, 0))

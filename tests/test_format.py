@@ -24,6 +24,7 @@ from kvcal_artifacts.codecs import (
     Exact,
     Float8,
     Higgs,
+    MixKVQ,
     Predicted,
     Scaled,
     Shape,
@@ -32,6 +33,7 @@ from kvcal_artifacts.codecs import (
 from kvcal_artifacts.codecs.base import CONTEXT_TENSORS
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.store import Ragged
 
 # The reader. From here to the next line of dashes: docs/format.md, the standard library and numpy.
 
@@ -113,6 +115,30 @@ def float8(codes: ndarray, mantissa_bits: int) -> ndarray:
     return np.where(codes & 128, -size, size).astype(np.float32)
 
 
+def mixkvq(state: dict[str, Any], packed: dict[str, Any], block: int) -> ndarray:
+    """(B, H, N, b, D); pools come as (data, counts)."""
+    perm, group = packed["perm"].astype(np.int64), state["config"]["group"]
+    out, begin = np.zeros((*perm.shape, block), np.float32), np.zeros(perm.shape[:-1], np.int64)
+    for name, bits in (("raw", 0), ("four", 4), ("two", 2)):
+        parts = [packed[name]] if not bits else [packed[f"{name}_codes"], packed[f"{name}_scale"]]
+        if state["config"]["full"] is None:
+            counts, parts = parts[0][1].astype(np.int64), [data for data, _ in parts]
+        else:
+            counts = np.full(perm.shape[:-1], parts[0].shape[3])
+            parts = [part.reshape(-1, *part.shape[4:]) for part in parts]
+        rows = parts[0].astype(np.float32)
+        if bits:
+            scale, low = np.moveaxis(np.repeat(parts[1].astype(np.float32), group, 1), -1, 0)
+            rows = unpacked(parts[0], bits, block) * scale + low
+        place = 0
+        for at in np.ndindex(*counts.shape):
+            chosen = perm[at][begin[at] : begin[at] + counts[at]]
+            out[at][chosen] = rows[place : place + counts[at]]
+            place += counts[at]
+        begin += counts
+    return np.swapaxes(out, -1, -2)
+
+
 def predictor(kind: str, x: ndarray, p: dict[str, ndarray]) -> ndarray:
     w = {name: t if name == "codes" else t.astype(np.float32) for name, t in p.items()}
     if kind == "bias":
@@ -151,7 +177,9 @@ def decode(
         inner = {n.removeprefix("inner."): t for n, t in own.items()}
         rest = decode(state["config"]["inner"] | {"shape": state["shape"]}, role, block, packed, inner, below)
         return rest * own["factor"].astype(np.float32)[:, None]
-    if state["codec"] == "exact":
+    if state["codec"] == "mixkvq":
+        blocks = mixkvq(state, packed, block)
+    elif state["codec"] == "exact":
         blocks = packed["raw"].astype(np.float32)
     elif state["codec"] == "float8":
         mantissa_bits = {"e4m3fn": 3, "e5m2": 2}[state["config"]["format"]]
@@ -263,6 +291,23 @@ def test_codes_decode_as_specified(path: Path, index: int) -> None:
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("settings", [{}, {"full": 8, "four": 16}], ids=["ragged", "fixed"])
+def test_tiers_decode_as_specified(tmp_path: Path, settings: dict[str, Any]) -> None:
+    key = MixKVQ(SHAPE, "key", 0.8, 1.3, group=8, **settings)
+    scheme = Scheme(Windows(4, 16, SHAPE.block), "post_rope", (LayerCodecs(key, Uniform(SHAPE, "value", 2, 24)),))
+    mark = Fingerprint("llama", 1, SHAPE.heads, SHAPE.dim, {}, "0" * 64)
+    Bundle(mark, scheme).write(tmp_path / "x.kvcal.safetensors")
+    header, _ = read((tmp_path / "x.kvcal.safetensors").read_bytes())
+    stats = {"query_abs": numbers(2, SHAPE.heads, 3, SHAPE.dim, seed=1).abs()}
+    packed = key.encode(numbers(2, SHAPE.heads, 3 * SHAPE.block, SHAPE.dim, seed=2), Context(stats=stats))
+    plain: Any = {
+        n: (t.data.numpy(), t.counts.numpy()) if isinstance(t, Ragged) else t.numpy() for n, t in packed.items()
+    }
+    found = decode(header["scheme"]["layers"][0]["key"], "key", SHAPE.block, plain, {}, {})
+    wanted = key.decode(packed).numpy()
+    assert np.abs(found - wanted).max() <= 1e-6 * np.abs(wanted).max()
+
+
 def test_header_is_as_specified(path: Path) -> None:
     header, tensors = read(path.read_bytes())
     assert set(header) == {"format", "version", "model", "scheme", "provenance", "metrics", "tensors"}
@@ -279,7 +324,7 @@ def test_header_is_as_specified(path: Path) -> None:
 def test_every_kind_is_specified() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "format.md").read_text("utf-8")
     for name in (*CODECS, *PREDICTORS):
-        assert f"| `{name}` |" in page
+        assert re.search(rf"^\| `{name}` (\(keys only\) )?\|", page, flags=re.MULTILINE), name
 
 
 def test_examples_of_packing() -> None:

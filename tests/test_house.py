@@ -22,7 +22,14 @@ from kvcal_artifacts import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = {"kvcal": ROOT, "kvcal_artifacts": ROOT / "artifacts", "kvcal_kernels": ROOT / "kernels"}
-WHERE_USED = {"datasets", "optuna", "pyarrow", "matplotlib"}  # slow to import, and few commands need them
+WHERE_USED = {
+    "datasets",
+    "optuna",
+    "pyarrow",
+    "matplotlib",
+    "lm_eval",
+    "sqlalchemy",
+}  # slow to import, and few commands need them
 
 Import = tuple[str, str, bool]  # (importing module, imported module, at module level?)
 

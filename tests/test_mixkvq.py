@@ -239,6 +239,7 @@ def test_an_interrupted_search_gives_the_same_points(reference: Found, broken: i
         found_in(tmp_path / "s", evaluate=breaks)
     assert found_in(tmp_path / "s") == reference
     assert found_in(tmp_path / "s", trials=13).points[:12] == reference.points
+    assert found_in(tmp_path / "s", trials=5).points == reference.points[:5]
 
 
 def test_a_folder_with_odd_characters(tmp_path: Path) -> None:

@@ -139,6 +139,6 @@ def test_a_local_task_is_an_objective(folder: Path, tmp_path: Path) -> None:
     done = kvcal("tune-thresholds", *given, "--objective", "task:next_words", "--limit", 2, "--batch", 2)
     assert done.code == 0, done.err
     assert 0 <= done.json["quality"] <= 1 and done.json["trials"] == 2
-    assert 6 < done.json["bits_per_value"] < 12
+    assert 5 < done.json["bits_per_value"] < 12
     failed = kvcal("tune-thresholds", *given, "--objective", "task:no_such_task")
     assert failed.code == 1 and "kvcal: task no_such_task: lm-eval failed" in failed.err.splitlines()[-1]

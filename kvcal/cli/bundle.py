@@ -39,7 +39,8 @@ def inspect(bundle: File, json: Json = False) -> None:
         "windows": ", ".join(f"{name} {value}" for name, value in found["windows"].items()),
         "frame": found["frame"],
         "token selection": _selection(found["selection"]),
-        "bits a value": f"{found['bits_per_value']:.4f}",
+        "bits a value": f"{found['bits_per_value']:.4f}"
+        + (" (expected: blocks differ in size)" if found["bits_are"] == "expected" else ""),
         "resident bytes": found["resident_bytes"],
         "held-out": _listed({name: value for name, value in found["metrics"].items() if isinstance(value, float)}),
     }

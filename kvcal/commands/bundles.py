@@ -36,6 +36,7 @@ def run_inspect(path: Path) -> dict[str, Any]:
         "frame": scheme.frame,
         "selection": None if scheme.selection is None else asdict(scheme.selection),
         "bits_per_value": scheme.bits_per_value(),
+        "bits_are": "expected" if scheme.ragged else "exact",
         "resident_bytes": scheme.resident_bytes(),
         "provenance": bundle.provenance,
         "metrics": bundle.metrics,
