@@ -142,7 +142,6 @@ class Fed(nn.Module):
             query = torch.stack([keys[index].flip(-1), 3 * keys[index].roll(5, -1)], 2).flatten(1, 2)
             layer.self_attn.q_proj(query.transpose(1, 2).flatten(2))
             flat = layer.self_attn.k_proj(keys[index].transpose(1, 2).flatten(2))
-            layer.self_attn.q_proj(torch.cat([flat.flip(-1), flat], -1))  # two query heads a kv head, for statistics
             key = flat.unflatten(-1, (-1, keys.shape[-1])).transpose(1, 2)
             key = apply_rotary_pos_emb(key, key, cos, sin)[1]
             seen.append(past_key_values.update(key, values[index], index))
