@@ -9,26 +9,30 @@ from hypothesis import strategies as st
 
 from kvcal_kernels.packing import pack, packed_bytes, planes, unpack
 
-BITS = range(1, 9)
+BITS = range(1, 17)
 
 
 def random_codes(bits: int, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(bits)
-    return torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
+    return torch.randint(0, 1 << bits, shape, generator=generator, dtype=code_dtype(bits))
+
+
+def code_dtype(bits: int) -> torch.dtype:
+    return torch.uint8 if bits <= 8 else torch.int32
 
 
 def hexes(packed: torch.Tensor) -> str:
     return " ".join(f"{byte:02x}" for byte in packed.tolist())
 
 
-@given(st.integers(1, 8).flatmap(lambda b: st.tuples(st.just(b), st.lists(st.integers(0, (1 << b) - 1), min_size=1))))
+@given(st.integers(1, 16).flatmap(lambda b: st.tuples(st.just(b), st.lists(st.integers(0, (1 << b) - 1), min_size=1))))
 def test_round_trip_of_any_count(drawn: tuple[int, list[int]]) -> None:
     bits, values = drawn
     packed = pack(torch.tensor(values), bits)
     assert packed.dtype == torch.uint8
     assert packed.shape == (packed_bytes(len(values), bits),)
     codes = unpack(packed, bits, len(values))
-    assert codes.dtype == torch.uint8
+    assert codes.dtype == code_dtype(bits)
     assert codes.tolist() == values
 
 
@@ -69,7 +73,7 @@ def test_every_bit_carries_one_bit_of_one_code(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_all_codes_of_a_width(bits: int) -> None:
     codes = torch.arange(1 << bits)
-    assert torch.equal(unpack(pack(codes, bits), bits, 1 << bits), codes.to(torch.uint8))
+    assert torch.equal(unpack(pack(codes, bits), bits, 1 << bits), codes.to(code_dtype(bits)))
 
 
 def test_order_of_four_bits_by_hand() -> None:
@@ -87,6 +91,19 @@ def test_order_where_only_bytes_fill_by_hand() -> None:
     assert hexes(pack(torch.tensor([1, 2, 3, 4, 5, 6]), 4)) == "41 52 63"
 
 
+@pytest.mark.parametrize("bits", range(9, 17))
+def test_wide_codes_are_an_upper_byte_and_a_narrow_code(bits: int) -> None:
+    """So whoever reads 1 to 8 bits reads these too: two runs, one after the other."""
+    codes = random_codes(bits, 3, 24)
+    upper, lower = codes >> (bits - 8), codes & ((1 << (bits - 8)) - 1)
+    assert torch.equal(pack(codes, bits), torch.cat([pack(upper, 8), pack(lower, bits - 8)], -1))
+
+
+def test_order_of_twelve_bits_by_hand() -> None:
+    # four codes: their upper bytes as they are, then one 16-bit word of their lower four bits
+    assert hexes(pack(torch.tensor([0x123, 0x456, 0x789, 0xABC]), 12)) == "12 45 78 ab 63 c9"
+
+
 def test_fields_of_one_unpacking_step_are_consecutive() -> None:
     """Field j of all words is elements j * W to j * W + W - 1: the "split" order that needs no permute."""
     codes = random_codes(2, 64)
@@ -96,7 +113,8 @@ def test_fields_of_one_unpacking_step_are_consecutive() -> None:
 
 
 def test_planes_and_widths_that_do_not_exist() -> None:
-    assert [planes(bits) for bits in BITS] == [[1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1], [8]]
-    for bits in (0, 9, -1):
-        with pytest.raises(ValueError, match="1 to 8"):
+    byte = [[1], [2], [2, 1], [4], [4, 1], [4, 2], [4, 2, 1], [8]]
+    assert [planes(bits) for bits in BITS] == byte + [[8, *rest] for rest in byte]
+    for bits in (0, 17, -1):
+        with pytest.raises(ValueError, match="1 to 16"):
             pack(torch.zeros(8, dtype=torch.uint8), bits)

@@ -1,9 +1,10 @@
-"""Bit packing of b-bit codes, 1 to 8 bits, without waste: the layout that the fused kernels read.
+"""Bit packing of b-bit codes, 1 to 16 bits, without waste: the layout that the fused kernels read.
 
-A b-bit code is cut into planes of 8, 4, 2 and 1 bits (3 = 2 + 1, 6 = 4 + 2), most significant plane first. A plane of
-w bits is stored in words of 16 bits; field j of word i holds element j * W + i of the packed dimension, W being the
-number of words ("split" order: unpacking field j yields W consecutive elements, so no permute is needed). Words are
-little-endian bytes. Where 16-bit words would leave padding, 8-bit words are used.
+A b-bit code is cut into planes of 8, 4, 2 and 1 bits (3 = 2 + 1, 6 = 4 + 2), most significant plane first; above 8 bits
+the first plane is the upper byte and the rest follows as before (12 = 8 + 4, 16 = 8 + 8). A plane of w bits is stored in
+words of 16 bits; field j of word i holds element j * W + i of the packed dimension, W being the number of words ("split"
+order: unpacking field j yields W consecutive elements, so no permute is needed). Words are little-endian bytes. Where
+16-bit words would leave padding, 8-bit words are used.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from torch import Tensor
 
 
 def planes(bits: int) -> list[int]:
-    """Widths of the planes of a code, most significant first: 6 -> [4, 2]."""
-    if not 1 <= bits <= 8:
-        raise ValueError(f"codes of {bits} bits: 1 to 8 can be packed")
-    return [width for width in (8, 4, 2, 1) if bits & width]
+    """Widths of the planes of a code, most significant first: 6 -> [4, 2], 11 -> [8, 2, 1]."""
+    if not 1 <= bits <= 16:
+        raise ValueError(f"codes of {bits} bits: 1 to 16 can be packed")
+    rest = bits - 8 if bits > 8 else bits
+    return [8] * (bits > 8) + [width for width in (8, 4, 2, 1) if rest & width]
 
 
 def word_bits(count: int, width: int) -> int:
@@ -44,13 +46,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """uint8 (..., packed_bytes(count, bits)) -> codes (..., count) uint8."""
+    """uint8 (..., packed_bytes(count, bits)) -> codes (..., count), uint8 up to 8 bits, int32 above."""
     shift, start = bits, 0
+    kind = torch.uint8 if bits <= 8 else torch.int32
     codes = None
     for width in planes(bits):
         shift -= width
         size = plane_bytes(count, width)
-        part = _unpack_plane(packed[..., start : start + size], width, count) << shift
+        part = _unpack_plane(packed[..., start : start + size], width, count).to(kind) << shift
         codes = part if codes is None else codes | part
         start += size
     assert codes is not None
