@@ -142,10 +142,17 @@ class Bundle:
     def to_bytes(self) -> bytes:
         tensors: dict[str, Tensor] = {}
         by_hash: dict[str, str] = {}
+        # one object that many layers share (codebooks of 100 MB) is hashed once; held, so that no other gets its id
+        by_object: dict[int, tuple[str, Tensor]] = {}
         listed: dict[str, dict[str, Any]] = {}
 
         def keep(name: str, tensor: Tensor) -> str:
             """Store once; the name under which equal content already lies otherwise."""
+            if id(tensor) not in by_object:
+                by_object[id(tensor)] = keep_content(name, tensor), tensor
+            return by_object[id(tensor)][0]
+
+        def keep_content(name: str, tensor: Tensor) -> str:
             entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
             entry["sha256"] = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
             if (known := by_hash.get(canonical(entry))) is not None:

@@ -22,6 +22,7 @@ from kvcal.cli import (
     norms,
     preset,
     subspaces,
+    train_codebooks,
     tune_bits,
     tune_thresholds,
 )
@@ -36,6 +37,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "tune-thresholds": tune_thresholds.tune_thresholds,
     "tune-bits": tune_bits.tune_bits,
     "measure-subspaces": subspaces.measure_subspaces,
+    "train-codebooks": train_codebooks.train_codebooks,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import KVCalError, NonFiniteError
 
@@ -169,6 +170,19 @@ class Codec(ABC):
     def describe(self) -> str:
         settings = ", ".join(f"{k}={v}" for k, v in self.config().items() if not isinstance(v, dict))
         return f"{self.name}({settings})" if settings else self.name
+
+
+_COPIES = WeakTensorKeyDictionary()  # tensor -> its copies by device
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`: one copy for all codecs that share it, kept as long as the tensor itself."""
+    if tensor.device == device:
+        return tensor
+    copies: dict[torch.device, Tensor] = _COPIES.setdefault(tensor, {})
+    if device not in copies:
+        copies[device] = tensor.to(device)
+    return copies[device]
 
 
 def check_finite(x: Tensor, layer: int, role: Role) -> None:

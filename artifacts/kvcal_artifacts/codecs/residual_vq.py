@@ -1,0 +1,164 @@
+"""Residual vector quantisation (VQKV): a head's vector is a sum of codewords, one from each stage's codebook.
+
+The dimensions of a head are cut into bands, each with its own stages (keys: two bands, values: one). Encoding is greedy:
+each stage takes the codeword nearest to what the stages before left (Eq. 1 and 2); decoding adds the codewords up (Eq. 3).
+Codebooks hold effective codewords in float16 (for SimVQ: W q, so the projections are not needed any more) and are meant to
+be shared: layers, heads and devices' caches point to one tensor. `scale`, if there is one, divides a head's channels before
+and multiplies them after: it costs no bits a token, and says in which units nearness is measured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.vq import residual_codes, residual_sum
+
+from ..errors import KVCalError, NonFiniteError
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device
+
+LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
+PAPER_CODE_BITS = 16  # VQKV Eq. 12 counts every code as one 16-bit number
+
+
+class ResidualVQ(Codec):
+    """bands: for each band the head's dimensions in it, all of them once. codebooks: for each band (S, k, d) float16, S
+    stages of k codewords, k a power of two from 2 to 65536, d the band's dimensions. scale: (H, D) float16, or None.
+    """
+
+    name = "residual-vq"
+
+    def __init__(
+        self,
+        shape: Shape,
+        role: Role,
+        bands: Sequence[Sequence[int]],
+        codebooks: Sequence[Tensor],
+        scale: Tensor | None = None,
+    ) -> None:
+        super().__init__(shape, role)
+        self.bands = tuple(tuple(band) for band in bands)
+        self.codebooks = tuple(codebooks)
+        self.scale = scale
+        self._check()
+        self.code_bits = tuple((book.shape[1] - 1).bit_length() for book in self.codebooks)
+        order = torch.tensor([dim for band in self.bands for dim in band])
+        self._into_bands, self._back = order, order.argsort()
+
+    def _check(self) -> None:
+        dims = sorted(dim for band in self.bands for dim in band)
+        if dims != list(range(self.shape.dim)) or not all(self.bands):
+            raise KVCalError(f"residual-vq bands {self.bands}: need every dimension 0 to {self.shape.dim - 1} once")
+        if len(self.codebooks) != len(self.bands):
+            raise KVCalError(f"residual-vq: {len(self.codebooks)} codebooks for {len(self.bands)} bands")
+        for number, (band, book) in enumerate(zip(self.bands, self.codebooks, strict=True)):
+            if book.ndim != 3 or book.shape[0] < 1 or book.shape[2] != len(band) or book.dtype != torch.float16:
+                raise KVCalError(
+                    f"residual-vq codebooks of band {number}: {tuple(book.shape)} {book.dtype}, needs (stages, "
+                    f"codewords, {len(band)}) float16"
+                )
+            size = book.shape[1]
+            if not 2 <= size <= 65536 or size & (size - 1):
+                raise KVCalError(f"residual-vq codebooks of {size} codewords: allowed are powers of two, 2 to 65536")
+        wanted = (self.shape.heads, self.shape.dim)
+        if self.scale is not None and (self.scale.shape != wanted or self.scale.dtype != torch.float16):
+            raise KVCalError(f"residual-vq scale {tuple(self.scale.shape)} {self.scale.dtype}: needs {wanted} float16")
+        if self.scale is not None and not self.scale.is_meta and not bool((self.scale > 0).all()):
+            raise KVCalError("residual-vq scale: must be positive in every channel")
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        vectors = self._vectors(self.shape.blocks(x.float()))
+        packed: Packed = {}
+        for number, (part, book) in enumerate(zip(self._split(vectors), self.codebooks, strict=True)):
+            codes = residual_codes(part.reshape(-1, part.shape[-1]), book)
+            by_stage = codes.view(len(book), *part.shape[:-1]).movedim(0, -2)  # (B, H, N, S, b)
+            packed[f"codes.{number}"] = pack(by_stage, self.code_bits[number])
+        return packed
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        parts = []
+        for number, (book, bits) in enumerate(zip(self.codebooks, self.code_bits, strict=True)):
+            codes = unpack(packed[f"codes.{number}"], bits, self.shape.block).movedim(-2, 0)  # (S, B, H, N, b)
+            parts.append(residual_sum(codes.reshape(len(book), -1), book).view(*codes.shape[1:], -1))
+        vectors = torch.cat(parts, -1)[..., self._back] if len(parts) > 1 else parts[0][..., self._back]
+        if self.scale is not None:
+            vectors = vectors * self._scale
+        return vectors.flatten(2, 3)
+
+    def _vectors(self, blocks: Tensor) -> Tensor:
+        """(B, H, N, b, D) in the units of the codebooks, if those can be near it at all."""
+        if self.scale is not None:
+            blocks = blocks / self._scale
+        if not bool((blocks.abs() <= LARGEST).all()):  # also for NaN
+            raise NonFiniteError(
+                f"residual-vq: a {self.role} of {float(blocks.abs().max()):.3g} lies beyond any float16 codeword "
+                f"(largest {LARGEST:g}); check the model, or keep this layer with another codec"
+            )
+        return blocks
+
+    @property
+    def _scale(self) -> Tensor:
+        """(1, H, 1, 1, D) float32."""
+        assert self.scale is not None
+        return self.scale.float()[None, :, None, None, :]
+
+    def _split(self, vectors: Tensor) -> list[Tensor]:
+        return list(vectors[..., self._into_bands].split([len(band) for band in self.bands], -1))
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "bands": [list(band) for band in self.bands],
+            "stages": [book.shape[0] for book in self.codebooks],
+            "sizes": [book.shape[1] for book in self.codebooks],
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        own = {f"codebooks.{number}": book for number, book in enumerate(self.codebooks)}
+        return own if self.scale is None else own | {"scale": self.scale}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> ResidualVQ:
+        books = [tensors[f"codebooks.{number}"] for number in range(len(config["bands"]))]
+        stated = list(zip(config["stages"], config["sizes"], strict=True))
+        if stated != [tuple(book.shape[:2]) for book in books]:
+            raise KVCalError(f"residual-vq: (stages, codewords) {stated}, but codebooks {[b.shape for b in books]}")
+        return cls(shape, role, config["bands"], books, tensors.get("scale"))
+
+    def to(self, device: torch.device) -> ResidualVQ:
+        if self._back.device == device and all(t.device == device for t in self.tensors().values()):
+            return self
+        twin = copy.copy(self)
+        twin.codebooks = tuple(on_device(book, device) for book in self.codebooks)
+        twin.scale = None if self.scale is None else self.scale.to(device)
+        twin._into_bands, twin._back = self._into_bands.to(device), self._back.to(device)
+        return twin
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for number, (book, bits) in enumerate(zip(self.codebooks, self.code_bits, strict=True)):
+            specs[f"codes.{number}"] = (
+                (self.shape.heads, book.shape[0], packed_bytes(self.shape.block, bits)),
+                torch.uint8,
+            )
+        return specs
+
+    def paper_bits_per_value(self) -> float:
+        """As VQKV Eq. 12 counts: every code one 16-bit number, whatever the codebook's size."""
+        return PAPER_CODE_BITS * sum(book.shape[0] for book in self.codebooks) / self.shape.dim
+
+    def describe(self) -> str:
+        bands = " + ".join(
+            f"{len(band)} dims {book.shape[0]} x {book.shape[1]}"
+            for band, book in zip(self.bands, self.codebooks, strict=True)
+        )
+        held = sum(book.nbytes for book in self.codebooks) / 1e6
+        scaled = "" if self.scale is None else ", scaled"
+        return (
+            f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits_per_value():.4g} in the "
+            f"paper's count; codebooks {held:.3g} MB)"
+        )

@@ -1,0 +1,97 @@
+"""`kvcal train-codebooks`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import UsageError
+
+from .. import models
+from ..fit import FitOptions
+from ..methods.codebooks import Training
+from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
+from ..train import train
+from ..workbench import default_output, open_for_fit
+from .common import Say, calibration_windows, check_context, text_for
+
+
+def _triple(option: str, text: str) -> Triple:
+    """ "10,20,14" -> (10, 20, 14)."""
+    try:
+        values, low, high = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: three numbers, of values, low band and high band: 10,20,14") from error
+    return values, low, high
+
+
+def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
+    """Options over the preset that suits the model."""
+    name = o["preset"] or default_sizes(geometry.parameters)
+    if name not in SIZES:
+        raise UsageError(f"--preset {name!r}: allowed are {', '.join(SIZES)}")
+    preset, dim = SIZES[name], geometry.head_dim
+    return VQKV(
+        stages=_triple("--stages", o["stages"]) if o["stages"] else preset.stages_for(dim),
+        sizes=_triple("--sizes", o["sizes"]) if o["sizes"] else preset.sizes,
+        high=preset.high_for(dim) if o["high_dims"] is None else o["high_dims"],
+        vectors=o["vectors"] or preset.vectors,
+        shared=not o["per_layer"],
+        scale=o["scale"],
+        split=o["split_by"],
+        rope=o["frame"],
+        training=Training(
+            trainer=o["trainer"], tolerance=o["tolerance"], least=o["min_iterations"], most=o["max_iterations"],
+            rate=o["rate"], batch=o["batch_vectors"], beta=o["beta"], gamma=o["gamma"], seed=o["seed"],
+        ),
+        sink=o["sink"],
+        recent=preset.recent if o["recent"] is None else o["recent"],
+        block=preset.block if o["block"] is None else o["block"],
+    )  # fmt: skip
+
+
+def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written and how good it is."""
+    started = time.monotonic()
+    if o["spill"] not in ("device", "cpu", "disk"):
+        raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
+    source = models.resolve(o["model"], o["revision"])
+    method = vqkv_method(o, models.geometry(source))
+    text_source = text_for(o, source, "calibration")
+    say(f"text: {text_source}")
+    output = Path(o["output"] or default_output(source, method.name))
+    opened = open_for_fit(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    text = calibration_windows(o, source, opened.tokenizer, text_source)
+    check_context(source, int(text.train.shape[1]), say)
+    result = train(
+        method, opened.source, text, output, model_record=opened.record, revision=opened.revision,
+        device=opened.device, seed=o["seed"], say=say,
+        options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
+    )  # fmt: skip
+    metrics = result.bundle.metrics
+    return {
+        "bundle": str(result.path),
+        "sha256": result.sha256,
+        "bytes": result.path.stat().st_size,
+        "trainer": method.training.trainer,
+        "stages": list(method.stages),
+        "sizes": list(method.sizes),
+        "bits_per_value": round(metrics["bits_per_value"], 4),
+        "paper_bits_per_value": metrics["paper_bits_per_value"],
+        "paper_compression": metrics["paper_compression"],
+        "codebook_bytes": metrics["codebook_bytes"],
+        "key_relative_error": metrics["key_relative_error"],
+        "value_relative_error": metrics["value_relative_error"],
+        "train_vectors": metrics["train_vectors"],
+        "holdout_vectors": metrics["holdout_vectors"],
+        "resumed_stages": result.resumed_stages,
+        "seconds": round(time.monotonic() - started, 1),
+        "phases": result.seconds,
+        "peak_bytes": result.peak_bytes,
+        "bands": metrics["bands"],
+        "stage_rows": result.stages,
+    }

@@ -1,0 +1,245 @@
+"""Training of residual codebooks: three trainers, one stage at a time, vectors held once and turned into residuals in place.
+
+Letters: n vectors of dimension d, k codewords a stage. A codeword is W q, q a row of a frozen Gaussian codebook (SimVQ,
+Zhu et al. 2024), or free (k-means). Given which codeword each vector has, the best W needs no gradient: it solves
+W sum_j n_j q_j q_j' = sum_j s_j q_j', with n_j vectors of sum s_j at codeword j. VQKV has no encoder: nothing else is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.codecs.base import to_half
+from kvcal_artifacts.errors import UsageError
+from kvcal_kernels.vq import nearest, sums
+
+from ..hashed import hashed_normal, spread
+
+SAMPLE = 1 << 17  # vectors that a covariance is taken of
+ROWS = 1 << 20  # vectors changed at a time
+ADAM_STEPS = 100  # an iteration of Adam has at least as many, however few the vectors
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a stage is trained. tolerance, least, most: an iteration that lowers the held-out error by less than this
+    fraction is the last, but never before `least` or after `most`. beta, gamma: of VQKV Eq. 4; rate, batch: of Adam.
+    """
+
+    trainer: str = "closed-form"
+    tolerance: float = 0.01
+    least: int = 5
+    most: int = 50
+    rate: float = 1e-3
+    batch: int = 65536
+    beta: float = 1.0
+    gamma: float = 0.25
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.trainer not in TRAINERS:
+            raise UsageError(f"--trainer {self.trainer!r}: allowed are {', '.join(TRAINERS)}")
+        if not 0 < self.tolerance < 1:
+            raise UsageError(f"--tolerance {self.tolerance:g}: must lie between 0 and 1")
+        if not 1 <= self.least <= self.most:
+            raise UsageError(f"--min-iterations {self.least}, --max-iterations {self.most}: needs 1 <= min <= max")
+        if not (self.rate > 0 and self.batch > 0 and self.beta >= 0 and self.gamma >= 0):
+            raise UsageError("--rate and --batch-vectors must be positive, --beta and --gamma not negative")
+
+
+@dataclass
+class StageReport:
+    """error: held-out squared error over the held-out vectors' squares, all stages so far. used: codewords that some
+    training vector has, 0 until that is counted. reseeded: dead codewords replaced on the way. seconds: not in a bundle.
+    """
+
+    stage: int
+    iterations: int
+    error: float
+    used: int
+    reseeded: int
+    seconds: float = 0.0
+
+
+class Trainer(Protocol):
+    """One stage's codewords on their way."""
+
+    reseeded: int
+
+    def start(self, x: Tensor) -> Tensor:
+        """First codewords (k, d) float32 for vectors x (n, d)."""
+
+    def improve(self, x: Tensor, book: Tensor) -> Tensor:
+        """Better ones, from vectors and the codewords (k, d) float16 that they have now."""
+
+
+def second_moment(x: Tensor, label: str) -> Tensor:
+    """Mean of x x' over a sample: float64 (d, d)."""
+    rows = spread(len(x), min(len(x), SAMPLE), label).to(x.device)
+    part = x[rows].double()
+    return part.T @ part / len(part)
+
+
+def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
+    """Reverse water-filling of a Gaussian of this second moment at so many bits a vector: (directions (d, d) in columns,
+    variance of the best codewords along each (d,)). Directions below the water are left alone.
+    """
+    value, vector = torch.linalg.eigh(moment)
+    value = value.clamp_min(0)
+    low, high = 0.0, float(value.max())
+    for _ in range(60):
+        water = (low + high) / 2
+        spent = 0.5 * torch.log2((value / max(water, 1e-300)).clamp_min(1)).sum()
+        low, high = (water, high) if float(spent) > bits else (low, water)
+    return vector, (value - high).clamp_min(0)
+
+
+def _bits(k: int) -> float:
+    return float(torch.tensor(float(k)).log2())
+
+
+class KMeans:
+    """Residual k-means: a codeword is the mean of its vectors. It starts from vectors shrunk as the best code would be."""
+
+    def __init__(self, size: int, label: str, training: Training) -> None:
+        self.size, self.label, self.reseeded, self.round = size, label, 0, 0
+
+    def start(self, x: Tensor) -> Tensor:
+        moment = second_moment(x, f"{self.label}:moment")
+        self.vector, kept = shrinkage(moment, _bits(self.size))
+        value = (self.vector * (moment @ self.vector)).sum(0).clamp_min(1e-30)
+        self.shrink = (kept / value).clamp(0, 1).sqrt()
+        return self._seeds(x, self.size)
+
+    def improve(self, x: Tensor, book: Tensor) -> Tensor:
+        count, total = sums(x, nearest(x, book), self.size)
+        made = total / count.clamp_min(1)[:, None]
+        dead = (count == 0).nonzero().flatten()
+        if len(dead):
+            made[dead] = self._seeds(x, len(dead))
+            self.reseeded += len(dead)
+        return made
+
+    def _seeds(self, x: Tensor, count: int) -> Tensor:
+        rows = spread(len(x), count, f"{self.label}:seeds:{self.round}").to(x.device)
+        self.round += 1
+        picked = x[rows].double() @ self.vector
+        return ((picked * self.shrink) @ self.vector.T).float()
+
+
+class ClosedForm:
+    """SimVQ by alternation: assign, solve for W, move dead rows of the frozen codebook to where W maps them on vectors."""
+
+    def __init__(self, size: int, label: str, training: Training) -> None:
+        self.size, self.label, self.reseeded = size, label, 0
+        self.seeds = KMeans(size, label, training)
+
+    def start(self, x: Tensor) -> Tensor:
+        d = x.shape[1]
+        self.seeds.start(x)
+        self.frozen = frozen_codebook(self.size, d, self.label).to(x.device)
+        vector, kept = shrinkage(second_moment(x, f"{self.label}:moment"), _bits(self.size))
+        self.w = (vector * (kept * d).sqrt()) @ vector.T
+        return (self.frozen.double() @ self.w.T).float()
+
+    def improve(self, x: Tensor, book: Tensor) -> Tensor:
+        count, total = sums(x, nearest(x, book), self.size)
+        q = self.frozen.double()
+        gram = (q * count[:, None]).T @ q
+        gram.diagonal().add_(1e-9 * gram.diagonal().mean() + 1e-30)
+        self.w = torch.linalg.solve(gram, q.T @ total.double()).T
+        dead = (count == 0).nonzero().flatten()
+        if len(dead):
+            wanted = self.seeds._seeds(x, len(dead)).double()
+            self.frozen[dead] = (wanted @ torch.linalg.pinv(self.w).T).float()
+            self.reseeded += len(dead)
+        return (self.frozen.double() @ self.w.T).float()
+
+
+class Adam:
+    """VQKV's loss (Eq. 4) with Adam. Without an encoder the term of gamma has no gradient and the first two have the same:
+    together (1 + beta) |x - W q|^2. Vectors are scaled to a mean square of 1, as the frozen rows are; W starts as identity.
+    """
+
+    def __init__(self, size: int, label: str, training: Training) -> None:
+        self.size, self.label, self.training, self.reseeded, self.step = size, label, training, 0, 0
+
+    def start(self, x: Tensor) -> Tensor:
+        d = x.shape[1]
+        self.scale = float(second_moment(x, f"{self.label}:moment").diagonal().sum().sqrt().clamp_min(1e-30))
+        self.frozen = frozen_codebook(self.size, d, self.label).to(x.device)
+        self.w = torch.nn.Parameter(torch.eye(d, device=x.device))
+        self.optimiser = torch.optim.Adam([self.w], lr=self.training.rate)
+        return self.scale * self.frozen
+
+    def improve(self, x: Tensor, book: Tensor) -> Tensor:
+        batch = min(self.training.batch, -(-len(x) // 8))
+        for _ in range(max(ADAM_STEPS, -(-len(x) // batch))):
+            rows = spread(len(x), batch, f"{self.label}:batch:{self.step}").to(x.device)
+            part, self.step = x[rows].float() / self.scale, self.step + 1
+            count, total = sums(part, nearest(part, self._book(1.0).half()), self.size)
+            missed = self.w.detach() @ ((self.frozen * count[:, None]).T @ self.frozen) - total.T @ self.frozen
+            self.w.grad = missed * (2 * (1 + self.training.beta) / batch)
+            self.optimiser.step()
+        return self._book(self.scale)
+
+    def _book(self, scale: float) -> Tensor:
+        made: Tensor = scale * (self.frozen @ self.w.detach().T)
+        return made
+
+
+TRAINERS: dict[str, Callable[[int, str, Training], Trainer]] = {
+    "closed-form": ClosedForm,
+    "adam": Adam,
+    "k-means": KMeans,
+}
+
+
+def frozen_codebook(size: int, d: int, label: str) -> Tensor:
+    """SimVQ's Gaussian codebook: float32 (size, d), standard deviation d^-1/2."""
+    return hashed_normal(size, d, f"{label}:frozen") * d**-0.5
+
+
+def train_stage(
+    x: Tensor, held: Tensor, energy: float, stage: int, size: int, label: str, training: Training
+) -> tuple[Tensor, StageReport]:
+    """One codebook (k, d) float16 for residuals x (n, d), stopped by the error on held (m, d) float32; neither changes.
+
+    energy: of the held-out vectors before any stage. The best of all iterations' codebooks is taken.
+    """
+    trainer = TRAINERS[training.trainer](size, label, training)
+    book = _half(trainer.start(x), label)
+    best, least, before = book, float("inf"), held_error(held, book, energy)
+    for iteration in range(1, training.most + 1):
+        book = _half(trainer.improve(x, book), label)
+        error = held_error(held, book, energy)
+        if error < least:
+            best, least = book, error
+        if iteration >= training.least and before - error < training.tolerance * before:
+            break
+        before = error
+    return best, StageReport(stage, iteration, least, 0, trainer.reseeded)
+
+
+def _half(book: Tensor, label: str) -> Tensor:
+    return to_half(book, f"codeword of {label}")
+
+
+def held_error(held: Tensor, book: Tensor, energy: float) -> float:
+    rest = held - book[nearest(held, book)].float()
+    return float(rest.double().square().sum()) / max(energy, 1e-300)
+
+
+def subtract(x: Tensor, book: Tensor) -> int:
+    """Residuals in place: x (n, d) less its nearest codewords; how many codewords were used."""
+    seen = torch.zeros(len(book), dtype=torch.bool, device=x.device)
+    for part in x.split(ROWS):
+        codes = nearest(part, book)
+        seen[codes.long()] = True
+        part.copy_(part.float() - book[codes].float())
+    return int(seen.sum())

@@ -1,0 +1,388 @@
+"""The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers, train stage after stage, write a bundle.
+
+A checkpoint after each stage, so that a killed run goes on: vectors are collected again (same command, same bytes), turned
+into residuals by the stages that are on disk, and training continues. The file comes out the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvcal_artifacts import hf
+from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, write_atomically
+from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+
+from .capture import Capture, LayerSource, LayerTaps, default_batch
+from .fit import Checkpoint, FitOptions, provenance
+from .hashed import spread
+from .methods.codebooks import StageReport, subtract, train_stage
+from .methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
+from .report.progress import progress
+from .report.timing import PhaseTimer
+
+if TYPE_CHECKING:
+    from .corpus import Windows
+
+HELD_PART, HELD_LEAST, HELD_MOST = (
+    32,
+    4096,
+    1 << 17,
+)  # held-out vectors: a 32nd of the training ones within these bounds
+Say = Callable[[str], None]
+
+
+@dataclass
+class Vectors:
+    """Sampled vectors of all layers, layer after layer. keys, values (n, D) in the working dtype, bfloat16 on a GPU and
+    float32 elsewhere; held_* (m, D) float32; all divided by their layer's scales. layer_of, head_of: of each held-out vector.
+    """
+
+    keys: Tensor
+    values: Tensor
+    held_keys: Tensor
+    held_values: Tensor
+    held_layer: Tensor
+    held_head: Tensor
+    train_of: list[slice]
+    held_of: list[slice]
+    rotary: int
+    scales: list[dict[str, Tensor | None]] = field(default_factory=list)
+    probe: tuple[float, ...] = ()
+
+
+@dataclass
+class TrainResult:
+    bundle: Bundle
+    path: Path
+    sha256: str
+    seconds: dict[str, float]
+    resumed_stages: int
+    stages: list[dict[str, Any]]
+    peak_bytes: int
+
+
+def train(
+    method: VQKV,
+    source: LayerSource,
+    text: Windows,
+    output: Path,
+    *,
+    model_record: dict[str, Any],
+    revision: str | None,
+    device: torch.device,
+    seed: int = 0,
+    options: FitOptions | None = None,
+    say: Say = lambda line: None,
+) -> TrainResult:
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes.
+
+    Raises KVCalError for models, windows or settings that cannot be trained, before any work.
+    """
+    options = options or FitOptions()
+    timer = PhaseTimer(device)
+    config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
+    shape = hf.layer_shape(config, method.windows.block)
+    method.high_dims(shape.dim)
+    ids = torch.cat([text.train, text.holdout])
+    batch = options.batch or default_batch(ids.shape[1], device)
+    described: Any = method  # a method in all but fit_layer: codebooks are shared by the layers
+    record = provenance(described, text, model_record, device, dtype, batch, seed)
+    work = StageCheckpoint(output, record, options.resume)
+    with Capture(
+        source, ids, device=device, batch=options.batch, hidden=options.spill, spill_dir=options.spill_dir, timer=timer
+    ) as capture:
+        vectors = collect(method, capture, len(text.train), shape.heads, say)
+    run = Run(method, vectors, work, timer, say)
+    layers = run.layers(shape)
+    scheme = Scheme(method.windows, method.frame, tuple(layers))
+    bundle = Bundle(Fingerprint.of(source.model, revision, vectors.probe), scheme, record, run.metrics(scheme))
+    digest = bundle.write(output)
+    work.remove()
+    return TrainResult(bundle, output, digest, timer.split(), run.resumed, run.rows, peak_memory(device))
+
+
+# Vectors.
+
+
+def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
+    """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are fewer,
+    and a held-out one from the others; the sink's tokens are never taken.
+    """
+    parts: list[LayerSample] = []
+    held = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
+    rotary, probe = 0, tuple[float, ...]()
+    with progress("Collecting vectors", total=len(capture)) as advance:
+        for taps in capture:
+            sample = LayerSample(method, taps, train, heads, len(capture), held)
+            sample.gather()
+            parts.append(sample)
+            rotary = taps.rope[0].shape[-1] if taps.rope is not None else rotary
+            if taps.index in (0, len(capture) - 1):
+                probe += hf.key_probe(taps.site)
+            advance()
+    found = Vectors(
+        keys=torch.cat([p.fitted.keys for p in parts]),
+        values=torch.cat([p.fitted.values for p in parts]),
+        held_keys=torch.cat([p.held.keys for p in parts]),
+        held_values=torch.cat([p.held.values for p in parts]),
+        held_layer=torch.cat([torch.full_like(p.held.head, p.taps.index) for p in parts]),
+        held_head=torch.cat([p.held.head for p in parts]),
+        train_of=list(_runs([len(p.fitted.keys) for p in parts])),
+        held_of=list(_runs([len(p.held.keys) for p in parts])),
+        rotary=rotary,
+        scales=[p.scales for p in parts],
+        probe=probe,
+    )
+    if len(found.keys) < method.vectors:
+        say(f"note: {len(found.keys)} vectors, all that these windows have, not {method.vectors}")
+    _check_enough(method, found)
+    return found
+
+
+def _runs(counts: list[int]) -> Iterator[slice]:
+    at = 0
+    for count in counts:
+        yield slice(at, at + count)
+        at += count
+
+
+def _check_enough(method: VQKV, vectors: Vectors) -> None:
+    least = len(vectors.keys) if method.shared else min(s.stop - s.start for s in vectors.train_of)
+    if least < max(method.sizes):
+        raise UsageError(
+            f"{least} vectors{'' if method.shared else ' a layer'} for codebooks of {max(method.sizes)} codewords: "
+            "give more --windows or --vectors, or smaller --sizes"
+        )
+    if not len(vectors.held_keys):
+        raise UsageError("no held-out vectors: give --holdout at least 1")
+
+
+@dataclass
+class Picked:
+    """keys, values (n, D) and the head of each (n,), on the device."""
+
+    keys: Tensor
+    values: Tensor
+    head: Tensor
+
+
+class LayerSample:
+    """One layer's sample, in one pass over the windows."""
+
+    def __init__(self, method: VQKV, taps: LayerTaps, train: int, heads: int, layers: int, held: int) -> None:
+        self.method, self.taps, self.windows, self.heads = method, taps, train, heads
+        self.tokens = taps.length - method.sink
+        if self.tokens < 1:
+            raise UsageError(f"windows of {taps.length} tokens are all sink ({method.sink}): give a larger --length")
+        self.places = {
+            "train": self._places("train", 0, train, _share(method.vectors, layers, taps.index)),
+            "held": self._places("held", train, taps.windows, _share(held, layers, taps.index)),
+        }
+
+    def gather(self) -> None:
+        """Run the layer once; leaves self.fitted and self.held, divided by self.scales."""
+        taken: dict[str, list[Picked]] = {"train": [], "held": []}
+        squares: dict[str, Any] = {}
+        cuda = False
+        for batch in self.taps.batches(self.method.taps, self.method.frame, advance=True):
+            assert batch.k is not None and batch.v is not None
+            for name, places in self.places.items():
+                taken[name].append(self._pick(batch.k, batch.v, places, batch.rows))
+            cuda = batch.k.is_cuda
+            fitted = max(0, self.windows - batch.rows.start)
+            for tap, x in (("k", batch.k), ("v", batch.v), ("q", batch.q)):
+                if x is not None and fitted:
+                    squares[tap] = squares.get(tap, 0) + self._squares(x[:fitted])
+        mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
+        self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
+        self.fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
+        self.held = self._scaled(taken["held"], torch.float32)
+        self.scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
+
+    def _places(self, name: str, first: int, stop: int, count: int) -> Tensor:
+        """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""
+        whole = (stop - first) * self.heads * self.tokens
+        label = f"{self.method.training.seed}:{name}:{self.taps.index}"
+        return spread(whole, min(count, whole), label).sort().values + first * self.heads * self.tokens
+
+    def _pick(self, keys: Tensor, values: Tensor, places: Tensor, rows: slice) -> Picked:
+        unit = self.heads * self.tokens
+        low, high = torch.searchsorted(places, torch.tensor([rows.start * unit, rows.stop * unit]))
+        here = (places[low:high] - rows.start * unit).to(keys.device)
+        window, head, token = here // unit, here // self.tokens % self.heads, here % self.tokens + self.method.sink
+        return Picked(keys[window, head, token], values[window, head, token], head)
+
+    def _squares(self, x: Tensor) -> Tensor:
+        """Sum of squares over windows and coded tokens, the mean over query heads that share a kv head: float64 (H, D)."""
+        grouped = x[:, :, self.method.sink :].unflatten(1, (self.heads, -1))
+        total: Tensor = grouped.float().square().sum(3).double().sum(0).mean(1)
+        return total
+
+    def _scaled(self, parts: list[Picked], dtype: torch.dtype) -> Picked:
+        head = torch.cat([p.head for p in parts])
+        made = {}
+        for role, own in (("key", [p.keys for p in parts]), ("value", [p.values for p in parts])):
+            x, scale = torch.cat(own).float(), self.scales[role]
+            made[role] = (x if scale is None else x / scale.to(x.device).float()[head]).to(dtype)
+        return Picked(made["key"], made["value"], head)
+
+
+def _share(total: int, parts: int, index: int) -> int:
+    """How many of `total` fall to one of so many parts: they differ by at most one."""
+    return total // parts + (index < total % parts)
+
+
+# Training.
+
+
+class StageCheckpoint(Checkpoint):
+    """Beside the output: one file a trained stage, with its report."""
+
+    def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
+        path = self._stage(job, stage)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor("codewords"), StageReport(**json.loads(file.metadata()["report"]))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            path.unlink(missing_ok=True)
+            return None
+
+    def keep(self, job: str, book: Tensor, report: StageReport) -> None:
+        self.folder.mkdir(exist_ok=True)
+        write_atomically(self.folder / "settings.json", json.dumps({"key": self._key}).encode())
+        data = save({"codewords": book.cpu().contiguous()}, metadata={"report": canonical(vars(report))})
+        write_atomically(self._stage(job, report.stage), data)
+
+    def _stage(self, job: str, stage: int) -> Path:
+        return self.folder / f"{job}-{stage:03d}.safetensors"
+
+
+class Run:
+    """Training of all quantisers over collected vectors, which it consumes."""
+
+    def __init__(self, method: VQKV, vectors: Vectors, work: StageCheckpoint, timer: PhaseTimer, say: Say) -> None:
+        self.method, self.vectors, self.work, self.timer, self.say = method, vectors, work, timer, say
+        self.rows: list[dict[str, Any]] = []
+        self.splits: list[dict[str, Any]] = []
+        self.resumed = 0
+        self.left = {"key": torch.zeros_like(vectors.held_keys), "value": torch.zeros_like(vectors.held_values)}
+
+    def layers(self, shape: Shape) -> list[LayerCodecs]:
+        """Codecs of every layer."""
+        count = len(self.vectors.scales)
+        groups = [range(count)] if self.method.shared else [range(i, i + 1) for i in range(count)]
+        stages = sum(number for number, _ in quantisers(self.method).values())
+        made: list[LayerCodecs] = []
+        with progress("Training stages", total=stages * len(groups)) as self.advance:
+            for group in groups:
+                bands, books = self._group(group)
+                made += [self.method.layer_codecs(shape, bands, books, self.vectors.scales[i]) for i in group]
+        return made
+
+    def _group(self, layers: range) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Bands and codebooks of some neighbouring layers that share them."""
+        own, held = self._slice(self.vectors.train_of, layers), self._slice(self.vectors.held_of, layers)
+        suffix = "" if self.method.shared else f"-layer-{layers.start:04d}"
+        label = f"{self.method.training.seed}{suffix}"
+        with self.timer("split"):
+            bands = self._bands(self.vectors.keys[own], self.vectors.held_keys[held], label, layers)
+        books: dict[str, Tensor] = {}
+        for name, (stages, size) in quantisers(self.method).items():
+            role = "value" if name == "value" else "key"
+            dims = list(range(self.vectors.values.shape[1])) if role == "value" else bands[name == "high"]
+            x, rest = self._part(role, own, dims), self._part(f"held_{role}", held, dims).clone()
+            books[name] = self._quantiser(f"{name}{suffix}", f"{label}:{name}", x, rest, stages, size)
+            self.left[role][held.start : held.stop, torch.tensor(dims, device=rest.device)] = rest
+        return bands, books
+
+    def _slice(self, parts: list[slice], layers: range) -> slice:
+        return slice(parts[layers.start].start, parts[layers.stop - 1].stop)
+
+    def _part(self, role: str, rows: slice, dims: list[int]) -> Tensor:
+        """Some dimensions of some vectors (n, len(dims)); all of them: no copy, and the vectors are consumed."""
+        x: Tensor = getattr(self.vectors, f"{role}s")[rows]
+        return x if len(dims) == x.shape[1] else x[:, torch.tensor(dims, device=x.device)]
+
+    def _bands(self, keys: Tensor, held: Tensor, label: str, layers: range) -> list[list[int]]:
+        dim = keys.shape[1]
+        high = self.method.high_dims(dim)
+        if not high:
+            return band_split(torch.zeros(dim), torch.zeros(dim), 0, 0, self.method.split)
+        error, energy = (t.cpu() for t in reconstruction_errors(keys, held, label, self.method.training))
+        bands = band_split(error, energy, high, self.vectors.rotary, self.method.split)
+        share = [round(float(e / a), 6) if a else 0.0 for e, a in zip(error, energy, strict=True)]
+        self.splits.append({"layers": [layers.start, layers.stop - 1], "high": bands[1], "relative_errors": share})
+        self.say(f"bands: {len(bands[0])} low, {high} high dimensions, the worst reconstructed: {bands[1]}")
+        return bands
+
+    def _quantiser(self, job: str, label: str, x: Tensor, held: Tensor, stages: int, size: int) -> Tensor:
+        """Codebooks (S, k, d) float16 on the CPU; x and held become what they leave."""
+        energy = float(held.double().square().sum())
+        books = []
+        for stage in range(stages):
+            with self.timer("train"):
+                book, report = self._stage(job, label, x, held, energy, stage, size)
+            books.append(book.cpu())
+            self.rows.append({"quantiser": job, **vars(report)})
+            self.advance()
+        return torch.stack(books)
+
+    def _stage(
+        self, job: str, label: str, x: Tensor, held: Tensor, energy: float, stage: int, size: int
+    ) -> tuple[Tensor, StageReport]:
+        if (known := self.work.load(job, stage)) is not None:
+            book, report = known[0].to(x.device), known[1]
+            subtract(x, book)
+            subtract(held, book)
+            self.resumed += 1
+            return book, report
+        started = time.monotonic()
+        book, report = train_stage(x, held, energy, stage, size, f"{label}:{stage}", self.method.training)
+        subtract(held, book)
+        report.used = subtract(x, book)
+        report.seconds = round(time.monotonic() - started, 2)
+        self.work.keep(job, book, report)
+        self.say(
+            f"{job} stage {stage + 1}: held-out error {report.error:.4f} after {report.iterations} iterations, "
+            f"{report.used} of {size} codewords used, {report.seconds:.1f} s"
+        )
+        return book, report
+
+    def metrics(self, scheme: Scheme) -> dict[str, Any]:
+        """What the bundle says of itself: no times, nothing that differs from run to run."""
+        dim = self.vectors.keys.shape[1]
+        codes = self.method.codes(self.method.high > 0)
+        return {
+            "key_relative_error": self._relative_error("key"),
+            "value_relative_error": self._relative_error("value"),
+            "bits_per_value": scheme.bits_per_value(),
+            "paper_bits_per_value": round(16 * codes / (2 * dim), 6),
+            "paper_compression": round(self.method.paper_compression(dim), 6),
+            "codebook_bytes": scheme.resident_bytes(),
+            "train_vectors": len(self.vectors.keys),
+            "holdout_vectors": len(self.vectors.held_keys),
+            "bands": self.splits,
+            "stages": [{name: value for name, value in row.items() if name != "seconds"} for row in self.rows],
+        }
+
+    def _relative_error(self, role: str) -> float:
+        """Held-out |x - decoded|^2 / |x|^2 in the units of keys and values, whatever they were divided by."""
+        held, left = getattr(self.vectors, f"held_{role}s"), self.left[role]
+        table = [scales[role] for scales in self.vectors.scales]
+        if table[0] is not None:
+            units = torch.stack([t for t in table if t is not None]).to(held.device).float()
+            units = units[self.vectors.held_layer, self.vectors.held_head]
+            held, left = held * units, left * units
+        return round(float(left.double().square().sum() / held.double().square().sum().clamp_min(1e-300)), 6)
