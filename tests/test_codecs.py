@@ -31,6 +31,7 @@ from kvcal_artifacts.codecs import (
     Packed,
     Predicted,
     Predictor,
+    ResidualVQ,
     Role,
     Scaled,
     Shape,
@@ -47,6 +48,7 @@ from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.ledger import Plan
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_kernels.packing import unpack
 
 Make = Callable[[Shape, Role], Codec]
 ROLES: tuple[Role, ...] = ("key", "value")
@@ -113,6 +115,22 @@ def scaled(inner: Make) -> Make:
     return make
 
 
+def residual_vq(*stages_and_bits: tuple[int, int], scaled: bool = False) -> Make:
+    """Random codebooks, finer from stage to stage, with zero among the codewords; bands take turns at the dimensions."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        bands = [list(range(i, shape.dim, len(stages_and_bits))) for i in range(len(stages_and_bits))]
+        books = []
+        for i, (stages, bits) in enumerate(stages_and_bits):
+            book = normal(stages, 1 << bits, len(bands[i]), seed=i) * 0.7 ** torch.arange(stages)[:, None, None]
+            book[:, 0] = 0
+            books.append(book.half())
+        scale = (normal(shape.heads, shape.dim, seed=5) / 4).exp().half() if scaled else None
+        return ResidualVQ(shape, role, bands, books, scale)
+
+    return make
+
+
 def mixkvq(**settings: Any) -> Make:
     return lambda shape, role: MixKVQ(shape, role, **{"group": 8, "tau_low": 0.9, "tau_high": 1.3, **settings})
 
@@ -169,7 +187,14 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "4-length-pre": squat(uniform(4, 8, "token"), normalise="length", queries="pre_rope", channels=5),
         "2-both": squat(uniform(2, 8, "token"), True, subspace="both", channels=8),
     },
+    "residual-vq": {
+        "8-bit": residual_vq((3, 8)),
+        "two-bands": residual_vq((3, 4), (2, 7)),
+        "12-bit-scaled": residual_vq((2, 12), scaled=True),
+        "1-bit": residual_vq((5, 1), (1, 3)),
+    },
     "predicted": {
+        "residual-vq": predicted(residual_vq((3, 5), (1, 9), scaled=True)),
         **{f"exact-{dtype}": predicted(exact(dtype)) for dtype in ("float32", "float16")},
         "uniform-2": predicted(uniform(2)),
         "uniform-3-token-symmetric": predicted(uniform(3, 8, "token", "symmetric")),
@@ -393,6 +418,24 @@ def check_squat(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: fl
     BOUNDS[codec.inner.name](codec.inner, keys.flatten(2, 3).float(), packed, made, slack, factor)
 
 
+def check_residual_vq(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
+    """Greedy: each stage's codeword is the nearest to what is left, and the codewords add up to what is decoded."""
+    assert isinstance(codec, ResidualVQ)
+    scale = torch.ones(codec.shape.heads, codec.shape.dim) if codec.scale is None else codec.scale
+    scale = scale.double()[None, :, None]
+    rest, total = x.double() / scale, torch.zeros_like(x, dtype=torch.float64)
+    for i, (band, book) in enumerate(zip(codec.bands, codec.codebooks, strict=True)):
+        codes = unpack(packed[f"codes.{i}"], codec.code_bits[i], codec.shape.block)
+        for stage, words in enumerate(book.double()):
+            code = codes[..., stage, :].flatten(2).long()
+            left = rest[..., band].flatten(0, 2)
+            least = torch.cdist(left, words, compute_mode="donot_use_mm_for_euclid_dist").amin(-1).view(code.shape)
+            rest[..., band] -= words[code]
+            total[..., band] += words[code]
+            assert bool((rest[..., band].norm(dim=-1) <= least * (1 + 1e-6) + 50 * slack + 1e-12).all())
+    assert torch.allclose(made.double(), total * scale, rtol=1e-5, atol=1e-6 * float(total.abs().max()) + slack)
+
+
 Bound = Callable[[Codec, Tensor, Packed, Tensor, float, float], None]
 BOUNDS: dict[str, Bound] = {
     "exact": check_exact,
@@ -403,6 +446,7 @@ BOUNDS: dict[str, Bound] = {
 BOUNDS["scaled"] = check_scaled
 BOUNDS["mixkvq"] = check_mixkvq
 BOUNDS["squat"] = check_squat
+BOUNDS["residual-vq"] = check_residual_vq
 BOUNDS["predicted"] = lambda codec, *rest: BOUNDS[codec.inner.name](codec.inner, *rest)
 
 
@@ -425,6 +469,9 @@ PAPER_BITS: dict[str, Callable[[Any], float]] = {
     "higgs": higgs_bits,
     "scaled": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
     "squat": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
+    "residual-vq": lambda codec: (
+        sum(book.shape[0] * math.log2(book.shape[1]) for book in codec.codebooks) / codec.shape.dim
+    ),
     "predicted": lambda codec: PAPER_BITS[codec.inner.name](codec.inner),
     "mixkvq": lambda codec: mixkvq_bits(codec, *codec.channels()),
 }
@@ -732,6 +779,7 @@ def read_predicted(weights: dict[str, Tensor], kind: str = "linear", inputs: tup
 
 
 LINEAR = {"weight": torch.zeros(32, 32), "bias": torch.zeros(32)}
+BOOKS = torch.zeros(2, 16, 16).half()
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "uniform 0 bits": (lambda: Uniform(S, "key", 0, 16), "0 bits: allowed are 1 to 8"),
     "uniform 9 bits": (lambda: Uniform(S, "key", 9, 16), "9 bits: allowed are 1 to 8"),
@@ -785,6 +833,40 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "mixkvq full 4": (lambda: read("mixkvq", group=8, full=4, four=0), "multiples of 8"),
     "mixkvq too many": (lambda: read("mixkvq", group=8, full=8, four=16), "at most 16"),
     "mixkvq expected": (lambda: read("mixkvq", group=8, expected=[9, 9]), "channels of 16"),
+    "residual-vq bands overlap": (
+        lambda: ResidualVQ(S, "key", [[0, 1], [1]], [BOOKS] * 2),
+        "every dimension 0 to 15 once",
+    ),
+    "residual-vq band empty": (
+        lambda: ResidualVQ(S, "key", [range(16), []], [BOOKS] * 2),
+        "every dimension 0 to 15 once",
+    ),
+    "residual-vq band without codebooks": (
+        lambda: ResidualVQ(S, "key", [range(8), range(8, 16)], [BOOKS]),
+        "1 codebooks for 2",
+    ),
+    "residual-vq narrow codebooks": (
+        lambda: ResidualVQ(S, "key", [range(16)], [BOOKS[..., :8]]),
+        "needs .*, 16. float16",
+    ),
+    "residual-vq float32": (lambda: ResidualVQ(S, "key", [range(16)], [BOOKS.float()]), "float32, needs"),
+    "residual-vq 12 codewords": (
+        lambda: ResidualVQ(S, "key", [range(16)], [BOOKS[:, :12]]),
+        "of 12 codewords.*powers of two",
+    ),
+    "residual-vq scale misshapen": (
+        lambda: ResidualVQ(S, "key", [range(16)], [BOOKS], BOOKS[0, 0]),
+        "scale.*needs .2, 16",
+    ),
+    "residual-vq scale zero": (lambda: ResidualVQ(S, "key", [range(16)], [BOOKS], BOOKS[0, :2]), "must be positive"),
+    "residual-vq codebooks missing": (
+        lambda: read("residual-vq", bands=[list(range(16))], stages=[2], sizes=[16]),
+        "residual-vq.*codebooks",
+    ),
+    "residual-vq other sizes": (
+        lambda: read("residual-vq", {"codebooks.0": BOOKS}, bands=[list(range(16))], stages=[3], sizes=[16]),
+        "3, 16",
+    ),
     "inputs none": (lambda: Predicted(Exact(S, "key"), predictor("linear", 32, 32), ()), "allowed are k1"),
     "inputs unknown": (lambda: read_predicted(LINEAR, inputs=("q1",)), "q1.*allowed are k1"),
     "inputs k0 for keys": (lambda: read_predicted(LINEAR, inputs=("k1", "k0")), "k0 for values"),

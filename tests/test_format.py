@@ -26,6 +26,8 @@ from kvcal_artifacts.codecs import (
     Higgs,
     MixKVQ,
     Predicted,
+    ResidualVQ,
+    Role,
     Scaled,
     Shape,
     Uniform,
@@ -60,7 +62,7 @@ def read(data: bytes) -> tuple[dict[str, Any], dict[str, ndarray]]:
 
 def unpacked(packed: ndarray, bits: int, count: int) -> ndarray:
     codes, start, shift = np.zeros((*packed.shape[:-1], count), np.int64), 0, bits
-    for w in (plane for plane in (8, 4, 2, 1) if bits & plane):
+    for w in [8] * (bits > 8) + [plane for plane in (8, 4, 2, 1) if (bits - 8 * (bits > 8)) & plane]:
         size = 2 if w < 8 and count % (16 // w) == 0 else 1
         words = -(-count * w // (8 * size))
         word = np.ascontiguousarray(packed[..., start : start + words * size]).view(f"<u{size}").astype(np.int64)
@@ -139,6 +141,16 @@ def mixkvq(state: dict[str, Any], packed: dict[str, Any], block: int) -> ndarray
     return np.swapaxes(out, -1, -2)
 
 
+def residual_vq(state: dict[str, Any], block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:
+    c = state["config"]
+    found = np.zeros((*packed["codes.0"].shape[:3], block, state["shape"][1]), np.float32)
+    for i, band in enumerate(c["bands"]):
+        codes = unpacked(packed[f"codes.{i}"], (c["sizes"][i] - 1).bit_length(), block)  # (B, H, N, stages, b)
+        for stage in range(c["stages"][i]):
+            found[..., band] += own[f"codebooks.{i}"][stage].astype(np.float32)[codes[..., stage, :]]
+    return found * own["scale"].astype(np.float32)[:, None, None] if "scale" in own else found
+
+
 def predictor(kind: str, x: ndarray, p: dict[str, ndarray]) -> ndarray:
     w = {name: t if name == "codes" else t.astype(np.float32) for name, t in p.items()}
     if kind == "bias":
@@ -186,6 +198,8 @@ def decode(
         blocks = float8(packed["codes"].astype(np.int64), mantissa_bits) * np.float32(state["config"]["scale"])
     elif state["codec"] == "uniform":
         blocks = uniform(state, role, block, packed)
+    elif state["codec"] == "residual-vq":
+        blocks = residual_vq(state, block, packed, own)
     else:
         blocks = higgs(state, role, block, packed, own)
     return blocks.reshape(*blocks.shape[:2], -1, blocks.shape[-1])
@@ -222,6 +236,18 @@ def predicted(inner: Codec, kind: str, inputs: tuple[str, ...], seed: int) -> Co
     return Predicted(inner, made, inputs)
 
 
+BOOKS = 23  # the layer behind the skipped one
+
+
+def books(role: Role) -> Codec:
+    """Two bands for keys, one for values; codes of 11, 3 and 9 bits."""
+    low, high = [d for d in range(SHAPE.dim) if d % 3], list(range(0, SHAPE.dim, 3))
+    bands, sizes = ([low, high], (2048, 8)) if role == "key" else ([list(range(SHAPE.dim))], (512,))
+    made = [numbers(3 - i, k, len(band), seed=i).half() for i, (band, k) in enumerate(zip(bands, sizes, strict=True))]
+    scale = numbers(SHAPE.heads, SHAPE.dim, seed=9).exp().half() if role == "key" else None
+    return ResidualVQ(SHAPE, role, bands, made, scale)
+
+
 def layer(index: int) -> LayerCodecs | None:
     """Every codec, axis and kind of predictor in turn."""
 
@@ -251,6 +277,8 @@ def layer(index: int) -> LayerCodecs | None:
         return pair(plain[index])
     if index - len(plain) == len(kinds):
         return None
+    if index == BOOKS:
+        return pair(books)
     kind = kinds[index - len(plain)]
     key = predicted(Higgs(SHAPE, "key", rotation="token"), kind, ("k1", "k2"), 10 * index)
     return LayerCodecs(key, predicted(Higgs(SHAPE, "value"), kind, ("v1", "k0"), 10 * index + 5))
@@ -258,9 +286,9 @@ def layer(index: int) -> LayerCodecs | None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = tuple(layer(index) for index in range(23))
+    layers = tuple(layer(index) for index in range(24))
     scheme = Scheme(Windows(4, 16, SHAPE.block), "pre_rope", layers, {22: "for the test"})
-    mark = Fingerprint("llama", 23, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
+    mark = Fingerprint("llama", 24, SHAPE.heads, SHAPE.dim, {"rope_theta": 1e4}, "0" * 64, None, (0.125, -1e-7))
     bundle = Bundle(mark, scheme, {"text": 'ä "quoted" \n \\ …'}, {"small": 1e-05, "third": 1 / 3})
     bundle.write(tmp_path_factory.mktemp("format") / "x.kvcal.safetensors")
     assert bundle.path is not None
@@ -272,7 +300,7 @@ def flat(x: torch.Tensor) -> ndarray:
     return x.transpose(1, 2).flatten(2).numpy()
 
 
-@pytest.mark.parametrize("index", range(22))
+@pytest.mark.parametrize("index", [*range(22), BOOKS])
 def test_codes_decode_as_specified(path: Path, index: int) -> None:
     header, tensors = read(path.read_bytes())
     pair = load_bundle(path).scheme.layers[index]
@@ -329,8 +357,8 @@ def test_every_kind_is_specified() -> None:
 
 def test_examples_of_packing() -> None:
     page = Path(__file__).parents[1].joinpath("docs", "format.md").read_text("utf-8")
-    examples = re.findall(r"^\| (\d) \| ([\d ]+) \| ([0-9a-f ]+) \|", page, flags=re.MULTILINE)
-    assert len(examples) == 3
+    examples = re.findall(r"^\| (\d+) \| ([\d ]+) \| ([0-9a-f ]+) \|", page, flags=re.MULTILINE)
+    assert len(examples) == 4
     for bits, codes, packed in examples:
         wanted = [int(code) for code in codes.split()]
         assert unpacked(np.frombuffer(bytes.fromhex(packed), "u1"), int(bits), len(wanted)).tolist() == wanted

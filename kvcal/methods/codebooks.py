@@ -7,6 +7,7 @@ W sum_j n_j q_j q_j' = sum_j s_j q_j', with n_j vectors of sum s_j at codeword j
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -189,8 +190,7 @@ class Adam:
         return self._book(self.scale)
 
     def _book(self, scale: float) -> Tensor:
-        made: Tensor = scale * (self.frozen @ self.w.detach().T)
-        return made
+        return self.frozen @ self.w.detach().T * scale
 
 
 TRAINERS: dict[str, Callable[[int, str, Training], Trainer]] = {
@@ -202,7 +202,7 @@ TRAINERS: dict[str, Callable[[int, str, Training], Trainer]] = {
 
 def frozen_codebook(size: int, d: int, label: str) -> Tensor:
     """SimVQ's Gaussian codebook: float32 (size, d), standard deviation d^-1/2."""
-    return hashed_normal(size, d, f"{label}:frozen") * d**-0.5
+    return hashed_normal(size, d, f"{label}:frozen") / math.sqrt(d)
 
 
 def train_stage(

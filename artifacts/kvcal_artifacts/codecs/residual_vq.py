@@ -75,7 +75,7 @@ class ResidualVQ(Codec):
         vectors = self._vectors(self.shape.blocks(x.float()))
         packed: Packed = {}
         for number, (part, book) in enumerate(zip(self._split(vectors), self.codebooks, strict=True)):
-            codes = residual_codes(part.reshape(-1, part.shape[-1]), book)
+            codes = residual_codes(part.flatten(0, -2), book)
             by_stage = codes.view(len(book), *part.shape[:-1]).movedim(0, -2)  # (B, H, N, S, b)
             packed[f"codes.{number}"] = pack(by_stage, self.code_bits[number])
         return packed
@@ -84,7 +84,7 @@ class ResidualVQ(Codec):
         parts = []
         for number, (book, bits) in enumerate(zip(self.codebooks, self.code_bits, strict=True)):
             codes = unpack(packed[f"codes.{number}"], bits, self.shape.block).movedim(-2, 0)  # (S, B, H, N, b)
-            parts.append(residual_sum(codes.reshape(len(book), -1), book).view(*codes.shape[1:], -1))
+            parts.append(residual_sum(codes.flatten(1), book).unflatten(0, codes.shape[1:]))
         vectors = torch.cat(parts, -1)[..., self._back] if len(parts) > 1 else parts[0][..., self._back]
         if self.scale is not None:
             vectors = vectors * self._scale

@@ -143,7 +143,7 @@ def sums_kernel(p_x, p_order, p_offsets, p_sums, d: tl.constexpr, BR: tl.constex
 def propose_settings(d: int, k: int) -> dict[str, int | bool]:
     """Compile-time constants of propose_kernel."""
     widths = chunks(d)
-    rows, columns = 128, 64
+    rows, columns = (128 if d <= 128 else 64), 64  # 128 vectors of 256 dimensions would spill registers
     tiles = -(-k // columns)
     return {
         "d": d,
