@@ -6,6 +6,7 @@ into residuals by the stages that are on disk, and training continues. The file 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, write_atomically
+from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
@@ -100,6 +101,8 @@ def train(
     described: Any = method  # a method in all but fit_layer: codebooks are shared by the layers
     record = provenance(described, text, model_record, device, dtype, batch, seed)
     work = StageCheckpoint(output, record, options.resume)
+    if done := work.count():
+        say(f"resuming after {done} stages from {work.folder}")
     with Capture(
         source, ids, device=device, batch=options.batch, hidden=options.spill, spill_dir=options.spill_dir, timer=timer
     ) as capture:
@@ -248,13 +251,20 @@ def _share(total: int, parts: int, index: int) -> int:
 
 
 class StageCheckpoint(Checkpoint):
-    """Beside the output: one file a trained stage, with its report."""
+    """Beside the output: one file a trained stage, with its report and a hash."""
+
+    def count(self) -> int:
+        return sum(1 for _ in self.folder.glob("*-*.safetensors"))
 
     def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
+        """A stage as it was kept; a damaged one is removed, and trained again."""
         path = self._stage(job, stage)
         try:
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor("codewords"), StageReport(**json.loads(file.metadata()["report"]))
+                book, known = file.get_tensor("codewords"), json.loads(file.metadata()["stage"])
+            if hashlib.sha256(tensor_bytes(book)).hexdigest() != known["sha256"]:
+                raise ValueError("damaged")
+            return book, StageReport(**known["report"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             path.unlink(missing_ok=True)
             return None
@@ -262,7 +272,9 @@ class StageCheckpoint(Checkpoint):
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
         self.folder.mkdir(exist_ok=True)
         write_atomically(self.folder / "settings.json", json.dumps({"key": self._key}).encode())
-        data = save({"codewords": book.cpu().contiguous()}, metadata={"report": canonical(vars(report))})
+        book = book.cpu().contiguous()
+        known = {"report": vars(report), "sha256": hashlib.sha256(tensor_bytes(book)).hexdigest()}
+        data = save({"codewords": book}, metadata={"stage": canonical(known)})
         write_atomically(self._stage(job, report.stage), data)
 
     def _stage(self, job: str, stage: int) -> Path:
