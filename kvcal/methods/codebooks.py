@@ -90,14 +90,14 @@ def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
     """Reverse water-filling of a Gaussian of this second moment at so many bits a vector: (directions (d, d) in columns,
     variance of the best codewords along each (d,)). Directions below the water are left alone.
     """
-    value, vector = torch.linalg.eigh(moment)
+    value, vector = torch.linalg.eigh(moment.cpu())  # LAPACK: small, and the same on every run
     value = value.clamp_min(0)
     low, high = 0.0, float(value.max())
     for _ in range(60):
         water = (low + high) / 2
         spent = 0.5 * torch.log2((value / max(water, 1e-300)).clamp_min(1)).sum()
         low, high = (water, high) if float(spent) > bits else (low, water)
-    return vector, (value - high).clamp_min(0)
+    return vector.to(moment.device), (value - high).clamp_min(0).to(moment.device)
 
 
 def _bits(k: int) -> float:
