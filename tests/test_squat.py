@@ -21,11 +21,11 @@ from kvcal.methods.squat import Squat as Method
 from kvcal.models import CATALOGUE, load_model, resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Context, Exact, Shape, Squat, Uniform
-from kvcal_artifacts.codecs.squat import exact_product, responses
+from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
+from kvcal_artifacts.codecs.squat import choose, exact_product, responses
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.ledger import Ledger
-from kvcal_artifacts.scheme import Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
 from models_fixture import SUFFIX, Done, kvcal, write_model, write_text
 
@@ -162,6 +162,20 @@ def test_products_are_exact_sums_of_integers(inner: int, width: int, scale: int,
     order = torch.randperm(inner, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(exact_product(error[..., order], weight[:, :, order]), made)
     assert torch.equal(exact_product(error[:, :, 1:2, :], weight), made[:, :, 1:2])
+
+
+def test_over_another_codec_along_tokens() -> None:
+    """HIGGS of a channel's tokens, strength 0 and not: what each step rounds alone is what it is in the whole."""
+    inner = Higgs(SHAPE, "key", axis="token")
+    x, basis = normal(1, 2, 64, 32), 5 * normal(1, 2, 1, 5, 32)
+    plain, own = (Squat(inner, strength=strength, channels=8) for strength in (0.0, 0.1))
+    assert torch.equal(plain.encode(x, context(plain, basis))["codes"], inner.encode(x)["codes"])
+    final = own.corrected(x, context(own, basis))
+    packed = own.encode(x, context(own, basis))
+    assert torch.equal(own.decode(packed), inner.decode(inner.encode(final)))
+    blocks = SHAPE.blocks(final)
+    rounded = own._rounded(blocks[..., 8:16])
+    assert torch.equal(rounded, SHAPE.blocks(own.decode(packed))[..., 8:16])
 
 
 @pytest.mark.parametrize(
@@ -385,6 +399,28 @@ def test_search_takes_each_layer_s_best(given_model: Given, output: Path) -> Non
     )
     chosen = [(pair.key.config()["rank"], pair.key.config()["strength"]) for pair in bundle.scheme.layers if pair]
     assert chosen == [(layer["rank"], layer["strength"]) for layer in found["layers"]]
+
+
+def test_all_directions_and_another_choice_at_run_time(given_model: Given, output: Path) -> None:
+    good(given_model.run(output, "--rank", 0, "--normalise", "length", "--channels", 1))
+    bundle = load_bundle(output)
+    key = bundle.scheme.layers[0].key if bundle.scheme.layers[0] else None
+    assert isinstance(key, Squat)
+    assert (key.rank, key.strength, key.channels) == (key.shape.dim, 1.0, 1)
+    assert key.calibrated is not None and key.calibrated.shape[1] == key.shape.dim
+    other = choose(bundle.scheme, "prompt")
+    assert [pair.stats for pair in other.layers if pair] == [{f"query_subspace:{key.rank}:length"}] * LAYERS
+    assert bundle.scheme.layers[0] is not None and not bundle.scheme.layers[0].stats
+    model: Any = load_model(resolve(str(given_model.folder)), dtype="float32", device="cpu").model
+    ids = torch.arange(60)[None]
+    with KVCalCache(other, model) as made, KVCalCache(bundle.scheme, model) as usual, torch.no_grad():
+        for cache in (made, usual):
+            model(ids, past_key_values=cache)
+        packed = [cache.layers[0].packed[0]["codes"] for cache in (made, usual)]
+    assert not torch.equal(*packed)
+    pair = LayerCodecs(KIVI, KIVI)
+    with pytest.raises(KVCalError, match="there is no subspace to choose"):
+        choose(Scheme(Windows(0, 16, 16), "post_rope", (pair,)), "both")
 
 
 def test_strength_zero_measures_kivi(given_model: Given, output: Path) -> None:

@@ -32,7 +32,7 @@ def measure_subspaces(
     settings: Annotated[
         str, typer.Option(help="The paper's rank, strength and channels for lm-eval, longbench or math-500.")
     ] = "lm-eval",
-    rank: Annotated[int | None, typer.Option(min=1, help="Directions of a subspace.")] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Directions of a subspace; 0: all, head_dim.")] = None,
     strength: Annotated[float | None, typer.Option(min=0, help="Lambda of the paper; 0 is KIVI.")] = None,
     channels: Annotated[
         int | None, typer.Option(min=0, help="Channels rounded at a time; 0: half of head_dim.")

@@ -60,10 +60,10 @@ def paper_settings(task: str, model: str, frame: Frame) -> tuple[int, float, int
 class Squat:
     """The paper's defaults (LM-Eval, Appendix D.2): 2 bits, groups and recent window of 32, no sink, rank 5, strength 1e-3.
 
-    channels: rounded at a time; 0 is half of head_dim, the paper's 64 of 128. subspace, normalise, queries: see
-    kvcal_artifacts.codecs.squat. search_ranks, search_strengths: a grid of which each layer takes the point with the lowest
-    logit error on held-out windows. prompt: first tokens of a window that count as its prompt in the measured deviations; 0 is
-    a quarter of it.
+    rank: 0 is head_dim. channels: rounded at a time; 0 is half of head_dim, the paper's 64 of 128. subspace, normalise,
+    queries: see kvcal_artifacts.codecs.squat. search_ranks, search_strengths: a grid of which each layer takes the point with
+    the lowest logit error on held-out windows. prompt: first tokens of a window that count as its prompt in the measured
+    deviations; 0 is a quarter of it.
     """
 
     name: ClassVar[str] = "squat"
@@ -91,9 +91,9 @@ class Squat:
                 option = "frame" if name == "rope" else name
                 raise UsageError(f"--{option} {getattr(self, name)}: allowed are {', '.join(allowed)}")
         for rank, strength in self.grid:
-            if rank < 1 or not 0 <= strength < float("inf"):
+            if rank < 0 or not 0 <= strength < float("inf"):
                 raise UsageError(
-                    f"rank {rank}, strength {strength}: needs a rank of at least 1, a strength of at least 0"
+                    f"rank {rank}, strength {strength}: needs a rank of at least 1 (0: all), a strength of at least 0"
                 )
         self.windows  # noqa: B018  validates
 
@@ -107,7 +107,7 @@ class Squat:
 
     @property
     def grid(self) -> list[tuple[int, float]]:
-        """Settings (rank, strength) to try, the one asked for alone without a search."""
+        """Settings (rank, strength) to try, the one asked for alone without a search; rank 0 stands for head_dim."""
         return [(r, s) for r in self.search_ranks or (self.rank,) for s in self.search_strengths or (self.strength,)]
 
     def buffers(self) -> dict[str, str]:
@@ -178,7 +178,7 @@ class _LayerRun:
     carry: Carry
 
     def fit(self) -> LayerFit:
-        carry, grid = self.carry, self.method.grid
+        carry, grid = self.carry, [(rank or self.carry.shape.dim, strength) for rank, strength in self.method.grid]
         held = slice(carry.train, carry.train + carry.held)
         text, other = self._sum(slice(0, carry.train)), self._sum(slice(held.stop, self.taps.windows))
         with carry.timer("solve"):
@@ -192,7 +192,7 @@ class _LayerRun:
             assert batch.q is not None and batch.k is not None and batch.v is not None
             with carry.timer("measure"):
                 found.add(batch.q[own], batch.k[own], batch.v[own], vectors)
-        return self._chosen(points, found)
+        return self._chosen(points, grid, found)
 
     def _sum(self, rows: slice) -> QuerySum:
         """Q'Q of these windows, which may be none."""
@@ -209,9 +209,9 @@ class _LayerRun:
         scale = 1.0 if self.method.normalise == "length" else (text.count / self.carry.train) ** 0.5
         return (subspace(text.mean, rank) * scale).float()
 
-    def _chosen(self, points: list[LayerCodecs], found: _Holdout) -> LayerFit:
+    def _chosen(self, points: list[LayerCodecs], grid: list[tuple[int, float]], found: _Holdout) -> LayerFit:
         """The point with the lowest logit error, and what was measured."""
-        grid, metrics, logits = self.method.grid, found.deviation_metrics(), found.logit_errors()
+        metrics, logits = found.deviation_metrics(), found.logit_errors()
         best = 0
         if logits:
             best = min(range(len(grid)), key=lambda i: logits[i])

@@ -15,8 +15,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from kvcal_kernels.hadamard import tree_sum
 
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
+
+if TYPE_CHECKING:
+    from ..scheme import Scheme
 
 Subspace = Literal["prompt", "calibrated", "both"]
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -188,6 +192,19 @@ class Squat(Codec):
 
     def describe(self) -> str:
         return f"{super().describe()} + {self.inner.describe()}"
+
+
+def choose(scheme: Scheme, subspace: Subspace) -> Scheme:
+    """A bundle's scheme with another choice of subspace, for a cache of its own: KVCalCache(choose(...), model)."""
+    from ..scheme import LayerCodecs
+
+    def other(codec: Codec) -> Codec:
+        return codec.choose(subspace) if isinstance(codec, Squat) else codec
+
+    layers = tuple(pair and LayerCodecs(other(pair.key), other(pair.value)) for pair in scheme.layers)
+    if not any(pair and isinstance(pair.key, Squat) for pair in layers):
+        raise KVCalError("no layer's keys are stored by the codec squat: there is no subspace to choose")
+    return replace(scheme, layers=layers, _placed={})
 
 
 def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:
