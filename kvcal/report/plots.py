@@ -37,6 +37,6 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
             axis.plot(table["ranks"], values, marker="o", markersize=3, label=sources[source])
         axis.set(title=name, xlabel="rank of the subspace", ylim=(0, 1))
     axes[0].set_ylabel("deviation of queries")
-    axes[0].legend(title="subspace of")
+    figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(title)
     figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
