@@ -1,4 +1,4 @@
-"""Plots as PNG. matplotlib is an extra (`pip install kvcal[plot]`) and imported only when a plot is asked for."""
+"""Plots as PNG. matplotlib is imported only when a plot is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcal_artifacts.errors import UsageError
 def check_plot(path: Path) -> None:
     """Before any work: whether a plot can be drawn and written there."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed: pip install 'kvcal[plot]'")
+        raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
     if path.suffix != ".png":
         raise UsageError(f"--plot {path}: must end in .png")
     if not path.parent.is_dir():
