@@ -391,7 +391,7 @@ def test_a_cache_runs_it(usual: dict[str, Any], model: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--per-layer"], ["--high-dims", 0], ["--scale", "query"], ["--scale", "none", "--trainer", "closed-form"]],
+    [["--per-layer"], ["--high-dims", 0], ["--scale", "head"], ["--scale", "none", "--trainer", "closed-form"]],
     ids=lambda options: " ".join(map(str, options)),
 )
 def test_variants(given: list[object], usual: dict[str, Any], output: Path, options: list[object]) -> None:

@@ -55,7 +55,7 @@ def groups(stages: tuple[int, ...], size: int) -> dict[str, list[Entry]]:
             Entry(f"{own} codewords", RULER_BY_SIZE[by], {"sizes": told((own,) * 3)}) for by, own in sizes.items()
         ],
         "Trainers": [Entry(name, None, {"trainer": name}) for name in ("k-means", "closed-form", "adam")],
-        "Units": [Entry(name, None, {"scale": name}) for name in ("head", "none", "channel", "query")],
+        "Units": [Entry(name, None, {"scale": name}) for name in ("query", "none", "head", "channel")],
         "Bands": [
             Entry("two, by relative error"),
             Entry("two, by absolute error", None, {"split_by": "absolute"}),

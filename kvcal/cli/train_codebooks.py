@@ -46,7 +46,7 @@ def train_codebooks(
             help="Units in which vectors are quantised: none (the paper), head, channel, or query (keys times the "
             "queries' root mean square)."
         ),
-    ] = "head",
+    ] = "query",
     vectors: Annotated[
         int | None, typer.Option(min=1, help="Keys and values trained on; default: the preset's.")
     ] = None,

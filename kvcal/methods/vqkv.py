@@ -81,7 +81,7 @@ class VQKV:
     high: int = 48
     vectors: int = SIZES["small"].vectors
     shared: bool = True
-    scale: str = "head"
+    scale: str = "query"
     split: str = "relative"
     rope: Frame = "post_rope"
     training: Training = field(default_factory=Training)
