@@ -38,6 +38,7 @@ from .capture import Capture, LayerSource, LayerTaps, default_batch
 if TYPE_CHECKING:
     from .corpus import Windows
 from .methods.base import Carry, Finishing, Method, outlier_warning, settings_of
+from .methods.vqkv import VQKV
 from .report.progress import progress
 from .report.timing import PhaseTimer
 from .spill import SpillStore, Where
@@ -64,7 +65,7 @@ class FitResult:
 
 
 def fit(
-    method: Method,
+    method: Method | VQKV,
     source: LayerSource,
     text: Windows,
     output: Path,
@@ -84,6 +85,13 @@ def fit(
     other: windows of another text, for methods that compare; they come behind the held-out ones.
     Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
+    if isinstance(method, VQKV):  # its codebooks are shared by layers: no scan
+        from .train import train
+
+        return train(
+            method, source, text, output, model_record=model_record, revision=revision, device=device, seed=seed,
+            options=options, say=say,
+        )  # fmt: skip
     options = options or FitOptions()
     timer = PhaseTimer(device)
     config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
@@ -169,7 +177,7 @@ def coded_tokens(length: int, sink: int, block: int) -> slice:
 
 
 def provenance(
-    method: Method,
+    method: Method | VQKV,
     text: Windows,
     model_record: dict[str, Any],
     device: torch.device,

@@ -26,7 +26,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps, default_batch
-from .fit import Checkpoint, FitOptions, provenance
+from .fit import Checkpoint, FitOptions, FitResult, provenance
 from .hashed import spread
 from .methods.codebooks import StageReport, subtract, train_stage
 from .methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
@@ -64,14 +64,12 @@ class Vectors:
 
 
 @dataclass
-class TrainResult:
-    bundle: Bundle
-    path: Path
-    sha256: str
-    seconds: dict[str, float]
-    resumed_stages: int
-    stages: list[dict[str, Any]]
-    peak_bytes: int
+class TrainResult(FitResult):
+    """stages: a row a stage (StageReport, quantiser). peak_bytes: of the device's memory, of the process on a CPU."""
+
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    resumed_stages: int = 0
+    peak_bytes: int = 0
 
 
 def train(
@@ -98,8 +96,7 @@ def train(
     method.high_dims(shape.dim)
     ids = torch.cat([text.train, text.holdout])
     batch = options.batch or default_batch(ids.shape[1], device)
-    described: Any = method  # a method in all but fit_layer: codebooks are shared by the layers
-    record = provenance(described, text, model_record, device, dtype, batch, seed)
+    record = provenance(method, text, model_record, device, dtype, batch, seed)
     work = StageCheckpoint(output, record, options.resume)
     if done := work.count():
         say(f"resuming after {done} stages from {work.folder}")
@@ -113,7 +110,10 @@ def train(
     bundle = Bundle(Fingerprint.of(source.model, revision, vectors.probe), scheme, record, run.metrics(scheme))
     digest = bundle.write(output)
     work.remove()
-    return TrainResult(bundle, output, digest, timer.split(), run.resumed, run.rows, peak_memory(device))
+    return TrainResult(
+        bundle, output, digest, timer.split(), resumed_layers=0,
+        stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(device),
+    )  # fmt: skip
 
 
 # Vectors.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcal.capture import Capture, WholeModel
 from kvcal.hashed import hashed_normal, spread
-from kvcal.methods import codebooks
+from kvcal.methods import METHODS, codebooks
 from kvcal.methods.codebooks import TRAINERS, Adam, ClosedForm, StageReport, Training, held_error, subtract, train_stage
 from kvcal.methods.vqkv import (
     SIZES,
@@ -454,7 +454,7 @@ def test_control_c_keeps_the_checkpoint(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--trainer", "lloyd"], "--trainer 'lloyd': allowed are closed-form, adam, k-means"),
+        (["--trainer", "lloyd"], "--trainer 'lloyd': allowed are k-means, closed-form, adam"),
         (["--sizes", "32,16"], "--sizes '32,16': three numbers"),
         (["--sizes", "32,16,12"], "three powers of two from 2 to 65536"),
         (["--stages", "3,0,2"], "three numbers of at least 1"),
@@ -497,6 +497,20 @@ def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
                 held = found.held_of[taps.index]
                 assert torch.allclose(found.held_values[held], batch.v[4:, :, 3:].reshape(-1, DIM), atol=1e-6)
     assert found.rotary == DIM
+
+
+def test_fit_takes_it_as_any_method(given: list[object], usual: dict[str, Any], model: Any, output: Path) -> None:
+    from kvcal import corpus
+    from kvcal.fit import fit
+
+    loaded = load_model(resolve(str(given[1])), dtype="float32", device="cpu")
+    text = corpus.token_windows(loaded.tokenizer, str(given[3]), windows=8, holdout=1, length=68, seed=0)
+    method = METHODS["vqkv"](stages=(3, 2, 2), sizes=(32, 16, 8), high=6, vectors=1500, recent=16, block=8)
+    found = fit(
+        method, WholeModel(model), text, output, model_record={}, revision=None, device=torch.device("cpu"), seed=0
+    )
+    assert found.bundle.metrics["key_relative_error"] == usual["key_relative_error"]
+    assert found.bundle.scheme.resident_bytes() == usual["codebook_bytes"]
 
 
 def test_a_checkpoint_reads_back(tmp_path: Path) -> None:

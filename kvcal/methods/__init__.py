@@ -9,7 +9,8 @@ from .innerq import InnerQ
 from .kvtuner import KVTuner
 from .mixkvq import MixKVQ
 from .squat import Squat
+from .vqkv import VQKV
 
-METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, InnerQ, MixKVQ, Squat, KVTuner)}
+METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, VQKV, MixKVQ, Squat, InnerQ, KVTuner)}
 
-__all__ = ["METHODS", "AquaKV", "InnerQ", "KVTuner", "MixKVQ", "Squat"]
+__all__ = ["METHODS", "VQKV", "AquaKV", "InnerQ", "KVTuner", "MixKVQ", "Squat"]

@@ -32,7 +32,7 @@ class Training:
     fraction is the last, but never before `least` or after `most`. beta, gamma: of VQKV Eq. 4; rate, batch: of Adam.
     """
 
-    trainer: str = "closed-form"
+    trainer: str = "k-means"
     tolerance: float = 0.01
     least: int = 5
     most: int = 50
@@ -194,9 +194,9 @@ class Adam:
 
 
 TRAINERS: dict[str, Callable[[int, str, Training], Trainer]] = {
+    "k-means": KMeans,
     "closed-form": ClosedForm,
     "adam": Adam,
-    "k-means": KMeans,
 }
 
 
