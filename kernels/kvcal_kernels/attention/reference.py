@@ -45,10 +45,9 @@ class Form:
             raise ValueError(f"{self.bits} bits at head_dim {self.dim}: bits may be {BITS}, head_dim {DIMS}")
         if self.symmetric and not self.inner:
             raise ValueError("symmetric groups must lie along the contracted dimension")
-        along_tokens = self.inner == (self.role == "value")
-        if along_tokens and self.group % BLOCK:
+        if self.along_tokens and self.group % BLOCK:
             raise ValueError(f"groups of {self.group} tokens: must be a multiple of {BLOCK}")
-        if not along_tokens and (self.group % PIECE or self.dim % self.group):
+        if not self.along_tokens and (self.group % PIECE or self.dim % self.group):
             raise ValueError(f"groups of {self.group} channels: must be a multiple of {PIECE} that divides {self.dim}")
 
     @property
@@ -70,14 +69,22 @@ class Form:
     @property
     def scale_blocks(self) -> int:
         """Blocks that share scales."""
-        return self.group // BLOCK if self.inner == (self.role == "value") else 1
+        return self.group // BLOCK if self.along_tokens else 1
+
+    @property
+    def along_tokens(self) -> bool:
+        """Whether a group is of tokens of one channel."""
+        return self.inner == (self.role == "value")
+
+    @property
+    def columns(self) -> int:
+        """Columns of 16 scales or zero points: of a half block, or where groups lie along tokens of `scale_blocks`."""
+        return self.dim // (PIECE if self.along_tokens else self.group) * (1 if self.symmetric else 2)
 
     @property
     def scales(self) -> int:
         """Float16 numbers that belong to `scale_blocks` blocks."""
-        along_tokens = self.inner == (self.role == "value")
-        count = self.dim if along_tokens else BLOCK * self.dim // self.group
-        return count if self.symmetric else 2 * count
+        return self.columns * PIECE * (1 if self.along_tokens else 2)
 
     @property
     def stored_bits(self) -> float:
@@ -132,7 +139,7 @@ def _int16(words: Tensor) -> Tensor:
 def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
     """-> (B, H, N / form.scale_blocks, form.scales)."""
     parts = [scale] if zero is None else [scale, zero]
-    if form.inner == (form.role == "value"):  # (B, H, blocks, D): columns are pieces of 16 channels
+    if form.along_tokens:  # (B, H, blocks, D): columns are pieces of 16 channels
         columns = torch.stack([x.unflatten(-1, (-1, PIECE)) for x in parts], 4).flatten(3, 4)
         return _side_by_side(columns).flatten(3)
     columns = torch.stack([x.unflatten(2, (-1, 2, PIECE)).transpose(-1, -2) for x in parts], 5).flatten(4, 5)
@@ -171,14 +178,12 @@ def _scatter(words: Tensor, width: int) -> Tensor:
 
 def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
     kinds = 1 if form.symmetric else 2
-    if form.inner == (form.role == "value"):
-        count = form.dim // PIECE * kinds
-        columns = packed.unflatten(-1, (-1, PIECE, together(count))).transpose(-1, -2).flatten(3, 4)
+    if form.along_tokens:
+        columns = packed.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(3, 4)
         columns = columns.unflatten(3, (-1, kinds))
         parts = [columns[:, :, :, :, i].flatten(3) for i in range(kinds)]
     else:
-        count = form.dim // form.group * kinds
-        columns = packed.unflatten(-1, (2, -1, PIECE, together(count))).transpose(-1, -2).flatten(4, 5)
+        columns = packed.unflatten(-1, (2, -1, PIECE, together(form.columns))).transpose(-1, -2).flatten(4, 5)
         columns = columns.unflatten(4, (-1, kinds))
         parts = [columns[:, :, :, :, :, i].transpose(-1, -2).flatten(2, 4) for i in range(kinds)]
     return parts[0], parts[1] if kinds == 2 else None
@@ -189,7 +194,7 @@ def decode(blocks: Blocks) -> Tensor:
     form = blocks.form
     codes, scale, zero = unpack(blocks)
     offset = torch.tensor(-(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
-    if form.inner == (form.role == "value"):
+    if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]
     else:
         wide = [x.float().repeat_interleave(form.group, 3) for x in (scale, zero) if x is not None]
@@ -218,11 +223,12 @@ def attend(
     k = torch.cat([sink[0].float(), decode(keys), recent[0].float()], 2).repeat_interleave(ratio, 1)
     v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
     behind = queries - 1 - torch.arange(queries, device=q.device)
+    reach = recent[2][:, None] - behind
     seen = [
-        _seen(sink[0].shape[2], torch.minimum(sink[2][:, None] + (recent[2][:, None] - behind).clamp_max(0), sink[2][:, None])),
+        _seen(sink[0].shape[2], sink[2][:, None] + reach.clamp_max(0)),
         _seen(keys.words.shape[2] * BLOCK, (blocks * BLOCK)[:, None].expand(-1, queries)),
-        _seen(recent[0].shape[2], recent[2][:, None] - behind),
-    ]  # fmt: skip
+        _seen(recent[0].shape[2], reach),
+    ]
     mask = torch.cat(seen, -1)[:, None]
     scores = (q.float() @ k.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
     kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything

@@ -253,12 +253,12 @@ def _unit(bits, mode):
 def _scores(
     p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
     SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, cap,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, in units of 2^-24 of the query's."""
     r = tl.arange(0, 16)
-    at = (i_head * cap + b_block)[:, None]
+    at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
     piece = r[None, :, None] * 16 + r[None, None, :]
     parts = _codes(p_k, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
@@ -277,13 +277,13 @@ def _scores(
                 for i in tl.static_range(1, EACH):
                     b_dot = tl.dot(parts[h * STRIDE + g * EACH + i], q[g * EACH + i], b_dot)
                 b_dot = b_dot * scale[g * BOTH][:, :, None]
-                b_s = b_dot if g == 0 else b_s + b_dot
+                b_s = b_dot if g == 0 else b_s + b_dot  # noqa: F821
                 if MODE == 1:
                     b_s += sums[g] * scale[g * 2 + 1][:, :, None]
             scores = scores + (b_s,)
     else:  # groups of tokens of one channel: scales multiply the query
         EACH: tl.constexpr = GROUP // 32
-        at_scale = (i_head * (cap // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
+        at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
         scale = _columns(p_ks, at_scale, live, SLICES * 2, False, ASM)
         b_zero = tl.zeros([NW, 16, N], tl.float32)
         b_0 = tl.zeros([NW, 16, N], tl.float32)
@@ -301,14 +301,14 @@ def _scores(
 def _add(
     p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
     SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, cap,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, FADE: tl.constexpr,
 ):  # fmt: skip
     """acc, times fade where FADE says so, plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum
     of the probabilities [NW, 16, N], every row the same.
     """
     r = tl.arange(0, 16)
-    at = (i_head * cap + b_block)[:, None]
+    at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
     piece = r[None, :, None] * 16 + r[None, None, :]
     parts = _codes(p_v, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
@@ -316,7 +316,7 @@ def _add(
     if MODE < 2:  # groups of tokens of one channel
         EACH: tl.constexpr = GROUP // 32
         BOTH: tl.constexpr = 1 + MODE
-        at_scale = (i_head * (cap // EACH) + b_block // EACH)[:, None] * (SLICES * BOTH * 16)
+        at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * BOTH * 16)
         scale = _columns(p_vs, at_scale, live, SLICES * BOTH, True, ASM)
         for i in tl.static_range(SLICES):
             if MODE == 0:
@@ -355,9 +355,9 @@ def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
     SLICES: tl.constexpr,
     K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
-    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, k_cap,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
-    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, v_cap,
+    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, TURNS: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """TURNS times NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
@@ -367,13 +367,14 @@ def _step(
         b_live = b_block < (stop if MASK else 0x7FFFFFFF)
         part = _scores(
             p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, k_cap, NW, N, ASM,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N, ASM,
         )  # fmt: skip
         if MASK:
             b_0 = tl.where(b_live[:, None, None], part[0], LOW)
             b_1 = tl.where(b_live[:, None, None], part[1], LOW)
             part = (b_0, b_1)
-        b_most = tl.maximum(part[0], part[1]) if turn == 0 else tl.maximum(b_most, tl.maximum(part[0], part[1]))
+        b_part = tl.maximum(part[0], part[1])
+        b_most = b_part if turn == 0 else tl.maximum(b_most, b_part)  # noqa: F821
         halves = halves + part
     b_new = tl.maximum(b_m, tl.max(b_most, 1) * unit)
     fade = tl.exp2(b_m - b_new)[:, None, :]
@@ -387,7 +388,7 @@ def _step(
         b_l = b_l * fade + b_sum if turn == 0 else b_l + b_sum
         acc = _add(
             p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
-            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, v_cap, NW, N, ASM, turn == 0,
+            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, turn == 0,
         )  # fmt: skip
     return b_new, b_l, acc
 
@@ -433,12 +434,12 @@ def _exact(
     return b_m, b_l, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "sink_room", "recent_room", "splits"])
 def attend_kernel(
     p_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
-    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, k_cap, v_cap, sink_room, recent_room, factor,
+    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, room, sink_room, recent_room, splits, factor,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
     K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_STRIDE: tl.constexpr,
@@ -446,7 +447,7 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e)."""
+    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e)."""
     SLICES: tl.constexpr = D // 16
     ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
     i_split, i_batch = tl.program_id(0), tl.program_id(2)
@@ -490,21 +491,21 @@ def attend_kernel(
     for _ in tl.static_range(SLICES + ZEROS):
         acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
     blocks = tl.load(p_blocks + i_batch)
-    each = tl.cdiv(tl.cdiv(blocks, SPLITS), NW) * NW
+    each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
     start = tl.minimum(i_split * each, blocks)
-    stop = tl.where(i_split < SPLITS, tl.minimum(start + each, blocks), start)
+    stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
     middle = start + (stop - start) // (NW * TURNS) * (NW * TURNS)
     for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, k_cap,
-            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, v_cap, NW, N, ASM, TURNS, False,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
         )  # fmt: skip
     for first in tl.range(middle, stop, NW, num_stages=1):
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, k_cap,
-            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, v_cap, NW, N, ASM, 1, True,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
         )  # fmt: skip
     b_l = tl.max(b_l, 1)
     out = ()
@@ -516,7 +517,7 @@ def attend_kernel(
 
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
-    own = i_split == SPLITS
+    own = i_split == splits
     b_m, b_l, out = _exact(
         p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, sink + tl.minimum(recent - b_behind, 0),
         tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
@@ -530,27 +531,27 @@ def attend_kernel(
     b_top = tl.max(b_m, 0)
     fade = tl.exp2(b_m - b_top[None, :])
     i_group = i_head * CHUNKS + i_chunk
-    o_part = (i_group * PARTS + i_split) * N + tl.arange(0, N)
+    o_part = (i_group * (splits + 1) + i_split) * N + tl.arange(0, N)
     for i in tl.static_range(SLICES):
         b_o = tl.sum(out[i] * fade[:, None, :], 0)
         tl.store(p_part + o_part[None, :] * D + (i * 16 + r)[:, None], b_o, mask=b_row[None, :])
-    o_stat = (i_group * PARTS + i_split) * 2 * N + tl.arange(0, N)
+    o_stat = (i_group * (splits + 1) + i_split) * 2 * N + tl.arange(0, N)
     tl.store(p_stat + o_stat, b_top, mask=b_row)
     tl.store(p_stat + o_stat + N, tl.sum(b_l * fade, 0), mask=b_row)
 
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == SPLITS:
+    if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == splits:
         tl.store(p_count + i_group, 0)
         _merge(
             p_out, p_part, p_stat, i_head, i_group, i_chunk,
-            RATIO, QUERIES, D, SPLITS, PARTS, AT_ONCE, ROWS, N,
+            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, N,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge(
     p_out, p_part, p_stat, i_head, i_group, i_chunk,
-    RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    splits, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(D)
@@ -561,13 +562,13 @@ def _merge(
     b_m = tl.full([ROWS], LOW, tl.float32)
     b_l = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, WIDE], tl.float32)
-    for first in tl.range(0, SPLITS + 1, AT_ONCE):
+    for first in tl.range(0, splits + 1, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
-        there = (part <= SPLITS)[:, None] & live[None, :]
-        o_stat = (i_group * PARTS + part)[:, None] * 2 * N + row[None, :]
+        there = (part <= splits)[:, None] & live[None, :]
+        o_stat = (i_group * (splits + 1) + part)[:, None] * 2 * N + row[None, :]
         m = tl.load(p_stat + o_stat, mask=there, other=LOW, cache_modifier=".cg")
         l = tl.load(p_stat + o_stat + N, mask=there, other=0.0, cache_modifier=".cg")
-        o_part = ((i_group * PARTS + part)[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
+        o_part = ((i_group * (splits + 1) + part)[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
         inside = there[:, :, None] & (column < D)[None, None, :]
         o = tl.load(p_part + o_part, mask=inside, other=0.0, cache_modifier=".cg")
         b_new = tl.maximum(b_m, tl.max(m, 0))
@@ -644,8 +645,8 @@ def attend(
     at_once = 1 << (at_once.bit_length() - 1)
     attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
         q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
-        part, stat, counter, room, values.words.shape[2], sink[0].shape[2], recent[0].shape[2],
-        scaling * 1.4426950408889634, **fixed, SPLITS=count, PARTS=parts, AT_ONCE=at_once,
+        part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], count,
+        scaling * 1.4426950408889634, **fixed, AT_ONCE=at_once,
         NW=launch.warps, STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
         num_warps=launch.warps, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
