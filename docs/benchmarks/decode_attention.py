@@ -79,8 +79,8 @@ def random_blocks(made: Form, batch: int, count: int) -> Blocks:
     shape = (batch, HEADS, -(-count // made.scale_blocks), made.scales)
     scale = (torch.rand(shape, device="cuda") + 0.5) * 3.4 / 2**made.bits
     if not made.symmetric:
-        columns = scale.unflatten(-1, (-1, 2))  # scale and zero point lie side by side
-        columns[..., 1::2] = torch.randn_like(columns[..., 1::2]) * 0.2 - 1.7
+        zeros = scale.unflatten(-1, (-1, 2))[..., 1:] if made.inner else scale.unflatten(-1, (-1, 4))[..., 2:]
+        zeros.copy_(torch.randn_like(zeros) * 0.2 - 1.7)
     return Blocks(made, words.view(torch.int16), scale.half())
 
 

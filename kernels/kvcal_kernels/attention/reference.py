@@ -7,7 +7,9 @@ W pieces. Key words lie [token][channel], value words [channel][token]: neighbou
 field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
--2^(bits - 1). They lie as columns of 16 (tokens or channels), w = 4, 2 or 1 of them side by side: [columns / w][16][w].
+-2^(bits - 1). Where groups lie along the contracted dimension, they lie as columns of 16 (tokens of a key, channels of a value), w = 4, 2
+or 1 of them side by side, [columns / w][16][w]; else as [columns / 2][8][scale, scale, zero point, zero point], the 16 being
+neighbours along the contracted dimension.
 
 Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 """
@@ -136,19 +138,29 @@ def _int16(words: Tensor) -> Tensor:
     return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
 
 
+def _laid_out(columns: Tensor, form: Form) -> Tensor:
+    """(..., C, 16) -> as stored (..., C * 16)."""
+    if form.inner:
+        width = together(form.columns)
+        return columns.unflatten(-2, (-1, width)).transpose(-1, -2).flatten(-3)
+    return columns.unflatten(-2, (-1, 2)).unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-4)
+
+
+def _columns(stored: Tensor, form: Form) -> Tensor:
+    """The other way round."""
+    if form.inner:
+        return stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
+    return stored.unflatten(-1, (-1, 8, 2, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+
+
 def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
     """-> (B, H, N / form.scale_blocks, form.scales)."""
     parts = [scale] if zero is None else [scale, zero]
     if form.along_tokens:  # (B, H, blocks, D): columns are pieces of 16 channels
         columns = torch.stack([x.unflatten(-1, (-1, PIECE)) for x in parts], 4).flatten(3, 4)
-        return _side_by_side(columns).flatten(3)
+        return _laid_out(columns, form)
     columns = torch.stack([x.unflatten(2, (-1, 2, PIECE)).transpose(-1, -2) for x in parts], 5).flatten(4, 5)
-    return _side_by_side(columns).flatten(3)
-
-
-def _side_by_side(columns: Tensor) -> Tensor:
-    """(..., C, 16) -> (..., C / w, 16, w)."""
-    return columns.unflatten(-2, (-1, together(columns.shape[-2]))).transpose(-1, -2)
+    return _laid_out(columns, form).flatten(3)
 
 
 def together(count: int) -> int:
@@ -179,12 +191,10 @@ def _scatter(words: Tensor, width: int) -> Tensor:
 def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
     kinds = 1 if form.symmetric else 2
     if form.along_tokens:
-        columns = packed.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(3, 4)
-        columns = columns.unflatten(3, (-1, kinds))
+        columns = _columns(packed, form).unflatten(3, (-1, kinds))
         parts = [columns[:, :, :, :, i].flatten(3) for i in range(kinds)]
     else:
-        columns = packed.unflatten(-1, (2, -1, PIECE, together(form.columns))).transpose(-1, -2).flatten(4, 5)
-        columns = columns.unflatten(4, (-1, kinds))
+        columns = _columns(packed.unflatten(-1, (2, -1)), form).unflatten(4, (-1, kinds))
         parts = [columns[:, :, :, :, :, i].transpose(-1, -2).flatten(2, 4) for i in range(kinds)]
     return parts[0], parts[1] if kinds == 2 else None
 

@@ -215,9 +215,9 @@ def _two(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _columns(p, b_at, b_live, COUNT: tl.constexpr, SINGLE: tl.constexpr, ASM: tl.constexpr):
-    """COUNT columns [NW, 16] of float16, SINGLE: as float32, stored [COUNT / w][16][w], w = _together(COUNT); b_at: where
-    each block's start [NW, 1] int64.
+def _columns(p, b_at, b_live, COUNT: tl.constexpr, ASM: tl.constexpr):
+    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = _together(COUNT); b_at: where each
+    block's start [NW, 1] int64.
     """
     WIDTH: tl.constexpr = _together(COUNT)
     r = tl.arange(0, 16)[None, :]
@@ -225,14 +225,26 @@ def _columns(p, b_at, b_live, COUNT: tl.constexpr, SINGLE: tl.constexpr, ASM: tl
     for i in tl.static_range(COUNT // WIDTH):
         if WIDTH == 4:
             x = tl.load((p + b_at + i * 64).to(tl.pointer_type(tl.int64)) + r, mask=b_live, other=0)
-            found = found + (_four(x, ASM) if SINGLE else (_half(x, 0), _half(x, 1), _half(x, 2), _half(x, 3)))
+            found = found + _four(x, ASM)
         elif WIDTH == 2:
             x = tl.load((p + b_at + i * 32).to(tl.pointer_type(tl.int32)) + r, mask=b_live, other=0)
-            found = found + (_two(x, ASM) if SINGLE else (_half(x, 0), _half(x, 1)))
+            found = found + _two(x, ASM)
         else:
             x = tl.load(p + b_at + i * 16 + r, mask=b_live, other=0.0)
-            found = found + (x.to(tl.float32) if SINGLE else x,)
+            found = found + (x.to(tl.float32),)
     return found
+
+
+@triton.jit
+def _pairs(p, b_at, b_live, NW: tl.constexpr):
+    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
+    [8][scale, scale, zero, zero]: as a register of an operand holds them.
+    """
+    x = tl.load((p + b_at).to(tl.pointer_type(tl.int64)) + tl.arange(0, 8)[None, :], mask=b_live, other=0)
+    low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
+    scale = tl.reshape(tl.join(low.to(tl.int16), (low >> 16).to(tl.int16)), [NW, 16])
+    zero = tl.reshape(tl.join(high.to(tl.int16), (high >> 16).to(tl.int16)), [NW, 16])
+    return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
 
 
 @triton.constexpr_function
@@ -268,7 +280,7 @@ def _scores(
         EACH: tl.constexpr = GROUP // 16
         BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
         for h in tl.static_range(2):
-            scale = _columns(p_ks, (at * 2 + h) * (GROUPS * BOTH * 16), live, GROUPS * BOTH, True, ASM)
+            scale = _columns(p_ks, (at * 2 + h) * (GROUPS * BOTH * 16), live, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
                 if MODE == 0:
                     b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g])
@@ -284,13 +296,13 @@ def _scores(
     else:  # groups of tokens of one channel: scales multiply the query
         EACH: tl.constexpr = GROUP // 32
         at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
-        scale = _columns(p_ks, at_scale, live, SLICES * 2, False, ASM)
         b_zero = tl.zeros([NW, 16, N], tl.float32)
         b_0 = tl.zeros([NW, 16, N], tl.float32)
         b_1 = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(SLICES):
-            b_zero = tl.dot(tl.broadcast_to(scale[2 * i + 1][:, None, :], [NW, 16, 16]), plain[i], b_zero)
-            b_q = q[i] * scale[2 * i][:, :, None]
+            scale, zero = _pairs(p_ks, at_scale + i * 32, live, NW)
+            b_zero = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), plain[i], b_zero)
+            b_q = q[i] * scale[:, :, None]
             b_0 = tl.dot(parts[i], b_q, b_0)
             b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
         scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
@@ -317,7 +329,7 @@ def _add(
         EACH: tl.constexpr = GROUP // 32
         BOTH: tl.constexpr = 1 + MODE
         at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * BOTH * 16)
-        scale = _columns(p_vs, at_scale, live, SLICES * BOTH, True, ASM)
+        scale = _columns(p_vs, at_scale, live, SLICES * BOTH, ASM)
         for i in tl.static_range(SLICES):
             if MODE == 0:
                 b_dot = tl.dot(parts[i], b_0, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
@@ -332,15 +344,15 @@ def _add(
     else:  # groups of channels of one token: scales multiply the probabilities
         GROUPS: tl.constexpr = SLICES * 16 // GROUP
         EACH: tl.constexpr = GROUP // 16
-        first = _columns(p_vs, at * (GROUPS * 64), live, GROUPS * 2, False, ASM)
-        second = _columns(p_vs, at * (GROUPS * 64) + GROUPS * 32, live, GROUPS * 2, False, ASM)
         zeros = ()
         for g in tl.static_range(GROUPS):
-            b_p0 = b_0 * first[2 * g][:, :, None]
-            b_p1 = b_1 * second[2 * g][:, :, None]
+            b_s0, b_z0 = _pairs(p_vs, at * (GROUPS * 64) + g * 32, live, NW)
+            b_s1, b_z1 = _pairs(p_vs, at * (GROUPS * 64) + (GROUPS + g) * 32, live, NW)
+            b_p0 = b_0 * b_s0[:, :, None]
+            b_p1 = b_1 * b_s1[:, :, None]
             b_acc = acc[SLICES + g] * fade if FADE else acc[SLICES + g]
-            b_acc = tl.dot(tl.broadcast_to(first[2 * g + 1][:, None, :], [NW, 16, 16]), b_0, b_acc)
-            b_acc = tl.dot(tl.broadcast_to(second[2 * g + 1][:, None, :], [NW, 16, 16]), b_1, b_acc)
+            b_acc = tl.dot(tl.broadcast_to(b_z0[:, None, :], [NW, 16, 16]), b_0, b_acc)
+            b_acc = tl.dot(tl.broadcast_to(b_z1[:, None, :], [NW, 16, 16]), b_1, b_acc)
             zeros = zeros + (b_acc,)
             for i in tl.static_range(EACH):
                 b_acc = acc[g * EACH + i] * fade if FADE else acc[g * EACH + i]
