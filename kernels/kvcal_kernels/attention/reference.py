@@ -7,9 +7,9 @@ W pieces. Key words lie [token][channel], value words [channel][token]: neighbou
 field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
--2^(bits - 1). Where groups lie along the contracted dimension, they lie as columns of 16 (tokens of a key, channels of a value), w = 4, 2
-or 1 of them side by side, [columns / w][16][w]; else as [columns / 2][8][scale, scale, zero point, zero point], the 16 being
-neighbours along the contracted dimension.
+-2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a value),
+w = 4, 2 or 1 of them side by side: [columns / w][16][w]; of others as [columns / 2][8][scale, scale, zero point, zero point],
+the 16 being neighbours along the contracted dimension.
 
 Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 """
