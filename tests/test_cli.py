@@ -23,7 +23,6 @@ ROW = [
     "name",
     "perplexity",
     "kl",
-    "logit_error",
     "bits_per_value",
     "paper_bits",
     "cache_bytes",

@@ -40,3 +40,22 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(title)
     figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+
+
+def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line."""
+    from matplotlib.figure import Figure
+
+    seen = [row for row in rows if row["bits_per_value"] is not None and row["kl"] > 0]
+    front = [row for row in seen if row["front"]]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter([row["bits_per_value"] for row in seen], [row["kl"] for row in seen], s=18)
+    axis.plot([row["bits_per_value"] for row in front], [row["kl"] for row in front], linewidth=1, label="Pareto front")
+    for row in seen:
+        axis.annotate(
+            row["name"], (row["bits_per_value"], row["kl"]), xytext=(3, 3), textcoords="offset points", fontsize=7
+        )
+    axis.set(title=title, xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log")
+    axis.legend()
+    figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
