@@ -35,25 +35,28 @@ def _uniform(bits: int, axis: str) -> Backbone:
     return make
 
 
-def _kivi(bits: int) -> Backbone:
-    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section 3.2)."""
+def _kivi(bits: int, group: int = KIVI_GROUP) -> Backbone:
+    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section 3.2).
+
+    A group is no longer than a block (keys) or a head (values).
+    """
 
     def make(shape: Shape, role: Role) -> Codec:
         if role == "key":
-            return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.dim), "channel")
+            return Uniform(shape, role, bits, _largest_divisor(group, shape.block), "token")
+        return Uniform(shape, role, bits, _largest_divisor(group, shape.dim), "channel")
 
     return make
 
 
-def _squat(bits: int) -> Backbone:
+def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
     """SQuat's keys at its Appendix D.2 settings, g being half of head_dim (64 of 128); its values are KIVI's."""
+    plain = _kivi(bits, group)
 
     def make(shape: Shape, role: Role) -> Codec:
-        if role == "value":
-            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.dim), "channel")
-        inner = Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
-        return Squat(inner, channels=-(-shape.dim // 2))
+        inner = plain(shape, role)
+        assert isinstance(inner, Uniform)
+        return Squat(inner, channels=-(-shape.dim // 2)) if role == "key" else inner
 
     return make
 
@@ -106,6 +109,7 @@ def _table() -> dict[str, Backbone]:
         table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
     for bits in (2, 3, 4):
         table[f"squat-{bits}"] = _squat(bits)
+        table[f"kivi-{bits}-g128"], table[f"squat-{bits}-g128"] = _kivi(bits, 128), _squat(bits, 128)
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")
