@@ -87,12 +87,21 @@ def prepare(args: dict[str, Any]) -> None:
 def facts() -> dict[str, Any]:
     loaded, text, args = STATE["loaded"], STATE["text"], STATE["args"]
     return {
-        "model": Path(args["model"]).name, "revision": loaded.revision,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source, "text_sha256": text.sha256, "eval_windows": len(text.ids),
-        "length": args["length"], "calibration": Path(args["calibration"]).name, "fit_windows": args["fit_windows"],
-        "fit_length": args["fit_length"], "attention_windows": min(args["attention_windows"], len(text.ids)),
-        "task": args["task"], "limit": args["limit"],
-    }  # fmt: skip
+        "model": Path(args["model"]).name,
+        "revision": loaded.revision,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "eval_windows": len(text.ids),
+        "length": args["length"],
+        "calibration": Path(args["calibration"]).name,
+        "fit_windows": args["fit_windows"],
+        "fit_length": args["fit_length"],
+        "attention_windows": min(args["attention_windows"], len(text.ids)),
+        "task": args["task"],
+        "limit": args["limit"],
+    }
 
 
 def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:

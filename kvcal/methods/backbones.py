@@ -8,6 +8,8 @@ from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Sh
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
+from .transform import transform_backbone
+
 Backbone = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
 CHANNEL_GROUP = 32  # tokens a group along the token axis: one block
@@ -121,6 +123,8 @@ BACKBONES = _table()
 
 def backbone(name: str) -> Backbone:
     """The codec maker of that name; UsageError naming what is allowed."""
+    if transform_backbone(name) is not None:
+        raise UsageError(f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`")
     if name not in BACKBONES:
         raise UsageError(f"codec {name!r} is not known; allowed are {', '.join(BACKBONES)}")
     return BACKBONES[name]
