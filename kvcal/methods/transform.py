@@ -98,7 +98,7 @@ def fit_transform(
     root, inverse = _roots(metric.cpu())
     value, vector = torch.linalg.eigh(root @ spread.cpu() @ root)
     value, vector = value.flip(-1), vector.flip(-1)  # largest first
-    value = value.clamp_min(FLOOR * value.mean(-1, keepdim=True)).clamp_min(1e-30)
+    value = value.clamp_min(FLOOR * value.mean(-1, keepdim=True)).clamp_min(1e-6)
     decoder = value.sqrt()[..., None] * (vector.mT @ inverse)
     return Transform(shape, role, allocate(value.sum(0), bits), decoder.half(), mean.cpu().half(), gain)
 

@@ -54,8 +54,8 @@ class Transform(Codec):
             raise KVCalError(f"transform codec, gain {gain!r}: allowed are 'mse' and 'debiased'")
         self.bits, self.decoder, self.mean, self.gain = list(bits), decoder.half(), mean.half(), gain
         self.coded = sum(b > 0 for b in bits)
-        encoder = torch.linalg.inv(self.decoder.cpu().double())
-        if not bool(torch.isfinite(encoder).all()):
+        encoder, singular = torch.linalg.inv_ex(self.decoder.cpu().double())
+        if bool(singular.any()) or not bool(torch.isfinite(encoder).all()):
             raise KVCalError("transform codec: the decoder matrix has no inverse")
         self._encoder = encoder[..., : self.coded].float().to(decoder.device)
         self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
@@ -80,7 +80,7 @@ class Transform(Codec):
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
         y = torch.cat(parts, -1) * packed["norm"].float()[..., None]
-        out = y.flatten(2, 3) @ self.decoder[:, : self.coded].float()
+        out: Tensor = y.flatten(2, 3) @ self.decoder[:, : self.coded].float()
         return out + self.mean.float()[:, None]
 
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
@@ -101,7 +101,8 @@ class Transform(Codec):
         padded = torch.nn.functional.pad(rows, (0, 0, 0, -count % step))
         made = [part @ matrix for part in padded.split(step, 1)]
         out = torch.cat(made, 1)[:, :count] if made else rows[..., : matrix.shape[2]]
-        return torch.unflatten(out, 1, x.shape[1:4])
+        whole: Tensor = out.unflatten(1, x.shape[1:4])
+        return whole
 
     @staticmethod
     def _token(y: Tensor) -> Tensor:
