@@ -18,7 +18,8 @@ INNERQ_KEYS = "inner-3-symmetric"  # InnerQ section 4.4: keys of all variants
 INNERQ_VALUES = {"base": "inner-3-symmetric", "hybrid": "inner-2-hybrid", "small": "inner-2-symmetric"}
 
 
-def _largest_divisor(limit: int, length: int) -> int:
+def divisor(limit: int, length: int) -> int:
+    """The largest size up to `limit` that divides `length`."""
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
@@ -29,8 +30,8 @@ def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "ms
 def _uniform(bits: int, axis: str) -> Backbone:
     def make(shape: Shape, role: Role) -> Codec:
         if axis == "token":
-            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(QUANTO_GROUP, shape.dim), "channel")
+            return Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.block), "token")
+        return Uniform(shape, role, bits, divisor(QUANTO_GROUP, shape.dim), "channel")
 
     return make
 
@@ -40,8 +41,8 @@ def _kivi(bits: int) -> Backbone:
 
     def make(shape: Shape, role: Role) -> Codec:
         if role == "key":
-            return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.dim), "channel")
+            return Uniform(shape, role, bits, divisor(KIVI_GROUP, shape.block), "token")
+        return Uniform(shape, role, bits, divisor(KIVI_GROUP, shape.dim), "channel")
 
     return make
 
@@ -51,8 +52,8 @@ def _squat(bits: int) -> Backbone:
 
     def make(shape: Shape, role: Role) -> Codec:
         if role == "value":
-            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.dim), "channel")
-        inner = Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
+            return Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.dim), "channel")
+        inner = Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.block), "token")
         return Squat(inner, channels=-(-shape.dim // 2))
 
     return make
@@ -64,7 +65,7 @@ def _inner(bits: int, mode: str, search: bool) -> Backbone:
     def make(shape: Shape, role: Role) -> Codec:
         length = shape.dim if role == "key" else shape.block
         axis = "channel" if role == "key" else "token"
-        return Uniform(shape, role, bits, _largest_divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
+        return Uniform(shape, role, bits, divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
 
     return make
 
