@@ -20,7 +20,18 @@ from .squat import Squat
 from .uniform import Uniform
 
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Exact, Float8, Uniform, Higgs, ResidualVQ, Squat, Scaled, Predicted, MixKVQ)
+    codec.name: codec
+    for codec in (
+        Exact,
+        Float8,
+        Uniform,
+        Higgs,
+        ResidualVQ,
+        Squat,
+        Scaled,
+        Predicted,
+        MixKVQ,
+    )
 }
 
 
