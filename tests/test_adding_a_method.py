@@ -81,22 +81,35 @@ def copied(tmp_path: Path) -> Path:
     return root
 
 
+def passed(printed: str) -> int:
+    return int(re.findall(r"(\d+) passed", printed)[0])
+
+
+def test_listing_brings_codec_and_method_into_the_suites(copied: Path) -> None:
+    """The page's files and changes, none of them to a test."""
+    for part in parts():
+        if part.language != "bash" and part.step < STEPS:
+            assert not part.file.startswith("tests/")
+            apply(part, copied)
+    suites = "tests/test_codecs_in_cache.py tests/test_methods.py tests/test_format.py"
+    chosen = "ternary and not windows and not twice or every_kind"
+    assert passed(run(f'pytest -q {suites} -k "{chosen}"', copied)) > 15
+
+
+@pytest.mark.slow
 def test_the_page_works_word_by_word(copied: Path) -> None:
-    """Listing in the two dicts is all that brings codec and method into the suites: no test is changed."""
-    tests = {path.name: path.read_bytes() for path in (copied / "tests").glob("*.py")}
+    """Its commands too, step by step."""
     printed: dict[int, list[str]] = {}
     for part in parts():
         if part.language == "bash":
             printed.setdefault(part.step, []).extend(run(line, copied) for line in part.body.splitlines())
         else:
             apply(part, copied)
-    passed = [int(re.findall(r"(\d+) passed", out)[0]) for step in (3, 5) for out in printed[step]]
-    assert passed[0] > 150, "the codec's contract: alone and under a predictor, four shapes, two roles"
-    assert passed[1] > 10, "the method's contract"
+    assert passed(printed[3][0]) > 150, "the codec's contract: alone and under a predictor, four shapes, two roles"
+    assert passed(printed[5][0]) > 10, "the method's contract"
     error, bits = map(float, printed[6][1].split())
     assert 0 < error < 0.5 and 2 < bits < 3
     assert "ternary" in printed[6][2] and "under-predictors" in printed[6][2]
-    assert tests == {path.name: path.read_bytes() for path in (copied / "tests").glob("*.py")}
 
 
 def test_the_page_has_six_steps_and_code_in_each() -> None:
