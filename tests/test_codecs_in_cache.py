@@ -162,3 +162,59 @@ def test_every_codec_is_tried_for_what_it_is() -> None:
     assert {name for name, _ in tried()} == set(CODECS)
     for which in tried():
         assert CODECS[which[0]] in {type(made(*which, role)) for role in roles_of(*which)}
+
+
+def replaced(rows: Rows, kept: list[int]) -> Rows:
+    """Other tokens behind the first `kept` of each row."""
+    other = Rows(rows.lengths, seed=50)
+    for row, count in enumerate(kept):
+        other.keys[row][:, :, :count] = rows.keys[row][:, :, :count]
+        other.values[row][:, :, :count] = rows.values[row][:, :, :count]
+    return other
+
+
+@every_codec
+@pytest.mark.parametrize(
+    ("lengths", "step"),
+    [([67], 3), ([26], 5), ([67, 43, 20], 4), ([67, 43, 20], 67)],
+    ids=["one", "no-block", "ragged", "prompt"],
+)
+def test_a_crop_is_as_if_the_tokens_had_never_come(which: tuple[str, str], lengths: list[int], step: int) -> None:
+    """Speculative decoding: the last calls' tokens are taken back and others come; run-time statistics follow."""
+    rows, count = Rows(lengths), 3
+    found, valid = schemes.opened(scheme(which), FED), left_mask(lengths).bool()
+    feed(found, rows, valid, cuts=(max(lengths) - step,))
+    found.crop(-count)
+    assert found.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 0}
+    other = replaced(rows, [length - count for length in lengths])
+    feed(found, other, valid)
+    wanted = schemes.opened(scheme(which), FED)
+    feed(wanted, other, valid)
+    longer = Rows([length + 24 for length in lengths], seed=70)
+    for mine, part in zip(longer.keys + longer.values, other.keys + other.values, strict=True):
+        mine[:, :, : part.shape[2]] = part
+    more = torch.cat([valid, torch.ones(len(lengths), 24, dtype=torch.bool)], 1)
+    for each in (found, wanted):
+        feed(each, longer, more)
+    for row in range(len(lengths)):
+        assert same(schemes.packed_row(found, row), schemes.packed_row(wanted, row))
+        assert same(schemes.window_row(found, row), schemes.window_row(wanted, row))
+
+
+@every_codec
+def test_a_crop_that_statistics_cannot_follow_is_told(which: tuple[str, str]) -> None:
+    """A block that became due with a token that is taken back; and tokens of calls before the last."""
+    if not any(pair.stats for pair in scheme(which).layers):  # type: ignore[union-attr]
+        found = filled(which, Rows([60]))
+        found.crop(-40)
+        assert found.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 0}
+        return
+    found = filled(which, Rows([60]))  # blocks are due at 28, 36, 44, 52, 60
+    found.crop(-1)
+    assert found.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 1}
+    queries = any(not name.startswith("key_scale") for pair in found.scheme.layers for name in pair.stats)  # type: ignore[union-attr]
+    found = filled(which, Rows([67]), cuts=(64,))
+    found.crop(-5)
+    assert found.describe()["unforgotten_by_statistics"] == {"tokens": 2 if queries else 0, "blocks": 0}
+    found.reset()
+    assert found.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 0}
