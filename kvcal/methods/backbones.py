@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
@@ -59,6 +59,13 @@ def _squat(bits: int) -> Backbone:
     return make
 
 
+def _mixkvq(shape: Shape, role: Role) -> Codec:
+    """MixKVQ's keys at the thresholds of the preset, its first tier in float16; its values are KIVI's of 2 bits."""
+    if role == "value":
+        return _kivi(2)(shape, role)
+    return MixKVQ(shape, role, group=divisor(KIVI_GROUP, shape.block))
+
+
 def _inner(bits: int, mode: str, search: bool) -> Backbone:
     """Groups along the dimension that attention contracts: keys' channels, values' tokens (InnerQ section 4.4)."""
 
@@ -107,6 +114,7 @@ def _table() -> dict[str, Backbone]:
         table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
     for bits in (2, 3, 4):
         table[f"squat-{bits}"] = _squat(bits)
+    table["mixkvq"] = _mixkvq
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")
