@@ -97,7 +97,8 @@ class Squat:
                 raise UsageError(
                     f"rank {rank}, strength {strength}: needs a rank of at least 1 (0: all), a strength of at least 0"
                 )
-        self.windows  # noqa: B018  validates
+        if self.group < 1 or self.windows.block % self.group:
+            raise UsageError(f"--group {self.group}: must divide the block of {self.block} tokens")
 
     @property
     def windows(self) -> Windows:
