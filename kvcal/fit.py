@@ -222,20 +222,16 @@ def averages(metrics: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _check_writable(folder: Path) -> None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another --output") from error
-
-
-def check_output(output: Path) -> None:
+def check_output(output: Path, option: str = "--output") -> None:
     """Raise now, not after an hour, if no file can be written there."""
     if output.is_dir():
-        raise KVCalError(f"--output {output} is a folder: give a file name")
+        raise KVCalError(f"{option} {output} is a folder: give a file name")
     if not output.parent.is_dir():
-        raise KVCalError(f"{output.parent} is not a folder; create it or give another --output")
-    _check_writable(output.parent)
+        raise KVCalError(f"{output.parent} is not a folder; create it or give another {option}")
+    try:
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise KVCalError(f"{output.parent}: cannot be written to ({error.strerror}); give another {option}") from error
 
 
 class Checkpoint:

@@ -469,7 +469,7 @@ def test_paper_settings() -> None:
         (["--spill", "tape"], "--spill tape: allowed"),
         (["--plot", "x.pdf"], "must end in .png"),
         (["--prompt-tokens", "96"], "--prompt-tokens 96: windows have 96 tokens"),
-        (["--group", "7"], "groups of 7 along token: must divide 8"),
+        (["--group", "7"], "--group 7: must divide the block of 8"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

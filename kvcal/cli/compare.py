@@ -48,7 +48,9 @@ def compare(
     block: Annotated[int, typer.Option(min=1, help="Of the pairs.")] = 32,
     keep: Keep = None,
     heavy: Heavy = None,
-    max_bits: Annotated[float | None, typer.Option(help="Name the best row of at most so many bits.")] = None,
+    max_bits: Annotated[
+        float | None, typer.Option(min=0, max=32, help="Name the best row of at most so many bits.")
+    ] = None,
     calibration: Annotated[str | None, typer.Option(help="Text for --predict. Default: the model's own.")] = None,
     fit_windows: Annotated[int | None, typer.Option(min=2, help="Calibration windows for --predict.")] = None,
     fit_length: Annotated[int | None, typer.Option(min=2, help="Tokens of one.")] = None,

@@ -29,7 +29,8 @@ def fit_predictors(
             "--backbone",
             "--residual",
             help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide|-channel][-debiased], uniform-{1..8}[-channel], "
-            "exact-{16,32,bf16}, kivi-{2,3,4,8}, turboquant-{2,3,4}, innerq-{base,hybrid,small}; others: see docs/methods.md.",
+            "exact-{16,32,bf16}, kivi-{2,3,4,8}, turboquant-{2,3,4}, innerq-{base,hybrid,small}, "
+            "squat-{2,3,4}, mixkvq; others: see docs/methods.md.",
         ),
     ] = "higgs-2-wide-debiased",
     first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",

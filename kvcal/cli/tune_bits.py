@@ -25,7 +25,9 @@ def tune_bits(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-kvtuner.kvcal.safetensors here.")
     ] = None,
-    max_bits: Annotated[float, typer.Option(help="Stored bits a value, scales included, at most on average.")] = 3.7,
+    max_bits: Annotated[
+        float, typer.Option(min=0, max=32, help="Stored bits a value, scales included, at most on average.")
+    ] = 3.7,
     bits: Annotated[str, typer.Option(help="What keys and values of a layer may have.")] = "2,4,8",
     group: Annotated[
         int, typer.Option(min=1, help="Tokens of a key channel, channels of a value, that share a scale.")

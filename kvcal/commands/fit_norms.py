@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from .. import models
 from ..fit import FitOptions, fit
 from ..methods.backbones import INNERQ_KEYS, INNERQ_VALUES
 from ..methods.innerq import InnerQ
-from ..workbench import default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from ..workbench import open_for_fit
+from .common import Say, calibration_windows, check_context, output_for, text_for
 
 
 def innerq_method(o: dict[str, Any]) -> InnerQ:
@@ -42,7 +41,7 @@ def run_fit_norms(o: dict[str, Any], say: Say) -> dict[str, Any]:
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "calibration")
     say(f"text: {origin}")
-    output = Path(o["output"] or default_output(source, f"{method.name}-{o['variant']}"))
+    output = output_for(o, source, f"{method.name}-{o['variant']}")
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],

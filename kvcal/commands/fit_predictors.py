@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import models
-from ..fit import FitOptions, check_output, fit
+from ..fit import FitOptions, fit
 from ..methods.aqua_kv import AquaKV
-from ..workbench import default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from ..workbench import open_for_fit
+from .common import Say, calibration_windows, check_context, output_for, text_for
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -55,8 +54,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
     source = models.resolve(o["model"], o["revision"])
     text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
-    output = Path(o["output"] or default_output(source, method.name))
-    check_output(output)
+    output = output_for(o, source, method.name)
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],

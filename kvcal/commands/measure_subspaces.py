@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
@@ -11,8 +10,8 @@ from kvcal_artifacts.errors import UsageError
 from .. import corpus, models
 from ..fit import FitOptions, FitResult, fit
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
-from ..workbench import default_output, open_for_fit
-from .common import RANDOM_TOKENS, Say, calibration_windows, check_context, known, text_for
+from ..workbench import open_for_fit
+from .common import RANDOM_TOKENS, Say, calibration_windows, check_context, known, output_for, text_for
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
@@ -58,6 +57,7 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
+    output = output_for(o, source, method.name)
     text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
     opened = open_for_fit(
@@ -70,7 +70,7 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     other = _other_text(o, opened.tokenizer, text_source, len(text.train), int(text.train.shape[1]))
     check_context(source, int(text.train.shape[1]), say)
     result = fit(
-        method, opened.source, text, Path(o["output"] or default_output(source, method.name)), other=other,
+        method, opened.source, text, output, other=other,
         model_record=opened.record, revision=opened.revision, device=opened.device, seed=o["seed"], say=say,
         options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from kvcal_artifacts.errors import UsageError
 
 from .. import __version__, models
 from ..methods.plain import DataFree, Preset, preset
-from ..workbench import default_output, key_probe, model_record
-from .common import given_selection
+from ..workbench import key_probe, model_record
+from .common import given_selection, output_for
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
@@ -35,7 +34,7 @@ def run_preset(o: dict[str, Any]) -> dict[str, Any]:
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     source = models.resolve(o["model"], o["revision"])
-    output = Path(o["output"] or default_output(source, o["name"]))
+    output = output_for(o, source, o["name"])
     model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
     record = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
@@ -13,8 +12,8 @@ from ..fit import FitOptions
 from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..train import train
-from ..workbench import default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from ..workbench import open_for_fit
+from .common import Say, calibration_windows, check_context, output_for, text_for
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -60,7 +59,7 @@ def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
     method = vqkv_method(o, models.geometry(source))
     text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
-    output = Path(o["output"] or default_output(source, method.name))
+    output = output_for(o, source, method.name)
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
@@ -11,8 +10,8 @@ from kvcal_artifacts.errors import UsageError
 from .. import models
 from ..fit import FitOptions, fit
 from ..methods.kvtuner import KVTuner
-from ..workbench import default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from ..workbench import open_for_fit
+from .common import Say, calibration_windows, check_context, output_for, text_for
 from .tune_thresholds import HOLDOUT, WINDOWS
 
 
@@ -35,7 +34,7 @@ def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
     source = models.resolve(o["model"], o["revision"])
     text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
-    output = Path(o["output"] or default_output(source, method.name))
+    output = output_for(o, source, method.name)
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],

@@ -14,8 +14,8 @@ from .. import models
 from ..fit import FitOptions
 from ..methods.mixkvq import MixKVQ
 from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
-from ..workbench import Opened, default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from ..workbench import Opened, open_for_fit
+from .common import Say, calibration_windows, check_context, output_for, text_for
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
 DEFAULT_TASK = "gsm8k"  # the paper's
@@ -96,7 +96,11 @@ def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
     text_source = text_for(o, source, "calibration")
     say(f"text: {text_source}")
     say(f"objective: {name}")
-    output = Path(o["output"] or default_output(source, method.name))
+    output = output_for(o, source, method.name)
+    if o["plot"] is not None:
+        from ..report.plots import check_plot
+
+        check_plot(o["plot"])
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=False,
         random_weights=o["random_weights"], seed=o["seed"],

@@ -7,13 +7,14 @@ propagate unquantised. Variants of Tables 1 and 5 are fields of the configuratio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor
+from kvcal_artifacts import store
+from kvcal_artifacts.codecs import Codec, Context, Exact, MixKVQ, Packed, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.hf import AttentionSite, output_projection
@@ -22,6 +23,7 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 from ..capture import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import Composition
+from .mixkvq import TierSizes
 from .mlp import MLPSettings, fit_mlp
 from .observed import taps_of, window_statistics
 from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
@@ -96,6 +98,7 @@ class AquaKV:
         run = _LayerRun(self, layer, taps, carry)
         key = run.codec("key", self._inputs(layer, self.key_inputs), {"k"})
         key_error = run.encode_keys(key)
+        key = run.expecting(key)
         value = run.codec("value", self._inputs(layer, self.value_inputs), {"v"})
         value_error = run.encode_values(value)
         self.shift(carry)
@@ -134,8 +137,8 @@ class AquaKV:
         for role in "kv":
             ring = [f"{role}{back}" for back in range(self.reach + 1)]
             held = [carry.stores[name] for name in ring]
-            for name, store in zip(ring, held[-1:] + held[:-1], strict=True):
-                carry.stores[name] = store
+            for name, buffer in zip(ring, held[-1:] + held[:-1], strict=True):
+                carry.stores[name] = buffer
 
 
 @dataclass
@@ -146,6 +149,7 @@ class _LayerRun:
     layer: int
     taps: LayerTaps
     carry: Carry
+    sizes: TierSizes = field(default_factory=TierSizes)  # of packed keys whose blocks differ in size
 
     def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
         """The backbone, behind a predictor fitted on the training windows if there are inputs."""
@@ -201,14 +205,25 @@ class _LayerRun:
             with carry.timer("encode"):
                 context = carry.context(self.layer, needed, batch.rows)
                 context.stats = stats
-                made, guess = reconstruct(codec, x, context)
+                packed, made, guess = reconstruct(codec, x, context)
             train = carry.training_rows(batch.rows)
+            if codec.ragged:
+                self.sizes.add({name: store.select(held, torch.arange(train)) for name, held in packed.items()})
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
             kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made
             carry.write(f"{role}0", batch.rows, kept)
             if train < x.shape[0]:
                 holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(made[train:]))
         return holdout
+
+    def expecting(self, codec: Codec) -> Codec:
+        """A codec of ragged blocks with what they took on the training windows, in `sizes`; others as they are."""
+        if isinstance(codec, Predicted) and codec.ragged:
+            return Predicted(self.expecting(codec.inner), codec.predictor, codec.inputs)
+        if isinstance(codec, MixKVQ) and codec.ragged:
+            settings = codec.config() | {"expected": self.sizes.means()}
+            return MixKVQ.from_state(codec.shape, codec.role, settings, {})
+        return codec
 
     def _pairs(self, inputs: tuple[str, ...], want: frozenset[str]) -> Iterator[tuple[Tensor, Tensor]]:
         """Training tokens: predictor inputs (n, Cin) and targets (n, C), float32."""
@@ -258,13 +273,14 @@ def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tenso
     return site.rotate(queries, cos, sin)
 
 
-def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-    """x (B, H, T, D) -> what the cache would give back, and the prediction (None without one); float32.
+def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Packed, Tensor, Tensor | None]:
+    """x (B, H, T, D) -> packed, what the cache would give back, and the prediction (None without one); float32.
 
     As Predicted.encode and decode, with the predictor run once and on all tokens: here nothing depends on block edges.
     """
     if not isinstance(codec, Predicted):
-        return codec.decode(codec.encode(x, context), context), None
+        packed = codec.encode(x, context)
+        return packed, codec.decode(packed, context), None
     guess = codec.predict(context, codec.predictor.working())
-    inner = codec.inner
-    return inner.decode(inner.encode(x.float() - guess, context), context) + guess, guess
+    packed = codec.inner.encode(x.float() - guess, context)
+    return packed, codec.inner.decode(packed, context) + guess, guess

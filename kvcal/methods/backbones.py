@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
@@ -20,7 +20,8 @@ INNERQ_KEYS = "inner-3-symmetric"  # InnerQ section 4.4: keys of all variants
 INNERQ_VALUES = {"base": "inner-3-symmetric", "hybrid": "inner-2-hybrid", "small": "inner-2-symmetric"}
 
 
-def _largest_divisor(limit: int, length: int) -> int:
+def divisor(limit: int, length: int) -> int:
+    """The largest size up to `limit` that divides `length`."""
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
@@ -31,8 +32,8 @@ def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "ms
 def _uniform(bits: int, axis: str) -> Backbone:
     def make(shape: Shape, role: Role) -> Codec:
         if axis == "token":
-            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(QUANTO_GROUP, shape.dim), "channel")
+            return Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.block), "token")
+        return Uniform(shape, role, bits, divisor(QUANTO_GROUP, shape.dim), "channel")
 
     return make
 
@@ -45,8 +46,8 @@ def _kivi(bits: int, group: int = KIVI_GROUP) -> Backbone:
 
     def make(shape: Shape, role: Role) -> Codec:
         if role == "key":
-            return Uniform(shape, role, bits, _largest_divisor(group, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(group, shape.dim), "channel")
+            return Uniform(shape, role, bits, divisor(group, shape.block), "token")
+        return Uniform(shape, role, bits, divisor(group, shape.dim), "channel")
 
     return make
 
@@ -63,13 +64,20 @@ def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
     return make
 
 
+def _mixkvq(shape: Shape, role: Role) -> Codec:
+    """MixKVQ's keys at the thresholds of the preset, its first tier in float16; its values are KIVI's of 2 bits."""
+    if role == "value":
+        return _kivi(2)(shape, role)
+    return MixKVQ(shape, role, group=divisor(KIVI_GROUP, shape.block))
+
+
 def _inner(bits: int, mode: str, search: bool) -> Backbone:
     """Groups along the dimension that attention contracts: keys' channels, values' tokens (InnerQ section 4.4)."""
 
     def make(shape: Shape, role: Role) -> Codec:
         length = shape.dim if role == "key" else shape.block
         axis = "channel" if role == "key" else "token"
-        return Uniform(shape, role, bits, _largest_divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
+        return Uniform(shape, role, bits, divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
 
     return make
 
@@ -112,6 +120,7 @@ def _table() -> dict[str, Backbone]:
     for bits in (2, 3, 4):
         table[f"squat-{bits}"] = _squat(bits)
         table[f"kivi-{bits}-g128"], table[f"squat-{bits}-g128"] = _kivi(bits, 128), _squat(bits, 128)
+    table["mixkvq"] = _mixkvq
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
+from ..fit import check_output
+
 
 def check_plot(path: Path) -> None:
     """Before any work: whether a plot can be drawn and written there."""
@@ -15,8 +17,7 @@ def check_plot(path: Path) -> None:
         raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
     if path.suffix != ".png":
         raise UsageError(f"--plot {path}: must end in .png")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: {path.parent} is not a folder")
+    check_output(path, "--plot")
 
 
 def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, path: Path) -> None:

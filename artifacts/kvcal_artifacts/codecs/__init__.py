@@ -22,7 +22,18 @@ from .uniform import Uniform
 
 CODECS: dict[str, type[Codec]] = {
     codec.name: codec
-    for codec in (Exact, Float8, Uniform, Higgs, ResidualVQ, Squat, Scaled, Predicted, MixKVQ, Transform)
+    for codec in (
+        Exact,
+        Float8,
+        Uniform,
+        Higgs,
+        ResidualVQ,
+        Squat,
+        Scaled,
+        Predicted,
+        MixKVQ,
+        Transform,
+    )
 }
 
 

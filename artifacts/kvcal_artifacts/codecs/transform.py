@@ -32,15 +32,26 @@ MSE = {0: 1.0, 1: 1 - 2 / math.pi} | {bits: GRID_MSE[grid] for bits, grid in GRI
 
 class Transform(Codec):
     """bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j the direction of
-    coordinate j at unit variance. mean (H, D) float16. gain: as of Higgs.
+    coordinate j at unit variance; encoder: of its inverse the columns of coded coordinates, float32. mean (H, D) float16.
+    gain: as of Higgs. Without them: 2 bits, channels as they are.
     """
 
     name = "transform"
 
     def __init__(
-        self, shape: Shape, role: Role, bits: list[int], decoder: Tensor, mean: Tensor, gain: str = "mse"
+        self,
+        shape: Shape,
+        role: Role,
+        bits: list[int] | None = None,
+        decoder: Tensor | None = None,
+        mean: Tensor | None = None,
+        gain: str = "mse",
+        encoder: Tensor | None = None,
     ) -> None:
         super().__init__(shape, role)
+        bits = [2] * shape.dim if bits is None else bits
+        decoder = torch.eye(shape.dim).expand(shape.heads, -1, -1) if decoder is None else decoder
+        mean = torch.zeros(shape.heads, shape.dim) if mean is None else mean
         if len(bits) != shape.dim or any(type(b) is not int or b not in MSE for b in bits):
             raise KVCalError(f"transform codec, bits {bits}: needs {shape.dim} of 0 to 4")
         if sorted(bits, reverse=True) != bits or bits[::2] != bits[1::2] or not bits[0]:
@@ -52,13 +63,22 @@ class Transform(Codec):
             )
         if gain not in ("mse", "debiased"):
             raise KVCalError(f"transform codec, gain {gain!r}: allowed are 'mse' and 'debiased'")
-        self.bits, self.decoder, self.mean, self.gain = list(bits), decoder.half(), mean.half(), gain
+        self.bits, self.decoder, self.mean, self.gain = list(bits), decoder.half().contiguous(), mean.half(), gain
         self.coded = sum(b > 0 for b in bits)
+        self.encoder = self._inverse() if encoder is None else encoder.float()
+        if self.encoder.shape != (shape.heads, shape.dim, self.coded):
+            raise KVCalError(
+                f"transform codec, encoder {tuple(self.encoder.shape)}: needs {(shape.heads, shape.dim, self.coded)}"
+            )
+        self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
+
+    def _inverse(self) -> Tensor:
+        """Of the decoder as it is stored: the columns of the coded coordinates."""
         encoder, singular = torch.linalg.inv_ex(self.decoder.cpu().double())
         if bool(singular.any()) or not bool(torch.isfinite(encoder).all()):
             raise KVCalError("transform codec: the decoder matrix has no inverse")
-        self._encoder = encoder[..., : self.coded].float().to(decoder.device)
-        self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
+        made: Tensor = encoder[..., : self.coded].float().contiguous()
+        return made.to(self.decoder.device)
 
     @property
     def tiers(self) -> dict[int, slice]:
@@ -70,7 +90,7 @@ class Transform(Codec):
         return found
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        blocks = self.shape.blocks(x.float() - self.mean.float()[:, None])
+        blocks = self.shape.blocks(x.float()) - self.mean.float()[:, None, None]
         y = self._coordinates(blocks)  # (B, H, N, b, coded)
         norm = to_half((tree_sum(self._token(y * y)) / (self.shape.heads * self.coded)).sqrt(), "norm")  # (B, N, b)
         unit = y / norm.float().clamp_min(2.0**-24)[:, None, ..., None]
@@ -92,7 +112,7 @@ class Transform(Codec):
         return packed, made.flatten(2, 3) + self.mean.float()[:, None]
 
     def _coordinates(self, blocks: Tensor) -> Tensor:
-        return self._product(blocks.movedim(1, 0), self._encoder).movedim(0, 1)
+        return self._product(blocks.movedim(1, 0), self.encoder).movedim(0, 1)
 
     def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
         """x (H, B, N, b, n) times matrix (H, n, m), ROWS blocks at a time."""
@@ -117,7 +137,7 @@ class Transform(Codec):
         """(..., n) -> (..., n at 1 bit, else n / 2)."""
         if b == 1:
             return (unit >= 0).to(torch.uint8)
-        return nearest(unit.reshape(-1, 2), self._grids[b]).view(*unit.shape[:-1], -1)
+        return nearest(unit.reshape(-1, 2), self._grids[b]).view(*unit.shape[:-1], unit.shape[-1] // 2)
 
     def _points(self, codes: Tensor, b: int) -> Tensor:
         points: Tensor = (codes.float() * 2 - 1) * ONE_BIT if b == 1 else lookup(codes, self._grids[b])
@@ -138,11 +158,12 @@ class Transform(Codec):
         return {"bits": self.bits, "gain": self.gain}
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"decoder": self.decoder, "mean": self.mean}
+        return {"decoder": self.decoder, "encoder": self.encoder, "mean": self.mean}
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Transform:
-        return cls(shape, role, **config, decoder=tensors["decoder"], mean=tensors["mean"])
+        own: dict[str, Any] = {**config, **tensors}
+        return cls(shape, role, **own)
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return dict(self._specs())
@@ -154,16 +175,11 @@ class Transform(Codec):
             yield f"codes{b}", ((s.heads, count, packed_bytes(s.block, self._code_bits(b))), torch.uint8)
         yield "norm", ((1, s.block), torch.float16)
 
-    def resident_bytes(self) -> int:
-        """Both matrices are used: the stored one and its inverse in float32."""
-        both: int = super().resident_bytes() + self._encoder.numel() * 4
-        return both
-
     def to(self, device: torch.device) -> Transform:
         if self.decoder.device == device:
             return self
         twin = copy.copy(self)
-        twin.decoder, twin.mean, twin._encoder = (t.to(device) for t in (self.decoder, self.mean, self._encoder))
+        twin.decoder, twin.mean, twin.encoder = (t.to(device) for t in (self.decoder, self.mean, self.encoder))
         twin._grids = {b: grid.to(device) for b, grid in self._grids.items()}
         return twin
 
