@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import HeavyHitters
 
 from .. import corpus, models
 from ..fit import FitOptions, FitResult, check_output, fit
 from ..methods.base import Method
 from ..workbench import Opened, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from .common import Say, calibration_windows, check_context, given_selection, text_for
 
 SPILLS = ("device", "cpu", "disk")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A model, and windows of the text `origin` to fit it on. options: how to run; seed: of the windows."""
+    """A model, and windows of the text `origin` to fit it on.
+
+    options: how to run; seed: of the windows; selection: which tokens a cache of the bundle keeps.
+    """
 
     opened: Opened
     text: corpus.Windows
@@ -27,6 +31,7 @@ class Calibration:
     options: FitOptions
     seed: int
     say: Say
+    selection: HeavyHitters | None
 
     @property
     def length(self) -> int:
@@ -38,7 +43,7 @@ class Calibration:
         return fit(
             method, self.opened.source, self.text, output, model_record=self.opened.record,
             revision=self.opened.revision, device=self.opened.device, seed=self.seed, say=self.say,
-            options=self.options, other=other,
+            options=self.options, other=other, selection=self.selection,
         )  # fmt: skip
 
     def counts(self) -> dict[str, int]:
@@ -54,7 +59,7 @@ def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, 
     """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
     output or --spill cannot be.
     """
-    options = run_options(o)
+    options, selection = run_options(o), given_selection(o) if "keep" in o else None
     origin = text_for(o, source, "calibration")
     say(f"text: {origin}")
     if output is not None:
@@ -65,7 +70,7 @@ def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, 
     )  # fmt: skip
     text = calibration_windows(o, source, opened.tokenizer, origin)
     check_context(source, int(text.train.shape[1]), say)
-    return Calibration(opened, text, origin, options, o["seed"], say)
+    return Calibration(opened, text, origin, options, o["seed"], say, selection)
 
 
 def run_options(o: dict[str, Any]) -> FitOptions:

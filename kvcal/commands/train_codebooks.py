@@ -60,7 +60,7 @@ def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
     of = prepare(o, source, output, say)
     result = train(
         method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
-        device=of.opened.device, seed=o["seed"], say=say, options=of.options,
+        device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
     )  # fmt: skip
     metrics = result.bundle.metrics
     return {
