@@ -52,6 +52,8 @@ def fit_norms(
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    spill: Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")] = "device",
+    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
     layerwise: Annotated[
         bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
     ] = False,

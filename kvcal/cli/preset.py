@@ -36,7 +36,7 @@ def preset(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Write a bundle for a method that needs no data: KIVI, TurboQuant, InnerQ, HIGGS, uniform integers, FP8."""
+    """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8."""
     from kvcal.commands.preset import run_preset
 
     given: dict[str, Any] = dict(locals())

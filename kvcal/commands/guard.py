@@ -22,11 +22,12 @@ TEXT, LENGTH = "embedded:evaluation", 512  # outlier channels are the model's, w
 
 
 def unmeasured(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[str, Scheme]:
-    """Schemes that no calibration has looked at: presets, and bundles without figures by layer."""
+    """Schemes whose key channels no calibration has looked at: presets, and bundles without such figures."""
     found: dict[str, Scheme] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
-            found |= {} if "layers" in row.metrics else {name: row.scheme}
+            seen = any("key_channel_error" in layer for layer in row.metrics.get("layers", []))
+            found |= {} if seen else {name: row.scheme}
         else:
             found[name] = row.scheme(model)
     return found

@@ -15,6 +15,7 @@ from ..train import train
 from ..workbench import default_output
 from .calibration import prepare, written
 from .common import Say
+from .guard import outlier_warnings
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -62,6 +63,9 @@ def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
         method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
         device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
     )  # fmt: skip
+    schemes = {result.bundle.name: result.bundle.scheme}
+    for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
+        say(line)
     metrics = result.bundle.metrics
     return {
         **written(result),
