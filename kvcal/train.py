@@ -23,7 +23,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps, default_batch
 from .fit import Checkpoint, FitOptions, FitResult, provenance
@@ -84,8 +84,9 @@ def train(
     seed: int = 0,
     options: FitOptions | None = None,
     say: Say = lambda line: None,
+    selection: HeavyHitters | None = None,
 ) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes.
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
@@ -107,7 +108,7 @@ def train(
         vectors = collect(method, capture, len(text.train), shape.heads, say)
     run = Run(method, vectors, work, timer, say)
     layers = run.layers(shape)
-    scheme = Scheme(method.windows, method.frame, tuple(layers))
+    scheme = Scheme(method.windows, method.frame, tuple(layers), selection=selection)
     bundle = Bundle(Fingerprint.of(source.model, revision, vectors.probe), scheme, record, run.metrics(scheme))
     digest = bundle.write(output)
     work.remove()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -64,6 +64,8 @@ def fit_predictors(
     recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
     mlp_epochs: Annotated[int, typer.Option(min=1, help="Passes of MLP training.")] = 4,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,

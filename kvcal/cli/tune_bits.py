@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -35,6 +35,8 @@ def tune_bits(
     sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
     recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 128,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,

@@ -60,3 +60,52 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axis.set(title=title, xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log")
     axis.legend()
     figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+
+
+QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
+
+
+def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Explained variance (AQUA-KV Figures 2, 4 and 5): above the means, for keys and for values; below, layer by layer.
+
+    rows: as kvcal.probe.table gives them.
+    """
+    from matplotlib.figure import Figure
+
+    roles = [role for role in ("k", "v") if any(row["target"] == role for row in rows)]
+    figure = Figure(figsize=(6.4 * len(roles), 8.6), layout="constrained")
+    axes = figure.subplots(2, len(roles), squeeze=False)
+    for (bars, lines), role in zip(axes.T, roles, strict=True):
+        _probe_panels(bars, lines, role, [row for row in rows if row["target"] == role])
+    figure.suptitle(f"{title}: explained variance of linear probes, held-out windows")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def _probe_panels(bars: Any, lines: Any, role: str, rows: list[dict[str, Any]]) -> None:
+    common = all(row["mean_common"] is not None for row in rows)
+    values = [row["mean_common"] if common else row["mean"] or 0.0 for row in rows]
+    names = [" + ".join(_told(name) for name in row["inputs"]) for row in rows]
+    bars.barh(range(len(rows)), values, color="#1f5fa8")
+    for place, value in enumerate(values):
+        bars.text(max(value, 0) + 0.01, place, f"{value:.2f}", va="center", fontsize=8)
+    bars.set_yticks(range(len(rows)), names, fontsize=8)
+    bars.set_ylim(len(rows) - 0.4, -1.4)  # the first on top
+    least = max(-1.0, min(0.0, *values))
+    what = {"k": "keys", "v": "values"}[role]
+    bars.set(xlim=(least, 1.08), xlabel=f"{what} from …, mean of {'the same' if common else 'all their'} layers")
+    for bits, explained in QUANTISERS.items():
+        bars.axvline(explained, color="#9aa5b1", linestyle=":", linewidth=1)
+        bars.text(explained, -0.9, f" {bits} bits" if bits > 1 else " 1 bit", fontsize=7, color="#6b7783")
+    for name, row in zip(names, rows, strict=True):
+        if len(row["inputs"]) == 1 or len(rows) <= 8:
+            places = [n for n, score in enumerate(row["layers"]) if score is not None]
+            lines.plot(places, [row["layers"][n] for n in places], marker="o", markersize=3, label=name)
+    lines.set(xlabel="layer", ylabel=f"explained variance of {what}", ylim=(least, 1))
+    lines.legend(fontsize=7, frameon=False)
+    lines.grid(alpha=0.25)
+
+
+def _told(name: str) -> str:
+    """An input of a probe as the paper writes it: k1 -> K L−1, v0 -> V, k0t2 -> K T−2."""
+    role, below, before = name[0].upper(), name[1], name[3:]
+    return role + (f" L−{below}" if below != "0" else "") + (f" T−{before}" if before else "")
