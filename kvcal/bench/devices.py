@@ -71,7 +71,8 @@ class Device:
 _TABLE = (
     Device(
         "jetson-xavier-nx", "Jetson Xavier NX (8 GB)", (7, 2), 6, 1100, 59.7, 8, ("Xavier NX",),
-        {"sms": f"{XAVIER_NX_SHEET}: 384 CUDA cores, 64 an SM", "clock": XAVIER_NX_SHEET, "bandwidth": XAVIER, "memory": XAVIER},
+        {"sms": f"{XAVIER_NX_SHEET}: 384 CUDA cores, 64 an SM", "clock": XAVIER_NX_SHEET, "bandwidth": XAVIER,
+         "memory": XAVIER},
     ),
     Device(
         "jetson-agx-xavier", "Jetson AGX Xavier (32 GB)", (7, 2), 8, 1377, 137, 32, ("AGX Xavier", "Jetson-AGX"),

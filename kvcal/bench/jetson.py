@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvcal_artifacts.codecs import Codec
-
 from ..catalogue import CATALOGUE, Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
@@ -67,9 +65,7 @@ def _cell(
     return machine.time(size, launches=len(chosen)), size, len(chosen)
 
 
-def _row_of_table_4(
-    machine: Machine, geometry: Geometry, scheme: str, part: str, length: int, full: float
-) -> Row:
+def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str, length: int, full: float) -> Row:
     bits = _bits(scheme, geometry)
     microseconds, size, launches = _cell(machine, geometry, part, length, bits)
     shared, _, _ = _cell(machine, geometry, part, length, bits, geometry.kv_heads)
@@ -91,7 +87,9 @@ def _row_of_table_4(
     )  # fmt: skip
 
 
-def projected(device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int) -> list[Row]:
+def projected(
+    device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
+) -> list[Row]:
     """Fused decode attention of one layer on that device, FP16 first; where Triton has no code for it, rows say so.
 
     Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
@@ -112,10 +110,28 @@ def projected(device: Device, schemes: Sequence[Benched], geometry: Geometry, mo
             bytes=round(size), **more,
         )  # fmt: skip
 
-    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", more={"bound": _bound(machine, size, 2 * values * length, 1.38)})]
+    rows = [
+        row(
+            "fp16",
+            FP16_BITS,
+            size,
+            full,
+            "projected: roofline",
+            more={"bound": _bound(machine, size, 2 * values * length, 1.38)},
+        )
+    ]
     for one in schemes:
         if device.why_no_triton is not None:
-            rows.append(row(one.name, one.stored_bits, _size(one, values, length), None, "projected", refused=device.why_no_triton))
+            rows.append(
+                row(
+                    one.name,
+                    one.stored_bits,
+                    _size(one, values, length),
+                    None,
+                    "projected",
+                    refused=device.why_no_triton,
+                )
+            )
             continue
         size = _size(one, values, length)
         parts = [roofline.counted(codec) for codec in (one.codecs.key, one.codecs.value)]
@@ -126,7 +142,9 @@ def projected(device: Device, schemes: Sequence[Benched], geometry: Geometry, mo
             "counted_for": "; ".join(dict.fromkeys(what for _, what in parts)),
         }  # fmt: skip
         time = machine.time(size, elements, instructions)
-        rows.append(row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel's design", more=more))
+        rows.append(
+            row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel's design", more=more)
+        )
     return rows
 
 
@@ -147,8 +165,8 @@ def _size(one: Benched, values: int, length: int) -> float:
 def largest_miss(rows: Iterable[Row]) -> float:
     """Of the FP16 totals that were not fitted: the largest relative error."""
     misses = [
-        abs(row.more["off_by"])
+        abs(float(row.more["off_by"]))
         for row in rows
         if row.scheme == "fp16" and row.operation.endswith("total") and not row.more["used_for_fit"]
     ]
-    return max(misses)
+    return max(misses, default=0.0)

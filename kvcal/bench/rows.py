@@ -68,9 +68,9 @@ def read_earlier(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"--compare {path}: not JSON; give what `kvcal bench --json` printed") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     good = isinstance(rows, list) and all(isinstance(row, dict) and set(KEY) <= set(row) for row in rows)
-    if not good or rows is None:
+    if not good:
         raise UsageError(f"--compare {path}: no rows of `kvcal bench --json` in it")
-    return rows
+    return list(rows or ())
 
 
 def compared(now: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

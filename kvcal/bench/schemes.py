@@ -73,9 +73,7 @@ def _aqua(shape: Shape) -> LayerCodecs:
         weight = _numbers(seed, inputs * width, width) / (inputs * width) ** 0.5
         return Linear({"weight": weight.half(), "bias": torch.zeros(width, dtype=torch.float16)})
 
-    return LayerCodecs(
-        Predicted(plain.key, linear(1, 1), ("k1",)), Predicted(plain.value, linear(2, 2), ("v1", "k0"))
-    )
+    return LayerCodecs(Predicted(plain.key, linear(1, 1), ("k1",)), Predicted(plain.value, linear(2, 2), ("v1", "k0")))
 
 
 def _vqkv(size: int, stages: tuple[int, int, int]) -> Maker:
@@ -89,9 +87,7 @@ def _vqkv(size: int, stages: tuple[int, int, int]) -> Maker:
             (_numbers(i, count, size, len(band)) * 2.0 ** -torch.arange(count).view(-1, 1, 1)).half()
             for i, (count, band) in enumerate(zip(stages, [dims, *bands], strict=True))
         ]
-        return LayerCodecs(
-            ResidualVQ(shape, "key", bands, books[1:]), ResidualVQ(shape, "value", [dims], books[:1])
-        )
+        return LayerCodecs(ResidualVQ(shape, "key", bands, books[1:]), ResidualVQ(shape, "value", [dims], books[:1]))
 
     return make
 

@@ -40,3 +40,35 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(title)
     figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+
+
+def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
+    """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones dashed.
+
+    Of FP16's backends only the best is drawn. Nothing is drawn for rows without a time.
+    """
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row["microseconds"] is not None]
+    timed = [row for row in timed if row["operation"] != "decode-attention" or row["ratio_to_fp16"] in (None, 1)]
+    if not timed:
+        raise UsageError(f"--plot {path}: no row has a time to draw")
+    names = list(dict.fromkeys(row["operation"] for row in timed))
+    figure = Figure(figsize=(4.6 * min(3, len(names)), 3.4 * -(-len(names) // 3)), layout="constrained")
+    axes = figure.subplots(-(-len(names) // 3), min(3, len(names)), squeeze=False).flatten()
+    for axis, name in zip(axes, names, strict=False):
+        lines: dict[tuple[str, int, bool], list[tuple[int, float]]] = {}
+        for row in timed:
+            if row["operation"] == name:
+                key = (row["scheme"], row["batch"], row["projected"])
+                lines.setdefault(key, []).append((row["length"], row["microseconds"]))
+        for (scheme, batch, projected), points in lines.items():
+            label = f"{scheme}, batch {batch}" + (", projected" if projected else "")
+            x, y = zip(*sorted(points), strict=True)
+            axis.plot(x, y, "--" if projected else "-", marker="o", markersize=3, label=label)
+        axis.set(title=name, xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=5, frameon=False)
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    figure.savefig(path, dpi=130, metadata={"Software": None})

@@ -1,0 +1,376 @@
+"""Whole models with random weights: tokens a second, largest batch and longest generation on a memory, peak memory.
+
+Caches start filled: random keys and values packed by the scheme's codecs, a few blocks repeated over rows and tokens, so that
+no prefill of the length is needed. Every decode step then runs through the model as generate() runs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.ledger import Ledger
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.statistics import Prefixes
+from kvcal_artifacts.store import Ragged, Stored
+
+from ..catalogue import Geometry
+from ..models import is_oom
+from . import paper
+from .layer import Case, fill
+from .rows import Row
+from .schemes import Benched
+
+BLOCKS = 4  # random blocks that a filled cache repeats
+WARM_UP = 1
+STEPS = 8
+LARGEST = 1 << 24  # where a search for a length or a batch ends
+
+Maker = Callable[[int, int], Any]  # (batch, length) -> a cache that holds so many tokens
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of cache. maker is None where `why_not` says that it cannot be had here."""
+
+    name: str
+    maker: Maker | None
+    stored_bits: float | None
+    path: str
+    why_not: str | None = None
+
+
+def scheme_of(model: Any, one: Benched) -> Scheme:
+    """The benched layer's codecs for every layer; the lowest as they are inside where predictors have nothing to read."""
+    layers = [one.codecs] * model.config.get_text_config().num_hidden_layers
+    depth = Scheme.depth(one.codecs)
+    inner = LayerCodecs(
+        getattr(one.codecs.key, "inner", one.codecs.key), getattr(one.codecs.value, "inner", one.codecs.value)
+    )
+    return Scheme(one.windows, one.frame, tuple([inner] * depth + layers[depth:]))
+
+
+def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, length: int) -> KVCalCache:
+    """A cache of that scheme that holds `length` random tokens in each row."""
+    cache = KVCalCache(scheme_of(model, one), model)
+    plan = cache.ledger.begin(batch, length, None)
+    if one.frame == "pre_rope":
+        places = torch.arange(length, dtype=torch.int32, device=model.device)
+        cache.ledger.positions = places[None].repeat(batch, 1)
+    for layer in cache.own_layers:
+        _fill_layer(layer, geometry, one, batch, plan.window, plan.flush, model)
+        layer.columns = length
+    return cache
+
+
+def _fill_layer(
+    layer: KVCalLayer, geometry: Geometry, one: Benched, batch: int, window: int, blocks: int, model: Any
+) -> None:
+    own = one.windows
+    tokens = own.sink + own.recent + BLOCKS * own.block
+    case = Case(replace(one, codecs=layer.codecs), geometry, 1, tokens, model.device, model.dtype)
+    filled = fill(case)
+    empty = case.random(geometry.kv_heads, 0, salt=0).expand(batch, -1, -1, -1)
+    layer.lazy_initialization(empty, empty)
+    layer.sink = [x.expand(batch, -1, -1, -1).contiguous() for x in filled.sink]
+    layer.window = [
+        case.random(geometry.kv_heads, window, salt=7 + role).expand(batch, -1, -1, -1).contiguous() for role in (0, 1)
+    ]
+    layer.packed = [{name: repeated(x, batch, blocks) for name, x in packed.items()} for packed in filled.packed]
+    short = own.sink + own.recent + own.block
+    plan = Ledger(own).begin(batch, short, None)
+    for statistic in layer.statistics.values():
+        heads = geometry.kv_heads if statistic.wants == "k" else geometry.heads
+        seen = case.random(heads, short, salt=9).expand(batch, -1, -1, -1)
+        statistic.observe(seen, Prefixes(plan, own, model.device))
+
+
+def repeated(stored: Stored, batch: int, blocks: int) -> Stored:
+    """The blocks of one row, over and over: (1, H, n, ...) -> (batch, H, blocks, ...)."""
+    if isinstance(stored, Ragged):
+        numbers = torch.arange(stored.counts.numel(), device=stored.device).view(stored.counts.shape)
+        order = numbers[:, :, torch.arange(blocks, device=stored.device) % numbers.shape[2]]
+        return stored.take(order.expand(batch, -1, -1).contiguous())
+    picks = torch.arange(blocks, device=stored.device) % stored.shape[2]
+    return stored[:, :, picks].expand(batch, *[-1] * (stored.ndim - 1)).contiguous()
+
+
+def kinds(model: Any, geometry: Geometry, schemes: Sequence[Benched]) -> list[Kind]:
+    """FP16, Transformers' QuantizedCache where optimum-quanto is installed, and each scheme."""
+    found = [Kind("fp16", lambda batch, length: _dynamic(model, geometry, batch, length), None, "DynamicCache")]
+    if importlib.util.find_spec("optimum.quanto") if importlib.util.find_spec("optimum") else None:
+        found += [
+            Kind(f"transformers-quanto-{bits}", _quanto(model, geometry, bits), None, "QuantizedCache")
+            for bits in (2, 4)
+        ]
+    for one in schemes:
+
+        def maker(batch: int, length: int, one: Benched = one) -> KVCalCache:
+            return filled_cache(model, geometry, one, batch, length)
+
+        found.append(Kind(one.name, maker, one.stored_bits, "reference: decode, then the model's attention"))
+    return found
+
+
+def _tokens(model: Any, geometry: Geometry, batch: int, length: int, seed: int) -> Tensor:
+    generator = torch.Generator(model.device).manual_seed(seed)
+    size = (batch, geometry.kv_heads, length, geometry.head_dim)
+    return torch.randn(size, generator=generator, device=model.device, dtype=model.dtype)
+
+
+def _updated(cache: Any, model: Any, geometry: Geometry, batch: int, length: int) -> Any:
+    for layer in range(geometry.layers):
+        keys, values = (_tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1))
+        cache.update(keys, values, layer)
+    return cache
+
+
+def _dynamic(model: Any, geometry: Geometry, batch: int, length: int) -> Any:
+    from transformers import DynamicCache
+
+    return _updated(DynamicCache(), model, geometry, batch, length)
+
+
+def _quanto(model: Any, geometry: Geometry, bits: int) -> Maker:
+    def make(batch: int, length: int) -> Any:
+        from transformers import QuantizedCache
+
+        cache = QuantizedCache(backend="quanto", config=model.config, nbits=bits)
+        return _updated(cache, model, geometry, batch, length)
+
+    return make
+
+
+# One run.
+
+
+@dataclass(frozen=True)
+class Ran:
+    """microseconds: median of a decode step. bytes: peak that the driver reports for the device (CUDA), or the peak resident
+    size of this process (CPU).
+    """
+
+    microseconds: float
+    bytes: int
+
+
+def run(model: Any, maker: Maker, batch: int, length: int, steps: int = STEPS) -> Ran:
+    """`steps` decode steps from a cache of `length` tokens."""
+    cache, taken = maker(batch, length), []
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            for _ in range(WARM_UP + steps):
+                _wait(model.device)
+                start = time.perf_counter()
+                token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                _wait(model.device)
+                taken.append((time.perf_counter() - start) * 1e6)
+        return Ran(statistics.median(taken[WARM_UP:]), peak_bytes(model.device))
+    finally:
+        if isinstance(cache, KVCalCache):
+            cache.close()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":  # torch keeps what it took, so what is in use after a run is what was at most
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def released(device: torch.device) -> None:
+    """Give back what earlier runs took, so that the next peak is its own."""
+    fill.cache_clear()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def generate_rows(
+    model_name: str,
+    model: Any,
+    geometry: Geometry,
+    every: Sequence[Kind],
+    shapes: Sequence[tuple[int, int]],
+    device: str,
+) -> list[Row]:
+    """Tokens a second of each kind at each (batch, length); FP16's own time is what ratios are to."""
+    rows = []
+    for batch, length in shapes:
+        full: float | None = None
+        for kind in every:
+            released(model.device)
+            if kind.maker is None:
+                rows.append(_row(model_name, kind, batch, length, device, "generate", None, None, refused=kind.why_not))
+                continue
+            try:
+                ran = run(model, kind.maker, batch, length)
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                rows.append(
+                    _row(model_name, kind, batch, length, device, "generate", None, None, refused="out of memory")
+                )
+                continue
+            full = ran.microseconds if kind.name == "fp16" else full
+            more = {"tokens_per_second": batch * 1e6 / ran.microseconds, "peak_bytes": ran.bytes}
+            rows.append(_row(model_name, kind, batch, length, device, "generate", ran.microseconds, full, more=more))
+    return rows
+
+
+def _row(
+    model: str, kind: Kind, batch: int, length: int, device: str, operation: str, taken: float | None,
+    full: float | None, **own: Any,
+) -> Row:  # fmt: skip
+    return Row(
+        operation=operation, scheme=kind.name, model=model, batch=batch, length=length, microseconds=taken,
+        stored_bits=kind.stored_bits, fraction_of_copy=None, ratio_to_fp16=full / taken if full and taken else None,
+        fp16_backend="DynamicCache" if full else None, projected=False, device=device, path=kind.path, **own,
+    )  # fmt: skip
+
+
+# How far a memory goes.
+
+
+def largest(fits: Callable[[int], bool], start: int = 1, step: int = 1) -> int:
+    """The largest multiple of `step` that fits, by doubling and halving; 0 if not even the first does."""
+    low, high = 0, start
+    while high <= LARGEST and fits(high):
+        low, high = high, 2 * high
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        middle = middle if middle > low else low + step
+        if middle >= high:
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fits(model: Any, maker: Maker, batch: int, length: int) -> bool:
+    """Whether one decode step runs within the device's memory."""
+    released(model.device)
+    try:
+        run(model, maker, batch, length, steps=1)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        return False
+    return True
+
+
+def largest_batch_rows(
+    model_name: str, model: Any, geometry: Geometry, every: Sequence[Kind], length: int, device: str
+) -> list[Row]:
+    """Measured: the largest batch at that length, and the tokens a second there."""
+    rows, full = [], None
+    for kind in every:
+        maker = kind.maker
+        if maker is None:
+            continue
+        found = largest(lambda batch, maker=maker: fits(model, maker, batch, length))  # type: ignore[misc]
+        released(model.device)
+        if not found:
+            rows.append(_row(model_name, kind, 1, length, device, "largest-batch", None, None, refused="out of memory"))
+            continue
+        ran = run(model, maker, found, length)
+        speed = found * 1e6 / ran.microseconds
+        full = speed if kind.name == "fp16" else full
+        more = {
+            "largest_batch": found, "tokens_per_second": speed, "peak_bytes": ran.bytes,
+            "throughput_to_fp16": speed / full if full else None,
+        }  # fmt: skip
+        rows.append(_row(model_name, kind, found, length, device, "largest-batch", ran.microseconds, None, more=more))
+    return rows
+
+
+def longest_rows(
+    model_name: str, model: Any, every: Sequence[Kind], batch: int, memory: float, device: str
+) -> list[Row]:
+    """Measured: the most tokens a row can hold and still make the next one (VQKV Table 3)."""
+    rows = []
+    for kind in every:
+        maker = kind.maker
+        if maker is None:
+            continue
+        found = largest(lambda length, maker=maker: fits(model, maker, batch, length), 1024, 256)  # type: ignore[misc]
+        more = {"longest_length": found, "memory_gib": memory, **_beside(kind.name)}
+        rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, None, more=more))
+    return rows
+
+
+def projected_longest(
+    model_name: str, geometry: Geometry, schemes: Sequence[Benched], batch: int, memory: float, dtype: torch.dtype,
+    device: str,
+) -> list[Row]:  # fmt: skip
+    """From bytes alone: weights, cache, constants. Activations, logits and what an allocator wastes are not in it."""
+    room = memory * 2**30 - geometry.parameters * dtype.itemsize
+    token = geometry.kv_bytes_per_token(8 * dtype.itemsize) * batch
+    rows = [
+        _longest_row(
+            model_name,
+            "fp16" if dtype.itemsize == 2 else "fp32",
+            8.0 * dtype.itemsize,
+            batch,
+            room,
+            room / token,
+            memory,
+            device,
+        )
+    ]
+    for one in schemes:
+        exact = one.windows.sink + one.windows.recent + one.windows.block
+        constants = constants_of(one, geometry.layers)
+        left = room - constants - exact * token
+        length = (
+            exact + left / (geometry.kv_bytes_per_token(one.stored_bits) * batch)
+            if left > 0
+            else (room - constants) / token
+        )
+        rows.append(
+            _longest_row(
+                model_name, one.name, one.stored_bits, batch, room, length, memory, device, constants=constants
+            )
+        )
+    return rows
+
+
+def constants_of(one: Benched, layers: int) -> int:
+    """Bytes of codebooks and grids, which all layers share, and of predictors, which they do not."""
+    total = 0
+    for codec in (one.codecs.key, one.codecs.value):
+        for name, tensor in codec.tensors().items():
+            total += tensor.numel() * tensor.element_size() * (layers if name.startswith("predictor.") else 1)
+    return total
+
+
+def _longest_row(
+    model: str, name: str, bits: float, batch: int, room: float, length: float, memory: float, device: str, **more: Any
+) -> Row:
+    found = max(0, int(length))
+    return Row(
+        operation="longest-generation", scheme=name, model=model, batch=batch, length=found, microseconds=None,
+        stored_bits=bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True, device=device,
+        path="projected: weights, cache and constants, nothing else",
+        refused=None if room > 0 else "the weights alone do not fit",
+        more={"longest_length": found, "memory_gib": memory, **more, **_beside(name)},
+    )  # fmt: skip
+
+
+def _beside(name: str) -> dict[str, Any]:
+    kind = "vqkv" if name.startswith("vqkv") else "full" if name in ("fp16", "fp32") else None
+    return {} if kind is None else {"paper_longest": paper.VQKV_LONGEST[kind]}
