@@ -118,9 +118,10 @@ MEASURED = ("auto", "cpu", "cuda", "jetson")  # what --device takes besides: cud
 def device(name: str) -> Device:
     """The profile of that name; UsageError with what is allowed."""
     if name not in DEVICES:
-        near = difflib.get_close_matches(name, [*DEVICES, *MEASURED], n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"allowed are {', '.join([*MEASURED, *DEVICES])}"
-        raise UsageError(f"--device {name}: no such device; {hint}")
+        near = difflib.get_close_matches(name, [*DEVICES, *MEASURED], n=2, cutoff=0.7)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        allowed = ", ".join([*MEASURED, *DEVICES])
+        raise UsageError(f"--device {name}: no such device; {hint}allowed are {allowed}")
     return DEVICES[name]
 
 

@@ -106,7 +106,8 @@ def repeated(stored: Stored, batch: int, blocks: int) -> Stored:
 
 def kinds(model: Any, geometry: Geometry, schemes: Sequence[Benched]) -> list[Kind]:
     """FP16, Transformers' QuantizedCache where optimum-quanto is installed, and each scheme."""
-    found = [Kind("fp16", lambda batch, length: _dynamic(model, geometry, batch, length), None, "DynamicCache")]
+    plain = "fp32" if model.dtype == torch.float32 else "fp16"
+    found = [Kind(plain, lambda batch, length: _dynamic(model, geometry, batch, length), None, "DynamicCache")]
     if importlib.util.find_spec("optimum.quanto") if importlib.util.find_spec("optimum") else None:
         found += [
             Kind(f"transformers-quanto-{bits}", _quanto(model, geometry, bits), None, "QuantizedCache")
@@ -227,7 +228,7 @@ def generate_rows(
                     _row(model_name, kind, batch, length, device, "generate", None, None, refused="out of memory")
                 )
                 continue
-            full = ran.microseconds if kind.name == "fp16" else full
+            full = ran.microseconds if kind.path == "DynamicCache" else full
             more = {"tokens_per_second": batch * 1e6 / ran.microseconds, "peak_bytes": ran.bytes}
             rows.append(_row(model_name, kind, batch, length, device, "generate", ran.microseconds, full, more=more))
     return rows
@@ -289,7 +290,7 @@ def largest_batch_rows(
             continue
         ran = run(model, maker, found, length)
         speed = found * 1e6 / ran.microseconds
-        full = speed if kind.name == "fp16" else full
+        full = speed if kind.path == "DynamicCache" else full
         more = {
             "largest_batch": found, "tokens_per_second": speed, "peak_bytes": ran.bytes,
             "throughput_to_fp16": speed / full if full else None,
@@ -308,7 +309,7 @@ def longest_rows(
         if maker is None:
             continue
         found = largest(lambda length, maker=maker: fits(model, maker, batch, length), 1024, 256)  # type: ignore[misc]
-        more = {"longest_length": found, "memory_gib": memory, **_beside(kind.name)}
+        more = {"longest_length": found, "memory_gib": memory, **_beside(model_name, kind.name)}
         rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, None, more=more))
     return rows
 
@@ -367,10 +368,11 @@ def _longest_row(
         stored_bits=bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True, device=device,
         path="projected: weights, cache and constants, nothing else",
         refused=None if room > 0 else "the weights alone do not fit",
-        more={"longest_length": found, "memory_gib": memory, **more, **_beside(name)},
+        more={"longest_length": found, "memory_gib": memory, **more, **_beside(model, name)},
     )  # fmt: skip
 
 
-def _beside(name: str) -> dict[str, Any]:
-    kind = "vqkv" if name.startswith("vqkv") else "full" if name in ("fp16", "fp32") else None
-    return {} if kind is None else {"paper_longest": paper.VQKV_LONGEST[kind]}
+def _beside(model: str, name: str) -> dict[str, Any]:
+    """The paper's figure: Llama-3.1-8B in float32 on 40 GB."""
+    kind = "vqkv" if name.startswith("vqkv") else "full" if name == "fp32" else None
+    return {} if kind is None or model != "llama-3.1-8b" else {"paper_longest": paper.VQKV_LONGEST[kind]}

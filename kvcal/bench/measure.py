@@ -12,6 +12,7 @@ from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
 from ..catalogue import Geometry
+from ..models import is_oom
 from . import peers
 from .layer import Case, fill
 from .operations import Operation, Prepared
@@ -97,12 +98,19 @@ def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
 
 
 def _row(model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str) -> Row:
-    with torch.no_grad():
-        prepared = operation.build(case)
-        why = prepared.check()
-        if why is not None:
-            return _figure(model, case, operation, device, prepared, refused=why)
-        timed = clock.time(prepared.run)
+    prepared: Prepared | None = None
+    try:
+        with torch.no_grad():
+            prepared = operation.build(case)
+            why = prepared.check()
+            if why is not None:
+                return _figure(model, case, operation, device, prepared, refused=why)
+            timed = clock.time(prepared.run)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        fill.cache_clear()
+        return _figure(model, case, operation, device, prepared, refused="out of memory")
     taken = timed.microseconds / prepared.per
     more = _spread(timed, prepared.per) | dict(prepared.more)
     if prepared.flops:
@@ -121,12 +129,12 @@ def _row(model: str, case: Case, operation: Operation, best: Peer | None, clock:
     )  # fmt: skip
 
 
-def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared, **own: Any) -> Row:
+def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **own: Any) -> Row:
     empty = {"microseconds": None, "fraction_of_copy": None, "ratio_to_fp16": None, "fp16_backend": None}
     without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
     return Row(
         operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
         length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
-        path=prepared.path, bytes=prepared.bytes,
+        path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
         **(empty | own),
     )  # fmt: skip

@@ -320,14 +320,16 @@ def mlp(case: Case) -> Prepared:
     generator = torch.Generator(case.device).manual_seed(case.seed)
 
     def weight(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, generator=generator, device=case.device) / columns**0.5).to(case.dtype)
+        wide: Tensor = torch.randn(rows, columns, generator=generator, device=case.device) / columns**0.5
+        return wide.to(case.dtype)
 
     gate, up, down = weight(wide, hidden), weight(wide, hidden), weight(hidden, wide)
     x = torch.randn(case.batch, hidden, generator=generator, device=case.device).to(case.dtype)
 
     def forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        inner: Tensor = torch.nn.functional.silu(x @ gate.T)
-        return (inner * (x @ up.T)) @ down.T
+        out: Tensor = torch.nn.functional.silu(x @ gate.T)
+        out = out * (x @ up.T)
+        return out @ down.T
 
     def check() -> str | None:
         exact = forward(*(t.double() for t in (x[:1], gate, up, down)))

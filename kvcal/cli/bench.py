@@ -64,8 +64,8 @@ def bench(
     if found["projected"]:
         note(f"projected: {found['why_projected']}; {found['assumed']}; {found['paper_device']}")
         print(
-            f"projected: bandwidth efficiency {found['efficiency']:.3f}, launch {found['launch_microseconds']:.2f} µs, fitted "
-            "on the paper's FP16 totals at 1024 and 16384 tokens only"
+            f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch {found['launch_microseconds']:.2f} µs, "
+            "fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
         )
     elif found["copy_gb_per_s"]:
         print(f"copy: {found['copy_gb_per_s']:.1f} GB/s read and written, measured in this run")

@@ -187,10 +187,11 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
             f"--operation {unable[0]}: cannot be projected for {where.name}; decode-then-attend and longest-generation can, "
             "the rest is measured on a device"
         )
-    machine = jetson.fitted()
+    machine, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
     return {
         "why_projected": f"this machine is no {where.profile.title}: every figure is projected, none measured",
-        "assumed": jetson.ASSUMED, "efficiency": machine.efficiency, "launch_microseconds": machine.launch,
+        "assumed": jetson.ASSUMED if timed else "from bytes alone",
+        "efficiency": machine.efficiency, "launch_microseconds": machine.launch,
         "paper_device": f"the Xavier NX cannot run these kernels: {devices.device(jetson.PAPER_DEVICE).why_no_triton}",
         "largest_miss": jetson.largest_miss(rows) if table_4 else None,
         "profile": {
@@ -225,7 +226,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     geometry = models.geometry(source)
     own = _schemes(o, geometry, GPU_SCHEMES if on_gpu else PAPER_SCHEMES)
     jetson_here = where.profile is not None and where.profile.jetson and on_gpu
-    lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [4096])
+    lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
     batches = numbers(o["batch"], "--batch", [1] if jetson_here or not on_gpu else [1, 8, 32])
     shapes = [(batch, length) for batch in batches for length in lengths]
     clock = Clock(where.device, o["repeats"], o["seconds"])

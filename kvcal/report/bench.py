@@ -61,7 +61,7 @@ def _timed(rows: list[Found]) -> Table:
         )  # fmt: skip
     models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
     places = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
-    return Table(f"{models} on {places}", columns, made)
+    return Table(f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}", columns, made)
 
 
 def _remark(row: Found) -> str:
@@ -99,7 +99,7 @@ def _table_4(rows: list[Found]) -> Iterator[Table]:
         "{paper_microseconds:.0f} | {microseconds:.0f}", every,
     )  # fmt: skip
     yield table(
-        "what the paper's time means: GB/s of stored bytes | issue slots a value and query head",
+        "what the paper's time means, launch as projected: GB/s of stored bytes | issue slots a value and query head",
         "{paper_gb_per_s:.1f} | {paper_slots_per_element:.1f}", every,
     )  # fmt: skip
     yield table(
