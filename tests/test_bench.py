@@ -295,6 +295,14 @@ def test_nothing_packed_is_left_out_and_said() -> None:
     assert "needs more than 159 tokens" in notes[-1]
 
 
+def test_parts_of_table_5() -> None:
+    found = measured(["innerq-small"], list(operations.TABLES["innerq-table-5"]), batch=1)
+    assert [row["paper_microseconds"] for row in found] == [17.3, 0.9, 18.2]
+    keys, values, both = (row["bytes"] for row in found)
+    assert keys + values == pytest.approx(both, abs=1)
+    assert all(row["refused"] is None and row["microseconds"] > 0 for row in found)
+
+
 def test_hybrid_shares_are_what_they_are_named_after() -> None:
     for found in measured(["innerq-hybrid"], ["hybrid-99", "hybrid-50", "hybrid-1"]):
         assert found["symmetric_percent"] == pytest.approx(float(found["operation"].split("-")[1]), abs=5)

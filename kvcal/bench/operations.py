@@ -7,7 +7,7 @@ printed where the check fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -104,15 +104,36 @@ def quantise(case: Case) -> Prepared:
 def quantise_step(case: Case) -> Prepared:
     """One block of every row, over the tokens of a block: what a decode step spends on quantising (InnerQ Table 5)."""
     filled = fill(_of_one_block(case))
+    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes
+    return _per_step(case, filled, lambda: filled.encoded(filled.raw), size, slice(0, 2))
+
+
+def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
+    """Its keys (0) or its values (1) alone."""
+
+    def build(case: Case) -> Prepared:
+        filled = fill(_of_one_block(case))
+        context = filled.encoding
+        if "k0" in filled.pair[role].needs:
+            context = replace(context, k0=filled.decoded()[0])
+        codec, raw = filled.pair[role], filled.raw[role]
+        size = nbytes(raw) + _bytes_of(filled.packed[role])
+        return _per_step(case, filled, lambda: codec.encode(raw, context), size, slice(role, role + 1))
+
+    return build
+
+
+def _bytes_of(packed: Packed) -> int:
+    return sum(nbytes(stored) for stored in packed.values())
+
+
+def _per_step(case: Case, filled: Filled, run: Callable[[], object], size: int, roles: slice) -> Prepared:
     block = case.scheme.windows.block
-    size = (sum(nbytes(x) for x in filled.raw) + filled.packed_bytes) / block
     more: dict[str, Any] = {"calls": f"one in {block} steps"}
     if case.scheme.name in paper.TABLE_5 and case.batch == 1:
-        more["paper_microseconds"] = sum(paper.TABLE_5[case.scheme.name])
+        more["paper_microseconds"] = round(sum(paper.TABLE_5[case.scheme.name][roles]), 1)
         more["paper_device"] = "Jetson Xavier NX"
-    return Prepared(
-        lambda: filled.encoded(filled.raw), round(size), lambda: _misencoded(filled), "reference", per=block, more=more
-    )
+    return Prepared(run, round(size / block), lambda: _misencoded(filled), "reference", per=block, more=more)
 
 
 def append(case: Case) -> Prepared:
@@ -361,6 +382,8 @@ _ALL = (
     Operation("nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True),
     Operation("reconstruct", "packed blocks to keys and values", reconstruct, needs_blocks),
     Operation("quantise-step", "a decode step's share of quantising (InnerQ Table 5)", quantise_step, by_default=False),
+    Operation("quantise-step-keys", "of its keys", quantise_step_of(0), by_default=False),
+    Operation("quantise-step-values", "of its values", quantise_step_of(1), by_default=False),
     *(
         Operation(
             f"hybrid-{percent}", f"product with hybrid values, {percent} % of groups symmetric (InnerQ Table 6)",
@@ -379,7 +402,7 @@ OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _
 
 # Names that stand for the operations of a paper's table.
 TABLES: dict[str, tuple[str, ...]] = {
-    "innerq-table-5": ("quantise-step",),
+    "innerq-table-5": ("quantise-step-keys", "quantise-step-values", "quantise-step"),
     "innerq-table-6": tuple(f"hybrid-{percent}" for percent in paper.TABLE_6),
     "mixkvq-table-7": ("channel-selection", "decode-then-attend", "mlp"),
 }

@@ -95,6 +95,14 @@ class Clock:
             self._ceilings["copy"] = 2 * size / self.time(lambda: other.copy_(one)).microseconds * 1e6
         return self._ceilings["copy"]
 
+    def read_bandwidth(self) -> float:
+        """Bytes a second of summing one large float32 buffer; measured once."""
+        if "read" not in self._ceilings:
+            size = COPY_BYTES[self.device.type]
+            one = torch.ones(size // 4, device=self.device)
+            self._ceilings["read"] = size / self.time(one.sum).microseconds * 1e6
+        return self._ceilings["read"]
+
     def matmul_rate(self) -> float:
         """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once."""
         if "matmul" not in self._ceilings:
@@ -106,7 +114,7 @@ class Clock:
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """What has been measured of the device: `copy` bytes and `matmul` operations a second."""
+        """What has been measured of the device: `copy` and `read` bytes, `matmul` operations a second."""
         return dict(self._ceilings)
 
 

@@ -68,7 +68,10 @@ def bench(
             "fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
         )
     elif found["copy_gb_per_s"]:
-        print(f"copy: {found['copy_gb_per_s']:.1f} GB/s read and written, measured in this run")
+        print(
+            f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
+            f"{found['read_gb_per_s']:.1f} GB/s"
+        )
     for table in tables(found):
         print_table(table.columns, table.rows, title=table.title)
         print()

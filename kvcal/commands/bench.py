@@ -23,6 +23,7 @@ from ..bench.timing import Clock
 from ..report.plots import check_plot, plot_bench
 from ..workbench import pick_device
 from .common import Say
+from .doctor import machine
 
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
 GPU_SCHEMES = (
@@ -187,11 +188,11 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
             f"--operation {unable[0]}: cannot be projected for {where.name}; decode-then-attend and longest-generation can, "
             "the rest is measured on a device"
         )
-    machine, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
+    xavier, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
     return {
         "why_projected": f"this machine is no {where.profile.title}: every figure is projected, none measured",
         "assumed": jetson.ASSUMED if timed else "from bytes alone",
-        "efficiency": machine.efficiency, "launch_microseconds": machine.launch,
+        "efficiency": xavier.efficiency, "launch_microseconds": xavier.launch,
         "paper_device": f"the Xavier NX cannot run these kernels: {devices.device(jetson.PAPER_DEVICE).why_no_triton}",
         "largest_miss": jetson.largest_miss(rows) if table_4 else None,
         "profile": {
@@ -238,10 +239,14 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     rows = _with_shares(rows)
     if [name for name in wanted if name in GENERATION]:
         rows += _generation(o, where, wanted, shapes, say)
+    if kernels:
+        clock.read_bandwidth()
     ceilings = clock.ceilings
     return {
         "dtype": str(dtype).removeprefix("torch."),
+        "machine": machine(),
         "copy_gb_per_s": ceilings["copy"] / 1e9 if "copy" in ceilings else None,
+        "read_gb_per_s": ceilings["read"] / 1e9 if "read" in ceilings else None,
         "matmul_teraflops": ceilings["matmul"] / 1e12 if "matmul" in ceilings else None,
         "threads": None if on_gpu else torch.get_num_threads(),
         "rows": rows,

@@ -23,10 +23,15 @@ PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python
 
 def run_doctor() -> dict[str, Any]:
     """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not)."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return {"machine": machine(), "kernels": kernels(capability, version("triton"))}
+
+
+def machine() -> dict[str, Any]:
+    """Versions, device and memory of this machine; None for what it has not."""
     gpu = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if gpu else None
     memory = torch.cuda.mem_get_info() if gpu else None
-    machine = {
+    return {
         "kvcal": __version__,
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
@@ -36,11 +41,10 @@ def run_doctor() -> dict[str, Any]:
         "host memory": _gib(host_memory()),
         "torch built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only",
         "GPU": torch.cuda.get_device_name() if gpu else None,
-        "compute capability": ".".join(map(str, capability)) if capability else None,
+        "compute capability": ".".join(map(str, torch.cuda.get_device_capability())) if gpu else None,
         "GPU memory": _gib(memory[1]) if memory else None,
         "GPU memory free": _gib(memory[0]) if memory else None,
     }
-    return {"machine": machine, "kernels": kernels(capability, version("triton"))}
 
 
 def version(package: str) -> str | None:
