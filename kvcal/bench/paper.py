@@ -41,7 +41,7 @@ TABLE_4: dict[str, dict[str, tuple[int, ...]]] = {
 FIT_LENGTHS = (1024, 16384)
 
 # InnerQ Table 5: quantisation of the tokens that leave the window, µs a decode step, keys and values.
-TABLE_5 = {
+TABLE_5: dict[str, tuple[float, ...]] = {
     "kivi-2": (1.0, 21.1),
     "turboquant-4-3": (15.9, 16.1),
     "innerq-base": (17.3, 1.0),
