@@ -20,6 +20,7 @@ from kvcal.bench import (
     jetson,
     layer,
     measure,
+    memory,
     operations,
     paper,
     peers,
@@ -358,16 +359,28 @@ def test_the_search_for_the_largest(limit: int, start: int, step: int) -> None:
     assert generation.largest(lambda n: n <= limit, start, step) == limit // step * step
 
 
-def test_projected_longest_fills_the_memory_exactly() -> None:
+def test_a_memory_is_filled_and_not_more() -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
-    one = schemes.named("innerq-base", geometry)
-    full, ours = generation.projected_longest("m", geometry, [one], 1, 40, torch.float32, "x")
-    weights = geometry.parameters * 4
-    assert full.length == int((40 * 2**30 - weights) / geometry.kv_bytes_per_token(32))
-    exact = 32 + 96 + 32
-    held = exact * geometry.kv_bytes_per_token(32) + (ours.length - exact) * geometry.kv_bytes_per_token(3.5)
-    assert 0 <= 40 * 2**30 - weights - held < 2 * geometry.kv_bytes_per_token(3.5)
-    assert full.projected and ours.projected
+    every = memory.footprints(geometry, [schemes.named("innerq-base", geometry)], torch.float32)
+    size, weights = 40 * 2**30, geometry.parameters * 4
+    full, ours = (row.length for row in memory.projected_longest("m", every, 1, 40, "x"))
+    assert full == (size - weights) // (2 * 32 * 8 * 128 * 4)
+    for one, length in zip(every, (full, ours), strict=True):
+        assert one.fixed + one.row(length) <= size < one.fixed + one.row(length + 1)
+    rows_at_32k = [row.batch for row in memory.projected_batch("m", every, 32768, 40, "x")]
+    for one, batch in zip(every, rows_at_32k, strict=True):
+        assert one.fixed + batch * one.row(32768) <= size < one.fixed + (batch + 1) * one.row(32768)
+    assert "weights and constants alone" in str(memory.projected_longest("m", every, 1, 8, "x")[0].refused)
+
+
+def test_a_footprint_is_what_the_cache_holds() -> None:
+    """Of a cache with as many tokens exact as it can have."""
+    one = schemes.named("innerq-base", GEOMETRY)
+    own = one.windows
+    length = own.sink + own.recent + 4 * own.block - 1
+    with generation.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache:
+        wanted = 2 * memory.footprints(GEOMETRY, [one], torch.float32)[1].row(length)
+        assert cache.nbytes("packed") + cache.nbytes("window") == wanted
 
 
 # The command.
@@ -448,7 +461,7 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--plot", "x.pdf"], "must end in .png"),
         (["--compare", "/no/such/file"], "cannot be read"),
         (["--model", "no-such-model"], "unknown model"),
-        (["--model", "tiny", "-o", "longest-generation"], "give --memory in GiB"),
+        (["--model", "tiny", "-o", "longest-generation"], "on how much memory?"),
     ],
 )
 def test_odd_input_is_one_line(options: list[str], said: str) -> None:
@@ -509,3 +522,19 @@ def test_bench_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.strip().endswith("False")
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
+    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    own = [schemes.named(name, geometry) for name in ("innerq-hybrid", "mixkvq", "squat-2", "aqua-kv-2", "vqkv-256")]
+    which = [operation for operation in OPERATIONS.values() if operation.by_default]
+    on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
+    found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, dtype, "gpu", lambda line: None)
+    ours = [row for row in found if row.scheme != "fp16"]
+    assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
+    assert any(row.scheme == "fp16" and row.microseconds for row in found)

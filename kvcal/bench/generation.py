@@ -25,8 +25,8 @@ from kvcal_artifacts.store import Ragged, Stored
 
 from ..catalogue import Geometry
 from ..models import is_oom
-from . import paper
 from .layer import Case, fill
+from .memory import vqkv_beside
 from .rows import Row
 from .schemes import Benched
 
@@ -50,7 +50,9 @@ class Kind:
 
 
 def scheme_of(model: Any, one: Benched) -> Scheme:
-    """The benched layer's codecs for every layer; the lowest as they are inside where predictors have nothing to read."""
+    """A bundle's own scheme; else the benched layer's codecs for every layer, in the lowest ones without their predictors."""
+    if one.whole is not None:
+        return one.whole
     layers = [one.codecs] * model.config.get_text_config().num_hidden_layers
     depth = Scheme.depth(one.codecs)
     inner = LayerCodecs(
@@ -66,9 +68,12 @@ def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, lengt
     if one.frame == "pre_rope":
         places = torch.arange(length, dtype=torch.int32, device=model.device)
         cache.ledger.positions = places[None].repeat(batch, 1)
-    for layer in cache.own_layers:
-        _fill_layer(layer, geometry, one, batch, plan.window, plan.flush, model)
-        layer.columns = length
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, KVCalLayer):
+            _fill_layer(layer, geometry, one, batch, plan.window, plan.flush, model)
+            layer.columns = length
+        else:  # left to Transformers by the scheme
+            layer.update(*(_tokens(model, geometry, batch, length, 2 * index + role) for role in (0, 1)))
     return cache
 
 
@@ -309,70 +314,6 @@ def longest_rows(
         if maker is None:
             continue
         found = largest(lambda length, maker=maker: fits(model, maker, batch, length), 1024, 256)  # type: ignore[misc]
-        more = {"longest_length": found, "memory_gib": memory, **_beside(model_name, kind.name)}
+        more = {"longest_length": found, "memory_gib": memory, **vqkv_beside(model_name, kind.name)}
         rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, None, more=more))
     return rows
-
-
-def projected_longest(
-    model_name: str, geometry: Geometry, schemes: Sequence[Benched], batch: int, memory: float, dtype: torch.dtype,
-    device: str,
-) -> list[Row]:  # fmt: skip
-    """From bytes alone: weights, cache, constants. Activations, logits and what an allocator wastes are not in it."""
-    room = memory * 2**30 - geometry.parameters * dtype.itemsize
-    token = geometry.kv_bytes_per_token(8 * dtype.itemsize) * batch
-    rows = [
-        _longest_row(
-            model_name,
-            "fp16" if dtype.itemsize == 2 else "fp32",
-            8.0 * dtype.itemsize,
-            batch,
-            room,
-            room / token,
-            memory,
-            device,
-        )
-    ]
-    for one in schemes:
-        exact = one.windows.sink + one.windows.recent + one.windows.block
-        constants = constants_of(one, geometry.layers)
-        left = room - constants - exact * token
-        length = (
-            exact + left / (geometry.kv_bytes_per_token(one.stored_bits) * batch)
-            if left > 0
-            else (room - constants) / token
-        )
-        rows.append(
-            _longest_row(
-                model_name, one.name, one.stored_bits, batch, room, length, memory, device, constants=constants
-            )
-        )
-    return rows
-
-
-def constants_of(one: Benched, layers: int) -> int:
-    """Bytes of codebooks and grids, which all layers share, and of predictors, which they do not."""
-    total = 0
-    for codec in (one.codecs.key, one.codecs.value):
-        for name, tensor in codec.tensors().items():
-            total += tensor.numel() * tensor.element_size() * (layers if name.startswith("predictor.") else 1)
-    return total
-
-
-def _longest_row(
-    model: str, name: str, bits: float, batch: int, room: float, length: float, memory: float, device: str, **more: Any
-) -> Row:
-    found = max(0, int(length))
-    return Row(
-        operation="longest-generation", scheme=name, model=model, batch=batch, length=found, microseconds=None,
-        stored_bits=bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True, device=device,
-        path="projected: weights, cache and constants, nothing else",
-        refused=None if room > 0 else "the weights alone do not fit",
-        more={"longest_length": found, "memory_gib": memory, **more, **_beside(model, name)},
-    )  # fmt: skip
-
-
-def _beside(model: str, name: str) -> dict[str, Any]:
-    """The paper's figure: Llama-3.1-8B in float32 on 40 GB."""
-    kind = "vqkv" if name.startswith("vqkv") else "full" if name == "fp32" else None
-    return {} if kind is None or model != "llama-3.1-8b" else {"paper_longest": paper.VQKV_LONGEST[kind]}

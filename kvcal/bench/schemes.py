@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.codecs import Predicted, ResidualVQ, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..catalogue import Geometry
 from ..methods.backbones import backbone
@@ -26,13 +26,16 @@ LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
 
 @dataclass(frozen=True)
 class Benched:
-    """One scheme as one layer of a model has it. made_up: what stands for calibrated constants, if anything does."""
+    """One scheme as one layer of a model has it. made_up: what stands for calibrated constants, if anything does. whole: all
+    layers, of a bundle.
+    """
 
     name: str
     codecs: LayerCodecs
     windows: Windows
     frame: Frame
     made_up: str | None = None
+    whole: Scheme | None = field(default=None, compare=False, repr=False)
 
     @property
     def stored_bits(self) -> float:
@@ -159,7 +162,7 @@ def from_bundle(path: Path, geometry: Geometry) -> Benched:
             f"{path}: made for {shape.heads} kv heads of {shape.dim}, --model has {geometry.kv_heads} of "
             f"{geometry.head_dim}"
         )
-    return Benched(bundle.name, pair, bundle.scheme.windows, bundle.scheme.frame)
+    return Benched(bundle.name, pair, bundle.scheme.windows, bundle.scheme.frame, whole=bundle.scheme)
 
 
 def schemes(

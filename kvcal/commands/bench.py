@@ -14,7 +14,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Windows
 
 from .. import __version__, models
-from ..bench import devices, generation, jetson, measure, paper, schemes
+from ..bench import devices, generation, jetson, measure, memory, paper, schemes
 from ..bench.devices import Device
 from ..bench.operations import OPERATIONS, TABLES, Operation
 from ..bench.rows import Row, compared, read_earlier, to_csv
@@ -31,6 +31,7 @@ GPU_SCHEMES = (
     "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq", "mixkvq-g128",
 )  # fmt: skip
 GENERATION = ("generate", "largest-batch", "longest-generation")
+PROJECTED = ("decode-then-attend", "largest-batch", "longest-generation")
 GROUPS = {"generation": GENERATION, "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
     "innerq-table-5": PAPER_SCHEMES, "innerq-table-6": ("innerq-hybrid",), "mixkvq-table-7": ("mixkvq",),
@@ -180,13 +181,12 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
         shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
         for batch, length in shapes:
             rows += jetson.projected(where.profile, own, geometry, source.name, batch, length)
-    if "longest-generation" in wanted:
-        rows += _projected_longest(o, own, geometry, source.name, where)
-    unable = [name for name in wanted if name not in ("decode-then-attend", "longest-generation")]
+    rows += _of_memory(o, wanted, own, geometry, source.name, where)
+    unable = [name for name in wanted if name not in PROJECTED]
     if unable and o["operation"]:
         raise UsageError(
-            f"--operation {unable[0]}: cannot be projected for {where.name}; decode-then-attend and longest-generation can, "
-            "the rest is measured on a device"
+            f"--operation {unable[0]}: cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is measured "
+            "on a device"
         )
     xavier, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
     return {
@@ -205,16 +205,24 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
     }  # fmt: skip
 
 
-def _projected_longest(o: dict[str, Any], own: list[Benched], geometry: Any, model: str, where: Target) -> list[Row]:
-    memory = o["memory"] or (where.profile.memory if where.profile else None)
-    if memory is None:
-        raise UsageError("longest-generation: on how much memory? give --memory in GiB")
-    dtype = _dtype(o, torch.float16)
-    return [
-        row
-        for batch in numbers(o["batch"], "--batch", [1])
-        for row in generation.projected_longest(model, geometry, own, batch, memory, dtype, where.name)
-    ]
+def _of_memory(
+    o: dict[str, Any], wanted: list[str], own: list[Benched], geometry: Any, model: str, where: Target
+) -> list[Row]:
+    """largest-batch and longest-generation, as far as asked for, from bytes."""
+    if not {"largest-batch", "longest-generation"} & set(wanted):
+        return []
+    gib = o["memory"] or (where.profile.memory if where.profile else None)
+    if gib is None:
+        raise UsageError("largest-batch and longest-generation: on how much memory? give --memory in GiB")
+    every = memory.footprints(geometry, own, _dtype(o, torch.float16))
+    rows: list[Row] = []
+    if "largest-batch" in wanted:
+        for length in numbers(o["length"], "--length", [32768]):
+            rows += memory.projected_batch(model, every, length, gib, where.name)
+    if "longest-generation" in wanted:
+        for batch in numbers(o["batch"], "--batch", [1]):
+            rows += memory.projected_longest(model, every, batch, gib, where.name)
+    return rows
 
 
 # Measured.
@@ -283,10 +291,8 @@ def _generation(
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
-    if not on_gpu and "longest-generation" in wanted:  # a CPU has no memory of its own to fill
-        rows += _projected_longest(o, own, geometry, source.name, where)
-    if not on_gpu and "largest-batch" in wanted:
-        say("left out: largest-batch: fills the device's memory, which on a CPU is everybody's; give a CUDA device")
+    if not on_gpu:  # a CPU has no memory of its own to fill
+        rows += _of_memory(o, wanted, own, geometry, source.name, where)
     if not on_gpu and "generate" not in wanted:
         return rows
     dtype = _dtype(o, torch.bfloat16 if on_gpu else torch.float32)
@@ -305,7 +311,7 @@ def _generation(
             rows += generation.largest_batch_rows(source.name, model, geometry, every, length, where.name)
     if on_gpu and "longest-generation" in wanted:
         total = torch.cuda.get_device_properties(where.device).total_memory
-        memory = o["memory"] or total / 2**30
-        say(f"longest generation on {memory:g} GiB")
-        rows += generation.longest_rows(source.name, model, every, 1, memory, where.name)
+        gib = o["memory"] or total / 2**30
+        say(f"longest generation on {gib:g} GiB")
+        rows += generation.longest_rows(source.name, model, every, 1, gib, where.name)
     return rows

@@ -24,7 +24,7 @@ def tables(found: Found) -> Iterator[Table]:
     if paper:
         yield from _table_4(paper)
     rest = [row for row in rows if not row["operation"].startswith(TABLE_4)]
-    timed = [row for row in rest if row["operation"] not in ("longest-generation",) and not _hidden(row)]
+    timed = [row for row in rest if row["operation"] != "longest-generation" and not _hidden(row)]
     if timed:
         yield _timed(timed)
     longest = [row for row in rest if row["operation"] == "longest-generation"]
