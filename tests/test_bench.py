@@ -370,6 +370,8 @@ def test_a_memory_is_filled_and_not_more() -> None:
     rows_at_32k = [row.batch for row in memory.projected_batch("m", every, 32768, 40, "x")]
     for one, batch in zip(every, rows_at_32k, strict=True):
         assert one.fixed + batch * one.row(32768) <= size < one.fixed + (batch + 1) * one.row(32768)
+    paper_like = memory.projected_longest("llama-3.1-8b", every, 1, 40, "x")[0]
+    assert paper_like.more["paper_longest"] == 25841
     assert "weights and constants alone" in str(memory.projected_longest("m", every, 1, 8, "x")[0].refused)
 
 
@@ -472,6 +474,12 @@ def test_odd_input_is_one_line(options: list[str], said: str) -> None:
     assert done.code in (2, 5)
     assert done.out == ""
     assert len(lines) == 1 and said in lines[0], done.err
+
+
+def test_plots_of_projections(tmp_path: Path) -> None:
+    done = kvcal("bench", "--device", "jetson", "--length", "1k,2k", "--plot", tmp_path / "a.png")
+    assert done.code == 0, done.err
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"rows": [{"a": 1}]}', "no"])

@@ -314,6 +314,10 @@ def longest_rows(
         if maker is None:
             continue
         found = largest(lambda length, maker=maker: fits(model, maker, batch, length), 1024, 256)  # type: ignore[misc]
-        more = {"longest_length": found, "memory_gib": memory, **vqkv_beside(model_name, kind.name)}
+        more = {
+            "longest_length": found,
+            "memory_gib": memory,
+            **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
+        }
         rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, None, more=more))
     return rows

@@ -62,11 +62,12 @@ def bench(
         print_json(found)
         return
     if found["projected"]:
-        note(f"projected: {found['why_projected']}; {found['assumed']}; {found['paper_device']}")
-        print(
-            f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch {found['launch_microseconds']:.2f} µs, "
-            "fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
-        )
+        note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
+        if found["assumed"]:
+            print(
+                f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch "
+                f"{found['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
+            )
     elif found["copy_gb_per_s"]:
         print(
             f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "

@@ -189,11 +189,12 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
             "on a device"
         )
     xavier, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
+    unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
     return {
         "why_projected": f"this machine is no {where.profile.title}: every figure is projected, none measured",
-        "assumed": jetson.ASSUMED if timed else "from bytes alone",
+        "assumed": jetson.ASSUMED if timed else None,
         "efficiency": xavier.efficiency, "launch_microseconds": xavier.launch,
-        "paper_device": f"the Xavier NX cannot run these kernels: {devices.device(jetson.PAPER_DEVICE).why_no_triton}",
+        "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
         "largest_miss": jetson.largest_miss(rows) if table_4 else None,
         "profile": {
             "title": where.profile.title, "capability": ".".join(map(str, where.profile.capability)),
