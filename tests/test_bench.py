@@ -546,3 +546,13 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
     ours = [row for row in found if row.scheme != "fp16"]
     assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
     assert any(row.scheme == "fp16" and row.microseconds for row in found)
+
+
+@pytest.mark.gpu
+def test_generation_on_a_gpu() -> None:
+    model = TINY["llama"]().to("cuda", torch.bfloat16)
+    own = [schemes.named(name, GEOMETRY) for name in ("innerq-base", "mixkvq", "aqua-kv-2")]
+    every = generation.kinds(model, GEOMETRY, own)
+    found = generation.generate_rows("llama", model, GEOMETRY, every, [(2, 400)], "gpu")
+    assert all(row.microseconds and row.more["peak_bytes"] > 0 for row in found)
+    assert generation.fits(model, every[1].maker, 1, 400)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
 CPU_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 UNKNOWN_CACHE = 1 << 26
+FLUSH_CUDA = 1 << 30  # bytes: takes the GPU half a millisecond, in which the host launches what is timed
 
 Run = Callable[[], object]
 
@@ -37,7 +38,7 @@ class Clock:
     """Times closures on one device, caches flushed before each. repeats: at most; seconds: at most a closure, from its warm-up
     on (LEAST_REPEATS are made whatever they take).
 
-    CPU: wall time. CUDA: events around the closure; the flush before it hides what its first launch takes on the host.
+    CPU: wall time. CUDA: events around the closure; the flush before it is long enough to hide its first launches.
     """
 
     device: torch.device
@@ -81,9 +82,12 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def spare(self) -> Tensor:
-        """A buffer twice as large as the last cache: touching it empties the cache."""
+        """A buffer at least twice as large as the last cache: touching it empties the cache."""
         if self._flush is None:
-            self._flush = torch.zeros(2 * last_cache(self.device), dtype=torch.uint8, device=self.device)
+            size = 2 * last_cache(self.device)
+            if self.device.type == "cuda":
+                size = max(size, min(FLUSH_CUDA, torch.cuda.mem_get_info(self.device)[0] // 16))
+            self._flush = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._flush
 
     def copy_bandwidth(self) -> float:
