@@ -171,12 +171,15 @@ def test_machines_are_recognised(called: str, name: str | None) -> None:
     assert (found and found.name) == name
 
 
-def test_a_jetson_without_cuda_in_torch_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").write_text("NVIDIA Jetson Orin Nano Developer Kit\0")
     monkeypatch.setattr(devices, "BOARD", tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="its torch has no CUDA"):
         command.target("jetson")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = command.target("jetson")
+    assert (found.name, found.device) == ("jetson-orin-nano", torch.device("cuda"))
 
 
 # Measured.
@@ -412,6 +415,17 @@ def test_the_projection_needs_no_device_and_is_the_same_every_time() -> None:
     assert first.json["largest_miss"] < 0.05
 
 
+def test_one_projection_alone() -> None:
+    found = kvcal(
+        "bench", "--device", "jetson-orin-nx", "-o", "fused-attention", "-p", "inner-4", "--length", "4k", "--json"
+    ).json["rows"]
+    assert [(row["operation"], row["scheme"], row["device"]) for row in found] == [
+        ("decode-attention", "fp16", "jetson-orin-nx"), ("fused-attention", "inner-4", "jetson-orin-nx"),
+    ]  # fmt: skip
+    table = kvcal("bench", "--device", "h200", "-o", "innerq-table-4", "--json").json["rows"]
+    assert {row["device"] for row in table} == {"jetson-xavier-nx"}
+
+
 def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
     shape = ["--model", "qwen2.5-0.5b", "--length", "200", "--batch", "1", "--repeats", "3", "--seconds", "0"]
     options = [*shape, "-p", "kivi-2", "-o", "decode-then-attend", "--device", "cpu", "--json"]
@@ -452,6 +466,8 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--device", "tpu"], "allowed are auto, cpu, cuda, jetson"),
         (["--device", "cuda"], "not usable here"),
         (["--device", "jetson", "-o", "quantise"], "cannot be projected for jetson-orin-nano"),
+        (["--device", "jetson", "-o", "no-such"], "allowed are largest-batch, longest-generation, vqkv-table-3, fused"),
+        (["-o", "innerq-table-4"], "--operation innerq-table-4: not known"),
         (["-o", "quantize"], "--operation quantize: not known; allowed are decode-then-attend"),
         (["-p", "no-such"], "scheme 'no-such' is not known; allowed are"),
         (["-p", "kivi-2+no-such"], "codec 'no-such' is not known"),

@@ -31,7 +31,7 @@ GPU_SCHEMES = (
     "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq", "mixkvq-g128",
 )  # fmt: skip
 GENERATION = ("generate", "largest-batch", "longest-generation")
-PROJECTED = ("decode-then-attend", "largest-batch", "longest-generation")
+PROJECTED = ("fused-attention", "innerq-table-4", "largest-batch", "longest-generation")  # where the device is not here
 GROUPS = {"generation": GENERATION, "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
     "innerq-table-5": PAPER_SCHEMES, "innerq-table-6": ("innerq-hybrid",), "mixkvq-table-7": ("mixkvq",),
@@ -43,11 +43,14 @@ MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must
 
 @dataclass(frozen=True)
 class Target:
-    """device: where it is measured; None where it is projected. profile: of it, where there is one."""
+    """device: where it is measured; None where it is projected. profile: of it, where there is one. table_4: whether the
+    paper's device is meant too.
+    """
 
     name: str
     device: torch.device | None
     profile: Device | None
+    table_4: bool = False
 
 
 def target(name: str) -> Target:
@@ -56,7 +59,7 @@ def target(name: str) -> Target:
     own = None if here is None else devices.recognised(here)
     if name == "jetson":
         if here is None:
-            return Target(jetson.OURS_ON, None, devices.device(jetson.OURS_ON))
+            return Target(jetson.OURS_ON, None, devices.device(jetson.OURS_ON), table_4=True)
         return Target(own.name if own else here, _cuda_of(here), own)
     if name in ("auto", "cpu") or name.split(":")[0] == "cuda":
         device = pick_device(name)
@@ -67,7 +70,7 @@ def target(name: str) -> Target:
     profile = devices.device(name)
     if torch.cuda.is_available() and profile in (own, devices.recognised(torch.cuda.get_device_name())):
         return Target(profile.name, torch.device("cuda"), profile)
-    return Target(profile.name, None, profile)
+    return Target(profile.name, None, profile, table_4=profile.name == jetson.PAPER_DEVICE)
 
 
 def _cuda_of(board: str) -> torch.device:
@@ -84,7 +87,7 @@ def run_bench(o: dict[str, Any], say: Say) -> dict[str, Any]:
     _check_files(o)
     earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
     where = target(o["device"])
-    wanted = _wanted(o["operation"])
+    wanted = _wanted(o["operation"], where)
     model = o["model"] or next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
     if where.device is None:
         found = _projected(o, where, model, wanted)
@@ -131,16 +134,30 @@ def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
     return found
 
 
-def _wanted(given: Sequence[str] | None) -> list[str]:
-    """Names of operations, groups resolved; by default the kernel-level ones."""
+def _wanted(given: Sequence[str] | None, where: Target) -> list[str]:
+    """Names of operations, groups resolved; by default the kernel-level ones, or those that can be projected."""
+    known = {**{name: (name,) for name in (*OPERATIONS, *GENERATION)}, **GROUPS}
+    if where.device is None:
+        known |= {name: (name,) for name in PROJECTED}
     if not given:
-        return [name for name, one in OPERATIONS.items() if one.by_default]
+        tables = ["innerq-table-4"] if where.table_4 else []
+        return (
+            [*tables, "fused-attention"]
+            if where.device is None
+            else [n for n, one in OPERATIONS.items() if one.by_default]
+        )
     found: list[str] = []
     for name in given:
-        if name not in OPERATIONS and name not in GENERATION and name not in GROUPS:
-            allowed = ", ".join([*OPERATIONS, *GENERATION, *GROUPS])
-            raise UsageError(f"--operation {name}: not known; allowed are {allowed}")
-        found += [one for one in GROUPS.get(name, (name,)) if one not in found]
+        if name not in known:
+            here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
+            raise UsageError(f"--operation {name}: not known; allowed are {', '.join(here)}")
+        found += [one for one in known[name] if one not in found]
+    unable = [name for name in found if name not in PROJECTED]
+    if unable and where.device is None:
+        raise UsageError(
+            f"--operation {unable[0]}: cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is measured "
+            "on a device"
+        )
     return found
 
 
@@ -173,21 +190,15 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
-    table_4 = o["device"] in ("jetson", jetson.PAPER_DEVICE) and not o["operation"]
+    table_4 = "innerq-table-4" in wanted
     if table_4:
         rows += jetson.table_4()
-    if not o["operation"] or "decode-then-attend" in wanted:
+    if "fused-attention" in wanted:
         lengths = numbers(o["length"], "--length", paper.LENGTHS)
         shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
         for batch, length in shapes:
             rows += jetson.projected(where.profile, own, geometry, source.name, batch, length)
     rows += _of_memory(o, wanted, own, geometry, source.name, where)
-    unable = [name for name in wanted if name not in PROJECTED]
-    if unable and o["operation"]:
-        raise UsageError(
-            f"--operation {unable[0]}: cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is measured "
-            "on a device"
-        )
     xavier, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
     unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
     return {
