@@ -18,9 +18,11 @@ from kvcal.bench import (
     devices,
     generation,
     jetson,
+    kernels,
     layer,
     measure,
     memory,
+    operation,
     operations,
     paper,
     peers,
@@ -30,7 +32,8 @@ from kvcal.bench import (
     timing,
 )
 from kvcal.bench.layer import Case
-from kvcal.bench.operations import OPERATIONS, Operation
+from kvcal.bench.operation import Operation
+from kvcal.bench.operations import OPERATIONS
 from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
@@ -247,12 +250,12 @@ def test_rows_of_a_batch_are_packed_alike_alone_and_together() -> None:
     one = layer.fill(case("mixkvq", batch=2, length=300))
     again = one.encoded(one.raw)
     for role in (0, 1):
-        assert all(operations._same(again[role][name], one.packed[role][name]) for name in again[role])
+        assert all(operation.same(again[role][name], one.packed[role][name]) for name in again[role])
 
 
 def test_no_figure_where_the_check_fails() -> None:
-    def build(given: Case) -> operations.Prepared:
-        good = operations.decode_then_attend(given)
+    def build(given: Case) -> operation.Prepared:
+        good = kernels.decode_then_attend(given)
         queries = given.queries()
         return replace(good, check=lambda: peers.wrong(queries * 1.5, queries, *layer.fill(given).materialised()))
 
@@ -267,9 +270,9 @@ def test_no_figure_where_the_check_fails() -> None:
 
 def test_a_wrong_packing_is_seen() -> None:
     filled = layer.fill(case("kivi-2"))
-    assert operations._misencoded(filled) is None
+    assert operation.misencoded(filled) is None
     filled.packed[0]["codes"] = filled.packed[0]["codes"] ^ 1
-    assert "differs" in str(operations._misencoded(filled))
+    assert "differs" in str(operation.misencoded(filled))
 
 
 def test_attention_in_plain_products_is_attention() -> None:

@@ -15,7 +15,7 @@ from ..catalogue import Geometry
 from ..models import is_oom
 from . import peers
 from .layer import Case, fill
-from .operations import Operation, Prepared
+from .operation import Operation, Prepared
 from .peers import Peer
 from .rows import Row
 from .schemes import Benched

@@ -16,7 +16,8 @@ from kvcal_artifacts.scheme import Windows
 from .. import __version__, models
 from ..bench import devices, generation, jetson, measure, memory, paper, schemes
 from ..bench.devices import Device
-from ..bench.operations import OPERATIONS, TABLES, Operation
+from ..bench.operation import Operation
+from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
 from ..bench.timing import Clock
