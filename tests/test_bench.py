@@ -16,6 +16,7 @@ import torch
 from architectures import TINY
 from kvcal.bench import (
     devices,
+    filled,
     generation,
     jetson,
     kernels,
@@ -29,6 +30,7 @@ from kvcal.bench import (
     roofline,
     rows,
     schemes,
+    target,
     timing,
 )
 from kvcal.bench.layer import Case
@@ -179,9 +181,9 @@ def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(devices, "BOARD", tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="its torch has no CUDA"):
-        command.target("jetson")
+        target.target("jetson")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = command.target("jetson")
+    found = target.target("jetson")
     assert (found.name, found.device) == ("jetson-orin-nano", torch.device("cuda"))
 
 
@@ -239,11 +241,11 @@ def test_the_ratio_is_to_the_fastest_peer() -> None:
 def test_bytes_are_what_the_cache_would_hold() -> None:
     """Two packed blocks of three bits with float16 scales, and the rest of 200 tokens in the model's dtype."""
     one = case("innerq-base", batch=2)
-    filled = layer.fill(one)
+    held = layer.fill(one)
     values = 2 * 2 * 2 * 32  # rows, keys and values, heads, head_dim
-    assert filled.packed_bytes == values * 64 * 3.5 / 8
-    assert filled.window_bytes == values * (200 - 64) * 4
-    assert OPERATIONS["decode-then-attend"].build(one).bytes == filled.packed_bytes + filled.window_bytes
+    assert held.packed_bytes == values * 64 * 3.5 / 8
+    assert held.window_bytes == values * (200 - 64) * 4
+    assert OPERATIONS["decode-then-attend"].build(one).bytes == held.packed_bytes + held.window_bytes
 
 
 def test_rows_of_a_batch_are_packed_alike_alone_and_together() -> None:
@@ -269,10 +271,10 @@ def test_no_figure_where_the_check_fails() -> None:
 
 
 def test_a_wrong_packing_is_seen() -> None:
-    filled = layer.fill(case("kivi-2"))
-    assert operation.misencoded(filled) is None
-    filled.packed[0]["codes"] = filled.packed[0]["codes"] ^ 1
-    assert "differs" in str(operation.misencoded(filled))
+    held = layer.fill(case("kivi-2"))
+    assert operation.misencoded(held) is None
+    held.packed[0]["codes"] = held.packed[0]["codes"] ^ 1
+    assert "differs" in str(operation.misencoded(held))
 
 
 def test_attention_in_plain_products_is_attention() -> None:
@@ -336,7 +338,7 @@ def test_a_filled_cache_goes_on_generating(name: str) -> None:
     one = schemes.named(name, GEOMETRY)
     own = one.windows
     length = own.sink + own.recent + 3 * own.block - 2  # two blocks; the third is due two tokens later
-    with generation.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache, torch.no_grad():
+    with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache, torch.no_grad():
         assert isinstance(cache, KVCalCache)
         assert cache.get_seq_length() == length
         assert cache.ledger.blocks.tolist() == [2, 2]
@@ -386,7 +388,7 @@ def test_a_footprint_is_what_the_cache_holds() -> None:
     one = schemes.named("innerq-base", GEOMETRY)
     own = one.windows
     length = own.sink + own.recent + 4 * own.block - 1
-    with generation.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache:
+    with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache:
         wanted = 2 * memory.footprints(GEOMETRY, [one], torch.float32)[1].row(length)
         assert cache.nbytes("packed") + cache.nbytes("window") == wanted
 
