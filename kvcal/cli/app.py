@@ -11,6 +11,7 @@ import typer
 
 from kvcal import __version__
 from kvcal.cli import (
+    bench,
     bundle,
     combine,
     compare,
@@ -45,6 +46,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "eval": evaluate.evaluate,
     "compare": compare.compare,
     "generate": evaluate.generate,
+    "bench": bench.bench,
+    "doctor": bench.doctor,
     "models": models.models,
     "demo": demo.demo,
 }

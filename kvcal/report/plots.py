@@ -109,3 +109,48 @@ def _told(name: str) -> str:
     """An input of a probe as the paper writes it: k1 -> K L−1, v0 -> V, k0t2 -> K T−2."""
     role, below, before = name[0].upper(), name[1], name[3:]
     return role + (f" L−{below}" if below != "0" else "") + (f" T−{before}" if before else "")
+
+
+def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
+    """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones dashed.
+
+    Attention has the best FP16 of the run beside it; crosses are a paper's figures. Rows without a time are not drawn.
+    """
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row["microseconds"] is not None]
+    plain = [row for row in timed if row["operation"] == "decode-attention" and row["ratio_to_fp16"] in (None, 1)]
+    timed = [row for row in timed if row["operation"] != "decode-attention"]
+    names = list(dict.fromkeys(row["operation"] for row in timed))
+    if not names:
+        raise UsageError(f"--plot {path}: no row has a time to draw")
+    wide = min(3, len(names))
+    tall = -(-len(names) // wide)
+    figure = Figure(figsize=(4.6 * wide, 3.4 * tall), layout="constrained")
+    axes = figure.subplots(tall, wide, squeeze=False).flatten()
+    for axis, name in zip(axes, names, strict=False):
+        own = [row for row in timed if row["operation"] == name]
+        beside = plain if any(row["ratio_to_fp16"] for row in own) and not name.startswith("innerq-table-4") else []
+        _bench_lines(axis, beside + own)
+        axis.set(title=name, xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=5, frameon=False)
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
+    lines: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["scheme"], row["batch"], row["projected"]), []).append(row)
+    for (scheme, batch, projected), found in lines.items():
+        points = sorted(found, key=lambda row: int(row["length"]))
+        label = f"{scheme}, batch {batch}" + (", projected" if projected else "")
+        x = [row["length"] for row in points]
+        line = axis.plot(
+            x, [row["microseconds"] for row in points], "--" if projected else "-", marker=".", label=label
+        )
+        paper = [(row["length"], row["paper_microseconds"]) for row in points if "paper_microseconds" in row]
+        if paper:
+            axis.plot(*zip(*paper, strict=True), "x", color=line[0].get_color(), markersize=4)
