@@ -99,6 +99,7 @@ def facts() -> dict[str, Any]:
         "fit_windows": args["fit_windows"],
         "fit_length": args["fit_length"],
         "attention_windows": min(args["attention_windows"], len(text.ids)),
+        "attention_tokens": args["attention_tokens"] or args["length"],
         "task": args["task"],
         "limit": args["limit"],
     }
@@ -132,8 +133,8 @@ def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
     args = STATE["args"]
     known = defaults_of(command)
     common = {
-        "model": args["model"], "text": args["calibration"], "device": args["device"], "dtype": args["dtype"],
-        "windows": args["fit_windows"], "length": args["fit_length"],
+        "model": args["model"], "text": args["calibration"], "dtype": args["dtype"],
+        "device": args["fit_device"] or args["device"], "windows": args["fit_windows"], "length": args["fit_length"],
     }  # fmt: skip
     if unknown := [name for name in options if name not in known]:
         raise UsageError(f"recipe: {command} has no option {unknown[0]}")
@@ -144,27 +145,46 @@ def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def measured(what: dict[str, Any]) -> dict[str, Any]:
-    """A row's figures; of one that cannot be made, the reason."""
-    from kvcal.commands.compare import measure
+def made(what: dict[str, Any]) -> dict[str, Any]:
+    """The row's scheme and what its command told; of one that cannot be made, the reason."""
     from kvcal_artifacts.errors import KVCalError
-    from kvcal_artifacts.scheme import HeavyHitters
 
-    args, loaded, text = STATE["args"], STATE["loaded"], STATE["text"]
-    settings = {"step": 32, "attention_windows": args["attention_windows"], "at_length": args["length"]}
-    selection = HeavyHitters(what["keep"], 0.5) if "keep" in what else None
     started = time.monotonic()
     try:
         with tempfile.TemporaryDirectory() as folder:
             scheme, told = scheme_of(what, Path(folder))
-        fitted = time.monotonic()
-        row = measure(scheme, "row", loaded, text.ids, settings, selection, args["eval_batch"])
-        if args["task"] is not None:
-            row["score"] = score(scheme)
     except KVCalError as error:
         return {"refused": str(error)}
-    seconds = {"fit_seconds": round(fitted - started, 1), "eval_seconds": round(time.monotonic() - fitted, 1)}
-    return row | seconds | {"told": told}
+    return {"scheme": scheme, "told": told, "fit_seconds": round(time.monotonic() - started, 1)}
+
+
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of some rows, beside one run of full precision."""
+    from kvcal.commands.compare import measure
+    from kvcal.workbench import cache_makers
+    from kvcal_artifacts.scheme import HeavyHitters
+
+    args, loaded, text = STATE["args"], STATE["loaded"], STATE["text"]
+    settings = {n: args[n] for n in ("attention_windows", "attention_tokens")} | {
+        "step": 32,
+        "at_length": args["length"],
+    }
+    found, makers = [made(what) for what in rows], {}
+    for number, (what, row) in enumerate(zip(rows, found, strict=True)):
+        if "scheme" in row:
+            selection = HeavyHitters(what["keep"], 0.5) if "keep" in what else None
+            [makers[str(number)]] = cache_makers(
+                loaded.model, {"row": row["scheme"]}, loaded.revision, selection
+            ).values()
+    started = time.monotonic()
+    figures = measure(loaded, text.ids, makers, settings, args["eval_batch"])
+    seconds = round((time.monotonic() - started) / max(1, len(figures)), 1)
+    for number, seen in figures.items():
+        row = found[int(number)]
+        row |= seen | {"eval_seconds": seconds}
+        if args["task"] is not None:
+            row["score"] = score(row["scheme"])
+    return [{name: value for name, value in row.items() if name != "scheme"} for row in found]
 
 
 def score(what: Any) -> float:
@@ -182,7 +202,7 @@ def score(what: Any) -> float:
 
 
 def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    own = {n: v for n, v in vars(args).items() if n not in ("recipe", "output", "jobs")}
+    own = {n: v for n, v in vars(args).items() if n not in ("recipe", "output", "jobs", "together")}
     prepare(own)
     settings, path = facts(), args.output.with_suffix(".json")
     known: dict[str, Any] = {}
@@ -202,16 +222,22 @@ def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         spent = f"{figures.get('fit_seconds', 0)} + {figures.get('eval_seconds', 0)} s"
         print(f"{len(known)}/{len(wanted)} {labels[key]}: {told}, {spent}", flush=True)
 
+    def keep_all(keys: tuple[str, ...], found: list[dict[str, Any]]) -> None:
+        for key, figures in zip(keys, found, strict=True):
+            keep(key, figures)
+
+    keys_left = list(missing)
+    groups = [tuple(keys_left[i : i + args.together]) for i in range(0, len(keys_left), args.together)]
     if args.jobs == 1:
-        for key, row in missing.items():
-            keep(key, measured(row["what"]))
+        for keys in groups:
+            keep_all(keys, measured([missing[key]["what"] for key in keys]))
         return {"settings": settings, "rows": known}
     STATE.clear()
     pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), prepare, (own,))
     with pool:
-        running = {pool.submit(measured, row["what"]): key for key, row in missing.items()}
+        running = {pool.submit(measured, [missing[key]["what"] for key in keys]): keys for keys in groups}
         for done in as_completed(running):
-            keep(running[done], done.result())
+            keep_all(running[done], done.result())
     return {"settings": settings, "rows": known}
 
 
@@ -235,7 +261,8 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
     lines = [
         recipe.get("text", ""), "",
         f"Model `{o['model']}` ({o['dtype']}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} tokens in "
-        f"steps of 32 (attention errors: the first {o['attention_windows']}); what learns, learned from `{o['calibration']}`. "
+        f"steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what learns, "
+        f"learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
         f"Full precision: perplexity {full:.3f}.",
     ]  # fmt: skip
     columns = {n: c for n, c in COLUMNS.items() if n != "score" or o["task"]}
@@ -294,10 +321,13 @@ def main() -> None:
     parser.add_argument("--eval-windows", type=int)
     parser.add_argument("--eval-batch", type=int)
     parser.add_argument("--attention-windows", type=int, default=4)
+    parser.add_argument("--attention-tokens", type=int, help="of each of these windows")
+    parser.add_argument("--together", type=int, default=4, help="rows beside one run of full precision")
     parser.add_argument("--task", help="an lm-eval task; needs kvcal[tasks]")
     parser.add_argument("--limit", type=int, help="questions of the task, from the first")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--fit-device", help="where rows are made, if not where they are measured")
     parser.add_argument("--jobs", type=int, default=1, help="processes; each holds the model")
     parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
     parser.add_argument("--output", type=Path, required=True, help="without suffix")

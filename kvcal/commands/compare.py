@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import FRAMES, HeavyHitters
+from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
 from ..capture import WholeModel
 from ..compare import Ledger, as_csv, best, bytes_at, front
 from ..evaluate.attention_error import attention_errors
-from ..evaluate.perplexity import evaluate
+from ..evaluate.perplexity import CacheMaker, evaluate
 from ..fit import FitOptions, check_output, fit
 from ..methods.aqua_kv import AquaKV
 from ..methods.base import settings_of
@@ -123,7 +123,8 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
         what = _fitted(row.what, loaded, fitting) if isinstance(row.what, AquaKV) else row.what
-        ledger.add(row.key, measure(what, row.name, loaded, text.ids, settings, selection, o["batch"]))
+        makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection)
+        ledger.add(row.key, *measure(loaded, text.ids, makers, settings, o["batch"]).values())
     found = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(found)
     chosen = best(found, o["max_bits"]) if o["max_bits"] is not None else None
@@ -144,26 +145,23 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
 
 
 def measure(
-    what: DataFree | Bundle,
-    name: str,
-    loaded: Any,
-    ids: Tensor,
-    settings: Mapping[str, Any],
-    selection: HeavyHitters | None = None,
-    batch: int | None = None,
-) -> dict[str, Any]:
-    """One row: what `kvcal eval` measures, attention errors, and bytes at a length. settings: step, attention_windows,
-    at_length.
+    loaded: Any, ids: Tensor, makers: Mapping[str, CacheMaker], settings: Mapping[str, Any], batch: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for all.
+
+    settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens only.
     """
-    (label, make), *_ = cache_makers(loaded.model, {name: what}, loaded.revision, selection).items()
-    full, seen = evaluate(loaded.model, ids, {label: make}, step=settings["step"], batch=batch)
-    part = ids[: settings["attention_windows"]]
-    errors = attention_errors(loaded.model, part, make, step=settings["step"], batch=batch)
-    with make() as cache:
-        told, item = seen.as_dict(), loaded.model.dtype.itemsize
-        size = bytes_at(cache.scheme, told, ids.shape[1], settings["at_length"], item)
-    by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
-    return told | by | {"bytes_at_length": size, "full_perplexity": full.perplexity}
+    full, *seen = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch)
+    part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
+    found = {}
+    for row, (name, make) in zip(seen, makers.items(), strict=True):
+        errors = attention_errors(loaded.model, part, make, step=settings["step"], batch=batch)
+        told, item = row.as_dict(), loaded.model.dtype.itemsize
+        with make() as cache:
+            size = bytes_at(cache.scheme, told, ids.shape[1], settings["at_length"], item)
+        by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
+        found[name] = told | by | {"bytes_at_length": size, "full_perplexity": full.perplexity}
+    return found
 
 
 def _order(row: dict[str, Any]) -> tuple[float, float]:
