@@ -36,7 +36,7 @@ def parts() -> Iterator[Part]:
     for found in re.finditer(r"^## (\d)\.|^```(\w+)\n(.*?)^```$|`([\w/.-]+\.(?:py|md))`[^`]*(?=\n)", PAGE, re.M | re.S):
         number, language, body, named = found.groups()
         step, file = int(number or step), named or file
-        if language:
+        if language and language != "text":  # what a command printed
             yield Part(step, language, file, body)
 
 
