@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +314,38 @@ def test_parts_of_table_5() -> None:
     assert all(row["refused"] is None and row["microseconds"] > 0 for row in found)
 
 
+def test_fused_attention_is_left_out_with_the_reason() -> None:
+    notes: list[str] = []
+    which = [OPERATIONS["fused-attention"]]
+    own = [schemes.named(name, SMALL) for name in ("inner-4", "higgs-2")]
+    found = measure.rows_of("small", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", notes.append)
+    assert [row.scheme for row in found if row.scheme != "fp16"] == []
+    assert all("needs a CUDA GPU" in note or "no fused attention" in note for note in notes[-2:])
+
+
+INTERPRETED = """
+from dataclasses import replace
+import torch
+from kvcal.bench import fused, schemes
+from kvcal.bench.layer import Case
+from kvcal.catalogue import CATALOGUE
+geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=64)
+for name in ("kivi-2", "innerq-hybrid-plain"):
+    case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
+    print(fused.refuses_fused(case), fused.fused_attention(case).check())
+"""
+
+
+@pytest.mark.skipif(find_spec("kvcal_kernels.attention") is None, reason="no fused attention kernel in this version")
+def test_fused_attention_in_the_interpreter_passes_its_check() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None None", "None None"]
+
+
 def test_hybrid_shares_are_what_they_are_named_after() -> None:
     for found in measured(["innerq-hybrid"], ["hybrid-99", "hybrid-50", "hybrid-1"]):
         assert found["symmetric_percent"] == pytest.approx(float(found["operation"].split("-")[1]), abs=5)
@@ -471,9 +505,9 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--device", "tpu"], "allowed are auto, cpu, cuda, jetson"),
         (["--device", "cuda"], "not usable here"),
         (["--device", "jetson", "-o", "quantise"], "cannot be projected for jetson-orin-nano"),
-        (["--device", "jetson", "-o", "no-such"], "allowed are largest-batch, longest-generation, vqkv-table-3, fused"),
+        (["--device", "jetson", "-o", "no-such"], "allowed are fused-attention, largest-batch, longest-generation"),
         (["-o", "innerq-table-4"], "--operation innerq-table-4: not known"),
-        (["-o", "quantize"], "--operation quantize: not known; allowed are decode-then-attend"),
+        (["-o", "quantize"], "--operation quantize: not known; allowed are decode-then-attend, fused-attention"),
         (["-p", "no-such"], "scheme 'no-such' is not known; allowed are"),
         (["-p", "kivi-2+no-such"], "codec 'no-such' is not known"),
         (["-p", "kivi-2", "-p", "kivi-2"], "two schemes would be called 'kivi-2'"),

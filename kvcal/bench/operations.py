@@ -7,6 +7,7 @@ printed where the check fails.
 from __future__ import annotations
 
 from . import paper
+from .fused import fused_attention, refuses_fused
 from .kernels import append, decode_then_attend, nearest, needs_codebooks, quantise, reconstruct
 from .operation import Operation, needs_blocks
 from .tables import (
@@ -24,6 +25,9 @@ _ALL = (
     Operation(
         "decode-then-attend", "one decode step's attention: decode all, then attend", decode_then_attend, needs_blocks,
         "attention",
+    ),
+    Operation(
+        "fused-attention", "one decode step's attention, from packed codes", fused_attention, refuses_fused, "attention",
     ),
     Operation("quantise", "prefill: keys and values to packed blocks", quantise, needs_blocks),
     Operation("append", "a decode step's share of packing and storing a block", append, needs_blocks),
