@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.bundle import write_atomically
+from kvcal_artifacts.scheme import Scheme
 
 
 def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
@@ -30,6 +33,31 @@ def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -
     """The row of least error at no more than `max_bits` stored bits a value."""
     fitting = [row for row in rows if row["bits_per_value"] is not None and row["bits_per_value"] <= max_bits]
     return min(fitting, key=lambda row: (row[quality], row["bits_per_value"]), default=None)
+
+
+def bytes_at(scheme: Scheme, row: dict[str, Any], seen: int, length: int, itemsize: int) -> int:
+    """Bytes of one sequence of `length` tokens: what was measured of `seen` tokens (packed, windows, run-time statistics,
+    predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
+
+    itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
+    """
+    bits = 8.0 * itemsize if row["bits_per_value"] is None else row["bits_per_value"]
+    share = 1.0 if scheme.selection is None else scheme.selection.keep
+    pairs = [pair for pair in scheme.layers if pair is not None]
+    numbers = sum(pair.key.shape.heads * pair.key.shape.dim * 2 for pair in pairs)
+    a_token = numbers * bits / 8 * share + numbers / max(1, len(pairs)) * len(scheme.skipped) * itemsize
+    measured = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
+    return max(0, round(float(measured + (length - seen) * a_token)))
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """A header and a line a row; None is an empty cell."""
+    text = io.StringIO()
+    columns = [name for name in rows[0] if name != "key"]
+    table = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
 
 
 @dataclass

@@ -30,7 +30,7 @@ from kvcal_artifacts.bundle import (
     write_atomically,
 )
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from . import __version__
 from .capture import Capture, LayerSource, LayerTaps, default_batch
@@ -78,11 +78,13 @@ def fit(
     searched: Mapping[str, Mapping[str, Any]] | None = None,
     say: Callable[[str], None] = lambda line: None,
     other: Windows | None = None,
+    selection: HeavyHitters | None = None,
 ) -> FitResult:
     """Calibrate every layer and write the bundle; the same arguments give the same bytes.
 
     searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
     other: windows of another text, for methods that compare; they come behind the held-out ones.
+    selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
     Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
     if isinstance(method, VQKV):  # its codebooks are shared by layers: no scan
@@ -90,7 +92,7 @@ def fit(
 
         return train(
             method, source, text, output, model_record=model_record, revision=revision, device=device, seed=seed,
-            options=options, say=say,
+            options=options, say=say, selection=selection,
         )  # fmt: skip
     options = options or FitOptions()
     timer = PhaseTimer(device)
@@ -140,9 +142,11 @@ def fit(
     fingerprint = Fingerprint.of(source.model, revision, probe)
     if isinstance(method, Finishing):
         fitted, metrics = method.finish(fitted, metrics)
-    scheme = Scheme(method.windows, method.frame, tuple(fitted))
+    scheme = Scheme(method.windows, method.frame, tuple(fitted), selection=selection)
     if (line := outlier_warning(metrics)) is not None:
-        say(line)
+        from .outliers import advice
+
+        say(f"{line}; {advice(source, ids[:1], scheme, device)}")
     summary = {"layers": metrics, "holdout_windows": len(text.holdout), "bits_per_value": scheme.bits_per_value()}
     summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
     bundle = Bundle(fingerprint, scheme, record, summary | averages(metrics))
@@ -222,20 +226,16 @@ def averages(metrics: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _check_writable(folder: Path) -> None:
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another --output") from error
-
-
-def check_output(output: Path) -> None:
+def check_output(output: Path, option: str = "--output") -> None:
     """Raise now, not after an hour, if no file can be written there."""
     if output.is_dir():
-        raise KVCalError(f"--output {output} is a folder: give a file name")
+        raise KVCalError(f"{option} {output} is a folder: give a file name")
     if not output.parent.is_dir():
-        raise KVCalError(f"{output.parent} is not a folder; create it or give another --output")
-    _check_writable(output.parent)
+        raise KVCalError(f"{output.parent} is not a folder; create it or give another {option}")
+    try:
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise KVCalError(f"{output.parent}: cannot be written to ({error.strerror}); give another {option}") from error
 
 
 class Checkpoint:

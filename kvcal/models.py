@@ -291,7 +291,7 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
             loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
         model, report = loaded
     except Exception as error:  # a damaged shard, shapes that do not fit, an unknown architecture
-        if _is_oom(error):
+        if is_oom(error):
             raise
         raise ModelUnavailable(f"{source.label}: cannot be loaded ({one_line(error)})") from error
     _check_complete(source, report)
@@ -426,7 +426,7 @@ def out_of_memory(source: ModelSource, dtype: torch.dtype) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_oom(error):
+        if not is_oom(error):
             raise
         need = _parameter_bytes(source, dtype)
         raise OutOfMemory(
@@ -435,7 +435,7 @@ def out_of_memory(source: ModelSource, dtype: torch.dtype) -> Iterator[None]:
         ) from error
 
 
-def _is_oom(error: BaseException) -> bool:
+def is_oom(error: BaseException) -> bool:
     import torch
 
     said = str(error).lower()

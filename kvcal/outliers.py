@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcal_artifacts.codecs import Codec, Context, Predicted
 from kvcal_artifacts.scheme import Scheme
 
-from .capture import Capture, WholeModel
+from .capture import Capture, LayerSource
 from .fit import coded_tokens
 from .methods.backbones import BACKBONES
 from .methods.base import BROKEN, OUTLIER
@@ -54,13 +53,19 @@ def channel_error(keys: Tensor, decoded: Tensor) -> float:
     return float(((x - decoded.double()).square().mean((0, 2)) / variance).mean(-1).max())
 
 
-def key_channels(model: Any, ids: Tensor, schemes: Mapping[str, Scheme]) -> dict[str, list[KeyChannels]]:
+def key_channels(
+    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
+) -> dict[str, list[KeyChannels]]:
     """Every layer of every scheme on token windows ids (N, T). Layers that predict their keys are left out: their error is
     measured when they are fitted.
+
+    device: where a LayerSource puts its layers; a model's own otherwise.
     """
     found: dict[str, list[KeyChannels]] = {name: [] for name in schemes}
-    device = next(model.parameters()).device
-    with torch.no_grad(), Capture(WholeModel(model), ids, device=device) as capture:
+    if device is None:
+        assert isinstance(model, nn.Module)
+        device = next(model.parameters()).device
+    with torch.no_grad(), Capture(model, ids, device=device) as capture:
         for taps in capture:
             for name, scheme in schemes.items():
                 pair = scheme.layers[taps.index]
@@ -77,34 +82,34 @@ def key_channels(model: Any, ids: Tensor, schemes: Mapping[str, Scheme]) -> dict
     return found
 
 
-def alternative(model: Any, ids: Tensor, scheme: Scheme) -> str | None:
-    """The first codec of ALTERNATIVES that no layer's keys break, on the same windows."""
+def advice(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None = None) -> str:
+    """Which key codec holds in this scheme's place: the first of ALTERNATIVES that breaks in no layer, on the same windows."""
     for name in ALTERNATIVES:
         layers = tuple(
             None if pair is None else type(pair)(_made(name, pair.key), pair.value) for pair in scheme.layers
         )
         tried = Scheme(scheme.windows, scheme.frame, layers, dict(scheme.skipped))
-        if not any(layer.broken for layer in key_channels(model, ids, {name: tried})[name]):
-            return name
-    return None
+        if not any(layer.broken for layer in key_channels(model, ids, {name: tried}, device)[name]):
+            return f"{name} keys hold"
+    return "no codec tried holds: keep keys in 16 bits"
 
 
 def _made(name: str, like: Codec) -> Codec:
     return BACKBONES[name](like.shape, "key")
 
 
-def warnings(model: Any, ids: Tensor, schemes: Mapping[str, Scheme]) -> list[str]:
+def warnings(
+    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
+) -> list[str]:
     """One line for each scheme that will break on this model's key channels; empty if all hold."""
     found = []
-    for name, layers in key_channels(model, ids, schemes).items():
+    for name, layers in key_channels(model, ids, schemes, device).items():
         broken = [layer for layer in layers if layer.broken and layer.ratio > OUTLIER]
         if broken:
             worst = max(broken, key=lambda layer: layer.error)
-            holds = alternative(model, ids, schemes[name])
-            advice = f"{holds} keys hold" if holds else "no codec tried holds: keep keys in 16 bits"
             found.append(
                 f"warning: {name} will break on this model: in {len(broken)} of {len(layers)} layers key channels are up to "
                 f"{max(layer.ratio for layer in broken):.0f} times the median, and it errs by {worst.error:.0%} of a "
-                f"channel's variance (layer {worst.layer}); {advice}"
+                f"channel's variance (layer {worst.layer}); {advice(model, ids, schemes[name], device)}"
             )
     return found

@@ -23,7 +23,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps, default_batch
 from .fit import Checkpoint, FitOptions, FitResult, provenance
@@ -84,8 +84,9 @@ def train(
     seed: int = 0,
     options: FitOptions | None = None,
     say: Say = lambda line: None,
+    selection: HeavyHitters | None = None,
 ) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes.
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
@@ -94,6 +95,7 @@ def train(
     config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
     shape = hf.layer_shape(config, method.windows.block)
     method.high_dims(shape.dim)
+    _check_enough(method, text, config.num_hidden_layers, shape.heads)
     ids = torch.cat([text.train, text.holdout])
     batch = options.batch or default_batch(ids.shape[1], device)
     record = provenance(method, text, model_record, device, dtype, batch, seed)
@@ -106,7 +108,7 @@ def train(
         vectors = collect(method, capture, len(text.train), shape.heads, say)
     run = Run(method, vectors, work, timer, say)
     layers = run.layers(shape)
-    scheme = Scheme(method.windows, method.frame, tuple(layers))
+    scheme = Scheme(method.windows, method.frame, tuple(layers), selection=selection)
     bundle = Bundle(Fingerprint.of(source.model, revision, vectors.probe), scheme, record, run.metrics(scheme))
     digest = bundle.write(output)
     work.remove()
@@ -125,13 +127,15 @@ def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = l
     """
     parts: list[LayerSample] = []
     held = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
-    rotary, probe = 0, tuple[float, ...]()
+    rotary, probe, none = 0, tuple[float, ...](), torch.zeros(hf.head_dim_of(capture.decoder.config))
     with progress("Collecting vectors", total=len(capture)) as advance:
         for taps in capture:
             sample = LayerSample(method, taps, train, heads, len(capture), held)
             sample.gather()
             parts.append(sample)
-            rotary = taps.rope[0].shape[-1] if taps.rope is not None else rotary
+            if taps.rope is not None and not rotary:
+                rotary = taps.rope[0].shape[-1]
+                band_split(none, none, method.high, rotary, method.split)  # refuses what does not fit its pairs
             if taps.index in (0, len(capture) - 1):
                 probe += hf.key_probe(taps.site)
             advance()
@@ -150,7 +154,6 @@ def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = l
     )
     if len(found.keys) < method.vectors:
         say(f"note: {len(found.keys)} vectors, all that these windows have, not {method.vectors}")
-    _check_enough(method, found)
     return found
 
 
@@ -161,14 +164,21 @@ def _runs(counts: list[int]) -> Iterator[slice]:
         at += count
 
 
-def _check_enough(method: VQKV, vectors: Vectors) -> None:
-    least = len(vectors.keys) if method.shared else min(s.stop - s.start for s in vectors.train_of)
+def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> None:
+    """Before the model runs: whether the windows hold vectors enough."""
+    tokens = int(text.train.shape[1]) - method.sink
+    if tokens < 1:
+        raise UsageError(
+            f"windows of {text.train.shape[1]} tokens are all sink ({method.sink}): give a larger --length"
+        )
+    own = len(text.train) * heads * tokens  # of a layer
+    least = min(method.vectors, own * layers) if method.shared else min(method.vectors // layers, own)
     if least < max(method.sizes):
         raise UsageError(
             f"{least} vectors{'' if method.shared else ' a layer'} for codebooks of {max(method.sizes)} codewords: "
             "give more --windows or --vectors, or smaller --sizes"
         )
-    if not len(vectors.held_keys):
+    if not len(text.holdout):
         raise UsageError("no held-out vectors: give --holdout at least 1")
 
 
@@ -187,8 +197,6 @@ class LayerSample:
     def __init__(self, method: VQKV, taps: LayerTaps, train: int, heads: int, layers: int, held: int) -> None:
         self.method, self.taps, self.windows, self.heads = method, taps, train, heads
         self.tokens = taps.length - method.sink
-        if self.tokens < 1:
-            raise UsageError(f"windows of {taps.length} tokens are all sink ({method.sink}): give a larger --length")
         self.places = {
             "train": self._places("train", 0, train, _share(method.vectors, layers, taps.index)),
             "held": self._places("held", train, taps.windows, _share(held, layers, taps.index)),

@@ -201,7 +201,7 @@ def tune(
     if method.full is not None or settings.fixed:
         chosen = method if method.full is not None else with_thresholds(method, settings.only)
         return Tuned(_measured(chosen, job, settings, None), chosen)
-    check_output(job.plot)
+    check_output(job.plot, "--plot")
     if not job.options.resume:
         shutil.rmtree(job.folder, ignore_errors=True)
     found, goal = _search(method, job, settings, objective, storage, heartbeat)

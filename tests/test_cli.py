@@ -17,13 +17,13 @@ from torch.nn import functional
 from kvcal import corpus, models, weights
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
+from kvcal_artifacts.scheme import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 ROW = [
     "name",
     "perplexity",
     "kl",
-    "logit_error",
     "bits_per_value",
     "paper_bits",
     "cache_bytes",
@@ -138,6 +138,20 @@ def test_fit_predictors_reports_what_it_wrote(base: Path, tmp_path: Path) -> Non
     assert (done.json["train_windows"], done.json["holdout_windows"], done.json["length"]) == (5, 1, 100)
     assert done.json["sha256"] == kvcal("verify", output, "--json").json["sha256"]
     assert done.err == f"text: {base / 'words.txt'}\n"
+
+
+@pytest.mark.parametrize("command", ["fit-predictors", "fit-norms", "measure-subspaces", "train-codebooks"])
+def test_what_is_fitted_can_keep_a_part_of_the_tokens(command: str, base: Path, tmp_path: Path) -> None:
+    small = {
+        "measure-subspaces": ["--group", 8],
+        "train-codebooks": ["--stages", "1,1,1", "--sizes", "4,4,4", "--vectors", 400],
+    }
+    own = small.get(command, [])
+    output = tmp_path / f"kept{SUFFIX}"
+    done = kvcal(command, *named(base), *SMALL, *own, "--output", output, "--keep", 0.2, "--heavy", 0.25)
+    assert done.code == 0, done.err
+    assert load_bundle(output).scheme.selection == HeavyHitters(0.2, 0.25)
+    assert "--keep 2" in kvcal(command, *named(base), *SMALL, *own, "--output", output, "--keep", 2).complaint
 
 
 def test_defaults_are_the_embedded_model_and_a_name_made_of_both(
@@ -304,6 +318,7 @@ def test_json_has_no_nan(base: Path) -> None:
 COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "fit-predictors": lambda base, bundle: [*named(base), *SMALL, "--output", base / f"z{SUFFIX}"],
     "fit-norms": lambda base, bundle: [*named(base), *SMALL, "--output", base / f"n{SUFFIX}"],
+    "probe": lambda base, bundle: [*named(base), "--windows", 8, "--length", 20],
     "preset": lambda base, bundle: ["kivi-2", "--model", base / "model", "--output", base / f"p{SUFFIX}"],
     "inspect": lambda base, bundle: [bundle],
     "verify": lambda base, bundle: [bundle, "--model", base / "model"],

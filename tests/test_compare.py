@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,28 @@ def test_an_interrupted_comparison_goes_on(base: Path, tmp_path: Path, monkeypat
     output.write_text(output.read_text()[:100])  # cut off: measured again
     assert kvcal(*arguments).json["rows"] == whole["rows"]
     assert len(measured) == 5 + 4
+
+
+def test_errors_bytes_csv_and_plot(base: Path, tmp_path: Path) -> None:
+    files = {"--csv": tmp_path / "rows.csv", "--plot": tmp_path / "front.png"}
+    presets = ["--preset", "kivi-2", "--preset", "kivi-4", "--preset", "fp8"]
+    told = [part for pair in files.items() for part in pair]
+    found = kvcal("compare", *named(base), *presets, *told, "--at-length", 1000, "--json").json
+    rows = {row["name"]: row for row in found["rows"]}
+    for error in ("logit_error", "output_error", "kl"):
+        assert rows["kivi-2"][error] > rows["kivi-4"][error] > 0
+    values = rows["fp8"]["bytes_at_16_bit"] / 2 / LENGTH
+    for row in rows.values():
+        here = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
+        assert row["bytes_at_length"] == round(here + (1000 - LENGTH) * values * row["bits_per_value"] / 8)
+    with files["--csv"].open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["name"] for row in read] == [row["name"] for row in found["rows"]]
+    assert float(read[0]["kl"]) == found["rows"][0]["kl"]
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    kept = kvcal("compare", *named(base), "--preset", "fp8", "--keep", 0.5, "--json").json["rows"][0]
+    assert kept["logit_error"] is None and kept["output_error"] is None
+    assert kvcal("compare", *named(base), *presets, "--plot", tmp_path / "front.jpg").code == 2
 
 
 def test_what_is_refused(base: Path, tmp_path: Path) -> None:

@@ -287,8 +287,11 @@ def relative_error(true: Tensor, decoded: Tensor) -> float:
         (["--key-inputs", "k1,k2", "--value-inputs", "v1,k1,k0"], "float32", 1e-3),
         pytest.param(["--quantiser-agnostic", "--backbone", "uniform-2-channel"], "float32", 1e-3),
         ([], "bfloat16", 0.05),
+        (["--residual", "squat-2", "--first-layer", ""], "float32", 1e-3),
+        (["--residual", "squat-3", "--frame", "post_rope"], "float32", 1e-3),
+        (["--residual", "mixkvq", "--first-layer", ""], "float32", 1e-3),
     ],
-    ids=["default", "post_rope", "k2", "agnostic", "bfloat16"],
+    ids=["default", "post_rope", "k2", "agnostic", "bfloat16", "squat", "squat-post_rope", "mixkvq"],
 )
 def test_training_sees_what_serving_does(
     given: Given, output: Path, options: list[str], dtype: str, tolerance: float
@@ -340,6 +343,9 @@ VARIANTS: dict[str, list[str]] = {
     "post_rope": ["--frame", "post_rope"],
     "uniform": ["--backbone", "uniform-2", "--first-layer", "exact-16"],
     "per channel": ["--backbone", "uniform-2-channel", "--frame", "post_rope"],
+    "squat": ["--residual", "squat-2"],
+    "squat values as they are": ["--keys", "squat-2", "--values", "innerq-hybrid", "--frame", "post_rope"],
+    "mixkvq": ["--residual", "mixkvq", "--first-layer", ""],
     "d4": ["--backbone", "higgs-2-d4", "--first-layer", "higgs-3"],
     **{kind: ["--predictor", kind, "--mlp-epochs", "2"] for kind in PREDICTOR_KINDS if kind != "linear"},
 }

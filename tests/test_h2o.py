@@ -595,6 +595,25 @@ def test_run_time_statistics_are_those_of_the_newest_block_due() -> None:
         assert torch.equal(found[1][name], every[:, :, -1:])
 
 
+@pytest.mark.parametrize(("first", "unforgotten"), [(17, 0), (111, 0), (113, 1)])
+def test_a_crop_takes_tokens_out_of_run_time_statistics(first: int, unforgotten: int) -> None:
+    """Before and after tokens were selected; a block's worth of tokens that left the window with a removed one is told."""
+    model, ids = schemes.tiny("llama"), token_ids(2, first + 3)
+    plain = schemes.scheme(model)
+    pairs = tuple(LayerCodecs(Watching(p.key.shape, "key"), p.value) for p in plain.layers if p is not None)
+    scheme = Scheme(plain.windows, "post_rope", pairs, selection=SOME)
+    cropped, never = (schemes.opened(scheme, model) for _ in range(2))
+    run(cropped, ids, (first,))
+    run(never, ids[:, :first])
+    cropped.crop(-3)
+    assert cropped.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 2 * unforgotten}
+    for mine, theirs in zip(cropped.own_layers, never.own_layers, strict=True):
+        for name, own in mine.statistics.items():
+            for part, state in own.state.items():
+                if part not in ("tail", "before") or (part == "before" and not unforgotten):
+                    assert torch.equal(state, theirs.statistics[name].state[part]), (name, part)
+
+
 COMPOSED: dict[str, Any] = {
     **{name: (name, name) for name in ("uniform-2", "kivi-2", "turboquant-4", "higgs-2-wide", "innerq-hybrid", "fp8")},
     "mixkvq": ("exact-32", "kivi-2"),

@@ -141,6 +141,12 @@ def run(base: Path, output: Path, *options: Any) -> Done:
     return kvcal("fit-norms", *given, *options, "--json")
 
 
+def test_hidden_states_may_lie_on_disk(base: Path, tmp_path: Path) -> None:
+    spilled = run(base, tmp_path / f"x{SUFFIX}", "--spill", "disk", "--spill-dir", tmp_path)
+    assert spilled.json["sha256"] == run(base, tmp_path / f"y{SUFFIX}").json["sha256"]
+    assert "--spill tape" in run(base, tmp_path / f"z{SUFFIX}", "--spill", "tape").complaint
+
+
 @pytest.mark.parametrize(("variant", "bits"), [("base", 3.5), ("hybrid", 4.25), ("small", 3.5)])
 def test_fit_norms(base: Path, tmp_path: Path, variant: str, bits: float) -> None:
     """Head_dim 16 and blocks of 8: groups of 16 and 8, so scales cost 1 and 2 bits."""

@@ -107,8 +107,10 @@ def test_an_interrupted_run_chooses_the_same(
         (["--bits", "2,x"], "--bits 2,x: needs whole numbers"),
         (["--bits", "2,9"], "bits (2, 9): allowed are 1 to 8"),
         (["--group", "3"], "--group 3: must divide the block of 8"),
+        (["--max-bits", "nan"], "Invalid value for '--max-bits'"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(more: list[str], said: str, options: list[str], tmp_path: Path) -> None:
     done = kvcal("tune-bits", *options, *more, "--output", tmp_path / f"x{SUFFIX}")
     assert (done.code, said in done.err.splitlines()[-1]) == (2, True), done.err
+    assert list(tmp_path.iterdir()) == []  # no layer was measured in vain

@@ -10,7 +10,7 @@ import torch
 
 from kvcal import corpus
 from kvcal.capture import WholeModel
-from kvcal.evaluate.outliers import outlier_twin
+from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
@@ -18,6 +18,7 @@ from kvcal.methods.plain import Preset, preset
 from kvcal.models import load_model, resolve
 from kvcal.outliers import channel_error, channel_ratio, key_channels, warnings
 from kvcal.workbench import cache_makers
+from models_fixture import SUFFIX, kvcal
 
 FRAGILE = {"higgs-2": preset("higgs-2"), "uniform-2": preset("uniform-2")}
 STURDY = {"per channel": Preset("uniform-2-channel", "uniform-2"), "uniform-8": preset("uniform-8")}
@@ -93,3 +94,23 @@ def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
             device=torch.device("cpu"), say=said.setdefault(name, []).append)  # fmt: skip
     assert said["plain"] == said["sturdy"] == []
     assert len(said["twin"]) == 1 and said["twin"][0].startswith("warning: in 7 of 8 layers key channels are up to ")
+    assert said["twin"][0].endswith("; uniform-2-channel keys hold")
+
+
+def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
+    """What writes or runs a scheme that no calibration has looked at says so; what holds, and --no-check, are silent."""
+    twin, bundle = tmp_path / "twin", tmp_path / f"x{SUFFIX}"
+    write_outlier_twin(resolve("tiny"), twin)
+
+    def told(*arguments: object) -> str:
+        done = kvcal(*arguments, "--model", twin)
+        assert done.code == 0, done.err
+        return next((line for line in done.err.splitlines() if line.startswith("warning: ")), "")
+
+    prompt = ["--prompt", "it was", "--tokens", 1]
+    assert told("preset", "uniform-8", "-o", bundle) == ""
+    assert told("preset", "higgs-2", "-o", bundle, "--no-check") == ""
+    assert told("preset", "higgs-2", "-o", bundle).startswith("warning: higgs-2 will break on this model: in 8 of 8")
+    assert told("generate", "--bundle", bundle, *prompt).startswith("warning: x will break")
+    assert told("generate", "--preset", "higgs-2", *prompt).endswith("; uniform-2-channel keys hold")
+    assert told("generate", "--preset", "exact", *prompt) == ""

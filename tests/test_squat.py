@@ -19,7 +19,7 @@ from kvcal.capture import Capture
 from kvcal.methods.squat import PAPER_MODELS, logit_squares, paper_settings
 from kvcal.methods.squat import Squat as Method
 from kvcal.models import CATALOGUE, load_model, resolve
-from kvcal_artifacts import load_bundle
+from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.squat import choose, exact_product, responses
@@ -423,6 +423,25 @@ def test_all_directions_and_another_choice_at_run_time(given_model: Given, outpu
         choose(Scheme(Windows(0, 16, 16), "post_rope", (pair,)), "both")
 
 
+def test_the_commands_choose_at_run_time(given_model: Given, usual: dict[str, Any], output: Path) -> None:
+    """A calibrated bundle run with the row's own subspace is the bundle that was made for it."""
+    good(given_model.run(output, "--subspace", "prompt"))
+
+    def divergence(bundle: object, *options: object) -> float:
+        where = ["--model", given_model.folder, "--text", given_model.text, "--windows", 1, "--length", 160]
+        return float(good(kvcal("eval", *where, "--bundle", bundle, "--json", *options))["rows"][1]["kl"])
+
+    chosen = divergence(usual["bundle"], "--subspace", "prompt")
+    assert chosen == divergence(output) != divergence(usual["bundle"])
+    model = load_model(resolve(str(given_model.folder)), dtype="float32", device="cpu").model
+    with load_cache(usual["bundle"], model, subspace="both") as cache:
+        keys = [pair.key for pair in cache.scheme.layers if pair]
+        assert [key.subspace for key in keys if isinstance(key, Squat)] == ["both"] * LAYERS
+    generate = ["generate", "--model", given_model.folder, "--prompt", "a", "--tokens", 1, "--subspace", "both"]
+    assert "no bundle given stores keys by squat" in kvcal(*generate, "--preset", "kivi-2").complaint
+    assert "allowed are" in kvcal(*generate[:-1], "none", "--bundle", usual["bundle"]).complaint
+
+
 def test_strength_zero_measures_kivi(given_model: Given, output: Path) -> None:
     found = good(given_model.run(output, "--strength", 0))
     assert found["logit_error"] == found["logit_error_kivi"]
@@ -469,7 +488,7 @@ def test_paper_settings() -> None:
         (["--spill", "tape"], "--spill tape: allowed"),
         (["--plot", "x.pdf"], "must end in .png"),
         (["--prompt-tokens", "96"], "--prompt-tokens 96: windows have 96 tokens"),
-        (["--group", "7"], "groups of 7 along token: must divide 8"),
+        (["--group", "7"], "--group 7: must divide the block of 8"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -480,6 +480,14 @@ def test_errors_are_one_line(given: list[object], output: Path, options: list[ob
     assert not output.exists()
 
 
+@pytest.mark.parametrize("options", [["--vectors", 100000, "--sizes", "32768,16,16"], ["--sink", 80]], ids=str)
+def test_too_few_vectors_are_noticed_before_the_model_runs(
+    given: list[object], output: Path, options: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcal.train.collect", lambda *args: pytest.fail("vectors were collected"))
+    assert train(given, output, *options).code == 2
+
+
 def test_sample_is_of_the_tokens_behind_the_sink(model: Any) -> None:
     """Every key once where all are asked for, none of the sink, layer after layer."""
     ids = torch.randint(1, 250, (5, 20), generator=torch.Generator().manual_seed(3))

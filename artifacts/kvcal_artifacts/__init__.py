@@ -30,13 +30,15 @@ def load_cache(
     *,
     keep: float | None = None,
     heavy: float | None = None,
+    subspace: str | None = None,
     **options: Any,
 ) -> KVCalCache:
     """A Transformers cache for `model.generate(past_key_values=cache)` that stores what the bundle says.
 
     bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, of these the share `heavy` (0.5) by
-    the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. options: strict, offload (see
-    KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
+    the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. subspace: prompt, calibrated or both,
+    for keys that SQuat stores; None: as the bundle says. options: strict, offload (see KVCalCache). Raises
+    errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
     """
     from .bundle import Bundle
     from .cache import KVCalCache
@@ -50,6 +52,10 @@ def load_cache(
     scheme = (
         loaded.scheme if keep is None else loaded.scheme.keeping(HeavyHitters(keep, 0.5 if heavy is None else heavy))
     )
+    if subspace is not None:
+        from .codecs.squat import choose
+
+        scheme = choose(scheme, subspace)
     return KVCalCache(scheme, model, **options)
 
 

@@ -21,7 +21,7 @@ from .errors import KVCalError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
-from .statistics import Prefixes, statistic
+from .statistics import KeyScale, Prefixes, Summed, statistic
 
 PARTS = ("packed", "window", "bookkeeping")
 
@@ -116,6 +116,9 @@ class KVCalLayer(CacheLayerMixin):
                 assert before is not None
                 seen[own.wants] = self._turned(before) if own.wants == "q" else before
         found = {name: own.observe(seen[own.wants], at) for name, own in self.statistics.items()}
+        for own in self.statistics.values():
+            if isinstance(own, Summed):
+                own.remember(seen[own.wants], at)
         return {name: value for name, value in found.items() if value is not None}
 
     def _turned(self, queries: Tensor) -> Tensor:
@@ -231,6 +234,23 @@ class KVCalLayer(CacheLayerMixin):
             self.window[role] = _own(window[:, :, : plan.window])
             self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
             self.packed[role] = {n: store.first_blocks(t, plan.blocks) for n, t in self.packed[role].items()}
+
+    @torch.no_grad()
+    def forget(self, count: int, held: Tensor, untouched: Tensor) -> None:
+        """After a crop: take the newest `count` columns out of the statistics. held, untouched: of the ledger."""
+        if not self.is_initialized:
+            return
+        for own in self.statistics.values():
+            if isinstance(own, Summed):
+                own.crop(count)
+            if isinstance(own, KeyScale):
+                keys = torch.cat([self.sink[0], self.window[0]], 2)
+                own.renew(keys, held.to(keys.device), untouched.to(keys.device))
+
+    @property
+    def tail(self) -> int | None:
+        """How many of the newest columns the statistics of queries can forget; None without any."""
+        return min((own.tail for own in self.statistics.values() if isinstance(own, Summed)), default=None)
 
     def select_rows(self, rows: Tensor, widths: tuple[int, int, int]) -> None:
         """Keep these batch rows in this order; widths: sink, blocks and window that the fullest of them needs."""
@@ -391,6 +411,7 @@ class KVCalCache(Cache):
             for layer in self.own_layers:
                 hf.check_selectable(layer.site)
         self.returned_tokens = 0
+        self.unforgotten = {"tokens": 0, "blocks": 0}  # see describe()
         self._mask: Tensor | None = None
         self._custom_mask = False
         self._positions: Tensor | None = None
@@ -594,10 +615,18 @@ class KVCalCache(Cache):
             if layer.is_initialized:
                 layer.crop_to(plan)
             layer.columns -= count
+        columns, tails = self.ledger.columns, [layer.tail for layer in self.own_layers if layer.tail is not None]
+        old = self.ledger.real(columns - count, columns - min(tails)) if tails and count > min(tails) else 0
         self.ledger.commit_crop(count)
         if not self.ledger.columns:  # what comes next may have other rows
             for layer in self.own_layers:
                 layer.reset()
+        elif any(layer.statistics for layer in self.own_layers):
+            held, untouched = self.ledger.held, self.ledger.untouched
+            for layer in self.own_layers:
+                layer.forget(count, held, untouched)
+            self.unforgotten["tokens"] += old
+            self.unforgotten["blocks"] += self.ledger.early
         self.returned_tokens += plan.returned
         self._rope = self._plan = None
 
@@ -625,6 +654,7 @@ class KVCalCache(Cache):
         super().reset()
         self.ledger.clear()
         self.returned_tokens, self._torn = 0, False
+        self.unforgotten = {"tokens": 0, "blocks": 0}
         self._rope = self._plan = self._mask = None
         self._chain = {"old": {}, "new": {}}
 
@@ -643,6 +673,7 @@ class KVCalCache(Cache):
         twin = KVCalCache(self.scheme, self.model, strict=self.strict, offload=self.offloading_layers)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
+        twin.unforgotten = dict(self.unforgotten)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
                 held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs")}
@@ -693,7 +724,12 @@ class KVCalCache(Cache):
         return self.scheme.resident_bytes()
 
     def describe(self) -> dict[str, Any]:
-        """What every layer does, by which path and why; and what happened so far."""
+        """What every layer does, by which path and why; and what happened so far.
+
+        returned_by_crop: tokens that came back from packed blocks, decoded. unforgotten_by_statistics: what crops removed but
+        run-time statistics still show: `tokens` further back than they can forget, and `blocks` packed when the removed tokens
+        were there. All zero: the cache is, to the byte, one that never had the removed tokens.
+        """
         rows = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVCalLayer):
@@ -709,6 +745,7 @@ class KVCalCache(Cache):
             "packed_blocks": self.ledger.blocks.tolist(),
             "caveats": self.caveats,
             "returned_by_crop": self.returned_tokens,
+            "unforgotten_by_statistics": dict(self.unforgotten),
             "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
             "path": "reference: decode, then the model's own attention (fused kernels are not in this version)",
             "nbytes": {name: self.nbytes(name) for name in PARTS},

@@ -189,6 +189,15 @@ def check_selectable(site: AttentionSite) -> None:
         raise KVCalError(f"{name}: token selection does not know this layer's attention weights: {why}")
 
 
+def output_projection(site: AttentionSite) -> Tensor | None:
+    """What the layer multiplies its heads' outputs by, (hidden size, heads * D); None where it has no such matrix."""
+    for name in ("o_proj", "dense", "out_proj"):
+        weight = getattr(getattr(site.module, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % (site.kv_heads * site.head_dim) == 0:
+            return weight.detach()
+    return None
+
+
 def score_scaling(site: AttentionSite) -> float:
     """What the model multiplies q . k by before the softmax."""
     scaling: Any = site.module.scaling

@@ -188,6 +188,26 @@ class Ledger:
         if self.positions is not None:
             self.positions = self.positions[:, : self.columns].clone()
 
+    def real(self, start: int, stop: int) -> int:
+        """Real tokens in these columns, of all rows."""
+        return int(self.valid[:, start:stop].sum())
+
+    @property
+    def held(self) -> Tensor:
+        """(B, S + W) bool: which slots of [sink | window] hold a token."""
+        return torch.cat([torch.arange(_width(n)) < n[:, None] for n in (self.sink, self.window)], 1)
+
+    @property
+    def untouched(self) -> Tensor:
+        """(B,) bool: rows of which every token is exact."""
+        return self.blocks == 0
+
+    @property
+    def early(self) -> int:
+        """Blocks that are packed although, after a crop, the row has fewer tokens than when they became due."""
+        due = (self.valid.sum(1) - self.windows.sink - self.windows.recent) // self.windows.block
+        return int((self.blocks - due.clamp_min(0)).clamp_min(0).sum())
+
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows in this order (repeats allowed)."""
         host = host_rows(rows)

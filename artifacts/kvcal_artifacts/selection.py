@@ -318,6 +318,26 @@ class SelectedLedger:
         self.tokens = self.tokens.masked_fill(gone, -1)
         self._trim(self.widths[1])
 
+    def real(self, start: int, stop: int) -> int:
+        """Tokens kept of these columns, of all rows."""
+        return int(((self.tokens >= start) & (self.tokens < stop)).sum())
+
+    @property
+    def held(self) -> Tensor:
+        """(B, E) bool: which exact slots hold a token."""
+        return self.tokens[:, self.widths[1] * self.windows.block :] >= 0
+
+    @property
+    def untouched(self) -> Tensor:
+        """(B,) bool: rows of which no token has left the recent window."""
+        return self.passed == 0
+
+    @property
+    def early(self) -> int:
+        """Blocks' worth of tokens that left the window although, after a crop, the row has fewer than when they did."""
+        due = (self.seen - self.windows.sink - self.windows.recent) // self.windows.block
+        return int((self.passed - due.clamp_min(0)).clamp_min(0).sum())
+
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows in this order (repeats allowed)."""
         host, before = host_rows(rows), self.widths[1]

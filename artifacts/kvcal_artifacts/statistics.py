@@ -19,6 +19,7 @@ from .ledger import Plan
 from .scheme import Windows
 
 Wants = Literal["q", "q_pre", "k"]
+TAIL = 32  # newest columns of the last call that a crop can take back: more than speculative decoding rejects at a time
 FIXED_POINT = 2.0**16  # steps of 1.5e-5; |q| up to 1e4 over 1e9 tokens stays below 2^63
 
 
@@ -94,7 +95,30 @@ class Statistic(ABC):
         return torch.unflatten(q, 1, (self.shape.heads, -1))
 
 
-class QueryMagnitude(Statistic):
+class Summed(Statistic):
+    """A statistic of sums, from which the newest tokens can be taken out again."""
+
+    def remember(self, x: Tensor, at: Prefixes) -> None:
+        """Keep the end of what `observe` has just seen, so that a crop can take it back."""
+        self.state["tail"] = at.mask(x)[:, :, -TAIL:].clone()
+
+    @property
+    def tail(self) -> int:
+        """How many of the newest columns a crop can take back."""
+        return int(self.state["tail"].shape[2]) if "tail" in self.state else 0
+
+    def crop(self, count: int) -> None:
+        """Take back the newest `count` columns, as far as they are in the tail; what is older stays in the sums."""
+        if number := min(count, self.tail):
+            self._forget(self.state["tail"][:, :, -number:])
+            self.state["tail"] = self.state["tail"][:, :, :-number].clone()
+
+    @abstractmethod
+    def _forget(self, x: Tensor) -> None:
+        """x (B, heads, columns, D), pads zero: undo what `observe` added for them."""
+
+
+class QueryMagnitude(Summed):
     """Mean |q| per kv head and channel, mean over the query heads that share the head (MixKVQ, importance I_c).
 
     Of all tokens so far; with the argument `recent` of those since the block before became due.
@@ -110,8 +134,7 @@ class QueryMagnitude(Statistic):
         self.recent = argument == "recent"
 
     def observe(self, x: Tensor, at: Prefixes) -> Tensor | None:
-        mean: Tensor = self.grouped(x.float().abs()).mean(2)
-        sums = at.mask((mean * FIXED_POINT).round().long()).cumsum(2)  # (B, H, Q, D)
+        sums = at.mask(self._steps(x)).cumsum(2)  # (B, H, Q, D)
         if not self.state:
             self.state["total"] = torch.zeros_like(sums[:, :, 0])
             if self.recent:
@@ -126,6 +149,16 @@ class QueryMagnitude(Statistic):
         if self.recent:
             until, tokens = self._since(until, tokens, at)
         return until.float() / (FIXED_POINT * tokens[:, None, :, None].float())
+
+    def _steps(self, x: Tensor) -> Tensor:
+        """(B, heads, Q, D) -> int64 (B, H, Q, D)."""
+        mean: Tensor = self.grouped(x.float().abs()).mean(2)
+        return (mean * FIXED_POINT).round().long()
+
+    def _forget(self, x: Tensor) -> None:
+        self.state["total"] = self.state["total"] - self._steps(x).sum(2)
+        if self.recent:  # of a block that counted some of them
+            self.state["before"] = torch.minimum(self.state["before"], self.state["total"])
 
     def _since(self, until: Tensor, tokens: Tensor, at: Prefixes) -> tuple[Tensor, Tensor]:
         """Sums since the block before became due, and their tokens."""
@@ -158,6 +191,17 @@ class KeyScale(Statistic):
         self.state["fixed"] = fixed | (at.flushed > 0)
         return self.current() if at.flush else None
 
+    def renew(self, keys: Tensor, held: Tensor, untouched: Tensor) -> None:
+        """After a crop: a maximum cannot be taken back, but the cache has all keys that count as long as nothing is packed.
+
+        keys (B, H, S, D): the exact ones; held (B, S) bool: slots that hold a token; untouched (B,) bool: rows that have no
+        other tokens, whose factor is free again.
+        """
+        if self.state:
+            peak = keys.float().abs().masked_fill(~held[:, None, :, None], 0).amax(2) if keys.shape[2] else 0.0
+            self.state["peak"] = torch.where(untouched[:, None, None], peak, self.state["peak"])
+            self.state["fixed"] = self.state["fixed"] & ~untouched
+
     def current(self) -> Tensor | None:
         if not self.state:
             return None
@@ -176,7 +220,7 @@ COLUMNS = 4096  # of a call at a time, in float64
 GRAM_ROWS = 1 << 17  # query vectors a product: sums of so many products of 2^36 are below 2^53, exact in float64
 
 
-class QuerySubspace(Statistic):
+class QuerySubspace(Summed):
     """Singular values times right singular vectors of a row's queries so far, per kv head (SQuat Algorithm 1, line 6).
 
     Arguments: R or R:length. A block's value is (R, D) float32, row i the i-th largest singular value of Q (tokens x query
@@ -237,9 +281,16 @@ class QuerySubspace(Statistic):
             inside = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
             if at.valid is not None:
                 inside = inside & at.valid[:, left:right]
-            part = self.grouped(x[:, :, left:right]).double().div(QUERY_STEP).round_().clamp_(-QUERY_LIMIT, QUERY_LIMIT)
-            part = part.nan_to_num_(0).masked_fill_(~inside[:, None, None, :, None], 0).flatten(2, 3)
-            self.state["gram"] = self.state["gram"] + (part.transpose(-1, -2) @ part).long()
+            self.state["gram"] = self.state["gram"] + self._gram(x[:, :, left:right], ~inside[:, None, None, :, None])
+
+    def _gram(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """int64 (B, H, D, D) of queries (B, heads, columns, D), those of `hidden` columns left out."""
+        part = self.grouped(x).double().div(QUERY_STEP).round_().clamp_(-QUERY_LIMIT, QUERY_LIMIT)
+        part = part.nan_to_num_(0).masked_fill_(hidden, 0).flatten(2, 3)
+        return (part.transpose(-1, -2) @ part).long()
+
+    def _forget(self, x: Tensor) -> None:
+        self.state["gram"] = self.state["gram"] - self._gram(x, torch.zeros((), dtype=torch.bool, device=x.device))
 
     def _refit(self, due: Tensor, vectors: int) -> None:
         fitted = self.state["fitted"].clone()

@@ -11,6 +11,7 @@ import typer
 
 from kvcal import __version__
 from kvcal.cli import (
+    bench,
     bundle,
     combine,
     compare,
@@ -21,6 +22,7 @@ from kvcal.cli import (
     models,
     norms,
     preset,
+    probe,
     subspaces,
     train_codebooks,
     tune_bits,
@@ -38,11 +40,14 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "tune-bits": tune_bits.tune_bits,
     "measure-subspaces": subspaces.measure_subspaces,
     "train-codebooks": train_codebooks.train_codebooks,
+    "probe": probe.probe,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "eval": evaluate.evaluate,
     "compare": compare.compare,
     "generate": evaluate.generate,
+    "bench": bench.bench,
+    "doctor": bench.doctor,
     "models": models.models,
     "demo": demo.demo,
 }

@@ -48,12 +48,22 @@ def compare(
     block: Annotated[int, typer.Option(min=1, help="Of the pairs.")] = 32,
     keep: Keep = None,
     heavy: Heavy = None,
-    max_bits: Annotated[float | None, typer.Option(help="Name the best row of at most so many bits.")] = None,
+    max_bits: Annotated[
+        float | None, typer.Option(min=0, max=32, help="Name the best row of at most so many bits.")
+    ] = None,
     calibration: Annotated[str | None, typer.Option(help="Text for --predict. Default: the model's own.")] = None,
     fit_windows: Annotated[int | None, typer.Option(min=2, help="Calibration windows for --predict.")] = None,
     fit_length: Annotated[int | None, typer.Option(min=2, help="Tokens of one.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file of all rows; a second call goes on from it.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="The rows as CSV.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG: KL against stored bits, the Pareto front drawn.")] = None,
+    attention_windows: Annotated[
+        int, typer.Option(min=1, help="Attention errors are of the first so many windows.")
+    ] = 4,
+    at_length: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of one sequence of so many tokens; default: --length.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
     random_weights: Random = False,
@@ -73,15 +83,21 @@ def compare(
         return
     print(f"full precision: perplexity {found['full_perplexity']:.4f}")
     print_table(
-        ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "resident bytes", "front"],
+        ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "output error",
+         f"bytes at {found['at_length']}", "front"],
         [
             [
                 row["name"], "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
-                f"{row['paper_bits']:.3f}", f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", f"{row['logit_error']:.4f}",
-                f"{row['resident_bytes']:,}", "*" if row["front"] else "",
+                f"{row['paper_bits']:.3f}", f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", _error(row["logit_error"]),
+                _error(row["output_error"]), f"{row['bytes_at_length']:,}", "*" if row["front"] else "",
             ]
             for row in found["rows"]
         ],
     )  # fmt: skip
     if found["max_bits"] is not None:
         print(f"best at no more than {found['max_bits']} bits a value: {found['best'] or 'none'}")
+
+
+def _error(value: float | None) -> str:
+    """Evicted tokens have none."""
+    return "-" if value is None else f"{value:.4f}"

@@ -22,6 +22,7 @@ from kvcal.cli.options import (
     Revision,
     Seed,
     Step,
+    Subspace,
     Text,
 )
 from kvcal.cli.output import note, print_json, print_table
@@ -39,6 +40,7 @@ def evaluate(
     preset: Presets = None,
     keep: Keep = None,
     heavy: Heavy = None,
+    subspace: Subspace = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
     random_weights: Random = False,
     seed: Seed = 0,
@@ -79,6 +81,7 @@ def generate(
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
     keep: Keep = None,
     heavy: Heavy = None,
+    subspace: Subspace = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
     random_weights: Random = False,
@@ -91,7 +94,7 @@ def generate(
     from kvcal.commands.evaluation import run_generate
 
     options: dict[str, Any] = dict(locals())
-    found = run_generate(options)
+    found = run_generate(options, note)
     if json:
         print_json(found)
     else:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -29,7 +29,8 @@ def fit_predictors(
             "--backbone",
             "--residual",
             help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide|-channel][-debiased], uniform-{1..8}[-channel], "
-            "exact-{16,32,bf16}, kivi-{2,3,4,8}, turboquant-{2,3,4}, innerq-{base,hybrid,small}; others: see docs/methods.md.",
+            "exact-{16,32,bf16}, kivi-{2,3,4,8}, turboquant-{2,3,4}, innerq-{base,hybrid,small}, "
+            "squat-{2,3,4}, mixkvq; others: see docs/methods.md.",
         ),
     ] = "higgs-2-wide-debiased",
     first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",
@@ -63,6 +64,8 @@ def fit_predictors(
     recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
     mlp_epochs: Annotated[int, typer.Option(min=1, help="Passes of MLP training.")] = 4,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,

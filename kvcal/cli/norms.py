@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 COLUMNS = {
@@ -47,9 +47,13 @@ def fit_norms(
     sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 32,
     recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 96,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    spill: Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")] = "device",
+    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
     layerwise: Annotated[
         bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
     ] = False,

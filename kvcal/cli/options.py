@@ -35,3 +35,7 @@ Heavy = Annotated[
 ]
 Bundles = Annotated[list[Path] | None, typer.Option("--bundle", "-b", help="A bundle file; may be repeated.")]
 Presets = Annotated[list[str] | None, typer.Option("--preset", "-p", help="A method without data; may be repeated.")]
+Subspace = Annotated[
+    str | None,
+    typer.Option(help="Of SQuat bundles: prompt (the row's own queries), calibrated or both. Default: the bundle's."),
+]

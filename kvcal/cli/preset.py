@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Heavy, Json, Keep, Model, Random, Revision, Seed
-from kvcal.cli.output import print_json, print_table
+from kvcal.cli.options import Device, Heavy, Json, Keep, Model, Random, Revision, Seed
+from kvcal.cli.output import note, print_json, print_table
 
 
 def preset(
@@ -27,15 +27,20 @@ def preset(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Read no weights: the bundle then fits any of this config.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(help="Run the model on 512 tokens, layer by layer, and warn if its key channels will break this."),
+    ] = True,
+    device: Device = "auto",
     random_weights: Random = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Write a bundle for a method that needs no data: KIVI, TurboQuant, InnerQ, HIGGS, uniform integers, FP8."""
+    """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8."""
     from kvcal.commands.preset import run_preset
 
     given: dict[str, Any] = dict(locals())
-    found = run_preset(given)
+    found = run_preset(given, note)
     if json:
         print_json(found)
     else:

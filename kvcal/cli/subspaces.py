@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -52,6 +52,8 @@ def measure_subspaces(
     sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 0,
     recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 32,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,

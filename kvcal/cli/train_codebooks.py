@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -69,6 +69,8 @@ def train_codebooks(
         int | None, typer.Option(min=0, help="Newest tokens kept, at least. Default: 1024; preset small 128.")
     ] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Tokens packed at a time. Default: as --recent's.")] = None,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -25,7 +25,9 @@ def tune_bits(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-kvtuner.kvcal.safetensors here.")
     ] = None,
-    max_bits: Annotated[float, typer.Option(help="Stored bits a value, scales included, at most on average.")] = 3.7,
+    max_bits: Annotated[
+        float, typer.Option(min=0, max=32, help="Stored bits a value, scales included, at most on average.")
+    ] = 3.7,
     bits: Annotated[str, typer.Option(help="What keys and values of a layer may have.")] = "2,4,8",
     group: Annotated[
         int, typer.Option(min=1, help="Tokens of a key channel, channels of a value, that share a scale.")
@@ -33,6 +35,8 @@ def tune_bits(
     sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
     recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 128,
+    keep: Keep = None,
+    heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,

@@ -40,7 +40,7 @@ def tune_thresholds(
     ] = "auto",
     trials: Annotated[int, typer.Option(min=1, help="How many thresholds are tried.")] = 30,
     max_bits: Annotated[
-        float, typer.Option(help="Stored bits a value, at most: the best point below is chosen.")
+        float, typer.Option(min=0, max=32, help="Stored bits a value, at most: the best point below is chosen.")
     ] = 3.7,
     tau_low: Annotated[
         str | None, typer.Option(help="Range of the lower threshold, or one number (default: 0.5,8).")

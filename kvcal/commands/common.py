@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
 from .. import corpus, models
+from ..fit import check_output
 from ..report.progress import progress
+from ..workbench import default_output
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -36,6 +39,13 @@ def given_text(o: dict[str, Any]) -> str:
     if not str(o["text"]).strip():
         raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
     return str(o["text"])
+
+
+def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Path:
+    """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
+    output = Path(o["output"] or default_output(source, method))
+    check_output(output)
+    return output
 
 
 def given_selection(o: dict[str, Any]) -> HeavyHitters | None:

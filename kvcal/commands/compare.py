@@ -6,18 +6,22 @@ import hashlib
 import itertools
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
+from torch import Tensor
+
+from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
 from ..capture import WholeModel
-from ..compare import Ledger, best, front
-from ..evaluate.perplexity import evaluate
+from ..compare import Ledger, as_csv, best, bytes_at, front
+from ..evaluate.attention_error import attention_errors
+from ..evaluate.perplexity import CacheMaker, evaluate
 from ..fit import FitOptions, check_output, fit
 from ..methods.aqua_kv import AquaKV
 from ..methods.base import settings_of
@@ -83,8 +87,13 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     rows, selection = candidates(o, fit_options), given_selection(o)
-    if o["output"] is not None:
-        check_output(o["output"])
+    for name in ("output", "csv"):
+        if o[name] is not None:
+            check_output(o[name])
+    if o["plot"] is not None:
+        from ..report.plots import check_plot
+
+        check_plot(o["plot"])
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
@@ -99,6 +108,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
         "model": o["model"], "revision": loaded.revision, "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source,
         "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
+        "attention_windows": min(o["attention_windows"], len(text.ids)), "at_length": o["at_length"] or length,
         "version": __version__,
     }  # fmt: skip
     if selection is not None:  # figures of one kind in a file, as with every other setting
@@ -113,21 +123,45 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
         what = _fitted(row.what, loaded, fitting) if isinstance(row.what, AquaKV) else row.what
-        full, seen = evaluate(
-            loaded.model, text.ids, cache_makers(loaded.model, {row.name: what}, loaded.revision, selection),
-            step=o["step"], batch=o["batch"],
-        )  # fmt: skip
-        ledger.add(row.key, seen.as_dict() | {"full_perplexity": full.perplexity})
+        makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection)
+        ledger.add(row.key, *measure(loaded, text.ids, makers, settings, o["batch"]).values())
     found = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(found)
     chosen = best(found, o["max_bits"]) if o["max_bits"] is not None else None
+    rows_told = [row | {"front": row["name"] in on_front} for row in sorted(found, key=_order)]
+    if o["csv"] is not None:
+        write_atomically(o["csv"], as_csv(rows_told).encode())
+    if o["plot"] is not None:
+        from ..report.plots import plot_quality
+
+        plot_quality(rows_told, f"{o['model']}, {text.source}", o["plot"])
     return {
         **settings,
         "full_perplexity": found[0]["full_perplexity"],
-        "rows": [row | {"front": row["name"] in on_front} for row in sorted(found, key=_order)],
+        "rows": rows_told,
         "max_bits": o["max_bits"],
         "best": chosen["name"] if chosen else None,
     }
+
+
+def measure(
+    loaded: Any, ids: Tensor, makers: Mapping[str, CacheMaker], settings: Mapping[str, Any], batch: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for all.
+
+    settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens only.
+    """
+    full, *seen = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch)
+    part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
+    found = {}
+    for row, (name, make) in zip(seen, makers.items(), strict=True):
+        errors = attention_errors(loaded.model, part, make, step=settings["step"], batch=batch)
+        told, item = row.as_dict(), loaded.model.dtype.itemsize
+        with make() as cache:
+            size = bytes_at(cache.scheme, told, ids.shape[1], settings["at_length"], item)
+        by = {"logit_error": None, "output_error": None} if errors is None else errors.as_dict()
+        found[name] = told | by | {"bytes_at_length": size, "full_perplexity": full.perplexity}
+    return found
 
 
 def _order(row: dict[str, Any]) -> tuple[float, float]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.codecs.squat import choose, has_subspace
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.hf import config_of, unsupported_layers
 
 from .. import models
 from ..evaluate.perplexity import evaluate
 from ..methods.plain import DataFree
-from ..outliers import warnings
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
 from .common import Say, check_context, evaluation_text, given_selection, known, text_for
+from .guard import guard_window, outlier_warnings, unmeasured
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -29,6 +30,7 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
     methods, selection = rows_named(o["preset"] or [], o["bundle"] or []), given_selection(o)
+    methods = with_subspace(methods, o["subspace"])
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
@@ -36,7 +38,7 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)
-    for line in outlier_warnings(loaded.model, text.ids, methods):
+    for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection)
     started = time.monotonic()
@@ -61,15 +63,20 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     }
 
 
-def outlier_warnings(model: Any, ids: torch.Tensor, methods: Mapping[str, DataFree | Bundle]) -> list[str]:
-    """Presets that will break on the model's key channels, measured on the first window; bundles say so when fitted."""
-    schemes = {name: row.scheme(model) for name, row in methods.items() if not isinstance(row, Bundle)}
-    if not schemes or unsupported_layers(config_of(model)):
-        return []
-    try:
-        return warnings(model, ids[:1], schemes)
-    except UsageError:  # a window too short for one block: nothing is packed, nothing breaks
-        return []
+def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> dict[str, DataFree | Bundle]:
+    """The rows, bundles of SQuat with this choice of subspace in place of their own (None: as they are)."""
+    if subspace is None:
+        return rows
+    chosen = {
+        name: replace(row, scheme=choose(row.scheme, subspace))
+        for name, row in rows.items()
+        if isinstance(row, Bundle) and has_subspace(row.scheme)
+    }
+    if not chosen:
+        raise UsageError(
+            f"--subspace {subspace}: no bundle given stores keys by squat; `kvcal measure-subspaces` writes one"
+        )
+    return rows | chosen
 
 
 class _Counting:
@@ -87,20 +94,23 @@ class _Counting:
         """Nothing is held back."""
 
 
-def run_generate(o: dict[str, Any]) -> dict[str, Any]:
+def run_generate(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end."""
     if not o["prompt"].strip():
         raise UsageError("--prompt is empty: give some text to go on from")
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
-    selection = given_selection(o)
+    selection, methods = given_selection(o), with_subspace(methods, o["subspace"])
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
     name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision, selection).items()))
     tokenizer = known(loaded.tokenizer)
+    if not o["random_weights"] and (schemes := unmeasured(loaded.model, methods)):
+        for line in outlier_warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
+            say(line)
     ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
     started = time.monotonic()
     where = [ids.device] if ids.is_cuda else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from .. import models
-from ..fit import FitOptions, fit
 from ..methods.backbones import INNERQ_KEYS, INNERQ_VALUES
 from ..methods.innerq import InnerQ
-from ..workbench import default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from .calibration import prepare, written
+from .common import Say, output_for
 
 
 def innerq_method(o: dict[str, Any]) -> InnerQ:
@@ -40,40 +38,25 @@ def run_fit_norms(o: dict[str, Any], say: Say) -> dict[str, Any]:
     started = time.monotonic()
     method = innerq_method(o)
     source = models.resolve(o["model"], o["revision"])
-    origin = text_for(o, source, "calibration")
-    say(f"text: {origin}")
-    output = Path(o["output"] or default_output(source, f"{method.name}-{o['variant']}"))
-    opened = open_for_fit(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
-    text = calibration_windows(o, source, opened.tokenizer, origin)
-    check_context(source, int(text.train.shape[1]), say)
-    result = fit(
-        method, opened.source, text, output, model_record=opened.record, revision=opened.revision,
-        device=opened.device, seed=o["seed"], say=say, options=FitOptions(o["batch"], resume=o["resume"]),
-    )  # fmt: skip
-    scheme, metrics = result.bundle.scheme, result.bundle.metrics
+    output = output_for(o, source, f"{method.name}-{o['variant']}")
+    calibration = prepare(o, source, output, say)
+    result = calibration.fit(method, output)
+    scheme, metrics, device = result.bundle.scheme, result.bundle.metrics, calibration.opened.device
     rows = layer_rows(scheme, result.layer_metrics)
     worst = max(rows, key=lambda row: row["key_outlier_ratio"])
     return {
-        "bundle": str(result.path),
-        "sha256": result.sha256,
-        "bytes": result.path.stat().st_size,
-        "bits_per_value": round(scheme.bits_per_value(), 4),
+        **written(result),
         "factor_bytes": scheme.resident_bytes(),
         "largest_key_outlier": worst["key_outlier_ratio"],
         "largest_key_outlier_layer": worst["layer"],
         **{name: metrics.get(name) for name in (
             "key_relative_error", "value_relative_error", "logit_error", "logit_error_plain", "value_symmetric_share",
         )},
-        "train_windows": len(text.train),
-        "holdout_windows": len(text.holdout),
-        "length": int(text.train.shape[1]),
+        **calibration.counts(),
         "resumed_layers": result.resumed_layers,
         "seconds": round(time.monotonic() - started, 1),
         "phases": result.seconds,
-        "peak_device_bytes": torch.cuda.max_memory_allocated(opened.device) if opened.device.type == "cuda" else None,
+        "peak_device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "layers": rows,
     }  # fmt: skip
 

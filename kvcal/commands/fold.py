@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import UsageError
 
 from .. import __version__, models
+from ..fit import check_output
 from ..folding import key_factors, without_factors, write_folded
 from ..workbench import check_bundle, key_probe, model_record
 from .bundles import file_sha256
@@ -22,8 +23,8 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
     rest = o["bundle_output"]
     if rest is not None and output.resolve() in Path(rest).resolve().parents:
         raise UsageError(f"--bundle-output {rest}: lies in the folder of --output; put it beside")
-    if rest is not None and not Path(rest).resolve().parent.is_dir():
-        raise KVCalError(f"{Path(rest).parent} is not a folder; create it or give another --bundle-output")
+    if rest is not None:
+        check_output(Path(rest), "--bundle-output")
     factors = key_factors(bundle.scheme)
     check_bundle(bundle, o["model"], o["revision"], device="cpu", random_weights=False, seed=0)
     source = models.resolve(o["model"], o["revision"])

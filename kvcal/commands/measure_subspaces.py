@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
 from .. import corpus, models
-from ..fit import FitOptions, FitResult, fit
+from ..fit import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
-from ..workbench import default_output, open_for_fit
-from .common import RANDOM_TOKENS, Say, calibration_windows, check_context, known, text_for
+from .calibration import Calibration, prepare, written
+from .common import RANDOM_TOKENS, Say, known, output_for
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
@@ -50,31 +49,19 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     started = time.monotonic()
     if o["search"] and (o["rank"] is not None or o["strength"] is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
-    if o["spill"] not in ("device", "cpu", "disk"):
-        raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
     source = models.resolve(o["model"], o["revision"])
     method = squat_method(o, source.entry.name if source.entry else source.name)
     if o["plot"] is not None:
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
-    text_source = text_for(o, source, "calibration")
-    say(f"text: {text_source}")
-    opened = open_for_fit(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
     held = HOLDOUT if o["windows"] is None else None
     counts = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
-    text = calibration_windows(o | counts, source, opened.tokenizer, text_source)
-    other = _other_text(o, opened.tokenizer, text_source, len(text.train), int(text.train.shape[1]))
-    check_context(source, int(text.train.shape[1]), say)
-    result = fit(
-        method, opened.source, text, Path(o["output"] or default_output(source, method.name)), other=other,
-        model_record=opened.record, revision=opened.revision, device=opened.device, seed=o["seed"], say=say,
-        options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
-    )  # fmt: skip
-    found = _found(method, result, text, other)
+    output = output_for(o, source, method.name)
+    calibration = prepare(o | counts, source, output, say)
+    other = _other_text(o, calibration)
+    result = calibration.fit(method, output, other)
+    found = _found(method, result, calibration, other)
     if o["plot"] is not None:
         from ..report.plots import plot_deviation
 
@@ -83,35 +70,29 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _other_text(
-    o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int
-) -> corpus.Windows | None:
+def _other_text(o: dict[str, Any], of: Calibration) -> corpus.Windows | None:
     if o["other_text"] is None:
         return None
-    if text_source == RANDOM_TOKENS:
+    if of.origin == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
     return corpus.token_windows(
-        known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"]
-    )
+        known(of.opened.tokenizer), o["other_text"], windows=len(of.text.train), length=of.length, seed=o["seed"],
+        column=o["column"],
+    )  # fmt: skip
 
 
-def _found(method: Squat, result: FitResult, text: corpus.Windows, other: corpus.Windows | None) -> dict[str, Any]:
+def _found(method: Squat, result: FitResult, of: Calibration, other: corpus.Windows | None) -> dict[str, Any]:
     scheme, metrics = result.bundle.scheme, result.bundle.metrics
     return {
-        "bundle": str(result.path),
-        "sha256": result.sha256,
-        "bytes": result.path.stat().st_size,
-        "bits_per_value": round(scheme.bits_per_value(), 4),
+        **written(result),
         "subspace_bytes": scheme.resident_bytes(),
         "subspace": method.subspace,
         "key_relative_error": metrics.get("key_relative_error"),
         "value_relative_error": metrics.get("value_relative_error"),
         "logit_error": metrics.get("logit_error"),
         "logit_error_kivi": metrics.get("logit_error_kivi"),
-        "train_windows": len(text.train),
-        "holdout_windows": len(text.holdout),
+        **of.counts(),
         "other_windows": 0 if other is None else len(other.train),
-        "length": int(text.train.shape[1]),
         "resumed_layers": result.resumed_layers,
         "phases": result.seconds,
         "deviation": deviation_table(metrics),

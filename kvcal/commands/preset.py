@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvcal_artifacts.bundle import Bundle, Fingerprint
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Scheme
 
 from .. import __version__, models
 from ..methods.plain import DataFree, Preset, preset
-from ..workbench import default_output, key_probe, model_record
-from .common import given_selection
+from ..workbench import key_probe, model_record, pick_device, pick_dtype
+from .common import Say, given_selection, output_for
+from .guard import guard_window, outlier_warnings
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
@@ -29,13 +30,15 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
     return replace(own, **changes)
 
 
-def run_preset(o: dict[str, Any]) -> dict[str, Any]:
-    """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint."""
+def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
+    layers are run on a window of text for the outlier guard, unless told not to.
+    """
     method, selection = wanted_preset(o), given_selection(o)
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     source = models.resolve(o["model"], o["revision"])
-    output = Path(o["output"] or default_output(source, o["name"]))
+    output = output_for(o, source, o["name"])
     model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
     record = {
@@ -47,6 +50,9 @@ def run_preset(o: dict[str, Any]) -> dict[str, Any]:
     fingerprint = Fingerprint.of(model, revision, probe)
     bundle = Bundle(fingerprint, scheme, record)
     sha256 = bundle.write(output)
+    if o["check"] and not (o["config_only"] or o["random_weights"]):
+        for line in _warnings(source, {o["name"]: scheme}, o["device"]):
+            say(line)
     return {
         "bundle": str(output),
         "sha256": sha256,
@@ -66,6 +72,12 @@ def _opened(source: models.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tu
         source, dtype="float32", device="cpu", random_weights=o["random_weights"], seed=o["seed"]
     )
     return parts.model, parts.revision, key_probe(parts)
+
+
+def _warnings(source: models.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
+    where = pick_device(device)
+    parts = models.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
+    return outlier_warnings(parts, guard_window(models.load_tokenizer(source), schemes), schemes, where)
 
 
 def _from_config(source: models.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
-from ..fit import FitOptions
 from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..train import train
-from ..workbench import default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from .calibration import prepare, written
+from .common import Say, output_for
+from .guard import outlier_warnings
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -54,33 +53,23 @@ def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
 def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and how good it is."""
     started = time.monotonic()
-    if o["spill"] not in ("device", "cpu", "disk"):
-        raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
     source = models.resolve(o["model"], o["revision"])
     method = vqkv_method(o, models.geometry(source))
-    text_source = text_for(o, source, "calibration")
-    say(f"text: {text_source}")
-    output = Path(o["output"] or default_output(source, method.name))
-    opened = open_for_fit(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
-    text = calibration_windows(o, source, opened.tokenizer, text_source)
-    check_context(source, int(text.train.shape[1]), say)
+    output = output_for(o, source, method.name)
+    of = prepare(o, source, output, say)
     result = train(
-        method, opened.source, text, output, model_record=opened.record, revision=opened.revision,
-        device=opened.device, seed=o["seed"], say=say,
-        options=FitOptions(o["batch"], o["spill"], o["spill_dir"], o["resume"]),
+        method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
+        device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
     )  # fmt: skip
+    schemes = {result.bundle.name: result.bundle.scheme}
+    for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
+        say(line)
     metrics = result.bundle.metrics
     return {
-        "bundle": str(result.path),
-        "sha256": result.sha256,
-        "bytes": result.path.stat().st_size,
+        **written(result),
         "trainer": method.training.trainer,
         "stages": list(method.stages),
         "sizes": list(method.sizes),
-        "bits_per_value": round(metrics["bits_per_value"], 4),
         "paper_bits_per_value": metrics["paper_bits_per_value"],
         "paper_compression": metrics["paper_compression"],
         "codebook_bytes": metrics["codebook_bytes"],

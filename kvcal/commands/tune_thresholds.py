@@ -11,11 +11,11 @@ from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
-from ..fit import FitOptions
 from ..methods.mixkvq import MixKVQ
 from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
-from ..workbench import Opened, default_output, open_for_fit
-from .common import Say, calibration_windows, check_context, text_for
+from ..workbench import Opened
+from .calibration import prepare
+from .common import Say, output_for
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
 DEFAULT_TASK = "gsm8k"  # the paper's
@@ -93,20 +93,18 @@ def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
         from ..evaluate.tasks import check_installed
 
         check_installed()  # before a model is loaded
-    text_source = text_for(o, source, "calibration")
-    say(f"text: {text_source}")
     say(f"objective: {name}")
-    output = Path(o["output"] or default_output(source, method.name))
-    opened = open_for_fit(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=False,
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+    output = output_for(o, source, method.name)
+    if o["plot"] is not None:
+        from ..report.plots import check_plot
+
+        check_plot(o["plot"])
     windows = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
-    text = calibration_windows(o | windows, source, opened.tokenizer, text_source)
-    check_context(source, int(text.train.shape[1]), say)
+    of = prepare(o | windows, source, output, say)
+    opened, text = of.opened, of.text
     job = Job(
         opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
-        FitOptions(o["batch"], o["spill"], None, o["resume"]), say,
+        of.options, say,
     )  # fmt: skip
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o["storage"], o["heartbeat"])
     return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}

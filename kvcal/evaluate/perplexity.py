@@ -28,8 +28,6 @@ TOKENS_PER_BATCH = {"cuda": 1 << 18, "cpu": 1 << 13}
 class Row:
     """One cache on the whole text. kl: mean nats to the full-precision logits. Bytes are of one window's end, mean.
 
-    logit_error: root of |difference of logits|^2 over |full-precision logits|^2, each less its mean over the vocabulary.
-
     bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
     paper_bits: as the codecs' own papers count. bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
     """
@@ -37,7 +35,6 @@ class Row:
     name: str
     perplexity: float
     kl: float
-    logit_error: float
     bits_per_value: float | None
     paper_bits: float | None
     cache_bytes: int
@@ -54,8 +51,6 @@ class Row:
 class _Sums:
     nats: float = 0.0
     kl: float = 0.0
-    error: float = 0.0
-    square: float = 0.0
     tokens: int = 0
     packed: int = 0
     packed_values: int = 0
@@ -145,8 +140,6 @@ def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target:
     total.tokens += target.numel()
     if logits is not exact:
         total.kl += functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().sum().item()
-        total.error += (logits - exact).square().sum(-1).double().sum().item()
-        total.square += exact.square().sum(-1).double().sum().item()
 
 
 def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
@@ -159,7 +152,6 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
         name=name,
         perplexity=math.exp(min(700.0, total.nats / total.tokens)),
         kl=total.kl / total.tokens,
-        logit_error=math.sqrt(total.error / total.square) if total.square else 0.0,
         bits_per_value=bits,
         paper_bits=bits if total.paper is None else total.paper,
         cache_bytes=total.packed // windows,

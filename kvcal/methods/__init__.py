@@ -11,6 +11,16 @@ from .mixkvq import MixKVQ
 from .squat import Squat
 from .vqkv import VQKV
 
-METHODS: dict[str, type[Any]] = {method.name: method for method in (AquaKV, VQKV, MixKVQ, Squat, InnerQ, KVTuner)}
+METHODS: dict[str, type[Any]] = {
+    method.name: method
+    for method in (
+        AquaKV,
+        VQKV,
+        MixKVQ,
+        Squat,
+        InnerQ,
+        KVTuner,
+    )
+}
 
 __all__ = ["METHODS", "VQKV", "AquaKV", "InnerQ", "KVTuner", "MixKVQ", "Squat"]

@@ -7,23 +7,27 @@ propagate unquantised. Variants of Tables 1 and 5 are fields of the configuratio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Context, Predicted, Predictor
+from kvcal_artifacts import store
+from kvcal_artifacts.codecs import Codec, Context, Exact, MixKVQ, Packed, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.hf import AttentionSite, output_projection
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import Composition
+from .mixkvq import TierSizes
 from .mlp import MLPSettings, fit_mlp
 from .observed import taps_of, window_statistics
 from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
+from .transform import Moments, TransformBackbone
 
 PREDICTOR_KINDS = ("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias")
 KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k2")
@@ -94,6 +98,7 @@ class AquaKV:
         run = _LayerRun(self, layer, taps, carry)
         key = run.codec("key", self._inputs(layer, self.key_inputs), {"k"})
         key_error = run.encode_keys(key)
+        key = run.expecting(key)
         value = run.codec("value", self._inputs(layer, self.value_inputs), {"v"})
         value_error = run.encode_values(value)
         self.shift(carry)
@@ -132,8 +137,8 @@ class AquaKV:
         for role in "kv":
             ring = [f"{role}{back}" for back in range(self.reach + 1)]
             held = [carry.stores[name] for name in ring]
-            for name, store in zip(ring, held[-1:] + held[:-1], strict=True):
-                carry.stores[name] = store
+            for name, buffer in zip(ring, held[-1:] + held[:-1], strict=True):
+                carry.stores[name] = buffer
 
 
 @dataclass
@@ -144,15 +149,41 @@ class _LayerRun:
     layer: int
     taps: LayerTaps
     carry: Carry
+    sizes: TierSizes = field(default_factory=TierSizes)  # of packed keys whose blocks differ in size
 
     def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
         """The backbone, behind a predictor fitted on the training windows if there are inputs."""
         make = self.method.composition.codec(self.layer, self.carry.layers, role)
-        inner = make(self.carry.shape, role)
-        if not inputs:
-            return inner
-        predictor = self._fit(inputs, frozenset(want))
-        return Predicted(inner, predictor, inputs)
+        predictor = self._fit(inputs, frozenset(want)) if inputs else None
+        if isinstance(make, TransformBackbone):
+            inner: Codec = make.fit(self.carry.shape, role, self._moments(role, predictor, inputs))
+        else:
+            inner = make(self.carry.shape, role)
+        return inner if predictor is None else Predicted(inner, predictor, inputs)
+
+    def _moments(self, role: Role, predictor: Predictor | None, inputs: tuple[str, ...]) -> Moments:
+        """Of what the codec will store, and of what it will be multiplied by; training windows."""
+        carry, frame, site = self.carry, self.method.frame, self.taps.site
+        found: Moments | None = None
+        want = frozenset({"k", "q"} if role == "key" else {"v"})
+        for batch in self.taps.batches(want, frame, rows=slice(0, carry.train)):
+            x = batch.k if role == "key" else batch.v
+            assert x is not None
+            found = found or Moments(carry.shape, x.device)
+            with carry.timer("moments"):
+                residual = carry.coded(x).float()
+                if predictor is not None:
+                    context = carry.context(self.layer, inputs, batch.rows)
+                    residual = residual - Predicted(Exact(carry.shape, role), predictor, inputs).predict(
+                        context, predictor.working()
+                    )
+                found.add(residual)
+                if batch.q is not None:
+                    found.weigh(at_distances(site, batch.q, self.taps.rope) if frame == "pre_rope" else batch.q)
+        assert found is not None
+        if role == "value" and (projection := output_projection(site)) is not None:
+            found.weigh_output(projection)
+        return found
 
     def encode_keys(self, codec: Codec) -> HoldoutError:
         """Keys of all windows to reconstructions in the carry (Algorithm 1 lines 14 and 15)."""
@@ -174,14 +205,25 @@ class _LayerRun:
             with carry.timer("encode"):
                 context = carry.context(self.layer, needed, batch.rows)
                 context.stats = stats
-                made, guess = reconstruct(codec, x, context)
+                packed, made, guess = reconstruct(codec, x, context)
             train = carry.training_rows(batch.rows)
+            if codec.ragged:
+                self.sizes.add({name: store.select(held, torch.arange(train)) for name, held in packed.items()})
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
             kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made
             carry.write(f"{role}0", batch.rows, kept)
             if train < x.shape[0]:
                 holdout.add(flat(x[train:]), None if guess is None else flat(guess[train:]), flat(made[train:]))
         return holdout
+
+    def expecting(self, codec: Codec) -> Codec:
+        """A codec of ragged blocks with what they took on the training windows, in `sizes`; others as they are."""
+        if isinstance(codec, Predicted) and codec.ragged:
+            return Predicted(self.expecting(codec.inner), codec.predictor, codec.inputs)
+        if isinstance(codec, MixKVQ) and codec.ragged:
+            settings = codec.config() | {"expected": self.sizes.means()}
+            return MixKVQ.from_state(codec.shape, codec.role, settings, {})
+        return codec
 
     def _pairs(self, inputs: tuple[str, ...], want: frozenset[str]) -> Iterator[tuple[Tensor, Tensor]]:
         """Training tokens: predictor inputs (n, Cin) and targets (n, C), float32."""
@@ -217,13 +259,28 @@ class _LayerRun:
                 return fit_mlp(lambda: self._pairs(inputs, want), gram, tokens, settings)
 
 
-def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-    """x (B, H, T, D) -> what the cache would give back, and the prediction (None without one); float32.
+def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each turned by its distance to a token before it.
+
+    q at t and k at s score q . R(s - t) k = (R(t - s) q) . k. The distance of the query at t is drawn from 0 to t, seeded.
+    """
+    if rope is None:
+        return queries
+    length = queries.shape[2]
+    drawn = torch.rand(length, generator=torch.Generator().manual_seed(0)) * torch.arange(1, length + 1)
+    at = drawn.long().to(queries.device)
+    cos, sin = (t[:, at] for t in rope)
+    return site.rotate(queries, cos, sin)
+
+
+def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Packed, Tensor, Tensor | None]:
+    """x (B, H, T, D) -> packed, what the cache would give back, and the prediction (None without one); float32.
 
     As Predicted.encode and decode, with the predictor run once and on all tokens: here nothing depends on block edges.
     """
     if not isinstance(codec, Predicted):
-        return codec.decode(codec.encode(x, context), context), None
+        packed = codec.encode(x, context)
+        return packed, codec.decode(packed, context), None
     guess = codec.predict(context, codec.predictor.working())
-    inner = codec.inner
-    return inner.decode(inner.encode(x.float() - guess, context), context) + guess, guess
+    packed = codec.inner.encode(x.float() - guess, context)
+    return packed, codec.inner.decode(packed, context) + guess, guess

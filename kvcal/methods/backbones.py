@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, Role, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
+
+from .transform import transform_backbone
 
 Backbone = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
@@ -18,7 +20,8 @@ INNERQ_KEYS = "inner-3-symmetric"  # InnerQ section 4.4: keys of all variants
 INNERQ_VALUES = {"base": "inner-3-symmetric", "hybrid": "inner-2-hybrid", "small": "inner-2-symmetric"}
 
 
-def _largest_divisor(limit: int, length: int) -> int:
+def divisor(limit: int, length: int) -> int:
+    """The largest size up to `limit` that divides `length`."""
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
@@ -29,33 +32,43 @@ def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "ms
 def _uniform(bits: int, axis: str) -> Backbone:
     def make(shape: Shape, role: Role) -> Codec:
         if axis == "token":
-            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(QUANTO_GROUP, shape.dim), "channel")
+            return Uniform(shape, role, bits, divisor(CHANNEL_GROUP, shape.block), "token")
+        return Uniform(shape, role, bits, divisor(QUANTO_GROUP, shape.dim), "channel")
 
     return make
 
 
-def _kivi(bits: int) -> Backbone:
-    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section 3.2)."""
+def _kivi(bits: int, group: int = KIVI_GROUP) -> Backbone:
+    """Asymmetric; keys in groups of tokens of one channel, values in groups of channels of one token (KIVI section 3.2).
+
+    A group is no longer than a block (keys) or a head (values).
+    """
 
     def make(shape: Shape, role: Role) -> Codec:
         if role == "key":
-            return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.block), "token")
-        return Uniform(shape, role, bits, _largest_divisor(KIVI_GROUP, shape.dim), "channel")
+            return Uniform(shape, role, bits, divisor(group, shape.block), "token")
+        return Uniform(shape, role, bits, divisor(group, shape.dim), "channel")
 
     return make
 
 
-def _squat(bits: int) -> Backbone:
+def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
     """SQuat's keys at its Appendix D.2 settings, g being half of head_dim (64 of 128); its values are KIVI's."""
+    plain = _kivi(bits, group)
 
     def make(shape: Shape, role: Role) -> Codec:
-        if role == "value":
-            return Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.dim), "channel")
-        inner = Uniform(shape, role, bits, _largest_divisor(CHANNEL_GROUP, shape.block), "token")
-        return Squat(inner, channels=-(-shape.dim // 2))
+        inner = plain(shape, role)
+        assert isinstance(inner, Uniform)
+        return Squat(inner, channels=-(-shape.dim // 2)) if role == "key" else inner
 
     return make
+
+
+def _mixkvq(shape: Shape, role: Role) -> Codec:
+    """MixKVQ's keys at the thresholds of the preset, its first tier in float16; its values are KIVI's of 2 bits."""
+    if role == "value":
+        return _kivi(2)(shape, role)
+    return MixKVQ(shape, role, group=divisor(KIVI_GROUP, shape.block))
 
 
 def _inner(bits: int, mode: str, search: bool) -> Backbone:
@@ -64,7 +77,7 @@ def _inner(bits: int, mode: str, search: bool) -> Backbone:
     def make(shape: Shape, role: Role) -> Codec:
         length = shape.dim if role == "key" else shape.block
         axis = "channel" if role == "key" else "token"
-        return Uniform(shape, role, bits, _largest_divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
+        return Uniform(shape, role, bits, divisor(INNER_GROUP, length), axis, mode, search)  # type: ignore[arg-type]
 
     return make
 
@@ -106,6 +119,8 @@ def _table() -> dict[str, Backbone]:
         table[name] = lambda shape, role, format=format: Float8(shape, role, format)  # type: ignore[misc]
     for bits in (2, 3, 4):
         table[f"squat-{bits}"] = _squat(bits)
+        table[f"kivi-{bits}-g128"], table[f"squat-{bits}-g128"] = _kivi(bits, 128), _squat(bits, 128)
+    table["mixkvq"] = _mixkvq
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")
@@ -117,6 +132,8 @@ BACKBONES = _table()
 
 def backbone(name: str) -> Backbone:
     """The codec maker of that name; UsageError naming what is allowed."""
+    if transform_backbone(name) is not None:
+        raise UsageError(f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`")
     if name not in BACKBONES:
         raise UsageError(f"codec {name!r} is not known; allowed are {', '.join(BACKBONES)}")
     return BACKBONES[name]

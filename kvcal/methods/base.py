@@ -125,7 +125,7 @@ BROKEN = 0.5  # an error of half a channel's variance: half of what tells its to
 
 
 def outlier_warning(metrics: list[dict[str, float]]) -> str | None:
-    """One line if a fitted scheme errs too much on key channels beside outliers; metrics of all layers."""
+    """The first half of a line if a fitted scheme errs too much on key channels beside outliers; metrics of all layers."""
     broken = {
         layer: row for layer, row in enumerate(metrics)
         if row.get("key_channel_ratio", 0) > OUTLIER and row.get("key_channel_error", 0) > BROKEN
@@ -136,8 +136,7 @@ def outlier_warning(metrics: list[dict[str, float]]) -> str | None:
     return (
         f"warning: in {len(broken)} of {len(metrics)} layers key channels are up to "
         f"{max(row['key_channel_ratio'] for row in broken.values()):.0f} times the median, and keys err by "
-        f"{broken[worst]['key_channel_error']:.0%} of a channel's variance (layer {worst}): "
-        "take per-channel key codecs, more bits, or key factors"
+        f"{broken[worst]['key_channel_error']:.0%} of a channel's variance (layer {worst})"
     )
 
 

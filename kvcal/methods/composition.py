@@ -13,6 +13,7 @@ from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import UsageError
 
 from .backbones import Backbone, backbone
+from .transform import TransformBackbone, transform_backbone
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}
@@ -42,7 +43,7 @@ class Composition:
 
     def __post_init__(self) -> None:
         for name in (self.keys, self.values, *(e.codec for e in self.read())):
-            backbone(name)
+            _named(name)
 
     def read(self) -> list[LayerException]:
         return [_read(text) for text in self.exceptions]
@@ -53,12 +54,16 @@ class Composition:
             if not -layers <= e.first < layers or not -layers <= e.last < layers:
                 raise UsageError(f"--per-layer {text}: the model has layers 0 to {layers - 1} (or -{layers} to -1)")
 
-    def codec(self, layer: int, layers: int, role: Role) -> Backbone:
-        """The maker of this layer's codec."""
+    def codec(self, layer: int, layers: int, role: Role) -> Backbone | TransformBackbone:
+        """The maker of this layer's codec, or what learns it."""
         name = self.keys if role == "key" else self.values
         for e in self.read():
             name = e.codec if e.holds(layer, layers, role) else name
-        return backbone(name)
+        return _named(name)
+
+
+def _named(name: str) -> Backbone | TransformBackbone:
+    return transform_backbone(name) or backbone(name)
 
 
 def _read(text: str) -> LayerException:

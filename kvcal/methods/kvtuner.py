@@ -20,8 +20,8 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture import LayerTaps
 from .attention import OutputError, Probe, probe
+from .backbones import divisor
 from .base import Carry, LayerFit
-from .mixkvq import divisor
 
 Pair = tuple[int, int]  # key bits, value bits
 
@@ -70,6 +70,7 @@ class KVTuner:
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
         """Errors of every pair, on training and held-out windows; the codecs are those of most bits until `finish`."""
+        self._budget(carry.shape, carry.layers)  # refuses before any work what could not be met in the end
         fitted = {pair: OutputError() for pair in self.pairs}
         held_out = {pair: OutputError() for pair in self.pairs}
         for batch in taps.batches(self.taps, self.frame, advance=True):

@@ -18,6 +18,7 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..capture import LayerTaps
 from .attention import OutputError, probe
+from .backbones import divisor
 from .base import Carry, LayerFit, same_everywhere
 
 
@@ -114,11 +115,6 @@ class MixKVQ:
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
         taps.advance()
-
-
-def divisor(limit: int, length: int) -> int:
-    """The largest size up to `limit` that divides `length`."""
-    return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
 @dataclass

@@ -6,6 +6,7 @@ column, so the intercept is one more coefficient.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,11 @@ from kvcal_artifacts.codecs.predictors import Bias, Linear, Predictor, Quantised
 from kvcal_artifacts.errors import UsageError
 
 CHUNK = 8192  # tokens a product: float32 sums of this length round at 1e-6, far below the ridge
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Of sums over CHUNK tokens: float64 costs nothing worth having on a CPU; many GPUs are 64 times slower in it."""
+    return torch.float64 if device.type == "cpu" else torch.float32
 
 
 @dataclass
@@ -35,8 +41,7 @@ class Gram:
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """x (n, Cin), y (n, C) float32."""
-        # float64 products cost nothing extra worth having on a CPU; GPUs sold for games do them 64 times slower
-        exact = torch.float64 if x.device.type == "cpu" else torch.float32
+        exact = product_dtype(x.device)
         for part_x, part_y in zip(x.split(CHUNK), y.split(CHUNK), strict=True):
             wide = torch.nn.functional.pad(part_x.to(exact), (0, 1), value=1.0)
             target = part_y.to(exact)
@@ -63,6 +68,60 @@ class Gram:
     def centred(self) -> Tensor:
         """Covariance sums of the inputs (Cin, Cin)."""
         return self.xx[:-1, :-1] - self.count * torch.outer(self.mean_x, self.mean_x)
+
+
+class SharedGram:
+    """Sums for many regressions over the same tokens at once: each product of two inputs is taken a single time.
+
+    regressions: (names of the inputs, name of the target) of each; every name stands for C channels. float64 on `device`.
+    """
+
+    def __init__(
+        self, regressions: Iterable[tuple[Sequence[str], str]], channels: int, device: torch.device | str
+    ) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.channels, self.count = channels, 0
+        self._products: dict[tuple[str, str], Tensor] = {}  # x_a' x_b (C, C), a <= b
+        self._totals: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+        for inputs, target in regressions:
+            pairs = [(a, b) for a in inputs for b in (*inputs, target)]
+            self._products |= {(min(pair), max(pair)): zeros(channels, channels) for pair in pairs}
+            self._totals |= {name: zeros(channels) for name in (*inputs, target)}
+            self._squares[target] = zeros(channels)
+
+    @property
+    def names(self) -> list[str]:
+        """What `add` must be given."""
+        return list(self._totals)
+
+    def add(self, x: Mapping[str, Tensor]) -> None:
+        """x: name -> (n, C), the same n tokens for all."""
+        tokens = min((len(y) for y in x.values()), default=0)
+        for start in range(0, tokens, CHUNK):
+            part = {name: x[name][start : start + CHUNK] for name in self.names}
+            wide = {name: y.to(product_dtype(y.device)) for name, y in part.items()}
+            for (a, b), total in self._products.items():
+                total += wide[a].T @ wide[b]
+            for name, sums in self._totals.items():
+                sums += wide[name].double().sum(0)
+            for name, sums in self._squares.items():
+                sums += wide[name].double().square().sum(0)
+        self.count += tokens
+
+    def gram(self, inputs: Sequence[str], target: str) -> Gram:
+        """The sums of one regression, inputs side by side in this order."""
+        totals = torch.cat([self._totals[name] for name in inputs])
+        ones = torch.full((1,), float(self.count), dtype=torch.float64, device=totals.device)
+        rows = [torch.cat([self._product(a, b) for b in inputs], 1) for a in inputs]
+        xx = torch.cat([torch.cat([*rows, totals[None]]), torch.cat([totals, ones])[:, None]], 1)
+        xy = torch.cat([*(self._product(a, target) for a in inputs), self._totals[target][None]])
+        return Gram(xx, xy, self._squares[target], self.count)
+
+    def _product(self, a: str, b: str) -> Tensor:
+        return self._products[a, b] if a <= b else self._products[b, a].T
 
 
 def ridge_solution(gram: Gram, ridge: float) -> tuple[Tensor, Tensor]:

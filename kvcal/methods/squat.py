@@ -22,6 +22,7 @@ from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, statistic, subspace
 
 from ..capture import LayerTaps
+from .backbones import divisor
 from .base import Carry, HoldoutError, LayerFit, flat
 
 DEVIATION_RANKS = (1, 2, 5, 10, 20, 30, 40, 60, 80, 100, 120)
@@ -60,6 +61,7 @@ def paper_settings(task: str, model: str, frame: Frame) -> tuple[int, float, int
 class Squat:
     """The paper's defaults (LM-Eval, Appendix D.2): 2 bits, groups and recent window of 32, no sink, rank 5, strength 1e-3.
 
+    group: of tokens of a key channel, and of value channels, at most (the largest size that divides head_dim).
     rank: 0 is head_dim. channels: rounded at a time; 0 is half of head_dim, the paper's 64 of 128. subspace, normalise,
     queries: see kvcal_artifacts.codecs.squat. search_ranks, search_strengths: a grid of which each layer takes the point with
     the lowest logit error on held-out windows. prompt: first tokens of a window that count as its prompt in the measured
@@ -95,7 +97,8 @@ class Squat:
                 raise UsageError(
                     f"rank {rank}, strength {strength}: needs a rank of at least 1 (0: all), a strength of at least 0"
                 )
-        self.windows  # noqa: B018  validates
+        if self.group < 1 or self.windows.block % self.group:
+            raise UsageError(f"--group {self.group}: must divide the block of {self.block} tokens")
 
     @property
     def windows(self) -> Windows:
@@ -121,7 +124,7 @@ class Squat:
             inner, rank, strength, self.channels or -(-shape.dim // 2), self.subspace, self.normalise,  # type: ignore[arg-type]
             self.queries, own,
         )  # fmt: skip
-        return LayerCodecs(key, Uniform(shape, "value", self.bits, self.group, "channel"))
+        return LayerCodecs(key, Uniform(shape, "value", self.bits, divisor(self.group, shape.dim), "channel"))
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
         return _LayerRun(self, layer, taps, carry).fit()

@@ -8,6 +8,8 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
+from ..fit import check_output
+
 
 def check_plot(path: Path) -> None:
     """Before any work: whether a plot can be drawn and written there."""
@@ -15,8 +17,7 @@ def check_plot(path: Path) -> None:
         raise UsageError("--plot needs matplotlib, which is not installed: install kvcal again")
     if path.suffix != ".png":
         raise UsageError(f"--plot {path}: must end in .png")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: {path.parent} is not a folder")
+    check_output(path, "--plot")
 
 
 def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, path: Path) -> None:
@@ -40,3 +41,116 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(title)
     figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+
+
+def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """KL against stored bits of rows as `kvcal compare` gives them, those on the front joined by a line."""
+    from matplotlib.figure import Figure
+
+    seen = [row for row in rows if row["bits_per_value"] is not None and row["kl"] > 0]
+    front = [row for row in seen if row["front"]]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter([row["bits_per_value"] for row in seen], [row["kl"] for row in seen], s=18)
+    axis.plot([row["bits_per_value"] for row in front], [row["kl"] for row in front], linewidth=1, label="Pareto front")
+    for row in seen:
+        axis.annotate(
+            row["name"], (row["bits_per_value"], row["kl"]), xytext=(3, 3), textcoords="offset points", fontsize=7
+        )
+    axis.set(title=title, xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log")
+    axis.legend()
+    figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+
+
+QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
+
+
+def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Explained variance (AQUA-KV Figures 2, 4 and 5): above the means, for keys and for values; below, layer by layer.
+
+    rows: as kvcal.probe.table gives them.
+    """
+    from matplotlib.figure import Figure
+
+    roles = [role for role in ("k", "v") if any(row["target"] == role for row in rows)]
+    figure = Figure(figsize=(6.4 * len(roles), 8.6), layout="constrained")
+    axes = figure.subplots(2, len(roles), squeeze=False)
+    for (bars, lines), role in zip(axes.T, roles, strict=True):
+        _probe_panels(bars, lines, role, [row for row in rows if row["target"] == role])
+    figure.suptitle(f"{title}: explained variance of linear probes, held-out windows")
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def _probe_panels(bars: Any, lines: Any, role: str, rows: list[dict[str, Any]]) -> None:
+    common = all(row["mean_common"] is not None for row in rows)
+    values = [row["mean_common"] if common else row["mean"] or 0.0 for row in rows]
+    names = [" + ".join(_told(name) for name in row["inputs"]) for row in rows]
+    bars.barh(range(len(rows)), values, color="#1f5fa8")
+    for place, value in enumerate(values):
+        bars.text(max(value, 0) + 0.01, place, f"{value:.2f}", va="center", fontsize=8)
+    bars.set_yticks(range(len(rows)), names, fontsize=8)
+    bars.set_ylim(len(rows) - 0.4, -1.4)  # the first on top
+    least = max(-1.0, min(0.0, *values))
+    what = {"k": "keys", "v": "values"}[role]
+    bars.set(xlim=(least, 1.08), xlabel=f"{what} from …, mean of {'the same' if common else 'all their'} layers")
+    for bits, explained in QUANTISERS.items():
+        bars.axvline(explained, color="#9aa5b1", linestyle=":", linewidth=1)
+        bars.text(explained, -0.9, f" {bits} bits" if bits > 1 else " 1 bit", fontsize=7, color="#6b7783")
+    for name, row in zip(names, rows, strict=True):
+        if len(row["inputs"]) == 1 or len(rows) <= 8:
+            places = [n for n, score in enumerate(row["layers"]) if score is not None]
+            lines.plot(places, [row["layers"][n] for n in places], marker="o", markersize=3, label=name)
+    lines.set(xlabel="layer", ylabel=f"explained variance of {what}", ylim=(least, 1))
+    lines.legend(fontsize=7, frameon=False)
+    lines.grid(alpha=0.25)
+
+
+def _told(name: str) -> str:
+    """An input of a probe as the paper writes it: k1 -> K L−1, v0 -> V, k0t2 -> K T−2."""
+    role, below, before = name[0].upper(), name[1], name[3:]
+    return role + (f" L−{below}" if below != "0" else "") + (f" T−{before}" if before else "")
+
+
+def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
+    """Times of `kvcal bench` against cached tokens, a panel an operation, a line a scheme and batch; projected ones dashed.
+
+    Attention has the best FP16 of the run beside it; crosses are a paper's figures. Rows without a time are not drawn.
+    """
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row["microseconds"] is not None]
+    plain = [row for row in timed if row["operation"] == "decode-attention" and row["ratio_to_fp16"] in (None, 1)]
+    timed = [row for row in timed if row["operation"] != "decode-attention"]
+    names = list(dict.fromkeys(row["operation"] for row in timed))
+    if not names:
+        raise UsageError(f"--plot {path}: no row has a time to draw")
+    wide = min(3, len(names))
+    tall = -(-len(names) // wide)
+    figure = Figure(figsize=(4.6 * wide, 3.4 * tall), layout="constrained")
+    axes = figure.subplots(tall, wide, squeeze=False).flatten()
+    for axis, name in zip(axes, names, strict=False):
+        own = [row for row in timed if row["operation"] == name]
+        beside = plain if any(row["ratio_to_fp16"] for row in own) and not name.startswith("innerq-table-4") else []
+        _bench_lines(axis, beside + own)
+        axis.set(title=name, xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=5, frameon=False)
+    for axis in axes[len(names) :]:
+        axis.set_axis_off()
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
+    lines: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["scheme"], row["batch"], row["projected"]), []).append(row)
+    for (scheme, batch, projected), found in lines.items():
+        points = sorted(found, key=lambda row: int(row["length"]))
+        label = f"{scheme}, batch {batch}" + (", projected" if projected else "")
+        x = [row["length"] for row in points]
+        line = axis.plot(
+            x, [row["microseconds"] for row in points], "--" if projected else "-", marker=".", label=label
+        )
+        paper = [(row["length"], row["paper_microseconds"]) for row in points if "paper_microseconds" in row]
+        if paper:
+            axis.plot(*zip(*paper, strict=True), "x", color=line[0].get_color(), markersize=4)

@@ -17,10 +17,23 @@ from .predictors import PREDICTORS, Predictor
 from .residual_vq import ResidualVQ
 from .scaled import Scaled
 from .squat import Squat
+from .transform import Transform
 from .uniform import Uniform
 
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (Exact, Float8, Uniform, Higgs, ResidualVQ, Squat, Scaled, Predicted, MixKVQ)
+    codec.name: codec
+    for codec in (
+        Exact,
+        Float8,
+        Uniform,
+        Higgs,
+        ResidualVQ,
+        Squat,
+        Scaled,
+        Predicted,
+        MixKVQ,
+        Transform,
+    )
 }
 
 
@@ -41,5 +54,5 @@ def state_of(codec: Codec) -> dict[str, Any]:
 
 __all__ = [
     "CODECS", "PREDICTORS", "Codec", "Context", "Exact", "Float8", "Higgs", "MixKVQ", "Packed", "Predicted", "Predictor",
-    "ResidualVQ", "Role", "Scaled", "Shape", "Squat", "Uniform", "build", "state_of",
+    "ResidualVQ", "Role", "Scaled", "Shape", "Squat", "Transform", "Uniform", "build", "state_of",
 ]  # fmt: skip

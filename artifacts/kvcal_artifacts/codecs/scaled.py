@@ -54,6 +54,10 @@ class Scaled(Codec):
     def stats(self) -> frozenset[str]:
         return self.inner.stats | ({STATISTIC} if self.factor is None else frozenset())
 
+    @property
+    def ragged(self) -> bool:
+        return self.inner.ragged
+
     def _factor(self, context: Context) -> Tensor:
         """(H, 1, D) or (B, H, 1, D) float32: what the tokens being coded are divided by."""
         if self.factor is not None:
@@ -91,6 +95,12 @@ class Scaled(Codec):
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
+
+    def empty(self, batch: int, device: torch.device) -> Packed:
+        return self.inner.empty(batch, device)
+
+    def block_bytes(self) -> int:
+        return self.inner.block_bytes()
 
     def to(self, device: torch.device) -> Scaled:
         inner = self.inner.to(device)

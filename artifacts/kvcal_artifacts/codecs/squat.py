@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -185,16 +185,21 @@ class Squat(Codec):
         twin.inner, twin.calibrated, twin._memo = inner, None if own is None else own.to(device), None
         return twin
 
-    def choose(self, subspace: Subspace) -> Squat:
+    def choose(self, subspace: str) -> Squat:
         """The same codec with another choice of subspace; packed blocks stay readable."""
         settings = {name: value for name, value in self.config().items() if name not in ("inner", "subspace")}
-        return Squat(self.inner, **settings, subspace=subspace, calibrated=self.calibrated)
+        return Squat(self.inner, **settings, subspace=cast(Subspace, subspace), calibrated=self.calibrated)
 
     def describe(self) -> str:
         return f"{super().describe()} + {self.inner.describe()}"
 
 
-def choose(scheme: Scheme, subspace: Subspace) -> Scheme:
+def has_subspace(scheme: Scheme) -> bool:
+    """Whether any layer's keys are stored by SQuat, so that there is a subspace to choose."""
+    return any(pair is not None and isinstance(pair.key, Squat) for pair in scheme.layers)
+
+
+def choose(scheme: Scheme, subspace: str) -> Scheme:
     """A bundle's scheme with another choice of subspace, for a cache of its own: KVCalCache(choose(...), model)."""
     from ..scheme import LayerCodecs
 
@@ -202,7 +207,7 @@ def choose(scheme: Scheme, subspace: Subspace) -> Scheme:
         return codec.choose(subspace) if isinstance(codec, Squat) else codec
 
     layers = tuple(pair and LayerCodecs(other(pair.key), other(pair.value)) for pair in scheme.layers)
-    if not any(pair and isinstance(pair.key, Squat) for pair in layers):
+    if not has_subspace(scheme):
         raise KVCalError("no layer's keys are stored by the codec squat: there is no subspace to choose")
     return replace(scheme, layers=layers, _placed={})
 

@@ -1,0 +1,188 @@
+"""Transform coding: coordinates of a fitted basis, more bits for those that matter more, nearest points of Gaussian grids.
+
+Per token and head: y = (x - mean) A, divided by the token's RMS over all coded coordinates; coordinate pair j is rounded
+to the grid of its own bits (0 to 4), and x̂ = mean + ŷ B, B the inverse of A. Bits fall with j and are the same for all
+heads, so every packed tensor has a fixed shape. What A and the bits are made of is the calibration's matter
+(kvcal/methods/transform.py: directions by query-weighted energy). A token's norm takes 16 / (H * D) bits a value.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.hadamard import tree_sum
+from kvcal_kernels.lattice import lookup, nearest
+from kvcal_kernels.packing import pack, packed_bytes, unpack
+
+from ..errors import KVCalError
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
+from .higgs import GRID_MSE, GRIDS, gaussian_grid
+
+ROWS = 8  # blocks a matrix product while encoding; always so many, as a product's last bits may depend on its row count
+GRID_OF = {2: (2, 16), 3: (2, 64), 4: (2, 256)}  # bits a coordinate -> (d, n); 1 bit: a sign
+ONE_BIT = math.sqrt(2 / math.pi)  # what the sign of a unit Gaussian stands for (Max 1960)
+MSE = {0: 1.0, 1: 1 - 2 / math.pi} | {bits: GRID_MSE[grid] for bits, grid in GRID_OF.items()}
+
+
+class Transform(Codec):
+    """bits: of each basis direction, not rising, in equal pairs. decoder: B, (H, D, D) float16, row j the direction of
+    coordinate j at unit variance; encoder: of its inverse the columns of coded coordinates, float32. mean (H, D) float16.
+    gain: as of Higgs. Without them: 2 bits, channels as they are.
+    """
+
+    name = "transform"
+
+    def __init__(
+        self,
+        shape: Shape,
+        role: Role,
+        bits: list[int] | None = None,
+        decoder: Tensor | None = None,
+        mean: Tensor | None = None,
+        gain: str = "mse",
+        encoder: Tensor | None = None,
+    ) -> None:
+        super().__init__(shape, role)
+        bits = [2] * shape.dim if bits is None else bits
+        decoder = torch.eye(shape.dim).expand(shape.heads, -1, -1) if decoder is None else decoder
+        mean = torch.zeros(shape.heads, shape.dim) if mean is None else mean
+        if len(bits) != shape.dim or any(type(b) is not int or b not in MSE for b in bits):
+            raise KVCalError(f"transform codec, bits {bits}: needs {shape.dim} of 0 to 4")
+        if sorted(bits, reverse=True) != bits or bits[::2] != bits[1::2] or not bits[0]:
+            raise KVCalError("transform codec: bits must not rise, come in equal pairs, and not all be 0")
+        if decoder.shape != (shape.heads, shape.dim, shape.dim) or mean.shape != (shape.heads, shape.dim):
+            raise KVCalError(
+                f"transform codec, decoder {tuple(decoder.shape)}, mean {tuple(mean.shape)}: needs "
+                f"{(shape.heads, shape.dim, shape.dim)} and {(shape.heads, shape.dim)}"
+            )
+        if gain not in ("mse", "debiased"):
+            raise KVCalError(f"transform codec, gain {gain!r}: allowed are 'mse' and 'debiased'")
+        self.bits, self.decoder, self.mean, self.gain = list(bits), decoder.half().contiguous(), mean.half(), gain
+        self.coded = sum(b > 0 for b in bits)
+        self.encoder = self._inverse() if encoder is None else encoder.float()
+        if self.encoder.shape != (shape.heads, shape.dim, self.coded):
+            raise KVCalError(
+                f"transform codec, encoder {tuple(self.encoder.shape)}: needs {(shape.heads, shape.dim, self.coded)}"
+            )
+        self._grids = {b: gaussian_grid(*GRID_OF[b]).to(decoder.device) for b in self.tiers if b > 1}
+
+    def _inverse(self) -> Tensor:
+        """Of the decoder as it is stored: the columns of the coded coordinates."""
+        encoder, singular = torch.linalg.inv_ex(self.decoder.cpu().double())
+        if bool(singular.any()) or not bool(torch.isfinite(encoder).all()):
+            raise KVCalError("transform codec: the decoder matrix has no inverse")
+        made: Tensor = encoder[..., : self.coded].float().contiguous()
+        return made.to(self.decoder.device)
+
+    @property
+    def tiers(self) -> dict[int, slice]:
+        """Bits -> their coordinates, most bits first."""
+        found: dict[int, slice] = {}
+        for b in sorted(set(self.bits) - {0}, reverse=True):
+            first = self.bits.index(b)
+            found[b] = slice(first, first + self.bits.count(b))
+        return found
+
+    def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
+        blocks = self.shape.blocks(x.float()) - self.mean.float()[:, None, None]
+        y = self._coordinates(blocks)  # (B, H, N, b, coded)
+        norm = to_half((tree_sum(self._token(y * y)) / (self.shape.heads * self.coded)).sqrt(), "norm")  # (B, N, b)
+        unit = y / norm.float().clamp_min(2.0**-24)[:, None, ..., None]
+        packed = {f"codes{b}": self._pack(self._codes(unit[..., at], b), b) for b, at in self.tiers.items()}
+        return packed | {"norm": norm[:, None]}
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
+        y = torch.cat(parts, -1) * packed["norm"].float()[..., None]
+        out: Tensor = y.flatten(2, 3) @ self.decoder[:, : self.coded].float()
+        return out + self.mean.float()[:, None]
+
+    def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
+        """Decoded in products of a fixed number of rows, as it is encoded."""
+        packed = self.encode(x, context)
+        parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
+        y = torch.cat(parts, -1) * packed["norm"].float()[..., None]
+        made = self._product(y.movedim(1, 0), self.decoder[:, : self.coded].float()).movedim(0, 1)
+        return packed, made.flatten(2, 3) + self.mean.float()[:, None]
+
+    def _coordinates(self, blocks: Tensor) -> Tensor:
+        return self._product(blocks.movedim(1, 0), self.encoder).movedim(0, 1)
+
+    def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """x (H, B, N, b, n) times matrix (H, n, m), ROWS blocks at a time."""
+        rows = x.flatten(1, 3)
+        step, count = ROWS * self.shape.block, rows.shape[1]
+        padded = torch.nn.functional.pad(rows, (0, 0, 0, -count % step))
+        made = [part @ matrix for part in padded.split(step, 1)]
+        out = torch.cat(made, 1)[:, :count] if made else rows[..., : matrix.shape[2]]
+        whole: Tensor = out.unflatten(1, x.shape[1:4])
+        return whole
+
+    @staticmethod
+    def _token(y: Tensor) -> Tensor:
+        """(B, H, N, b, n) -> (B, N, b, H * n)."""
+        return y.movedim(1, 3).flatten(3)
+
+    def _gain_at(self, b: int) -> float:
+        """As Higgs: unbiased values, keys of the right length."""
+        return 1.0 if self.gain == "mse" else float((1 - MSE[b]) ** (-0.5 if self.role == "key" else -1))
+
+    def _codes(self, unit: Tensor, b: int) -> Tensor:
+        """(..., n) -> (..., n at 1 bit, else n / 2)."""
+        if b == 1:
+            return (unit >= 0).to(torch.uint8)
+        return nearest(unit.reshape(-1, 2), self._grids[b]).view(*unit.shape[:-1], unit.shape[-1] // 2)
+
+    def _points(self, codes: Tensor, b: int) -> Tensor:
+        points: Tensor = (codes.float() * 2 - 1) * ONE_BIT if b == 1 else lookup(codes, self._grids[b])
+        return points * self._gain_at(b)
+
+    def _pack(self, codes: Tensor, b: int) -> Tensor:
+        """(B, H, N, b, n) -> (B, H, N, n, bytes): along tokens, which divide into bytes."""
+        return pack(codes.transpose(-1, -2), self._code_bits(b))
+
+    def _unpack(self, packed: Tensor, b: int) -> Tensor:
+        return unpack(packed, self._code_bits(b), self.shape.block).transpose(-1, -2)
+
+    @staticmethod
+    def _code_bits(b: int) -> int:
+        return 1 if b == 1 else GRIDS[GRID_OF[b]]
+
+    def config(self) -> dict[str, Any]:
+        return {"bits": self.bits, "gain": self.gain}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"decoder": self.decoder, "encoder": self.encoder, "mean": self.mean}
+
+    @classmethod
+    def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Transform:
+        own: dict[str, Any] = {**config, **tensors}
+        return cls(shape, role, **own)
+
+    def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return dict(self._specs())
+
+    def _specs(self) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+        s = self.shape
+        for b, at in self.tiers.items():
+            count = (at.stop - at.start) // (1 if b == 1 else 2)
+            yield f"codes{b}", ((s.heads, count, packed_bytes(s.block, self._code_bits(b))), torch.uint8)
+        yield "norm", ((1, s.block), torch.float16)
+
+    def to(self, device: torch.device) -> Transform:
+        if self.decoder.device == device:
+            return self
+        twin = copy.copy(self)
+        twin.decoder, twin.mean, twin.encoder = (t.to(device) for t in (self.decoder, self.mean, self.encoder))
+        twin._grids = {b: grid.to(device) for b, grid in self._grids.items()}
+        return twin
+
+    def describe(self) -> str:
+        tiers = ", ".join(f"{at.stop - at.start} of {b}" for b, at in self.tiers.items())
+        return f"transform({tiers} bits, gain={self.gain})"

@@ -1,0 +1,345 @@
+"""Run a recipe: a TOML file of rows, each a scheme that is made by a kvcal command and measured as `kvcal compare` does.
+
+    python docs/ablations/run.py docs/ablations/methods.toml --model MODEL --calibration TEXT --text TEXT --output NAME
+
+Writes NAME.json (every figure, with settings; a second call goes on from it) and NAME.md: the tables, whether each table's
+order is the paper's, and each claim with its figures. `--jobs 4` makes rows in so many processes. `--task gsm8k` adds a column
+with an lm-eval score through the compressed cache, for real weights.
+
+A recipe has [[table]] with name, optional fit (options for all its rows) and paper ("score", "perplexity"; what the rows'
+paper figures are), and in it rows:
+
+    [[table.row]]
+    label = "SQuat"
+    command = "measure-subspaces"   # or fit-predictors, fit-norms, train-codebooks, tune-thresholds, tune-bits; else a preset
+    options = {rank = 5}            # of that command; sink, recent, block and frame too
+    preset = "kivi-2"               # or keys = "..." and values = "...": a scheme without data
+    keep = 0.2                      # H2O
+    paper = 72.71
+
+A row with grid = {rank = [5, 10], strength = [1e-4, 1e-3]} is one for every combination, `paper` a list in that order. A row
+with target = 2.0 stays empty unless its stored bits are at most 0.15 above. [[claim]] has text, better and worse (labels; with
+`table.label` where a label is not unique), by = "kl", "logit_error", ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ABOVE = 0.15  # stored bits above a row's target that still count as it
+COLUMNS = {
+    "bits_per_value": ("stored bits", "{:.3f}"), "paper_bits": ("paper's count", "{:.3f}"),
+    "perplexity": ("perplexity", "{:.3f}"), "kl": ("KL", "{:.5f}"), "logit_error": ("logit error", "{:.4f}"),
+    "output_error": ("output error", "{:.4f}"), "score": ("score", "{:.4f}"),
+}  # fmt: skip
+WHAT = ("preset", "keys", "values", "command", "options", "keep")
+
+
+def rows_of(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows with grids spread out and the table's common options in place."""
+    for row in table["row"]:
+        axes = row.get("grid", {})
+        papers = row.get("paper")
+        for number, point in enumerate(itertools.product(*axes.values())):
+            own = dict(zip(axes, point, strict=True))
+            label = ", ".join([row["label"], *(f"{n.replace('_', ' ')} {v:g}" if isinstance(v, float) else
+                                               f"{n.replace('_', ' ')} {v}" for n, v in own.items())])  # fmt: skip
+            made = {name: row[name] for name in WHAT if name in row}
+            made["options"] = {**table.get("fit", {}), **row.get("options", {}), **own}
+            paper = papers[number] if isinstance(papers, list) else papers
+            yield {"label": label, "paper": paper, "target": row.get("target"), "what": made}
+
+
+def key_of(row: dict[str, Any]) -> str:
+    """Rows that are made alike are made once."""
+    return json.dumps(row["what"], sort_keys=True)
+
+
+# Making and measuring a row, in a process that holds the model.
+
+STATE: dict[str, Any] = {}
+
+
+def prepare(args: dict[str, Any]) -> None:
+    import torch
+
+    from kvcal import corpus
+    from kvcal.workbench import open_model
+
+    torch.set_num_threads(args["threads"])
+    loaded = open_model(args["model"], None, dtype=args["dtype"], device=args["device"])
+    text = corpus.evaluation_windows(
+        loaded.tokenizer, args["text"], windows=args["eval_windows"], length=args["length"]
+    )
+    STATE.update(args=args, loaded=loaded, text=text)
+
+
+def facts() -> dict[str, Any]:
+    loaded, text, args = STATE["loaded"], STATE["text"], STATE["args"]
+    return {
+        "model": Path(args["model"]).name,
+        "revision": loaded.revision,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "eval_windows": len(text.ids),
+        "length": args["length"],
+        "calibration": Path(args["calibration"]).name,
+        "fit_windows": args["fit_windows"],
+        "fit_length": args["fit_length"],
+        "attention_windows": min(args["attention_windows"], len(text.ids)),
+        "attention_tokens": args["attention_tokens"] or args["length"],
+        "task": args["task"],
+        "limit": args["limit"],
+    }
+
+
+def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
+    """A preset or a bundle, and what its command told."""
+    from dataclasses import replace
+
+    from kvcal.methods.plain import Preset, preset
+    from kvcal_artifacts.bundle import load_bundle
+
+    options = dict(what["options"])
+    if (command := what.get("command", "preset")) == "preset":
+        if "frame" in options:
+            options["rope"] = options.pop("frame")
+        if "preset" in what:
+            return replace(preset(what["preset"]), **options), {}
+        return Preset(what["keys"], what["values"], **options), {}
+    output = folder / "row.kvcal.safetensors"
+    told = run_command(command, options | {"output": output})
+    return load_bundle(output), {n: v for n, v in told.items() if isinstance(v, (int, float)) and n != "bytes"}
+
+
+def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
+    from importlib import import_module
+
+    from kvcal.cli.defaults import defaults_of
+    from kvcal_artifacts.errors import UsageError
+
+    args = STATE["args"]
+    known = defaults_of(command)
+    common = {
+        "model": args["model"], "text": args["calibration"], "dtype": args["dtype"],
+        "device": args["fit_device"] or args["device"], "windows": args["fit_windows"], "length": args["fit_length"],
+    }  # fmt: skip
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(f"recipe: {command} has no option {unknown[0]}")
+    name = command.replace("-", "_")
+    made: dict[str, Any] = getattr(import_module(f"kvcal.commands.{name}"), f"run_{name}")(
+        known | common | options, lambda line: None
+    )
+    return made
+
+
+def made(what: dict[str, Any]) -> dict[str, Any]:
+    """The row's scheme and what its command told; of one that cannot be made, the reason."""
+    from kvcal_artifacts.errors import KVCalError
+
+    started = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            scheme, told = scheme_of(what, Path(folder))
+    except KVCalError as error:
+        return {"refused": str(error)}
+    return {"scheme": scheme, "told": told, "fit_seconds": round(time.monotonic() - started, 1)}
+
+
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of some rows, beside one run of full precision."""
+    from kvcal.commands.compare import measure
+    from kvcal.workbench import cache_makers
+    from kvcal_artifacts.scheme import HeavyHitters
+
+    args, loaded, text = STATE["args"], STATE["loaded"], STATE["text"]
+    settings = {n: args[n] for n in ("attention_windows", "attention_tokens")} | {
+        "step": 32,
+        "at_length": args["length"],
+    }
+    found, makers = [made(what) for what in rows], {}
+    for number, (what, row) in enumerate(zip(rows, found, strict=True)):
+        if "scheme" in row:
+            selection = HeavyHitters(what["keep"], 0.5) if "keep" in what else None
+            [makers[str(number)]] = cache_makers(
+                loaded.model, {"row": row["scheme"]}, loaded.revision, selection
+            ).values()
+    started = time.monotonic()
+    figures = measure(loaded, text.ids, makers, settings, args["eval_batch"])
+    seconds = round((time.monotonic() - started) / max(1, len(figures)), 1)
+    for number, seen in figures.items():
+        row = found[int(number)]
+        row |= seen | {"eval_seconds": seconds}
+        if args["task"] is not None:
+            row["score"] = score(row["scheme"])
+    return [{name: value for name, value in row.items() if name != "scheme"} for row in found]
+
+
+def score(what: Any) -> float:
+    from kvcal.evaluate.tasks import TaskScore, check_installed
+    from kvcal_artifacts.bundle import Bundle
+
+    check_installed()
+    args, loaded = STATE["args"], STATE["loaded"]
+    scheme = what.scheme if isinstance(what, Bundle) else what.scheme(loaded.model)
+    task = TaskScore(loaded.model, loaded.tokenizer, [args["task"]], None, args["limit"], None, args["eval_batch"] or 1)
+    return task.score(scheme)[0]
+
+
+# All rows.
+
+
+def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    own = {n: v for n, v in vars(args).items() if n not in ("recipe", "output", "jobs", "together")}
+    prepare(own)
+    settings, path = facts(), args.output.with_suffix(".json")
+    known: dict[str, Any] = {}
+    if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
+        known = before["rows"]
+    wanted = {key_of(row): row for table in recipe["table"] for row in rows_of(table)}
+    known = {key: figures for key, figures in known.items() if "refused" not in figures}  # tried again
+    missing = {key: row for key, row in wanted.items() if key not in known}
+    labels = {key: row["label"] for key, row in missing.items()}
+
+    def keep(key: str, figures: dict[str, Any]) -> None:
+        known[key] = figures
+        temporary = path.with_suffix(".partial")
+        temporary.write_text(json.dumps({"settings": settings, "rows": known}, indent=1) + "\n")
+        temporary.replace(path)
+        told = figures.get("refused") or f"{figures['bits_per_value']} bits, KL {figures['kl']:.5f}"
+        spent = f"{figures.get('fit_seconds', 0)} + {figures.get('eval_seconds', 0)} s"
+        print(f"{len(known)}/{len(wanted)} {labels[key]}: {told}, {spent}", flush=True)
+
+    def keep_all(keys: tuple[str, ...], found: list[dict[str, Any]]) -> None:
+        for key, figures in zip(keys, found, strict=True):
+            keep(key, figures)
+
+    keys_left = list(missing)
+    groups = [tuple(keys_left[i : i + args.together]) for i in range(0, len(keys_left), args.together)]
+    if args.jobs == 1:
+        for keys in groups:
+            keep_all(keys, measured([missing[key]["what"] for key in keys]))
+        return {"settings": settings, "rows": known}
+    STATE.clear()
+    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), prepare, (own,))
+    with pool:
+        running = {pool.submit(measured, [missing[key]["what"] for key in keys]): keys for keys in groups}
+        for done in as_completed(running):
+            keep_all(running[done], done.result())
+    return {"settings": settings, "rows": known}
+
+
+# The report.
+
+
+def agrees(pairs: list[tuple[float, float]], least: float) -> tuple[int, int]:
+    """pairs (paper's loss, ours): how many of the pairs that the paper separates by more than `least` come in its order."""
+    told = [(a, b) for a, b in itertools.combinations(pairs, 2) if abs(a[0] - b[0]) > least]
+    return sum((a[1] < b[1]) == (a[0] < b[0]) for a, b in told), len(told)
+
+
+def cell(row: dict[str, Any], column: str, form: str) -> str:
+    value = row.get(column)
+    return "-" if value is None else form.format(value)
+
+
+def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
+    o, rows = found["settings"], found["rows"]
+    full = next(row["full_perplexity"] for row in rows.values() if "full_perplexity" in row)
+    lines = [
+        recipe.get("text", ""), "",
+        f"Model `{o['model']}` ({o['dtype']}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} tokens in "
+        f"steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what learns, "
+        f"learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
+        f"Full precision: perplexity {full:.3f}.",
+    ]  # fmt: skip
+    columns = {n: c for n, c in COLUMNS.items() if n != "score" or o["task"]}
+    by_label: dict[str, dict[str, Any]] = {}
+    for table in recipe["table"]:
+        lines += ["", f"### {table['name']}", ""]
+        named = [c[0] for c in columns.values()]
+        paper = table.get("paper")
+        lines.append("| " + " | ".join(["row", *named, *([f"paper's {paper}"] if paper else [])]) + " |")
+        lines.append("|---" * (1 + len(named) + bool(paper)) + "|")
+        pairs: dict[str, list[tuple[float, float]]] = {"perplexity": [], "kl": []}
+        for row in rows_of(table):
+            seen = rows.get(key_of(row), {"refused": "not run"})
+            cells = [cell(seen, name, form) for name, (_, form) in columns.items()]
+            if "refused" in seen:
+                cells = [seen["refused"], *[""] * (len(columns) - 1)]
+            elif row["target"] and (seen["bits_per_value"] is None or seen["bits_per_value"] > row["target"] + ABOVE):
+                cells = [cells[0], *[""] * (len(columns) - 1)]
+            else:
+                by_label[row["label"]] = by_label[f"{table['name']}.{row['label']}"] = seen
+                if row["paper"] is not None:
+                    for name, pair in pairs.items():
+                        pair.append((-row["paper"] if paper == "score" else row["paper"], seen[name]))
+            told = [] if not paper else ["" if row["paper"] is None else f"{row['paper']:g}"]
+            lines.append("| " + " | ".join([row["label"], *cells, *told]) + " |")
+        if len(pairs["kl"]) > 1:
+            counts = {name: agrees(pair, table.get("least", 0.0)) for name, pair in pairs.items()}
+            said = {n: "agrees" if a == b else f"does not agree ({a} of {b} pairs)" for n, (a, b) in counts.items()}
+            lines += ["", f"Order {said['perplexity']}; by KL: {said['kl']}."]
+    if claims := [verdict(claim, by_label) for claim in recipe.get("claim", ())]:
+        lines += ["", "### Claims", "", "| claim | figures | verdict |", "|---|---|---|", *claims]
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def verdict(claim: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    by = claim.get("by", "kl")
+    better, worse = (rows.get(claim[name]) for name in ("better", "worse"))
+    if better is None or worse is None:
+        return f"| {claim['text']} | | no row of that label could be made |"
+    a, b = better[by], worse[by]
+    bits = f"{better['bits_per_value']:.3f} and {worse['bits_per_value']:.3f} bits"
+    word = "holds" if a < b else "does not hold"
+    told = f"{COLUMNS[by][0]} {a:.5f} against {b:.5f} ({a / b - 1:+.0%}), {bits}"
+    return f"| {claim['text']} | {claim['better']}: {told} ({claim['worse']}) | {word} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--calibration", default="embedded:calibration")
+    parser.add_argument("--text", default="embedded:evaluation")
+    parser.add_argument("--fit-windows", type=int, default=96)
+    parser.add_argument("--fit-length", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--eval-windows", type=int)
+    parser.add_argument("--eval-batch", type=int)
+    parser.add_argument("--attention-windows", type=int, default=4)
+    parser.add_argument("--attention-tokens", type=int, help="of each of these windows")
+    parser.add_argument("--together", type=int, default=4, help="rows beside one run of full precision")
+    parser.add_argument("--task", help="an lm-eval task; needs kvcal[tasks]")
+    parser.add_argument("--limit", type=int, help="questions of the task, from the first")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--fit-device", help="where rows are made, if not where they are measured")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each holds the model")
+    parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
+    parser.add_argument("--output", type=Path, required=True, help="without suffix")
+    parser.add_argument("--report", action="store_true", help="only write NAME.md again, from NAME.json")
+    args = parser.parse_args()
+    recipe = tomllib.loads(args.recipe.read_text())
+    report = vars(args).pop("report")
+    found = json.loads(args.output.with_suffix(".json").read_text()) if report else run(recipe, args)
+    text = markdown(recipe, found)
+    args.output.with_suffix(".md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks: device profiles, roofline projections, kernel and generation measurements."""

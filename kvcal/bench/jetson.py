@@ -1,0 +1,172 @@
+"""Projections: InnerQ's Table 4 beside a roofline of the Xavier NX, and our kernels on any device profile.
+
+The paper's kernels decode one query head a time: 32 query heads of Llama-3.1-8B read 32 separate copies of the keys, though
+8 kv heads hold them. So its FP16 keys of 32768 tokens are 32 * 32768 * 128 * 2 bytes = 268 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..catalogue import CATALOGUE, Geometry
+from . import paper, roofline
+from .devices import DEVICES, Device
+from .roofline import Machine
+from .rows import Row
+from .schemes import Benched, named
+
+PAPER_MODEL = "llama-3.1-8b"
+PAPER_DEVICE = "jetson-xavier-nx"
+OURS_ON = "jetson-orin-nano"  # the smallest that Triton has code for
+FP16_BITS = 16.0
+ASSUMED = (
+    f"bandwidth efficiency and launch time are those of the paper's FP16 kernels at lengths "
+    f"{' and '.join(map(str, paper.FIT_LENGTHS))} on the Xavier NX, and nothing else was fitted"
+)
+
+
+def fitted() -> Machine:
+    """The Xavier NX as the FP16 totals of Table 4 at two lengths describe it: two launches, keys' and values'."""
+    totals = dict(zip(paper.LENGTHS, paper.TABLE_4["fp16"]["total"], strict=True))
+    geometry = CATALOGUE[PAPER_MODEL].geometry
+    sizes = [2 * geometry.heads * geometry.head_dim * length * FP16_BITS / 8 for length in paper.FIT_LENGTHS]
+    return roofline.fit(DEVICES[PAPER_DEVICE], sizes, [totals[n] for n in paper.FIT_LENGTHS], launches=2)
+
+
+def table_4() -> list[Row]:
+    """Every cell of the paper's table, projected."""
+    geometry, machine = CATALOGUE[PAPER_MODEL].geometry, fitted()
+    full = {
+        (part, length): _cell(machine, geometry, part, length, (FP16_BITS, FP16_BITS))
+        for part in paper.PARTS for length in paper.LENGTHS
+    }  # fmt: skip
+    return [
+        _row_of_table_4(machine, geometry, scheme, part, length, full[part, length][0])
+        for scheme in paper.TABLE_4 for part in paper.PARTS for length in paper.LENGTHS
+    ]  # fmt: skip
+
+
+def _bits(scheme: str, geometry: Geometry) -> tuple[float, float]:
+    """Stored bits of keys and of values, from the codecs themselves."""
+    if scheme == "fp16":
+        return FP16_BITS, FP16_BITS
+    codecs = named(scheme, geometry).codecs
+    return codecs.key.bits_per_value(), codecs.value.bits_per_value()
+
+
+def _cell(
+    machine: Machine, geometry: Geometry, part: str, length: int, bits: tuple[float, float], heads: int | None = None
+) -> tuple[float, float, int]:
+    """(projected µs, bytes, launches) of one part of the table; heads: how many copies are read (default: query heads)."""
+    values = (geometry.heads if heads is None else heads) * geometry.head_dim * length
+    chosen = {"K": bits[:1], "V": bits[1:], "total": bits}[part]
+    size = sum(values * b / 8 for b in chosen)
+    return machine.time(size, launches=len(chosen)), size, len(chosen)
+
+
+def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str, length: int, full: float) -> Row:
+    bits = _bits(scheme, geometry)
+    microseconds, size, launches = _cell(machine, geometry, part, length, bits)
+    shared, _, _ = _cell(machine, geometry, part, length, bits, geometry.kv_heads)
+    reported = float(paper.TABLE_4[scheme][part][paper.LENGTHS.index(length)])
+    implied = machine.implied(size, reported, launches)
+    own = {"K": bits[0], "V": bits[1], "total": sum(bits) / 2}[part]
+    elements = launches * geometry.heads * geometry.head_dim * length
+    slots = (reported - launches * machine.launch) * 1e-6 * machine.device.issue_rate / elements
+    return Row(
+        operation=f"innerq-table-4 {part}", scheme=scheme, model=PAPER_MODEL, batch=1, length=length,
+        microseconds=microseconds, stored_bits=own, fraction_of_copy=machine.reading(size) / microseconds,
+        ratio_to_fp16=full / microseconds, fp16_backend="projected", projected=True, device=PAPER_DEVICE,
+        path="projected: the paper's kernel, a query head at a time", bytes=round(size),
+        more={
+            "paper_microseconds": reported, "off_by": microseconds / reported - 1, "paper_gb_per_s": implied,
+            "paper_slots_per_element": slots, "shared_microseconds": shared,
+            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS,
+        },
+    )  # fmt: skip
+
+
+def projected(
+    device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
+) -> list[Row]:
+    """Fused decode attention of one layer on that device, FP16 first; where Triton has no code for it, rows say so.
+
+    Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
+    """
+    known = fitted()
+    machine = Machine(device, known.efficiency, known.launch)
+    values = batch * geometry.kv_heads * geometry.head_dim
+    size = 2.0 * values * length * 2
+    full = machine.time(size, 2 * values * length, roofline.COUNTED["16 bit"][0])
+
+    def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
+        ratio = None if microseconds is None else full / microseconds
+        fraction = None if microseconds is None else machine.reading(size) / microseconds
+        return Row(
+            operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
+            batch=batch, length=length, microseconds=microseconds, stored_bits=bits, fraction_of_copy=fraction,
+            ratio_to_fp16=ratio, fp16_backend="projected", projected=True, device=device.name, path=path,
+            bytes=round(size), **more,
+        )  # fmt: skip
+
+    rows = [
+        row(
+            "fp16",
+            FP16_BITS,
+            size,
+            full,
+            "projected: roofline",
+            more={"bound": _bound(machine, size, 2 * values * length, 1.38)},
+        )
+    ]
+    for one in schemes:
+        if device.why_no_triton is not None:
+            rows.append(
+                row(
+                    one.name,
+                    one.stored_bits,
+                    _size(one, values, length),
+                    None,
+                    "projected",
+                    refused=device.why_no_triton,
+                )
+            )
+            continue
+        size = _size(one, values, length)
+        parts = [roofline.counted(codec) for codec in (one.codecs.key, one.codecs.value)]
+        instructions = sum(count for count, _ in parts) / 2
+        elements = 2 * values * length
+        more = {
+            "bound": _bound(machine, size, elements, instructions), "instructions_per_element": instructions,
+            "counted_for": "; ".join(dict.fromkeys(what for _, what in parts)),
+        }  # fmt: skip
+        time = machine.time(size, elements, instructions)
+        rows.append(
+            row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel's design", more=more)
+        )
+    return rows
+
+
+def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:
+    issuing = elements * instructions / machine.device.issue_rate * 1e6
+    return "instructions" if issuing > machine.reading(size) else "bytes"
+
+
+def _size(one: Benched, values: int, length: int) -> float:
+    """Bytes of keys and values of `length` tokens, windows at 16 bits; values: numbers of one token's keys."""
+    exact = min(length, one.windows.sink + one.windows.recent)
+    rest = length - exact
+    blocks = rest // one.windows.block * one.windows.block
+    exact += rest - blocks
+    return 2 * values * (exact * FP16_BITS + blocks * one.stored_bits) / 8
+
+
+def largest_miss(rows: Iterable[Row]) -> float:
+    """Of the FP16 totals that were not fitted: the largest relative error."""
+    misses = [
+        abs(float(row.more["off_by"]))
+        for row in rows
+        if row.scheme == "fp16" and row.operation.endswith("total") and not row.more["used_for_fit"]
+    ]
+    return max(misses, default=0.0)

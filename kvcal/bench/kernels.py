@@ -1,0 +1,151 @@
+"""Operations on one layer: decode attention, storing, reading, nearest codeword. All run by the codecs' reference path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvcal_artifacts import store
+from kvcal_artifacts.codecs import Codec, Predicted, ResidualVQ
+from kvcal_artifacts.codecs.base import Packed
+from kvcal_artifacts.ledger import Ledger
+from kvcal_kernels import vq
+
+from .layer import Case, fill, nbytes
+from .operation import Prepared, misencoded, one_block, packed_blocks
+from .peers import wrong
+
+CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
+CHECKED = 2048  # vectors that its check looks at
+NEAREST_TOLERANCE = 1e-3  # of the distance: chosen against best
+
+# Decode attention.
+
+
+def decode_then_attend(case: Case) -> Prepared:
+    """Everything decoded to the model's dtype, then torch's attention: what the cache does without fused kernels."""
+    filled, queries = fill(case), case.queries()
+
+    def run() -> Tensor:
+        keys, values = filled.materialised()
+        rows = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+        return scaled_dot_product_attention(rows, keys, values).view_as(queries)
+
+    return Prepared(
+        run, filled.packed_bytes + filled.window_bytes, lambda: wrong(run(), queries, *filled.materialised()),
+        "reference: decode, then SDPA", more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
+    )  # fmt: skip
+
+
+# Storing.
+
+
+def quantise(case: Case) -> Prepared:
+    """All packed tokens from keys and values to packed blocks in one call: a prefill's."""
+    filled = fill(case)
+    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes
+    return Prepared(lambda: filled.encoded(filled.raw), size, lambda: misencoded(filled), "reference")
+
+
+def append(case: Case) -> Prepared:
+    """One block of every row quantised and put behind the others, over the tokens of a block: a decode step's share."""
+    filled, block = fill(case), case.scheme.windows.block
+    new = fill(one_block(case))
+    ledger = Ledger(case.scheme.windows)
+    ledger.begin(case.batch, case.length, None)
+    plan = ledger.begin(case.batch, block, None)
+
+    def run() -> list[Packed]:
+        packed = new.encoded(new.raw)
+        return [
+            {name: store.append(old[name], one[name], plan) for name in one}
+            for old, one in zip(filled.packed, packed, strict=True)
+        ]
+
+    def check() -> str | None:
+        grown = run()
+        counts = {int(t.shape[2]) for one in grown for t in one.values()}
+        if counts != {packed_blocks(case) + 1}:
+            return f"check failed: {sorted(counts)} blocks after appending to {packed_blocks(case)}"
+        return misencoded(new)
+
+    size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes) / block
+    return Prepared(
+        run,
+        round(size),
+        check,
+        "reference: quantise, then copy the store",
+        per=block,
+        more={"calls": f"one in {block} steps"},
+    )
+
+
+# Reading without attention.
+
+
+def reconstruct(case: Case) -> Prepared:
+    """Packed blocks to keys and values in the model's dtype; under AQUA-KV with the predictor products of the layer."""
+    filled = fill(case)
+
+    def run() -> list[Tensor]:
+        return [x.to(case.dtype) for x in filled.decoded()]
+
+    def check() -> str | None:
+        for role, made in enumerate(run()):
+            raw = filled.raw[role].float()
+            error = float((made.float() - raw).square().sum() / raw.square().sum())
+            if not error < 1:
+                return f"check failed: misses {('keys', 'values')[role]} by {error:.2g} of their squares"
+        return None
+
+    written = 2 * case.batch * packed_blocks(case) * filled.codecs.key.shape.values * case.dtype.itemsize
+    below = len(filled.codecs.needs - {"k0"}) * written // 2
+    flops = sum(_predictor_flops(codec, written / 2 / case.dtype.itemsize) for codec in filled.pair)
+    return Prepared(run, filled.packed_bytes + written + below, check, "reference", flops=flops)
+
+
+def _predictor_flops(codec: Codec, numbers: float) -> float:
+    """2 * tokens * parameters of the matrices; numbers: keys or values to be predicted."""
+    if not isinstance(codec, Predicted):
+        return 0.0
+    parameters = sum(w.numel() for w in codec.predictor.weights.values() if w.ndim == 2)
+    return 2.0 * numbers / (codec.shape.heads * codec.shape.dim) * parameters
+
+
+def nearest(case: Case) -> Prepared:
+    """The nearest codeword of each of batch * length vectors: a stage of encoding, or of training."""
+    book = _codebook(case)
+    k, d = book.shape
+    n = case.batch * case.length
+    generator = torch.Generator(case.device).manual_seed(case.seed)
+    vectors = torch.randn(n, d, generator=generator, device=case.device)
+
+    def check() -> str | None:
+        some = vectors[:CHECKED]
+        codes = vq.nearest(some, book)
+        least = torch.cdist(some, book.float(), compute_mode="donot_use_mm_for_euclid_dist").amin(1)
+        chosen = (some - book.float()[codes]).norm(dim=1)
+        worst = float((chosen / least.clamp_min(1e-12)).max()) - 1
+        return None if worst <= NEAREST_TOLERANCE else f"check failed: a codeword {worst:.2g} farther than the nearest"
+
+    size = nbytes(vectors) + nbytes(book) + 4 * n
+    path = vq.backend(vectors, book)
+    return Prepared(
+        lambda: vq.nearest(vectors, book), size, check, path, flops=2.0 * n * k * d,
+        more={"codewords": k, "dimension": d, "vectors": n},
+    )  # fmt: skip
+
+
+def needs_codebooks(case: Case) -> str | None:
+    own = (case.scheme.codecs.key, case.scheme.codecs.value)
+    return None if any(isinstance(codec, ResidualVQ) for codec in own) else "this scheme has no codebooks"
+
+
+def _codebook(case: Case) -> Tensor:
+    """(k, d) float16: the first stage of the scheme's widest band, or random codewords of head_dim."""
+    for codec in (case.scheme.codecs.value, case.scheme.codecs.key):
+        if isinstance(codec, ResidualVQ):
+            return max(codec.codebooks, key=lambda book: book.shape[2])[0].to(case.device)
+    generator = torch.Generator(case.device).manual_seed(case.seed + 1)
+    return torch.randn(CODEWORDS, case.geometry.head_dim, generator=generator, device=case.device).half()

@@ -1,0 +1,205 @@
+"""One layer of a cache filled with random tokens, as the scheme stores them, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.codecs import Codec, Context
+from kvcal_artifacts.codecs.base import Packed
+from kvcal_artifacts.ledger import Ledger, Plan
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_artifacts.statistics import Prefixes, Statistic, statistic
+from kvcal_artifacts.store import Ragged, Stored, tensors_of
+
+from ..catalogue import Geometry
+from .schemes import Benched
+
+ROPE_BASE = 10000.0  # of keys stored before RoPE: the work is the same whatever the base
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one figure is of. dtype: of the model, and so of windows and queries."""
+
+    scheme: Benched
+    geometry: Geometry
+    batch: int
+    length: int
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads a kv head."""
+        return self.geometry.heads // self.geometry.kv_heads
+
+    def random(self, heads: int, tokens: int, salt: int, rows: int | None = None) -> Tensor:
+        """(rows or batch, heads, tokens, head_dim) standard normal numbers in the model's dtype."""
+        generator = torch.Generator(self.device).manual_seed(self.seed * 1000 + salt)
+        size = (self.batch if rows is None else rows, heads, tokens, self.geometry.head_dim)
+        return torch.randn(size, generator=generator, device=self.device).to(self.dtype)
+
+    def queries(self, count: int = 1) -> Tensor:
+        """(B, heads, count, D)."""
+        return self.random(self.geometry.heads, count, salt=1)
+
+
+@dataclass
+class Filled:
+    """Keys and values [keys, values] of `length` tokens: sink and window (B, H, tokens, D) in the model's dtype, packed blocks
+    between them. plan: of the one call that brought them. contexts: what encoding and decoding need besides.
+    """
+
+    case: Case
+    codecs: LayerCodecs
+    plan: Plan
+    sink: list[Tensor]
+    window: list[Tensor]
+    packed: list[Packed]
+    encoding: Context
+    decoding: Context
+    raw: list[Tensor]  # what was packed, (B, H, N * b, D)
+
+    @property
+    def pair(self) -> tuple[Codec, Codec]:
+        return self.codecs.key, self.codecs.value
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(nbytes(stored) for one in self.packed for stored in one.values())
+
+    @property
+    def window_bytes(self) -> int:
+        return sum(nbytes(t) for t in (*self.sink, *self.window))
+
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """Packed blocks only: (B, H, N * b, D) float32."""
+        keys = self.codecs.key.decode(self.packed[0], self.decoding)
+        values = self.codecs.value.decode(self.packed[1], replace(self.decoding, k0=keys))
+        return keys, values
+
+    def encoded(self, raw: Sequence[Tensor]) -> list[Packed]:
+        """Keys and values (B, H, N * b, D) as this layer packs them."""
+        keys, made = (
+            self.codecs.key.encode_decode(raw[0], self.encoding)
+            if "k0" in self.codecs.value.needs
+            else (self.codecs.key.encode(raw[0], self.encoding), None)
+        )
+        return [keys, self.codecs.value.encode(raw[1], replace(self.encoding, k0=made))]
+
+    def materialised(self) -> tuple[Tensor, Tensor]:
+        """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to."""
+        keys, values = self.decoded()
+        dtype = self.case.dtype
+        keys, values = (
+            torch.cat([self.sink[role], x.to(dtype), self.window[role]], 2) for role, x in enumerate((keys, values))
+        )
+        if self.case.scheme.frame == "pre_rope":
+            keys = turned(keys)
+        return keys, values
+
+
+@lru_cache(maxsize=2)  # operations of one case share it, and the one of a single block; emptied when rows are done
+def fill(case: Case) -> Filled:
+    """Random tokens, packed a row at a time as the cache would pack one long prompt."""
+    scheme = case.scheme
+    codecs = LayerCodecs(scheme.codecs.key.to(case.device), scheme.codecs.value.to(case.device))
+    plan = Ledger(scheme.windows).begin(1, case.length, None)
+    shape = codecs.key.shape
+    start, stop = plan.sink, plan.sink + plan.flush * shape.block
+    observers = {name: statistic(name, shape) for name in sorted(codecs.stats)}
+    parts: list[Filled] = []
+    for row in range(case.batch):
+        raw = [case.random(shape.heads, case.length, salt=100 + 3 * row + role, rows=1) for role in (0, 1)]
+        for one in observers.values():
+            one.state = {}
+        encoding, decoding = _contexts(case, observers, plan, raw[0], row)
+        cut = [x[:, :, start:stop] for x in raw]
+        filled = Filled(
+            case, codecs, plan, [x[:, :, :start] for x in raw], [x[:, :, stop:] for x in raw], [], encoding, decoding,
+            cut,
+        )  # fmt: skip
+        filled.packed = filled.encoded(cut)
+        parts.append(filled)
+    return _joined(parts)
+
+
+def _contexts(
+    case: Case, observers: dict[str, Statistic], plan: Plan, keys: Tensor, row: int
+) -> tuple[Context, Context]:
+    """Statistics of the row, and random reconstructions of the layers below where predictors read them."""
+    at = Prefixes(plan, case.scheme.windows, case.device)
+    seen: dict[str, Tensor] = {"k": keys}
+    if any(one.wants != "k" for one in observers.values()):
+        seen["q"] = seen["q_pre"] = case.random(case.geometry.heads, case.length, salt=50 + row, rows=1)
+    observed = {name: one.observe(seen[one.wants], at) for name, one in observers.items()}
+    current = {name: one.current() for name, one in observers.items()}
+    tokens = plan.flush * case.scheme.windows.block
+    below = {
+        name: case.random(case.geometry.kv_heads, tokens, salt=10 + i, rows=1).float()
+        for i, name in enumerate(sorted(case.scheme.codecs.needs - {"k0"}))
+    }
+    parts: dict[str, Any] = below
+    return (
+        Context(stats={name: x for name, x in observed.items() if x is not None}, **parts),
+        Context(stats={name: x for name, x in current.items() if x is not None}, **parts),
+    )
+
+
+def _joined(rows: list[Filled]) -> Filled:
+    """Rows of one batch."""
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+
+    def cat(name: str) -> list[Tensor]:
+        return [torch.cat(list(parts)) for parts in zip(*(getattr(row, name) for row in rows), strict=True)]
+
+    packed = [{name: join([row.packed[role][name] for row in rows]) for name in first.packed[role]} for role in (0, 1)]
+    encoding = _contexts_joined([row.encoding for row in rows])
+    decoding = _contexts_joined([row.decoding for row in rows])
+    return replace(
+        first,
+        sink=cat("sink"),
+        window=cat("window"),
+        raw=cat("raw"),
+        packed=packed,
+        encoding=encoding,
+        decoding=decoding,
+    )
+
+
+def _contexts_joined(rows: list[Context]) -> Context:
+    stats = {name: torch.cat([row.stats[name] for row in rows]) for name in rows[0].stats}
+    names = [name for name in ("k1", "v1", "k2", "v2") if getattr(rows[0], name) is not None]
+    parts: dict[str, Any] = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    return Context(stats=stats, **parts)
+
+
+def join(rows: Sequence[Stored]) -> Stored:
+    """Packed tensors of single rows as those of a batch."""
+    if isinstance(rows[0], Ragged):
+        pools = [row for row in rows if isinstance(row, Ragged)]
+        return Ragged(torch.cat([row.data for row in pools]), torch.cat([row.counts for row in pools]))
+    return torch.cat([row for row in rows if isinstance(row, Tensor)])
+
+
+def nbytes(stored: Stored) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(stored))
+
+
+def turned(keys: Tensor) -> Tensor:
+    """RoPE of keys (B, H, T, D) at positions 0 to T - 1, halves paired as Llama pairs them, in float32."""
+    half = keys.shape[-1] // 2
+    speed = ROPE_BASE ** -(torch.arange(half, device=keys.device) / half)
+    angle = torch.arange(keys.shape[2], device=keys.device)[:, None] * speed
+    cos, sin = angle.cos(), angle.sin()
+    low, high = keys.float().split([half, half], -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(keys.dtype)

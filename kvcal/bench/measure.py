@@ -1,0 +1,140 @@
+"""Kernel-level rows: every operation of every scheme beside the best FP16 of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvcal_artifacts.codecs import Exact, Shape
+from kvcal_artifacts.scheme import LayerCodecs, Windows
+
+from ..catalogue import Geometry
+from ..models import is_oom
+from . import peers
+from .layer import Case, fill
+from .operation import Operation, Prepared
+from .peers import Peer
+from .rows import Row
+from .schemes import Benched
+from .timing import Clock
+
+Say = Callable[[str], None]
+FP16_BITS = {torch.float16: 16.0, torch.bfloat16: 16.0, torch.float32: 32.0}
+
+
+def fp16_scheme(geometry: Geometry) -> Benched:
+    """Nothing compressed: a case for the peers."""
+    shape = Shape(geometry.kv_heads, geometry.head_dim, 1)
+    codecs = LayerCodecs(Exact(shape, "key", "float16"), Exact(shape, "value", "float16"))
+    return Benched("fp16", codecs, Windows(0, 0, 1), "post_rope")
+
+
+def rows_of(
+    model: str,
+    geometry: Geometry,
+    schemes: Sequence[Benched],
+    operations: Sequence[Operation],
+    shapes: Iterable[tuple[int, int]],
+    clock: Clock,
+    dtype: torch.dtype,
+    device_name: str,
+    say: Say,
+    seed: int = 0,
+) -> list[Row]:
+    """shapes: (batch, length) pairs. The first rows of each are the FP16 peers, if an operation compares with them."""
+    rows: list[Row] = []
+    left_out: dict[str, str] = {}
+    for batch, length in shapes:
+        plain = Case(fp16_scheme(geometry), geometry, batch, length, clock.device, dtype, seed)
+        best: Peer | None = None
+        if any(operation.peer == "attention" for operation in operations):
+            say(f"batch {batch}, length {length}: FP16 attention, every backend")
+            found = peers.measure(plain, clock)
+            best = peers.best(found)
+            rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in found]
+        for operation in operations:
+            if operation.alone:
+                say(f"batch {batch}, length {length}: {operation.name}")
+                rows.append(_row(model, plain, operation, best, clock, device_name))
+        for scheme in schemes:
+            case = replace(plain, scheme=scheme)
+            for operation in operations:
+                why = operation.refuses(case)
+                if why is not None:
+                    if not operation.alone:
+                        left_out[f"{operation.name} {scheme.name} at {length}"] = why
+                    continue
+                say(f"batch {batch}, length {length}: {operation.name} {scheme.name}")
+                rows.append(_row(model, case, operation, best, clock, device_name))
+            fill.cache_clear()
+    for name, why in left_out.items():
+        say(f"left out: {name}: {why}")
+    return rows
+
+
+def _peer_row(model: str, case: Case, peer: Peer, best: Peer | None, clock: Clock, device: str) -> Row:
+    width = 4 if peer.name.endswith("float32") else 2
+    size = 2 * case.batch * case.geometry.kv_heads * case.length * case.geometry.head_dim * width
+    taken = None if peer.timed is None else peer.timed.microseconds
+    fastest = None if best is None or best.timed is None else best.timed.microseconds
+    return Row(
+        operation="decode-attention", scheme="fp16", model=model, batch=case.batch, length=case.length, microseconds=taken,
+        stored_bits=8.0 * width, fraction_of_copy=_fraction(size, taken, clock),
+        ratio_to_fp16=None if taken is None or fastest is None else fastest / taken,
+        fp16_backend=None if best is None else best.name, projected=False, device=device, path=peer.name, bytes=size,
+        repeats=None if peer.timed is None else peer.timed.repeats, refused=peer.why_not, more=_spread(peer.timed),
+    )  # fmt: skip
+
+
+def _fraction(size: float, microseconds: float | None, clock: Clock) -> float | None:
+    return None if microseconds is None else size / clock.copy_bandwidth() * 1e6 / microseconds
+
+
+def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
+    return {} if timed is None else {"low_microseconds": timed.low / per, "high_microseconds": timed.high / per}
+
+
+def _row(model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str) -> Row:
+    prepared: Prepared | None = None
+    try:
+        with torch.no_grad():
+            prepared = operation.build(case)
+            why = prepared.check()
+            if why is not None:
+                return _figure(model, case, operation, device, prepared, refused=why)
+            timed = clock.time(prepared.run)
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        fill.cache_clear()
+        return _figure(model, case, operation, device, prepared, refused="out of memory")
+    taken = timed.microseconds / prepared.per
+    more = _spread(timed, prepared.per) | dict(prepared.more)
+    if prepared.flops:
+        more |= {
+            "teraflops": prepared.flops / timed.microseconds / 1e6,
+            "fraction_of_matmul": prepared.flops / (timed.microseconds * 1e-6) / clock.matmul_rate(),
+        }
+    if case.scheme.made_up:
+        more["made_up"] = case.scheme.made_up
+    compares = operation.peer == "attention" and best is not None and best.timed is not None
+    return _figure(
+        model, case, operation, device, prepared, microseconds=taken, repeats=timed.repeats,
+        fraction_of_copy=_fraction(prepared.bytes, taken, clock),
+        ratio_to_fp16=best.timed.microseconds / taken if compares and best and best.timed else None,
+        fp16_backend=best.name if compares and best else None, more=more,
+    )  # fmt: skip
+
+
+def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **own: Any) -> Row:
+    empty = {"microseconds": None, "fraction_of_copy": None, "ratio_to_fp16": None, "fp16_backend": None}
+    without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
+    return Row(
+        operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
+        length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
+        path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
+        **(empty | own),
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""How far a memory goes, from bytes alone: weights, cache and constants.
+
+Activations, logits, what decoding a layer needs and what an allocator wastes are not in it: a bound, always marked projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..catalogue import Geometry
+from . import paper
+from .rows import Row
+from .schemes import Benched
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one scheme. fixed: whatever the tokens; exact: tokens of a row that stay in the model's dtype, at `token` bytes
+    each over all layers; every further one takes `packed`.
+    """
+
+    name: str
+    stored_bits: float
+    fixed: float
+    exact: int
+    token: float
+    packed: float
+
+    def row(self, length: int) -> float:
+        """Bytes of a row of so many tokens."""
+        return min(length, self.exact) * self.token + max(0, length - self.exact) * self.packed
+
+    def longest(self, memory: float, batch: int) -> int:
+        """Tokens that each of `batch` rows can have in so many bytes."""
+        left = (memory - self.fixed) / batch
+        beyond = left - self.exact * self.token
+        return max(0, int(left / self.token if beyond < 0 else self.exact + beyond / self.packed))
+
+    def largest_batch(self, memory: float, length: int) -> int:
+        return max(0, int((memory - self.fixed) // self.row(length)))
+
+
+def footprints(geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtype) -> list[Footprint]:
+    """The model's own dtype first, then each scheme with a window as full as it gets."""
+    width = dtype.itemsize
+    weights, token = geometry.parameters * width, geometry.kv_bytes_per_token(8 * width)
+    found = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, weights, 0, token, token)]
+    for one in schemes:
+        exact = one.windows.sink + one.windows.recent + one.windows.block - 1
+        fixed = weights + constants(one, geometry.layers)
+        packed = geometry.kv_bytes_per_token(one.stored_bits)
+        found.append(Footprint(one.name, one.stored_bits, fixed, exact, token, packed))
+    return found
+
+
+def constants(one: Benched, layers: int) -> int:
+    """Bytes of codebooks and grids, which all layers share, and of predictors, which they do not."""
+    total = 0
+    for codec in (one.codecs.key, one.codecs.value):
+        for name, tensor in codec.tensors().items():
+            total += tensor.numel() * tensor.element_size() * (layers if name.startswith("predictor.") else 1)
+    return total
+
+
+def projected_longest(model: str, every: Sequence[Footprint], batch: int, gib: float, device: str) -> list[Row]:
+    """VQKV Table 3: the most tokens a row can have."""
+    rows, width = [], int(every[0].stored_bits) // 8
+    for one in every:
+        length = one.longest(gib * 2**30, batch)
+        more = {"longest_length": length, **vqkv_beside(model, one.name, gib, width)}
+        rows.append(_row("longest-generation", model, one, batch, length, gib, device, **more))
+    return rows
+
+
+def projected_batch(model: str, every: Sequence[Footprint], length: int, gib: float, device: str) -> list[Row]:
+    """The most rows of so many tokens each."""
+    found = [(one, one.largest_batch(gib * 2**30, length)) for one in every]
+    return [_row("largest-batch", model, one, n, length, gib, device, largest_batch=n) for one, n in found]
+
+
+def _row(
+    operation: str, model: str, one: Footprint, batch: int, length: int, gib: float, device: str, **more: Any
+) -> Row:
+    why = None if gib * 2**30 > one.fixed else f"weights and constants alone take {one.fixed / 2**30:.1f} GiB"
+    return Row(
+        operation=operation, scheme=one.name, model=model, batch=batch, length=length, microseconds=None,
+        stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True,
+        device=device, path="projected: weights, cache and constants, nothing else", refused=why,
+        more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
+    )  # fmt: skip
+
+
+PAPER_GIB = 40
+
+
+def vqkv_beside(model: str, name: str, gib: float, width: int) -> dict[str, Any]:
+    """The paper's figure, where the run is like the paper's: Llama-3.1-8B in float32 on 40 GB. width: bytes of a weight."""
+    if (model, gib, width) != ("llama-3.1-8b", PAPER_GIB, 4):
+        return {}
+    kind = "vqkv" if name.startswith("vqkv") else "full" if name == "fp32" else None
+    return {} if kind is None else {"paper_longest": paper.VQKV_LONGEST[kind]}

@@ -1,0 +1,137 @@
+"""The best FP16 there is: decode attention over uncompressed keys and values by every backend of torch, and FlashInfer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from .layer import Case
+from .timing import Clock, Timed
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+PAGE = 64  # tokens a page of FlashInfer's cache
+WORKSPACE = 128 << 20
+TOLERANCE = 2.0  # times the error of plain products in the same dtype, plus so many of its units:
+UNITS, UNITS_OF_PEERS = 1.0, 16.0  # ours; torch's own, whose float32 kernels sum in another order
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One backend that ran here, with its time, or why it did not."""
+
+    name: str
+    timed: Timed | None
+    why_not: str | None = None
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Plain products and softmax in the dtype of the arguments: q (B, heads, Q, D), k and v (B, H, T, D) -> as q."""
+    grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    scores = (grouped @ keys.transpose(-1, -2)) * keys.shape[-1] ** -0.5
+    out: Tensor = (scores.softmax(-1) @ values).view_as(queries)
+    return out
+
+
+def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float = UNITS) -> str | None:
+    """None if attention over these (first row) is as exact as it should be: at most twice the error that plain products in
+    the same dtype have against float64, and `units` of the dtype's rounding; else what was found.
+    """
+    own = [x[:1] for x in (queries, keys, values)]
+    exact = attention(*(x.double() for x in own))
+    plain = attention(*own).double()
+    scale = float(exact.abs().max())
+    error, allowed = (float((x.double() - exact).abs().max()) for x in (found[:1], plain))
+    allowed = TOLERANCE * allowed + units * float(torch.finfo(queries.dtype).eps) * scale
+    if error <= allowed:  # False for NaN
+        return None
+    return f"check failed: off by {error:.2g}, allowed {allowed:.2g} (values up to {scale:.2g})"
+
+
+def best(peers: list[Peer]) -> Peer | None:
+    ran = [peer for peer in peers if peer.timed is not None]
+    return min(ran, key=lambda peer: peer.timed.microseconds if peer.timed else 0.0, default=None)
+
+
+def measure(case: Case, clock: Clock) -> list[Peer]:
+    """Every backend, in the model's 16-bit dtype and, on a CPU, in float32 too: there it may be the faster one."""
+    dtypes = [case.dtype] if case.device.type == "cuda" else [torch.float16, torch.bfloat16, torch.float32]
+    return [peer for dtype in dtypes for peer in _of_dtype(case, clock, dtype)]
+
+
+def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
+    queries = case.queries().to(dtype)
+    keys, values = (case.random(case.geometry.kv_heads, case.length, salt=2 + role).to(dtype) for role in (0, 1))
+    found = []
+    for name, run in _candidates(queries, keys, values):
+        found.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", run, clock, (queries, keys, values)))
+    if case.device.type == "cuda" and importlib.util.find_spec("flashinfer"):
+        try:
+            run = _flashinfer(queries, keys, values)
+        except Exception as error:  # another version's interface, no compiler: a peer less, and said
+            found.append(Peer("flashinfer", None, _first_line(error)))
+        else:
+            found.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", run, clock, (queries, keys, values)))
+    return found
+
+
+def _candidates(queries: Tensor, keys: Tensor, values: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Each backend with grouped heads as torch has them, and with a kv head's query heads as rows of one query."""
+    rows = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
+    for name, backend in BACKENDS.items():
+
+        def gqa(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+        def stacked(backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(rows, keys, values).view_as(queries)
+
+        yield f"sdpa {name}", gqa
+        if rows.shape != queries.shape:
+            yield f"sdpa {name}, heads as rows", stacked
+
+
+def _tried(name: str, run: Callable[[], Tensor], clock: Clock, given: tuple[Tensor, Tensor, Tensor]) -> Peer:
+    try:
+        why = wrong(run(), *given, units=UNITS_OF_PEERS)
+        return Peer(name, None, why) if why else Peer(name, clock.time(run))
+    except (RuntimeError, NotImplementedError) as error:  # "No viable backend", a shape it does not take, or no memory
+        return Peer(name, None, _first_line(error))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def _flashinfer(queries: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    """FlashInfer's batched decode over a paged cache of the same tokens."""
+    import flashinfer
+
+    batch, heads, tokens, dim = keys.shape
+    pages = -(-tokens // PAGE)
+    short = (0, 0, 0, pages * PAGE - tokens)
+    both = torch.stack([torch.nn.functional.pad(x, short) for x in (keys, values)])  # (2, B, H, pages * PAGE, D)
+    paged = both.view(2, batch, heads, pages, PAGE, dim).permute(1, 3, 0, 4, 2, 5).reshape(-1, 2, PAGE, heads, dim)
+    indptr = torch.arange(batch + 1, dtype=torch.int32, device=keys.device) * pages
+    indices = torch.arange(batch * pages, dtype=torch.int32, device=keys.device)
+    last = torch.full((batch,), tokens - (pages - 1) * PAGE, dtype=torch.int32, device=keys.device)
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=keys.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    wrapper.plan(
+        indptr, indices, last, queries.shape[1], heads, dim, PAGE, q_data_type=queries.dtype, kv_data_type=keys.dtype
+    )
+    rows = queries[:, :, 0].contiguous()
+    return lambda: wrapper.run(rows, paged)[:, :, None]

@@ -1,0 +1,175 @@
+"""What is benchmarked: one layer's codecs from a preset, a pair of codecs, a bundle, or one of the shapes named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.bundle import load_bundle
+from kvcal_artifacts.codecs import Predicted, ResidualVQ, Shape, Squat, Uniform
+from kvcal_artifacts.codecs.predictors import Linear
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
+
+from ..catalogue import Geometry
+from ..methods.backbones import backbone
+from ..methods.mixkvq import MixKVQ
+from ..methods.plain import PRESETS, Preset
+
+WINDOWS = Windows(32, 96, 32)  # of all rows but bundles': so that schemes differ in their codecs alone
+LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
+
+
+@dataclass(frozen=True)
+class Benched:
+    """One scheme as one layer of a model has it. made_up: what stands for calibrated constants, if anything does. whole: all
+    layers, of a bundle.
+    """
+
+    name: str
+    codecs: LayerCodecs
+    windows: Windows
+    frame: Frame
+    made_up: str | None = None
+    whole: Scheme | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def stored_bits(self) -> float:
+        return self.codecs.bits_per_value()
+
+
+Maker = Callable[[Shape], LayerCodecs]
+
+
+def _pair(key: str, value: str) -> Maker:
+    return lambda shape: LayerCodecs(backbone(key)(shape, "key"), backbone(value)(shape, "value"))
+
+
+def _kivi_long(shape: Shape) -> LayerCodecs:
+    group = min(LONG, shape.dim)
+    return LayerCodecs(Uniform(shape, "key", 2, LONG, "token"), Uniform(shape, "value", 2, group, "channel"))
+
+
+def _squat_long(shape: Shape) -> LayerCodecs:
+    plain = _kivi_long(shape)
+    return LayerCodecs(Squat(plain.key, channels=-(-shape.dim // 2)), plain.value)
+
+
+def _mixkvq_long(shape: Shape) -> LayerCodecs:
+    method = MixKVQ(group=LONG, value_group=min(LONG, shape.dim), block=LONG)
+    return LayerCodecs(method.key_codec(shape, torch.float16), method.value_codec(shape))
+
+
+def _numbers(seed: int, *size: int) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def _aqua(shape: Shape) -> LayerCodecs:
+    """AQUA-KV over HIGGS in 2 bits, linear predictors of random weights."""
+    width, plain = shape.heads * shape.dim, _pair("higgs-2-wide", "higgs-2-wide")(shape)
+
+    def linear(inputs: int, seed: int) -> Linear:
+        weight = _numbers(seed, inputs * width, width) / (inputs * width) ** 0.5
+        return Linear({"weight": weight.half(), "bias": torch.zeros(width, dtype=torch.float16)})
+
+    return LayerCodecs(Predicted(plain.key, linear(1, 1), ("k1",)), Predicted(plain.value, linear(2, 2), ("v1", "k0")))
+
+
+def _vqkv(size: int, stages: tuple[int, int, int]) -> Maker:
+    """VQKV's shape with random codebooks of `size` codewords: stages of (values, low band, high band)."""
+
+    def make(shape: Shape) -> LayerCodecs:
+        high = 2 * int(48 * shape.dim / 128 / 2 + 0.5)
+        dims = list(range(shape.dim))
+        bands = [dims[: shape.dim - high], dims[shape.dim - high :]]
+        books = [
+            (_numbers(i, count, size, len(band)) * 2.0 ** -torch.arange(count).view(-1, 1, 1)).half()
+            for i, (count, band) in enumerate(zip(stages, [dims, *bands], strict=True))
+        ]
+        return LayerCodecs(ResidualVQ(shape, "key", bands, books[1:]), ResidualVQ(shape, "value", [dims], books[:1]))
+
+    return make
+
+
+@dataclass(frozen=True)
+class Named:
+    make: Maker
+    block: int = WINDOWS.block
+    frame: Frame = "post_rope"
+    made_up: str | None = None
+
+
+EXTRA: dict[str, Named] = {
+    **{f"inner-{bits}": Named(_pair(f"inner-{bits}-symmetric", f"inner-{bits}-symmetric")) for bits in (2, 3, 4)},
+    "kivi-2-g128": Named(_kivi_long, LONG),
+    "squat-2-g128": Named(_squat_long, LONG),
+    "mixkvq-g128": Named(_mixkvq_long, LONG),
+    "aqua-kv-2": Named(_aqua, frame="pre_rope", made_up="predictors of random weights"),
+    "vqkv-4k": Named(_vqkv(4096, (13, 27, 19)), LONG, made_up="random codebooks"),
+    "vqkv-256": Named(_vqkv(256, (20, 40, 28)), LONG, made_up="random codebooks"),
+}
+
+
+def known() -> list[str]:
+    return [*PRESETS, *EXTRA]
+
+
+def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benched:
+    """A preset, one of EXTRA, or KEY+VALUE, two codecs as `kvcal compare --keys` takes them.
+
+    windows: in the place of the bench's own; the block is the scheme's, because groups depend on it.
+    """
+    sink, recent = (WINDOWS.sink, WINDOWS.recent) if windows is None else (windows.sink, windows.recent)
+    extra, method = EXTRA.get(name), PRESETS.get(name)
+    if extra is not None:
+        block, frame, make, made_up = extra.block, extra.frame, extra.make, extra.made_up
+    elif isinstance(method, MixKVQ):
+        own = method
+        block, frame, made_up = own.block, own.frame, None
+
+        def make(shape: Shape) -> LayerCodecs:
+            return LayerCodecs(own.key_codec(shape, torch.float16), own.value_codec(shape))
+
+    elif isinstance(method, Preset):
+        block, frame, make, made_up = method.block, method.rope, _pair(method.key, method.value), None
+    elif name.count("+") == 1:
+        block, frame, make, made_up = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
+    else:
+        raise UsageError(f"scheme {name!r} is not known; allowed are {', '.join(known())}, or KEYCODEC+VALUECODEC")
+    shape = Shape(geometry.kv_heads, geometry.head_dim, block)
+    try:
+        codecs = make(shape)
+    except KVCalError as error:
+        raise UsageError(f"scheme {name}: does not fit head_dim {geometry.head_dim} ({error})") from error
+    return Benched(name, codecs, Windows(sink, recent, block), frame, made_up)
+
+
+def from_bundle(path: Path, geometry: Geometry) -> Benched:
+    """The middle layer of a bundle, or the compressed one nearest to it, with the bundle's own windows."""
+    bundle = load_bundle(path)
+    layers = bundle.scheme.layers
+    middle = sorted(range(len(layers)), key=lambda index: abs(index - len(layers) // 2))
+    pair = next((layers[index] for index in middle if layers[index] is not None), None)
+    if pair is None:
+        raise UsageError(f"{path}: compresses no layer")
+    shape = pair.key.shape
+    if (shape.heads, shape.dim) != (geometry.kv_heads, geometry.head_dim):
+        raise UsageError(
+            f"{path}: made for {shape.heads} kv heads of {shape.dim}, --model has {geometry.kv_heads} of "
+            f"{geometry.head_dim}"
+        )
+    return Benched(bundle.name, pair, bundle.scheme.windows, bundle.scheme.frame, whole=bundle.scheme)
+
+
+def schemes(
+    names: Iterable[str], bundles: Iterable[Path], geometry: Geometry, windows: Windows | None = None
+) -> list[Benched]:
+    found = [named(name, geometry, windows) for name in names] + [from_bundle(path, geometry) for path in bundles]
+    seen = [one.name for one in found]
+    if twice := next((name for name in seen if seen.count(name) > 1), None):
+        raise UsageError(f"two schemes would be called {twice!r}: leave one out, or rename the file")
+    return found

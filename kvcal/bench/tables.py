@@ -1,0 +1,147 @@
+"""Operations of the papers' own tables: InnerQ 5 and 6, MixKVQ 7."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.codecs import MixKVQ, Uniform
+
+from . import paper
+from .layer import Case, Filled, fill, nbytes
+from .operation import Prepared, bytes_of, misencoded, needs_blocks, one_block, packed_blocks
+
+
+def quantise_step(case: Case) -> Prepared:
+    """One block of every row, over the tokens of a block: what a decode step spends on quantising (InnerQ Table 5)."""
+    filled = fill(one_block(case))
+    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes
+    return _per_step(case, filled, lambda: filled.encoded(filled.raw), size, slice(0, 2))
+
+
+def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
+    """Its keys (0) or its values (1) alone."""
+
+    def build(case: Case) -> Prepared:
+        filled = fill(one_block(case))
+        context = filled.encoding
+        if "k0" in filled.pair[role].needs:
+            context = replace(context, k0=filled.decoded()[0])
+        codec, raw = filled.pair[role], filled.raw[role]
+        size = nbytes(raw) + bytes_of(filled.packed[role])
+        return _per_step(case, filled, lambda: codec.encode(raw, context), size, slice(role, role + 1))
+
+    return build
+
+
+def _per_step(case: Case, filled: Filled, run: Callable[[], object], size: int, roles: slice) -> Prepared:
+    block = case.scheme.windows.block
+    more: dict[str, Any] = {"calls": f"one in {block} steps"}
+    if case.scheme.name in paper.TABLE_5 and case.batch == 1:
+        more["paper_microseconds"] = round(sum(paper.TABLE_5[case.scheme.name][roles]), 1)
+        more["paper_device"] = "Jetson Xavier NX"
+    return Prepared(run, round(size / block), lambda: misencoded(filled), "reference", per=block, more=more)
+
+
+def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
+    """InnerQ Table 6: decode the hybrid values and multiply them with one row of weights, so many groups being symmetric."""
+
+    def build(case: Case) -> Prepared:
+        filled = fill(case)
+        values = filled.codecs.value
+        packed = dict(filled.packed[1])
+        generator = torch.Generator(case.device).manual_seed(case.seed)
+        scale = packed["scale"].abs()
+        shifted = torch.rand(scale.shape, generator=generator, device=case.device) * 100 >= percent
+        packed["scale"] = torch.where(shifted, -scale, scale)
+        tokens = packed_blocks(case) * case.scheme.windows.block
+        weights = torch.rand(
+            case.batch, case.geometry.kv_heads, case.group, tokens, generator=generator, device=case.device
+        ).to(case.dtype)
+
+        def run() -> Tensor:
+            return weights @ values.decode(packed).to(case.dtype)
+
+        def check() -> str | None:
+            found, exact = run().double(), weights.double() @ values.decode(packed).double()
+            off = float((found - exact).abs().max() / exact.abs().max())
+            allowed = 8 * float(torch.finfo(case.dtype).eps)
+            return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
+
+        share = 100 * float((~torch.signbit(packed["scale"])).double().mean())
+        more: dict[str, Any] = {"symmetric_percent": round(share, 2)}
+        if case.length in paper.TABLE_6[percent] and case.batch == 1:
+            more |= {"paper_microseconds": paper.TABLE_6[percent][case.length], "paper_device": "Jetson Xavier NX"}
+        size = sum(nbytes(t) for t in packed.values())
+        return Prepared(run, size, check, "reference: decode, then multiply", more=more)
+
+    return build
+
+
+def needs_hybrid(case: Case) -> str | None:
+    values = case.scheme.codecs.value
+    hybrid = isinstance(values, Uniform) and values.mode == "hybrid"
+    return needs_blocks(case) if hybrid else "the values of this scheme are not hybrid (InnerQ Hybrid's are)"
+
+
+def channel_selection(case: Case) -> Prepared:
+    """MixKVQ: salience and tiers of one block of every row, over the tokens of a block (Table 7)."""
+    filled = fill(one_block(case))
+    codec, block = filled.codecs.key, case.scheme.windows.block
+    assert isinstance(codec, MixKVQ)
+    keys = filled.raw[0]
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        return codec.tiers(codec.salience(keys, filled.encoding))
+
+    def check() -> str | None:
+        perm, first, second = run()
+        whole = bool((perm.sort(-1).values == torch.arange(perm.shape[-1], device=perm.device)).all())
+        return (
+            None if whole and bool((first <= second).all()) else "check failed: channels are not a permutation in tiers"
+        )
+
+    return Prepared(
+        run, round(nbytes(keys) / block), check, "reference", per=block, more={"calls": f"one in {block} steps"}
+    )
+
+
+def mlp(case: Case) -> Prepared:
+    """The gated feed-forward part of one layer at one token a row, random weights: beside attention in MixKVQ's Table 7."""
+    hidden, wide = case.geometry.hidden, case.geometry.intermediate
+    generator = torch.Generator(case.device).manual_seed(case.seed)
+
+    def weight(rows: int, columns: int) -> Tensor:
+        wide: Tensor = torch.randn(rows, columns, generator=generator, device=case.device) / columns**0.5
+        return wide.to(case.dtype)
+
+    gate, up, down = weight(wide, hidden), weight(wide, hidden), weight(hidden, wide)
+    x = torch.randn(case.batch, hidden, generator=generator, device=case.device).to(case.dtype)
+
+    def forward(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        out: Tensor = torch.nn.functional.silu(x @ gate.T)
+        out = out * (x @ up.T)
+        return out @ down.T
+
+    def check() -> str | None:
+        exact = forward(*(t.double() for t in (x[:1], gate, up, down)))
+        off = float((forward(x[:1], gate, up, down).double() - exact).abs().max() / exact.abs().max())
+        allowed = 16 * float(torch.finfo(case.dtype).eps)
+        return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
+
+    size = sum(nbytes(t) for t in (gate, up, down))
+    return Prepared(
+        lambda: forward(x, gate, up, down), size, check, "torch", flops=2.0 * case.batch * 3 * hidden * wide
+    )
+
+
+def no_scheme(case: Case) -> str | None:
+    return "it is the same for all schemes"
+
+
+def needs_tiers(case: Case) -> str | None:
+    return None if isinstance(case.scheme.codecs.key, MixKVQ) else "only MixKVQ selects channels"

@@ -1,0 +1,92 @@
+"""`kvcal bench` and `kvcal doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.options import Bundles, Json, Revision
+from kvcal.cli.output import note, print_json, print_table
+
+Names = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--preset",
+        "-p",
+        help="A preset, another shape (an unknown name lists them), or KEYCODEC+VALUECODEC; repeatable.",
+    ),
+]
+Operations = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--operation", "-o", help="Operation or paper table (an unknown name lists them); repeatable. Default: kernels."
+    ),
+]
+
+
+def bench(
+    device: Annotated[
+        str,
+        typer.Option(help="auto, cpu, cuda, jetson, or a profile as jetson-orin-nano: projected where it is not here."),
+    ] = "auto",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Whose geometry; no weights are read. Default: llama-3.1-8b.")
+    ] = None,
+    revision: Revision = None,
+    preset: Names = None,
+    bundle: Bundles = None,
+    operation: Operations = None,
+    batch: Annotated[str | None, typer.Option(help="Rows, as 1,8,32.")] = None,
+    length: Annotated[str | None, typer.Option(help="Cached tokens, as 512,4k,32k.")] = None,
+    sink: Annotated[int | None, typer.Option(min=0, help="First tokens kept exact. Default: 32.")] = None,
+    recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept exact. Default: 96.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of windows, queries and peers: float16, bfloat16, float32.")] = "auto",
+    memory: Annotated[float | None, typer.Option(help="GiB that longest-generation may fill.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of an operation, at most.")] = 50,
+    seconds: Annotated[float, typer.Option(help="Seconds for timing an operation, at most.")] = 2.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random data and weights.")] = 0,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows there too.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw times against tokens, a .png.")] = None,
+    compare: Annotated[Path | None, typer.Option("--compare", help="A file that --json printed earlier.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure kernels and generation of any scheme on random data; project them for devices that are not here."""
+    options: dict[str, Any] = dict(locals())
+    from kvcal.commands.bench import run_bench
+    from kvcal.report.bench import tables
+
+    found = run_bench(options, note)
+    if json:
+        print_json(found)
+        return
+    if found["projected"]:
+        note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
+        if found["assumed"]:
+            print(
+                f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch "
+                f"{found['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
+            )
+    elif found["copy_gb_per_s"]:
+        print(
+            f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
+            f"{found['read_gb_per_s']:.1f} GB/s"
+        )
+    for table in tables(found):
+        print_table(table.columns, table.rows, title=table.title)
+        print()
+
+
+def doctor(json: Json = False) -> None:
+    """What this machine has, and which kernels would run on it, or why not."""
+    from kvcal.commands.doctor import run_doctor
+
+    found = run_doctor()
+    if json:
+        print_json(found)
+        return
+    for name, value in found["machine"].items():
+        print(f"{name}: {value if value is not None else 'none'}")
+    for row in found["kernels"]:
+        print(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}")

@@ -1,0 +1,75 @@
+"""`kvcal probe`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.output import note, print_json, print_table
+
+
+def probe(
+    model: Model = "tiny",
+    revision: Revision = None,
+    text: Text = None,
+    column: Column = None,
+    windows: Annotated[
+        int | None, typer.Option(min=2, help="Windows in all; default: the model's preset, tiny 32.")
+    ] = None,
+    holdout: Annotated[
+        int | None, typer.Option(min=1, help="How many of them are held out and scored (default: 1 in 8; tiny 8).")
+    ] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
+    probe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="TARGET=INPUTS instead of the paper's: v=v1,k0 predicts values from those of the layer below and this "
+            "layer's keys, k=k0t1 keys from those of the token before; may be repeated."
+        ),
+    ] = None,
+    frame: Annotated[str, typer.Option(help="Keys before RoPE, pre_rope, or after it, post_rope.")] = "pre_rope",
+    ridge: Annotated[float, typer.Option(help="Times the mean of the Gram diagonal.")] = 1e-3,
+    sink: Annotated[int, typer.Option(min=0, help="First tokens of a window, which are not predicted.")] = 4,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file of all layers; a second call goes on from it.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="All figures as CSV, a line a probe and layer.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Means and layers as a .png (Figures 2, 4 and 5).")] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    spill: Annotated[
+        str, typer.Option(help="Where hidden states, keys and values lie: device, cpu or disk.")
+    ] = "device",
+    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
+    layerwise: Annotated[
+        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
+    ] = False,
+    random_weights: Random = False,
+    json: Json = False,
+) -> None:
+    """Measure how well keys and values are predicted by other layers, other tokens and each other (AQUA-KV section 3.1)."""
+    from kvcal.commands.probe import run_probe
+
+    given: dict[str, Any] = dict(locals())
+    found = run_probe(given, note)
+    if json:
+        print_json(found)
+        return
+    rows = found["rows"]
+    columns = ["target", "from", "mean", "same layers", *range(found["layers"])]
+    shown = [
+        [row["target"], " + ".join(row["inputs"]), *map(_cell, [row["mean"], row["mean_common"], *row["layers"]])]
+        for row in rows
+    ]
+    print_table([str(column) for column in columns], shown, title="explained variance: means, and by layer")
+    skipped = ("rows", "probes", "phases")
+    print_table(["what", "value"], [[name, value] for name, value in found.items() if name not in skipped])
+
+
+def _cell(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"

@@ -1,0 +1,288 @@
+"""`kvcal bench`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Windows
+
+from .. import __version__, models
+from ..bench import devices, generation, jetson, measure, memory, paper, schemes
+from ..bench.operation import Operation
+from ..bench.operations import OPERATIONS, TABLES
+from ..bench.rows import Row, compared, read_earlier, to_csv
+from ..bench.schemes import Benched
+from ..bench.target import Target, target
+from ..bench.timing import Clock
+from ..report.plots import check_plot, plot_bench
+from .common import Say
+from .doctor import machine
+
+PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
+GPU_SCHEMES = (
+    "inner-4", "innerq-base", "innerq-hybrid", "innerq-small", "inner-2", "kivi-2", "kivi-2-g128", "squat-2",
+    "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq", "mixkvq-g128",
+)  # fmt: skip
+GENERATION = ("generate", "largest-batch", "longest-generation")
+PROJECTED = ("fused-attention", "innerq-table-4", "largest-batch", "longest-generation")  # where the device is not here
+GROUPS = {"generation": GENERATION, "vqkv-table-3": ("longest-generation",), **TABLES}
+GROUP_SCHEMES = {
+    "innerq-table-5": PAPER_SCHEMES, "innerq-table-6": ("innerq-hybrid",), "mixkvq-table-7": ("mixkvq",),
+    "vqkv-table-3": ("vqkv-4k",),
+}  # fmt: skip
+GROUP_MODEL = {"mixkvq-table-7": "r1-distill-qwen-7b"}
+MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
+
+
+def run_bench(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Measure, or project where the device is not this machine; rows, and how they compare with an earlier file's."""
+    _check_files(o)
+    earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
+    where = target(o["device"])
+    wanted = _wanted(o["operation"], where)
+    model = o["model"] or next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
+    if where.device is None:
+        found = _projected(o, where, model, wanted)
+    else:
+        found = _measured(o, where, model, wanted, say)
+    rows = [row.as_dict() for row in found.pop("rows")]
+    if not rows:
+        raise UsageError("nothing to measure: no operation fits any scheme; the notes above say why")
+    if o["csv"] is not None:
+        _write(o["csv"], to_csv(rows).encode())
+    if o["plot"] is not None:
+        plot_bench(rows, o["plot"])
+    return {
+        "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
+        "compared": None if earlier is None else compared(rows, earlier),
+    }  # fmt: skip
+
+
+def _check_files(o: dict[str, Any]) -> None:
+    if o["plot"] is not None:
+        check_plot(o["plot"])
+    if o["csv"] is not None and not o["csv"].parent.is_dir():
+        raise UsageError(f"--csv {o['csv']}: {o['csv'].parent} is not a folder")
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
+    """Whole numbers from 1, as 512,4096 or 32k; UsageError names the option."""
+    if text is None:
+        return list(default)
+    found = []
+    for part in text.split(","):
+        word = part.strip().lower()
+        scale = 1024 if word.endswith("k") else 1
+        digits = word.removesuffix("k")
+        if not digits.isdecimal() or int(digits) < 1:
+            raise UsageError(f"{option} {text!r}: {part.strip()!r} is not a whole number from 1; as in 1,32 or 4k,32k")
+        found.append(int(digits) * scale)
+    return found
+
+
+def _wanted(given: Sequence[str] | None, where: Target) -> list[str]:
+    """Names of operations, groups resolved; by default the kernel-level ones, or those that can be projected."""
+    known = {**{name: (name,) for name in (*OPERATIONS, *GENERATION)}, **GROUPS}
+    if where.device is None:
+        known |= {name: (name,) for name in PROJECTED}
+    if not given:
+        tables = ["innerq-table-4"] if where.table_4 else []
+        return (
+            [*tables, "fused-attention"]
+            if where.device is None
+            else [n for n, one in OPERATIONS.items() if one.by_default]
+        )
+    found: list[str] = []
+    for name in given:
+        if name not in known:
+            here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
+            raise UsageError(f"--operation {name}: not known; allowed are {', '.join(here)}")
+        found += [one for one in known[name] if one not in found]
+    unable = [name for name in found if name not in PROJECTED]
+    if unable and where.device is None:
+        raise UsageError(
+            f"--operation {unable[0]}: cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is measured "
+            "on a device"
+        )
+    return found
+
+
+def _schemes(o: dict[str, Any], geometry: Any, default: tuple[str, ...]) -> list[Benched]:
+    names, bundles = list(o["preset"] or ()), list(o["bundle"] or ())
+    if not names and not bundles:
+        groups = [GROUP_SCHEMES[name] for name in o["operation"] or () if name in GROUP_SCHEMES]
+        names = list(dict.fromkeys(name for group in groups or [default] for name in group))
+    given = None if o["sink"] is None and o["recent"] is None else _windows(o)
+    return schemes.schemes(names, bundles, geometry, given)
+
+
+def _windows(o: dict[str, Any]) -> Windows:
+    own = schemes.WINDOWS
+    return Windows(
+        own.sink if o["sink"] is None else o["sink"], own.recent if o["recent"] is None else o["recent"], own.block
+    )
+
+
+def _dtype(o: dict[str, Any], default: torch.dtype) -> torch.dtype:
+    return default if o["dtype"] == "auto" else models.to_dtype(o["dtype"])
+
+
+# Projected.
+
+
+def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) -> dict[str, Any]:
+    assert where.profile is not None
+    source = models.resolve(model, o["revision"])
+    geometry = models.geometry(source)
+    own = _schemes(o, geometry, PAPER_SCHEMES)
+    rows: list[Row] = []
+    table_4 = "innerq-table-4" in wanted
+    if table_4:
+        rows += jetson.table_4()
+    if "fused-attention" in wanted:
+        lengths = numbers(o["length"], "--length", paper.LENGTHS)
+        shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
+        for batch, length in shapes:
+            rows += jetson.projected(where.profile, own, geometry, source.name, batch, length)
+    rows += _of_memory(o, wanted, own, geometry, source.name, where)
+    xavier, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
+    unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
+    return {
+        "why_projected": f"this machine is no {where.profile.title}: every figure is projected, none measured",
+        "assumed": jetson.ASSUMED if timed else None,
+        "efficiency": xavier.efficiency, "launch_microseconds": xavier.launch,
+        "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
+        "largest_miss": jetson.largest_miss(rows) if table_4 else None,
+        "profile": {
+            "title": where.profile.title, "capability": ".".join(map(str, where.profile.capability)),
+            "sms": where.profile.sms, "clock_mhz": where.profile.clock, "gb_per_s": where.profile.bandwidth,
+            "memory_gib": where.profile.memory, "triton": where.profile.why_no_triton or f"from {where.profile.least_triton}",
+            "sources": dict(where.profile.sources),
+        },
+        "rows": rows,
+    }  # fmt: skip
+
+
+def _of_memory(
+    o: dict[str, Any], wanted: list[str], own: list[Benched], geometry: Any, model: str, where: Target
+) -> list[Row]:
+    """largest-batch and longest-generation, as far as asked for, from bytes."""
+    if not {"largest-batch", "longest-generation"} & set(wanted):
+        return []
+    gib = o["memory"] or (where.profile.memory if where.profile else None)
+    if gib is None:
+        raise UsageError("largest-batch and longest-generation: on how much memory? give --memory in GiB")
+    every = memory.footprints(geometry, own, _dtype(o, torch.float16))
+    rows: list[Row] = []
+    if "largest-batch" in wanted:
+        for length in numbers(o["length"], "--length", [32768]):
+            rows += memory.projected_batch(model, every, length, gib, where.name)
+    if "longest-generation" in wanted:
+        for batch in numbers(o["batch"], "--batch", [1]):
+            rows += memory.projected_longest(model, every, batch, gib, where.name)
+    return rows
+
+
+# Measured.
+
+
+def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say) -> dict[str, Any]:
+    assert where.device is not None
+    on_gpu = where.device.type == "cuda"
+    source = models.resolve(model, o["revision"])
+    geometry = models.geometry(source)
+    own = _schemes(o, geometry, GPU_SCHEMES if on_gpu else PAPER_SCHEMES)
+    jetson_here = where.profile is not None and where.profile.jetson and on_gpu
+    lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
+    batches = numbers(o["batch"], "--batch", [1] if jetson_here or not on_gpu else [1, 8, 32])
+    shapes = [(batch, length) for batch in batches for length in lengths]
+    clock = Clock(where.device, o["repeats"], o["seconds"])
+    dtype = _dtype(o, torch.float16)
+    kernels: list[Operation] = [OPERATIONS[name] for name in wanted if name in OPERATIONS]
+    rows: list[Row] = []
+    if kernels:
+        rows += measure.rows_of(source.name, geometry, own, kernels, shapes, clock, dtype, where.name, say, o["seed"])
+    rows = _with_shares(rows)
+    if [name for name in wanted if name in GENERATION]:
+        rows += _generation(o, where, wanted, shapes, say)
+    if kernels:
+        clock.read_bandwidth()
+    ceilings = clock.ceilings
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "machine": machine(),
+        "copy_gb_per_s": ceilings["copy"] / 1e9 if "copy" in ceilings else None,
+        "read_gb_per_s": ceilings["read"] / 1e9 if "read" in ceilings else None,
+        "matmul_teraflops": ceilings["matmul"] / 1e12 if "matmul" in ceilings else None,
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "rows": rows,
+    }
+
+
+def _with_shares(rows: list[Row]) -> list[Row]:
+    """MixKVQ's Table 7: where its three operations are there, each one's part of their sum, the paper's beside it."""
+    names = dict(zip(TABLES["mixkvq-table-7"], paper.MIXKVQ_SHARES, strict=True))
+    out = []
+    for row in rows:
+        same = [one for one in rows if (one.batch, one.length) == (row.batch, row.length) and one.operation in names]
+        times = [one.microseconds for one in same if one.scheme in ("none", "mixkvq") and one.microseconds]
+        if (
+            row.operation in names
+            and row.scheme in ("none", "mixkvq")
+            and len(times) == len(names)
+            and row.microseconds
+        ):
+            share, calls = paper.MIXKVQ_SHARES[names[row.operation]]
+            beside = {"paper_share_percent": share, "paper_calls_percent": calls}
+            row = replace(row, more={**row.more, "share_percent": 100 * row.microseconds / sum(times), **beside})
+        out.append(row)
+    return out
+
+
+def _generation(
+    o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], say: Say
+) -> list[Row]:
+    assert where.device is not None
+    on_gpu = where.device.type == "cuda"
+    name = o["model"] or (MODEL if on_gpu else MODEL_CPU)
+    source = models.resolve(name, o["revision"])
+    geometry = models.geometry(source)
+    own = _schemes(o, geometry, PAPER_SCHEMES)
+    rows: list[Row] = []
+    if not on_gpu:  # a CPU has no memory of its own to fill
+        rows += _of_memory(o, wanted, own, geometry, source.name, where)
+    if not on_gpu and "generate" not in wanted:
+        return rows
+    dtype = _dtype(o, torch.bfloat16 if on_gpu else torch.float32)
+    if on_gpu and o["memory"]:
+        total = torch.cuda.get_device_properties(where.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), where.device)
+    say(f"making {source.label} with random weights")
+    model = models.load_model(source, dtype=dtype, device=where.device, random_weights=True, seed=o["seed"]).model
+    every = generation.kinds(model, geometry, own)
+    if "generate" in wanted:
+        say("decode steps from caches filled with random packed data")
+        rows += generation.generate_rows(source.name, model, geometry, every, shapes, where.name)
+    if on_gpu and "largest-batch" in wanted:
+        for length in dict.fromkeys(length for _, length in shapes):
+            say(f"largest batch at {length} tokens")
+            rows += generation.largest_batch_rows(source.name, model, geometry, every, length, where.name)
+    if on_gpu and "longest-generation" in wanted:
+        total = torch.cuda.get_device_properties(where.device).total_memory
+        gib = o["memory"] or total / 2**30
+        say(f"longest generation on {gib:g} GiB")
+        rows += generation.longest_rows(source.name, model, every, 1, gib, where.name)
+    return rows

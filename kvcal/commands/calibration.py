@@ -1,0 +1,91 @@
+"""What the calibrating commands share: a model opened layer by layer, its windows of text, what is told of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import HeavyHitters
+
+from .. import corpus, models
+from ..fit import FitOptions, FitResult, check_output, fit
+from ..methods.base import Method
+from ..workbench import Opened, open_for_fit
+from .common import Say, calibration_windows, check_context, given_selection, text_for
+
+SPILLS = ("device", "cpu", "disk")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A model, and windows of the text `origin` to fit it on.
+
+    options: how to run; seed: of the windows; selection: which tokens a cache of the bundle keeps.
+    """
+
+    opened: Opened
+    text: corpus.Windows
+    origin: str
+    options: FitOptions
+    seed: int
+    say: Say
+    selection: HeavyHitters | None
+
+    @property
+    def length(self) -> int:
+        """Tokens a window."""
+        return int(self.text.train.shape[1])
+
+    def fit(self, method: Method, output: Path, other: corpus.Windows | None = None) -> FitResult:
+        """kvcal.fit.fit with what is known here."""
+        return fit(
+            method, self.opened.source, self.text, output, model_record=self.opened.record,
+            revision=self.opened.revision, device=self.opened.device, seed=self.seed, say=self.say,
+            options=self.options, other=other, selection=self.selection,
+        )  # fmt: skip
+
+    def counts(self) -> dict[str, int]:
+        """For a command's result."""
+        return {
+            "train_windows": len(self.text.train),
+            "holdout_windows": len(self.text.holdout),
+            "length": self.length,
+        }
+
+
+def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, say: Say) -> Calibration:
+    """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
+    output or --spill cannot be.
+    """
+    options, selection = run_options(o), given_selection(o) if "keep" in o else None
+    origin = text_for(o, source, "calibration")
+    say(f"text: {origin}")
+    if output is not None:
+        check_output(output)
+    opened = open_for_fit(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o.get("layerwise", False),
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    text = calibration_windows(o, source, opened.tokenizer, origin)
+    check_context(source, int(text.train.shape[1]), say)
+    return Calibration(opened, text, origin, options, o["seed"], say, selection)
+
+
+def run_options(o: dict[str, Any]) -> FitOptions:
+    """--batch, --spill, --spill-dir and --resume, as far as a command has them."""
+    spill = o.get("spill", "device")
+    if spill not in SPILLS:
+        raise UsageError(f"--spill {spill}: allowed are {', '.join(SPILLS[:-1])} and {SPILLS[-1]}")
+    return FitOptions(o["batch"], spill, o.get("spill_dir"), o.get("resume", True))
+
+
+def written(result: FitResult) -> dict[str, Any]:
+    """The bundle, for a command's result."""
+    return {
+        "bundle": str(result.path),
+        "sha256": result.sha256,
+        "bytes": result.path.stat().st_size,
+        "bits_per_value": round(result.bundle.scheme.bits_per_value(), 4),
+    }

@@ -1,0 +1,94 @@
+"""`kvcal doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import pkgutil
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvcal_kernels
+
+from .. import __version__
+from ..bench import devices
+from ..bench.devices import TRITON_LEAST
+
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python", "optimum-quanto")
+
+
+def run_doctor() -> dict[str, Any]:
+    """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not)."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return {"machine": machine(), "kernels": kernels(capability, version("triton"))}
+
+
+def machine() -> dict[str, Any]:
+    """Versions, device and memory of this machine; None for what it has not."""
+    gpu = torch.cuda.is_available()
+    memory = torch.cuda.mem_get_info() if gpu else None
+    return {
+        "kvcal": __version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "board": devices.board(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "host memory": _gib(host_memory()),
+        "torch built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only",
+        "GPU": torch.cuda.get_device_name() if gpu else None,
+        "compute capability": ".".join(map(str, torch.cuda.get_device_capability())) if gpu else None,
+        "GPU memory": _gib(memory[1]) if memory else None,
+        "GPU memory free": _gib(memory[0]) if memory else None,
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def host_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def kernels(capability: tuple[int, int] | None, triton: str | None) -> list[dict[str, Any]]:
+    """One row a family of kvcal_kernels: whether its own kernels would run on a GPU of that capability, and why (not)."""
+    why_not = blocked(capability, triton)
+    rows = []
+    for family in sorted(one.name for one in pkgutil.iter_modules(kvcal_kernels.__path__) if one.ispkg):
+        own = any((Path(path) / family / "triton.py").is_file() for path in kvcal_kernels.__path__)
+        why = why_not if own else "has no GPU kernel in this version; torch operations run on any device"
+        runs = own and why is None
+        reason = f"Triton {triton}" if runs else f"{why}" + ("; the reference in torch runs instead" if own else "")
+        rows.append({"kernel": family, "runs": runs, "why": reason})
+    return rows
+
+
+def blocked(capability: tuple[int, int] | None, triton: str | None) -> str | None:
+    """Why no Triton kernel runs with this GPU and this Triton; None if they do."""
+    if capability is None:
+        return "no CUDA GPU"
+    if triton is None:
+        return "triton is not installed"
+    if capability < TRITON_LEAST:
+        least = ".".join(map(str, TRITON_LEAST))
+        return f"compute capability {capability[0]}.{capability[1]}: Triton supports {least} and up"
+    needed = next((one.least_triton for one in devices.DEVICES.values() if one.capability == capability), "3.6")
+    if _parts(triton) < _parts(needed):
+        return f"triton {triton}: compute capability {capability[0]}.{capability[1]} needs {needed}"
+    return None
+
+
+def _parts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])

@@ -1,0 +1,113 @@
+"""`kvcal probe`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from dataclasses import asdict
+from typing import Any
+
+from kvcal_artifacts.bundle import write_atomically
+from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import FRAMES
+
+from .. import __version__, models
+from ..capture import Capture, default_batch
+from ..compare import Ledger
+from ..fit import check_output
+from ..probe import Probe, Settings, measure, paper_probes, table
+from ..report.timing import PhaseTimer
+from ..spill import SpillStore
+from .calibration import Calibration, prepare
+from .common import Say
+
+WINDOWS, HOLDOUT = (
+    32,
+    8,
+)  # of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32
+
+
+def probe_settings(o: dict[str, Any]) -> Settings:
+    if o["frame"] not in FRAMES:
+        raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
+    probes = tuple(Probe.parse(text) for text in o["probe"] or ()) or paper_probes()
+    return Settings(probes, o["frame"], o["ridge"], o["sink"])
+
+
+def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> a row a probe, with its explained variance in every layer."""
+    started = time.monotonic()
+    settings = probe_settings(o)
+    if o["plot"] is not None:
+        from ..report.plots import check_plot
+
+        check_plot(o["plot"])
+    if o["csv"] is not None:
+        check_output(o["csv"])
+    source = models.resolve(o["model"], o["revision"])
+    counts: dict[str, int] = {}
+    if source.kind == "embedded" and o["windows"] is None:
+        counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
+    of = prepare(o | counts, source, o["output"], say)
+    ledger = Ledger(o["output"], _everything(o, settings, of))
+    known = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
+    if known:
+        say(f"{len(known)} layers are in {o['output']} already")
+    timer = PhaseTimer(of.opened.device)
+    _run(settings, of, ledger, timer)
+    layers = {row["layer"]: row["explained_variance"] for row in ledger.rows.values()}
+    rows = table(settings, layers)
+    found = {
+        **ledger.settings, "rows": rows, "layers": len(layers), "resumed_layers": len(known),
+        "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
+    }  # fmt: skip
+    if o["csv"] is not None:
+        write_atomically(o["csv"], as_csv(rows).encode())
+    if o["plot"] is not None:
+        from ..report.plots import plot_probes
+
+        plot_probes(rows, f"{o['model']}, keys {settings.frame}", o["plot"])
+    return found | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
+
+
+def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer) -> None:
+    """The layers that the ledger lacks, each into it as soon as it is measured."""
+    import torch
+
+    opened, options = of.opened, of.options
+    known = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
+    ids = torch.cat([of.text.train, of.text.holdout])
+    spilled: dict[str, Any] = {"device": opened.device, "spill_dir": options.spill_dir}
+    with Capture(opened.source, ids, batch=options.batch, hidden=options.spill, timer=timer, **spilled) as capture:
+        if len(known) < len(capture):
+            measure(
+                settings, capture, len(of.text.train), known,
+                lambda layer, scores: ledger.add(str(layer), {"layer": layer, "explained_variance": scores}),
+                stores=lambda shape: SpillStore(
+                    shape, capture.dtype, where=options.spill, label="keys and values", **spilled
+                ),
+            )  # fmt: skip
+
+
+def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[str, Any]:
+    """All that the figures depend on, as JSON has it."""
+    own = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
+    opened, text = of.opened, of.text
+    return {
+        "version": __version__, "model": o["model"], "revision": opened.revision, "random_weights": opened.random_weights,
+        "dtype": str(opened.source.model.dtype).removeprefix("torch."), "device": opened.device.type,
+        "batch": o["batch"] or default_batch(of.length, opened.device), "seed": o["seed"], "text": text.source,
+        "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **own,
+    }  # fmt: skip
+
+
+def as_csv(rows: list[dict[str, Any]]) -> str:
+    """A line a probe and layer, then its means; what does not exist is left out."""
+    made = io.StringIO()
+    out = csv.writer(made, lineterminator="\n")
+    out.writerow(["target", "inputs", "layer", "explained_variance"])
+    for row in rows:
+        scores = [*enumerate(row["layers"]), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
+        out.writerows([row["target"], "+".join(row["inputs"]), layer, x] for layer, x in scores if x is not None)
+    return made.getvalue()

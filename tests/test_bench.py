@@ -1,0 +1,613 @@
+"""`kvcal bench` and `kvcal doctor`: projections against the paper, measured rows on a CPU, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from architectures import TINY
+from kvcal.bench import (
+    devices,
+    filled,
+    generation,
+    jetson,
+    kernels,
+    layer,
+    measure,
+    memory,
+    operation,
+    operations,
+    paper,
+    peers,
+    roofline,
+    rows,
+    schemes,
+    target,
+    timing,
+)
+from kvcal.bench.layer import Case
+from kvcal.bench.operation import Operation
+from kvcal.bench.operations import OPERATIONS
+from kvcal.bench.timing import Clock
+from kvcal.catalogue import CATALOGUE, Geometry
+from kvcal.commands import bench as command
+from kvcal.commands import doctor
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.errors import UsageError
+from models_fixture import Done, kvcal
+
+CPU = torch.device("cpu")
+SMALL = replace(CATALOGUE["tiny"].geometry, heads=4, kv_heads=2, head_dim=32, hidden=64, intermediate=96)
+LENGTH = 200  # two blocks of 32 behind a sink of 32 and a recent window of 96
+STABLE = [
+    "operation", "scheme", "model", "batch", "length", "microseconds", "stored_bits", "fraction_of_copy", "ratio_to_fp16",
+    "fp16_backend", "projected",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ceilings from small buffers, and nothing kept from one test to the next."""
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
+    yield
+    layer.fill.cache_clear()
+
+
+def case(
+    name: str, batch: int = 2, length: int = LENGTH, geometry: Geometry = SMALL, dtype: torch.dtype = torch.float32
+) -> Case:
+    return Case(schemes.named(name, geometry), geometry, batch, length, CPU, dtype)
+
+
+# Projections.
+
+
+@pytest.fixture(scope="module")
+def table_4() -> list[rows.Row]:
+    return jetson.table_4()
+
+
+def test_fp16_totals_of_table_4_are_within_5_percent(table_4: list[rows.Row]) -> None:
+    totals = {row.length: row for row in table_4 if row.scheme == "fp16" and row.operation.endswith("total")}
+    assert list(totals) == list(paper.LENGTHS)
+    for length, row in totals.items():
+        reported = paper.TABLE_4["fp16"]["total"][paper.LENGTHS.index(length)]
+        fitted = length in (1024, 16384)
+        assert row.more["used_for_fit"] == fitted
+        assert row.microseconds == pytest.approx(reported, rel=1e-9 if fitted else 0.05)
+
+
+def test_the_fit_is_plausible_for_the_board() -> None:
+    machine = jetson.fitted()
+    assert 0.9 < machine.efficiency < 1
+    assert 0 < machine.launch < 10
+
+
+def test_table_4_is_complete_and_adds_up(table_4: list[rows.Row]) -> None:
+    assert len(table_4) == 6 * 3 * 7
+    assert all(row.projected for row in table_4)
+    cells = {(row.scheme, row.operation.split()[-1], row.length): row for row in table_4}
+    for scheme, parts in paper.TABLE_4.items():
+        for i, length in enumerate(paper.LENGTHS):
+            k, v, total = (cells[scheme, part, length] for part in paper.PARTS)
+            assert k.microseconds + v.microseconds == pytest.approx(total.microseconds)  # type: ignore[operator]
+            assert parts["K"][i] + parts["V"][i] == pytest.approx(parts["total"][i], abs=2)  # as printed in the paper
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "rate"),
+    [("fp16", "K", 58.4), ("innerq-base", "K", 39.4), ("innerq-small", "V", 25.5), ("kivi-2", "K", 23.7)],
+)
+def test_implied_bandwidths(table_4: list[rows.Row], scheme: str, part: str, rate: float) -> None:
+    """The figures that the project's notes computed by hand from the paper."""
+    row = next(r for r in table_4 if (r.scheme, r.operation.split()[-1], r.length) == (scheme, part, 32768))
+    assert row.more["paper_gb_per_s"] == pytest.approx(rate, rel=0.01)
+
+
+def test_sharing_reads_a_quarter(table_4: list[rows.Row]) -> None:
+    launch = jetson.fitted().launch
+    for row in table_4:
+        launches = 2 if row.operation.endswith("total") else 1
+        reading = row.microseconds - launches * launch  # type: ignore[operator]
+        assert row.more["shared_microseconds"] - launches * launch == pytest.approx(reading / 4)
+
+
+def test_bits_come_from_the_codecs(table_4: list[rows.Row]) -> None:
+    bits = {row.scheme: row.stored_bits for row in table_4 if row.operation.endswith("total")}
+    assert bits == {
+        "fp16": 16, "kivi-2": 3, "turboquant-4-3": 3.625, "innerq-base": 3.5, "innerq-hybrid": 3.25, "innerq-small": 3,
+    }  # fmt: skip
+
+
+def test_a_roofline_takes_the_slower_of_bytes_and_instructions() -> None:
+    machine = roofline.Machine(devices.device("jetson-orin-nano"), 1.0, 5.0)
+    assert machine.time(68e3) == pytest.approx(5 + 1)  # 68 GB/s
+    rate = machine.device.issue_rate
+    assert rate == 8 * 128 * 625e6
+    assert machine.time(68e3, elements=rate / 1e6, instructions=3) == pytest.approx(5 + 3)
+    assert machine.implied(68e3, 6.0) == pytest.approx(68)
+
+
+def test_ours_are_projected_on_the_orin_nano_and_refused_on_the_xavier() -> None:
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = [schemes.named("innerq-base", geometry)]
+    full, ours = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, "m", 1, 32768)
+    assert full.projected and ours.projected
+    tokens = (32768 - 128) // 32 * 32
+    assert ours.bytes == 2 * 8 * 128 * (tokens * 3.5 + (32768 - tokens) * 16) / 8
+    assert ours.ratio_to_fp16 == pytest.approx(full.microseconds / ours.microseconds)  # type: ignore[operator]
+    full, refused = jetson.projected(devices.device("jetson-xavier-nx"), own, geometry, "m", 1, 4096)
+    assert full.microseconds is not None
+    assert refused.microseconds is None
+    assert "7.2" in str(refused.refused)
+
+
+def test_every_fact_of_a_device_has_a_source() -> None:
+    for device in devices.DEVICES.values():
+        assert {"sms", "clock", "bandwidth", "memory"} <= set(device.sources)
+        assert all(device.sources.values())
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("NVIDIA Jetson Orin Nano Developer Kit", "jetson-orin-nano"),
+        ("NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super", "jetson-orin-nano-super"),
+        ("NVIDIA Jetson Xavier NX Developer Kit", "jetson-xavier-nx"),
+        ("Jetson-AGX", "jetson-agx-xavier"),
+        ("NVIDIA Jetson AGX Orin Developer Kit", "jetson-agx-orin"),
+        ("NVIDIA Jetson AGX Thor Developer Kit", "jetson-thor"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_machines_are_recognised(called: str, name: str | None) -> None:
+    found = devices.recognised(called)
+    assert (found and found.name) == name
+
+
+def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").write_text("NVIDIA Jetson Orin Nano Developer Kit\0")
+    monkeypatch.setattr(devices, "BOARD", tmp_path / "model")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="its torch has no CUDA"):
+        target.target("jetson")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = target.target("jetson")
+    assert (found.name, found.device) == ("jetson-orin-nano", torch.device("cuda"))
+
+
+# Measured.
+
+
+def clock(seconds: float = 0.0) -> Clock:
+    return Clock(CPU, repeats=3, seconds=seconds)
+
+
+def measured(names: list[str], which: list[str], **shape: Any) -> list[dict[str, Any]]:
+    found = measure.rows_of(
+        "small", SMALL, [schemes.named(name, SMALL) for name in names], [OPERATIONS[name] for name in which],
+        [(shape.get("batch", 2), shape.get("length", LENGTH))], clock(), torch.float32, "cpu", lambda line: None,
+    )  # fmt: skip
+    return [row.as_dict() for row in found]
+
+
+SCHEMES = [
+    "innerq-hybrid", "kivi-2", "turboquant-4-3", "higgs-2", "squat-2", "aqua-kv-2", "fp8", "inner-4",
+    "inner-3-symmetric+kivi-2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_operation_of_a_scheme_passes_its_check(name: str) -> None:
+    for found in measured([name], ["decode-then-attend", "quantise", "append", "reconstruct", "quantise-step"]):
+        if found["operation"] == "decode-attention":
+            continue
+        assert found["refused"] is None
+        assert found["scheme"] == name
+        assert found["microseconds"] > 0
+        assert found["fraction_of_copy"] > 0
+        assert not found["projected"]
+        assert list(found)[: len(STABLE)] == STABLE
+        compares = found["operation"] == "decode-then-attend"
+        assert (found["ratio_to_fp16"] is not None) == compares == (found["fp16_backend"] is not None)
+
+
+@pytest.mark.parametrize("name", ["mixkvq", "kivi-2-g128", "squat-2-g128", "mixkvq-g128", "vqkv-256"])
+def test_schemes_of_long_blocks(name: str) -> None:
+    found = measured([name], ["decode-then-attend", "reconstruct"], batch=1, length=300)
+    assert [row["refused"] for row in found if row["scheme"] == name] == [None, None]
+
+
+def test_the_ratio_is_to_the_fastest_peer() -> None:
+    found = measured(["kivi-2"], ["decode-then-attend"])
+    peer = min((r for r in found if r["scheme"] == "fp16" and r["microseconds"]), key=lambda r: r["microseconds"])
+    ours = found[-1]
+    assert ours["fp16_backend"] == peer["path"]
+    assert ours["ratio_to_fp16"] == pytest.approx(peer["microseconds"] / ours["microseconds"])
+    assert peer["ratio_to_fp16"] == 1
+
+
+def test_bytes_are_what_the_cache_would_hold() -> None:
+    """Two packed blocks of three bits with float16 scales, and the rest of 200 tokens in the model's dtype."""
+    one = case("innerq-base", batch=2)
+    held = layer.fill(one)
+    values = 2 * 2 * 2 * 32  # rows, keys and values, heads, head_dim
+    assert held.packed_bytes == values * 64 * 3.5 / 8
+    assert held.window_bytes == values * (200 - 64) * 4
+    assert OPERATIONS["decode-then-attend"].build(one).bytes == held.packed_bytes + held.window_bytes
+
+
+def test_rows_of_a_batch_are_packed_alike_alone_and_together() -> None:
+    one = layer.fill(case("mixkvq", batch=2, length=300))
+    again = one.encoded(one.raw)
+    for role in (0, 1):
+        assert all(operation.same(again[role][name], one.packed[role][name]) for name in again[role])
+
+
+def test_no_figure_where_the_check_fails() -> None:
+    def build(given: Case) -> operation.Prepared:
+        good = kernels.decode_then_attend(given)
+        queries = given.queries()
+        return replace(good, check=lambda: peers.wrong(queries * 1.5, queries, *layer.fill(given).materialised()))
+
+    broken = Operation("broken", "", build, peer="attention")
+    found = measure.rows_of(
+        "small", SMALL, [schemes.named("kivi-2", SMALL)], [broken], [(1, LENGTH)], clock(), torch.float32, "cpu",
+        lambda line: None,
+    )[-1]  # fmt: skip
+    assert found.microseconds is None and found.fraction_of_copy is None and found.ratio_to_fp16 is None
+    assert "check failed" in str(found.refused)
+
+
+def test_a_wrong_packing_is_seen() -> None:
+    held = layer.fill(case("kivi-2"))
+    assert operation.misencoded(held) is None
+    held.packed[0]["codes"] = held.packed[0]["codes"] ^ 1
+    assert "differs" in str(operation.misencoded(held))
+
+
+def test_attention_in_plain_products_is_attention() -> None:
+    one = case("kivi-2")
+    queries, keys, values = one.queries(3), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
+    wanted = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+    torch.testing.assert_close(peers.attention(queries, keys, values), wanted, atol=1e-5, rtol=1e-5)
+    assert peers.wrong(wanted, queries, keys, values) is None
+    assert peers.wrong(wanted + 1e-4, queries, keys, values) is not None
+    assert peers.wrong(wanted * float("nan"), queries, keys, values) is not None
+
+
+def test_the_median_is_of_times_and_not_of_luck(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Clock(CPU, repeats=5, seconds=100)
+    times = iter([9.0, 1.0, 2.0, 3.0, 1000.0])
+    monkeypatch.setattr(Clock, "_once", lambda self, run: next(times))
+    assert own.time(lambda: None) == timing.Timed(3.0, 1.0, 1000.0, 5)
+
+
+def test_nothing_packed_is_left_out_and_said() -> None:
+    notes: list[str] = []
+    found = measure.rows_of(
+        "small", SMALL, [schemes.named("kivi-2", SMALL)], [OPERATIONS["quantise"]], [(1, 100)], clock(), torch.float32,
+        "cpu", notes.append,
+    )  # fmt: skip
+    assert found == []
+    assert "needs more than 159 tokens" in notes[-1]
+
+
+def test_parts_of_table_5() -> None:
+    found = measured(["innerq-small"], list(operations.TABLES["innerq-table-5"]), batch=1)
+    assert [row["paper_microseconds"] for row in found] == [17.3, 0.9, 18.2]
+    keys, values, both = (row["bytes"] for row in found)
+    assert keys + values == pytest.approx(both, abs=1)
+    assert all(row["refused"] is None and row["microseconds"] > 0 for row in found)
+
+
+def test_fused_attention_is_left_out_with_the_reason() -> None:
+    notes: list[str] = []
+    which = [OPERATIONS["fused-attention"]]
+    own = [schemes.named(name, SMALL) for name in ("inner-4", "higgs-2")]
+    found = measure.rows_of("small", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", notes.append)
+    assert [row.scheme for row in found if row.scheme != "fp16"] == []
+    assert all("needs a CUDA GPU" in note or "no fused attention" in note for note in notes[-2:])
+
+
+INTERPRETED = """
+from dataclasses import replace
+import torch
+from kvcal.bench import fused, schemes
+from kvcal.bench.layer import Case
+from kvcal.catalogue import CATALOGUE
+geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=64)
+for name in ("kivi-2", "innerq-hybrid-plain"):
+    case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
+    print(fused.refuses_fused(case), fused.fused_attention(case).check())
+"""
+
+
+@pytest.mark.skipif(find_spec("kvcal_kernels.attention") is None, reason="no fused attention kernel in this version")
+def test_fused_attention_in_the_interpreter_passes_its_check() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["None None", "None None"]
+
+
+def test_hybrid_shares_are_what_they_are_named_after() -> None:
+    for found in measured(["innerq-hybrid"], ["hybrid-99", "hybrid-50", "hybrid-1"]):
+        assert found["symmetric_percent"] == pytest.approx(float(found["operation"].split("-")[1]), abs=5)
+        assert found["refused"] is None
+
+
+def test_mixkvq_shares_add_up() -> None:
+    found = measured(["mixkvq"], list(operations.TABLES["mixkvq-table-7"]), length=300)
+    rebuilt = [rows.Row(**{k: v for k, v in row.items() if k in rows.Row.__dataclass_fields__}) for row in found]
+    shares = [row.more["share_percent"] for row in command._with_shares(rebuilt) if "share_percent" in row.more]
+    assert len(shares) == 3
+    assert sum(shares) == pytest.approx(100)
+
+
+# Whole models.
+
+
+LLAMA: Any = TINY["llama"]()
+GEOMETRY = Geometry.from_config(LLAMA.config.to_dict())
+
+
+@pytest.mark.parametrize("name", ["innerq-base", "mixkvq", "aqua-kv-2", "squat-pre-2"])
+def test_a_filled_cache_goes_on_generating(name: str) -> None:
+    one = schemes.named(name, GEOMETRY)
+    own = one.windows
+    length = own.sink + own.recent + 3 * own.block - 2  # two blocks; the third is due two tokens later
+    with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache, torch.no_grad():
+        assert isinstance(cache, KVCalCache)
+        assert cache.get_seq_length() == length
+        assert cache.ledger.blocks.tolist() == [2, 2]
+        if not one.codecs.key.ragged and not one.codecs.needs:
+            assert cache.bits_per_value() == pytest.approx(one.stored_bits)
+        for _ in range(3):
+            logits = LLAMA(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache).logits
+            assert bool(logits.isfinite().all())
+        assert cache.ledger.blocks.tolist() == [3, 3]
+
+
+def test_generation_rows() -> None:
+    geometry, tiny = GEOMETRY, LLAMA
+    every = generation.kinds(tiny, geometry, [schemes.named("kivi-2", geometry)])
+    found = generation.generate_rows("tiny", tiny, geometry, every, [(2, 200)], "cpu")
+    full, ours = [row for row in found if row.path in ("DynamicCache", "reference: decode, then the model's attention")]
+    assert full.ratio_to_fp16 == 1
+    assert ours.more["tokens_per_second"] == pytest.approx(2e6 / ours.microseconds)  # type: ignore[operator]
+    assert ours.more["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "start", "step"), [(0, 1, 1), (1, 1, 1), (5, 1, 1), (1000, 1024, 256), (70000, 1024, 256)]
+)
+def test_the_search_for_the_largest(limit: int, start: int, step: int) -> None:
+    assert generation.largest(lambda n: n <= limit, start, step) == limit // step * step
+
+
+def test_a_memory_is_filled_and_not_more() -> None:
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    every = memory.footprints(geometry, [schemes.named("innerq-base", geometry)], torch.float32)
+    size, weights = 40 * 2**30, geometry.parameters * 4
+    full, ours = (row.length for row in memory.projected_longest("m", every, 1, 40, "x"))
+    assert full == (size - weights) // (2 * 32 * 8 * 128 * 4)
+    for one, length in zip(every, (full, ours), strict=True):
+        assert one.fixed + one.row(length) <= size < one.fixed + one.row(length + 1)
+    rows_at_32k = [row.batch for row in memory.projected_batch("m", every, 32768, 40, "x")]
+    for one, batch in zip(every, rows_at_32k, strict=True):
+        assert one.fixed + batch * one.row(32768) <= size < one.fixed + (batch + 1) * one.row(32768)
+    paper_like = memory.projected_longest("llama-3.1-8b", every, 1, 40, "x")[0]
+    assert paper_like.more["paper_longest"] == 25841
+    assert "weights and constants alone" in str(memory.projected_longest("m", every, 1, 8, "x")[0].refused)
+
+
+def test_a_footprint_is_what_the_cache_holds() -> None:
+    """Of a cache with as many tokens exact as it can have."""
+    one = schemes.named("innerq-base", GEOMETRY)
+    own = one.windows
+    length = own.sink + own.recent + 4 * own.block - 1
+    with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache:
+        wanted = 2 * memory.footprints(GEOMETRY, [one], torch.float32)[1].row(length)
+        assert cache.nbytes("packed") + cache.nbytes("window") == wanted
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def projected() -> Done:
+    return kvcal("bench", "--device", "jetson")
+
+
+def test_jetson_elsewhere_projects_and_every_line_says_so(projected: Done) -> None:
+    assert projected.code == 0, projected.err
+    assert "none measured" in projected.err
+    figures = [line for line in projected.out.splitlines() if any(c.isdigit() for c in line)]
+    headings = ("part ", "operation ")  # of columns
+    lines = [line for line in figures if not line.startswith(headings)]
+    assert len(lines) > 18 + 18 + 6 + 42
+    assert all("projected" in line for line in lines)
+    assert "4638 | 4638" in projected.out
+    assert "jetson-orin-nano" in projected.out
+
+
+def test_the_projection_needs_no_device_and_is_the_same_every_time() -> None:
+    first, second = (kvcal("bench", "--device", "jetson", "--json") for _ in range(2))
+    assert first.out == second.out
+    assert all(row["projected"] for row in first.json["rows"])
+    assert first.json["largest_miss"] < 0.05
+
+
+def test_one_projection_alone() -> None:
+    found = kvcal(
+        "bench", "--device", "jetson-orin-nx", "-o", "fused-attention", "-p", "inner-4", "--length", "4k", "--json"
+    ).json["rows"]
+    assert [(row["operation"], row["scheme"], row["device"]) for row in found] == [
+        ("decode-attention", "fp16", "jetson-orin-nx"), ("fused-attention", "inner-4", "jetson-orin-nx"),
+    ]  # fmt: skip
+    table = kvcal("bench", "--device", "h200", "-o", "innerq-table-4", "--json").json["rows"]
+    assert {row["device"] for row in table} == {"jetson-xavier-nx"}
+
+
+def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
+    shape = ["--model", "qwen2.5-0.5b", "--length", "200", "--batch", "1", "--repeats", "3", "--seconds", "0"]
+    options = [*shape, "-p", "kivi-2", "-o", "decode-then-attend", "--device", "cpu", "--json"]
+    done = kvcal("bench", *options, "--csv", tmp_path / "rows.csv", "--plot", tmp_path / "rows.png")
+    assert done.code == 0, done.err
+    found = done.json
+    assert found["device"] == "cpu" and not found["projected"] and found["copy_gb_per_s"] > 0
+    assert all(list(row)[: len(STABLE)] == STABLE for row in found["rows"])
+    written = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [row["path"] for row in written] == [row["path"] for row in found["rows"]]
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "earlier.json").write_text(done.out)
+    again = kvcal("bench", *options, "--compare", tmp_path / "earlier.json")
+    assert again.code == 0, again.err
+    ours = next(row for row in again.json["compared"] if row["scheme"] == "kivi-2")
+    assert ours["times_as_fast"] == pytest.approx(ours["earlier"] / ours["now"])
+
+
+def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
+    bundle = tmp_path / "own.kvcal.safetensors"
+    made = kvcal("preset", "innerq-base", "--model", "tiny", "--config-only", "--output", bundle)
+    assert made.code == 0, made.err
+    done = kvcal(
+        "bench", "--model", "tiny", "-b", bundle, "-o", "reconstruct", "--length", "200", "--repeats", "3", "--seconds", "0",
+        "--device", "cpu", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [(row["scheme"], row["refused"]) for row in done.json["rows"]] == [("own", None)]
+    other = kvcal("bench", "--model", "llama-3.1-8b", "-b", bundle, "-o", "reconstruct", "--device", "cpu")
+    assert other.code == 2
+    assert "--model has 8 of 128" in other.complaint
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--device", "jetson-nano-2"], "no such device; did you mean"),
+        (["--device", "tpu"], "allowed are auto, cpu, cuda, jetson"),
+        (["--device", "cuda"], "not usable here"),
+        (["--device", "jetson", "-o", "quantise"], "cannot be projected for jetson-orin-nano"),
+        (["--device", "jetson", "-o", "no-such"], "allowed are fused-attention, largest-batch, longest-generation"),
+        (["-o", "innerq-table-4"], "--operation innerq-table-4: not known"),
+        (["-o", "quantize"], "--operation quantize: not known; allowed are decode-then-attend, fused-attention"),
+        (["-p", "no-such"], "scheme 'no-such' is not known; allowed are"),
+        (["-p", "kivi-2+no-such"], "codec 'no-such' is not known"),
+        (["-p", "kivi-2", "-p", "kivi-2"], "two schemes would be called 'kivi-2'"),
+        (["--length", "4q"], "'4q' is not a whole number from 1"),
+        (["--batch", "0"], "'0' is not a whole number from 1"),
+        (["--length", "64", "-p", "kivi-2", "-o", "quantise"], "nothing to measure"),
+        (["--csv", "/no/such/folder/x.csv"], "is not a folder"),
+        (["--plot", "x.pdf"], "must end in .png"),
+        (["--compare", "/no/such/file"], "cannot be read"),
+        (["--model", "no-such-model"], "unknown model"),
+        (["--model", "tiny", "-o", "longest-generation"], "on how much memory?"),
+    ],
+)
+def test_odd_input_is_one_line(options: list[str], said: str) -> None:
+    if options[1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = kvcal("bench", *([] if "--device" in options else ["--device", "cpu"]), *options)
+    lines = [line for line in done.err.splitlines() if line.startswith("kvcal: ")]
+    assert done.code in (2, 5)
+    assert done.out == ""
+    assert len(lines) == 1 and said in lines[0], done.err
+
+
+def test_plots_of_projections(tmp_path: Path) -> None:
+    done = kvcal("bench", "--device", "jetson", "--length", "1k,2k", "--plot", tmp_path / "a.png")
+    assert done.code == 0, done.err
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"rows": [{"a": 1}]}', "no"])
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(UsageError, match="--compare"):
+        rows.read_earlier(tmp_path / "x.json")
+
+
+# The doctor.
+
+
+def test_doctor_names_versions_and_every_kernel() -> None:
+    plain, found = kvcal("doctor"), kvcal("doctor", "--json").json
+    assert plain.code == 0, plain.err
+    assert found["machine"]["torch"] == torch.__version__ or torch.__version__.startswith(found["machine"]["torch"])
+    named = {row["kernel"]: row for row in found["kernels"]}
+    assert {"hadamard", "lattice", "packing", "vq"} <= set(named)
+    assert all(f"kernel {name}: " in plain.out for name in named)
+    if not torch.cuda.is_available():
+        assert not named["vq"]["runs"]
+        assert "no CUDA GPU" in named["vq"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "why"),
+    [
+        (None, "3.7.1", "no CUDA GPU"),
+        ((9, 0), None, "triton is not installed"),
+        ((7, 2), "3.7.1", "compute capability 7.2: Triton supports 8.0 and up"),
+        ((11, 0), "3.7.1", "needs 3.9"),
+        ((11, 0), "3.9.0", None),
+        ((8, 7), "3.6.0+git1", None),
+        ((9, 0), "3.10.0", None),
+    ],
+)
+def test_why_kernels_do_not_run(capability: tuple[int, int] | None, triton: str | None, why: str | None) -> None:
+    found = doctor.blocked(capability, triton)
+    assert (found is None) == (why is None)
+    assert why is None or why in str(found)
+
+
+def test_bench_help_imports_no_torch() -> None:
+    script = (
+        "import sys\nfrom kvcal.cli.app import main\nsys.argv = ['kvcal', 'bench', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.strip().endswith("False")
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
+    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    own = [schemes.named(name, geometry) for name in ("innerq-hybrid", "mixkvq", "squat-2", "aqua-kv-2", "vqkv-256")]
+    which = [operation for operation in OPERATIONS.values() if operation.by_default]
+    on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
+    found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, dtype, "gpu", lambda line: None)
+    ours = [row for row in found if row.scheme != "fp16"]
+    assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
+    assert any(row.scheme == "fp16" and row.microseconds for row in found)
+
+
+@pytest.mark.gpu
+def test_generation_on_a_gpu() -> None:
+    model = TINY["llama"]().to("cuda", torch.bfloat16)
+    own = [schemes.named(name, GEOMETRY) for name in ("innerq-base", "mixkvq", "aqua-kv-2")]
+    every = generation.kinds(model, GEOMETRY, own)
+    found = generation.generate_rows("llama", model, GEOMETRY, every, [(2, 400)], "gpu")
+    assert all(row.microseconds and row.more["peak_bytes"] > 0 for row in found)
+    assert generation.fits(model, every[1].maker, 1, 400)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""The contract every command keeps: walks the commands of the program and gives each option it has something odd.
+
+Whatever is wrong is one line on stderr, a documented exit code, nothing on stdout, and no file, before any long work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from kvcal.cli.app import app
+from kvcal.cli.failure import EXIT_CODES
+from models_fixture import SUFFIX, Done, kvcal, write_model, write_text
+
+ROOT_COMMAND: Any = typer.main.get_command(app)
+every_command = pytest.mark.parametrize("name", ROOT_COMMAND.commands)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a text, and a bundle for the model."""
+    base = tmp_path_factory.mktemp("commands")
+    write_model(base / "model", 4)
+    write_text(base / "words.txt")
+    done = kvcal("preset", "kivi-2", "--model", base / "model", "--output", base / f"kivi{SUFFIX}")
+    assert done.code == 0, done.err
+    fit = ["--windows", "4", "--length", "68", "--block", "8", "--factors", "pair", "--output", base / f"norms{SUFFIX}"]
+    done = kvcal("fit-norms", "--model", base / "model", "--text", base / "words.txt", *fit)
+    assert done.code == 0, done.err
+    return base
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """Every long option of a command, and what it is."""
+    return {o: p for p in ROOT_COMMAND.commands[name].params for o in p.opts if o.startswith("--")}
+
+
+def having(option: str) -> list[str]:
+    return [name for name in ROOT_COMMAND.commands if option in options_of(name)]
+
+
+def needed(name: str, base: Path, folder: Path) -> list[str]:
+    """What the command cannot do without, all of it good, and the small model and text if it takes any."""
+    given = {
+        "bundle": base / f"kivi{SUFFIX}", "keys": base / f"kivi{SUFFIX}", "values": base / f"kivi{SUFFIX}",
+        "name": "kivi-2", "prompt": "a", "output": folder / "made", "preset": "kivi-2",
+    }  # fmt: skip
+    arguments: list[str] = []
+    given |= {"bundle": base / f"norms{SUFFIX}"} if name == "fold" else {}
+    for parameter in ROOT_COMMAND.commands[name].params:
+        if parameter.required or (name in ("generate", "compare") and parameter.name == "preset"):
+            arguments += ([parameter.opts[-1]] if parameter.opts[0].startswith("-") else []) + [
+                str(given[parameter.name])
+            ]
+    for option, value in (("--model", base / "model"), ("--text", base / "words.txt"), ("--objective", "attention")):
+        if option in options_of(name):
+            arguments += [option, str(value)]
+    return arguments
+
+
+def refused(done: Done, *parts: str) -> None:
+    lines = [line for line in done.err.splitlines() if line.startswith(("kvcal: ", "Error: "))]
+    assert done.code in EXIT_CODES and done.code not in (0, 130), (done.code, done.out, done.err)
+    assert len(lines) == 1 and lines[0] == done.err.splitlines()[-1], done.err
+    assert "--debug" not in lines[0], "an error that nobody foresaw"
+    assert done.out == ""
+    for part in parts:
+        assert part in lines[0]
+
+
+@every_command
+def test_every_command_prints_json_on_request(name: str) -> None:
+    assert "--json" in options_of(name)
+
+
+ODD: dict[str, tuple[str, tuple[str, ...]]] = {  # option -> a value, what the line says
+    "--model": ("lama-3.2-3b", ("unknown model", "did you mean llama-3.2-3b")),
+    "--device": ("abacus", ("abacus", "allowed are cpu")),
+    "--dtype": ("int4", ("int4", "float32")),
+    "--revision": ("main", ("only models on the hub have revisions",)),
+    "--spill": ("tape", ("tape", "allowed are device")),
+    "--frame": ("mid_rope", ("mid_rope", "pre_rope")),
+    "--keys": ("gzip", ("gzip",)),
+    "--values": ("gzip", ("gzip",)),
+    "--preset": ("gzip", ("gzip", "allowed are")),
+    "--trainer": ("gzip", ("gzip", "allowed are")),
+    "--objective": ("beauty", ("beauty", "allowed are")),
+    "--keep": ("2", ("--keep 2",)),
+    "--max-bits": ("nan", ("--max-bits",)),
+    "--block": ("0", ("--block",)),
+    "--sink": ("-1", ("--sink",)),
+    "--batch": ("0", ("--batch",)),
+    "--length": ("1", ("--length",)),
+    "--seed": ("-1", ("--seed",)),
+    "--group": ("7", ("7", "must divide")),
+    "--plot": ("front.gif", ("--plot front.gif: must end in .png",)),
+    "--recipe": ("none.toml", ("none.toml",)),
+    "--bundle": ("none", ("none",)),
+}
+PAIRS = [(name, option) for option in ODD for name in having(option)]
+
+
+@pytest.mark.parametrize(("name", "option"), PAIRS)
+def test_an_odd_value_is_one_line(
+    name: str, option: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    value, parts = ODD[option]
+    if name == "compare" and option in ("--keys", "--values"):
+        parts = ("--keys and --values go together",)
+    refused(kvcal(name, *needed(name, base, tmp_path), option, value), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", having("--text"))
+@pytest.mark.parametrize("kind", ["missing", "empty"])
+def test_an_odd_text_is_one_line(
+    name: str, kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / f"{kind}.txt"
+    if kind == "empty":
+        path.touch()
+    refused(
+        kvcal(name, *needed(name, base, tmp_path / "here"), "--text", path), str(path) if kind == "missing" else "empty"
+    )
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+PLACES = [(name, option) for option in ("--output", "--plot", "--bundle-output", "--csv") for name in having(option)]
+
+
+@pytest.mark.parametrize("kind", ["no folder", "folder", "long name"])
+@pytest.mark.parametrize(("name", "option"), PLACES)
+def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
+    name: str, option: str, kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "folder.png" / "file").touch()
+    place = {"no folder": "none/x.png", "folder": "folder.png", "long name": f"{'x' * 300}.png"}[kind]
+    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    refused(kvcal(name, *needed(name, base, tmp_path), option, place))
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["folder.png", "file"]
+
+
+@every_command
+def test_an_argument_too_many_is_a_usage_error(name: str, base: Path, tmp_path: Path) -> None:
+    done = kvcal(name, *needed(name, base, tmp_path), "and", "more")
+    assert done.code == 2 and "unexpected extra argument" in done.err
