@@ -31,8 +31,8 @@ DIMS = (64, 96, 128, 256)
 @dataclass(frozen=True)
 class Form:
     """How the keys or values of a layer are stored. inner: groups lie along what attention contracts (channels of a key,
-    tokens of a value), else along the other (tokens of a key's channel, channels of a value's token). group: numbers that
-    share a scale. symmetric: without zero points.
+    tokens of a value: InnerQ), else along the other (tokens of a key's channel, channels of a value's token: KIVI). group:
+    numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
     """
 
     role: Literal["key", "value"]
@@ -140,21 +140,26 @@ def _int16(words: Tensor) -> Tensor:
 
 def _laid_out(columns: Tensor, form: Form) -> Tensor:
     """(..., C, 16) -> as stored (..., C * 16)."""
+    made: Tensor
     if form.inner:
-        width = together(form.columns)
-        return columns.unflatten(-2, (-1, width)).transpose(-1, -2).flatten(-3)
-    return columns.unflatten(-2, (-1, 2)).unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-4)
+        made = columns.unflatten(-2, (-1, together(form.columns))).transpose(-1, -2).flatten(-3)
+    else:
+        made = columns.unflatten(-2, (-1, 2)).unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-4)
+    return made
 
 
 def _columns(stored: Tensor, form: Form) -> Tensor:
     """The other way round."""
+    made: Tensor
     if form.inner:
-        return stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
-    return stored.unflatten(-1, (-1, 8, 2, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+        made = stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
+    else:
+        made = stored.unflatten(-1, (-1, 8, 2, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    return made
 
 
 def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
-    """-> (B, H, N / form.scale_blocks, form.scales)."""
+    """scale, zero as `pack` takes them -> (B, H, N / form.scale_blocks, form.scales), in the order of Blocks.scale."""
     parts = [scale] if zero is None else [scale, zero]
     if form.along_tokens:  # (B, H, blocks, D): columns are pieces of 16 channels
         columns = torch.stack([x.unflatten(-1, (-1, PIECE)) for x in parts], 4).flatten(3, 4)
@@ -164,11 +169,12 @@ def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
 
 
 def together(count: int) -> int:
+    """How many of `count` columns of float16 lie side by side, so that one load of 64, 32 or 16 bits brings them."""
     return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
 
 
 def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three that `pack` was given."""
+    """Codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given."""
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
     words = words.unflatten(-1, (-1, PIECE, PIECE))
     fields = _scatter(words[:, :, :, : form.tiles], form._plane)
@@ -189,6 +195,7 @@ def _scatter(words: Tensor, width: int) -> Tensor:
 
 
 def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
+    """Blocks.scale -> scale and zero, as `pack` takes them."""
     kinds = 1 if form.symmetric else 2
     if form.along_tokens:
         columns = _columns(packed, form).unflatten(3, (-1, kinds))

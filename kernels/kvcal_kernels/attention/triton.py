@@ -595,15 +595,21 @@ def _merge(
     tl.store(p_out + o_out[:, None] + column[None, :], b_o.to(p_out.dtype.element_ty), mask=inside)
 
 
+Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
 MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmetric): the kernel's MODE
 
 
-def settings(keys: Form, values: Form, heads: int, ratio: int, queries: int) -> dict[str, int]:
-    """Compile-time constants of attend_kernel that follow from the shapes."""
+def settings(keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int) -> dict[str, int]:
+    """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
+    length or the splits, so that a model's decode steps share one compiled kernel.
+    """
     rows = ratio * queries
     wide = min(max(triton.next_power_of_2(rows), 8), 32)
-    made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide}
-    made |= {"CHUNKS": -(-rows // wide), "ROWS": min(triton.next_power_of_2(rows), wide)}
+    merged = min(triton.next_power_of_2(rows), wide)
+    made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
+    made |= {"CHUNKS": -(-rows // wide), "ROWS": merged}
+    at_once = max(1, 64 * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))  # merged in 64 registers a thread
+    made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
     for name, form in (("K", keys), ("V", values)):
         made |= {f"{name}_BITS": form.bits, f"{name}_MODE": MODES[form.inner, form.symmetric]}
         made |= {f"{name}_GROUP": form.group, f"{name}_STRIDE": form.pieces}
@@ -641,32 +647,72 @@ def attend(
     launch: Launch | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """As reference.attend; every tensor contiguous. A `workspace` of its own is needed where launches overlap, and under a
-    CUDA graph.
+    """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
+    says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
+    overlap, and under a CUDA graph. Scales of outer groups of keys multiply queries in float16: above 2047 they overflow.
     """
+    _check(q, keys, values, blocks, sink, recent)
     launch = launch or Launch()
     batch, heads, room = keys.words.shape[:3]
-    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2])
+    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps)
     groups = batch * heads * fixed["CHUNKS"]
     count = splits(groups, room, launch.warps, launch.turns, _processors(q.device), launch.programs)
     parts = count + 1
     space = workspace or Workspace(q.device)
     part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
     out = torch.empty_like(q)
-    at_once = max(1, min(triton.next_power_of_2(parts), 64 * 32 * launch.warps // (fixed["ROWS"] * fixed["D"])))
-    at_once = 1 << (at_once.bit_length() - 1)
     attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
         q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
         part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], count,
-        scaling * 1.4426950408889634, **fixed, AT_ONCE=at_once,
-        NW=launch.warps, STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
+        scaling * 1.4426950408889634, **fixed,
+        STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
         num_warps=launch.warps, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
     )  # fmt: skip
     return out
 
 
+def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:
+    """What the kernel relies on and cannot see: it gets pointers and takes strides from the shapes."""
+    batch, heads, room = keys.words.shape[:3]
+    if keys.form.role != "key" or values.form.role != "value" or keys.form.dim != values.form.dim:
+        raise ValueError(f"blocks of {keys.form} and {values.form}: must be keys and values of one head_dim")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != keys.form.dim:
+        raise ValueError(f"queries {tuple(q.shape)}: must be ({batch}, a multiple of {heads}, Q, {keys.form.dim})")
+    for name, made in (("keys", keys), ("values", values)):
+        words, scales = (
+            (batch, heads, room, made.form.words),
+            (batch, heads, room // made.form.scale_blocks, made.form.scales),
+        )
+        if made.words.shape != words or made.scale.shape != scales or room % made.form.scale_blocks:
+            seen = f"words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
+            raise ValueError(f"{name}: {seen}; must be {words} and {scales}, of whole groups of tokens")
+    for name, (k, v, count) in (("sink", sink), ("recent", recent)):
+        wanted = (batch, heads, k.shape[2], keys.form.dim)
+        if (
+            k.shape != wanted
+            or v.shape != wanted
+            or k.dtype != q.dtype
+            or v.dtype != q.dtype
+            or count.shape != (batch,)
+        ):
+            seen = f"keys {tuple(k.shape)} {k.dtype}, values {tuple(v.shape)} {v.dtype}, counts {tuple(count.shape)}"
+            raise ValueError(f"{name}: {seen}; must be {wanted} {q.dtype} and ({batch},)")
+    counts = {"blocks": blocks, "sink counts": sink[2], "recent counts": recent[2]}
+    for name, count in counts.items():
+        if count.dtype != torch.int32 or count.shape != (batch,):
+            raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
+    given = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
+    given |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
+    for name, tensor in (given | {"recent values": recent[1]} | counts).items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
+
+
 def interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
     return bool(triton.knobs.runtime.interpret)
 
 
@@ -684,6 +730,7 @@ class Workspace:
         self.counter = torch.zeros(0, dtype=torch.int32, device=device)
 
     def take(self, groups: int, parts: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32, counters (groups,) int32."""
         if self.part.numel() < groups * parts * rows * dim:
             self.part = self.part.new_empty(groups * parts * rows * dim)
         if self.stat.numel() < groups * parts * rows * 2:
