@@ -406,6 +406,16 @@ def _step(
 
 
 @triton.jit
+def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
+    if TYPE == tl.bfloat16 and not ASM:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(TYPE)
+
+
+@triton.jit
 def _exact(
     p_k, p_v, p_q, o_q, b_row, i_head, room, limit, count, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
@@ -430,7 +440,7 @@ def _exact(
         b_s = tl.where(token[:, :, None] < tl.minimum(limit, count)[None, None, :], b_s * factor, LOW)
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         fade = tl.exp2(b_m - b_new)
-        b_p = tl.exp2(b_s - b_new[:, None, :]).to(p_v.dtype.element_ty)
+        b_p = _as(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
         b_l = b_l * fade + tl.sum(b_p.to(tl.float32), 1)
         b_m = b_new
         made = ()
@@ -556,7 +566,7 @@ def attend_kernel(
         tl.store(p_count + i_group, 0)
         _merge(
             p_out, p_part, p_stat, i_head, i_group, i_chunk,
-            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, N,
+            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, N, ASM,
         )  # fmt: skip
 
 
@@ -564,7 +574,7 @@ def attend_kernel(
 def _merge(
     p_out, p_part, p_stat, i_head, i_group, i_chunk,
     splits, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
-    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr,
+    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row = tl.arange(0, ROWS)
@@ -592,7 +602,7 @@ def _merge(
     o_out = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
     b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
     inside = live[:, None] & (column < D)[None, :]
-    tl.store(p_out + o_out[:, None] + column[None, :], b_o.to(p_out.dtype.element_ty), mask=inside)
+    tl.store(p_out + o_out[:, None] + column[None, :], _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
 
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
