@@ -242,27 +242,63 @@ def instructions(made: Any, case: Case, folder: Path) -> float:
     return packed[0].total() / (2 * case.dim)
 
 
-# Case, compute capability, cap on registers (0: none), then the ceilings: registers, instructions a number. They are what
-# this kernel takes today, not a goal: kernels that are fast enough below 4 bits need fewer.
-BUDGET: list[Any] = [
-    (Case(dim=64), 90, 0, 120, 2.66),
+# Scheme, compute capability, cap on registers (0: none), then the ceilings: registers, instructions a number. They are what
+# this kernel takes today, not a goal: kernels that are fast enough below 4 bits need fewer. Not here: with at most 168
+# registers KIVI at G = 32 spills 88 bytes on sm_90, and on sm_80 all but 2 bits spill 8 to 24.
+BUDGET = [
+    ("uniform 4/4", 90, 0, 210, 1.97),
+    ("InnerQ Base", 90, 0, 216, 2.30),
+    ("InnerQ Hybrid", 90, 0, 211, 2.33),
+    ("InnerQ Small", 90, 0, 215, 2.09),
+    ("uniform 2/2", 90, 0, 212, 1.89),
+    ("KIVI", 90, 0, 212, 2.56),
+    ("KIVI G=128", 90, 0, 197, 2.10),
+    ("uniform 4/4", 90, 168, 168, 2.14),
+    ("InnerQ Base", 90, 168, 168, 2.48),
+    ("InnerQ Hybrid", 90, 168, 168, 2.49),
+    ("uniform 2/2", 90, 168, 168, 2.08),
+    ("KIVI G=128", 90, 168, 168, 2.08),
+    ("uniform 4/4", 87, 168, 168, 2.15),
+    ("InnerQ Base", 87, 168, 168, 2.50),
+    ("InnerQ Hybrid", 87, 168, 168, 2.49),
+    ("uniform 2/2", 87, 168, 168, 2.07),
+    ("KIVI", 87, 0, 210, 2.57),
+    ("uniform 4/4", 80, 0, 211, 1.97),
+    ("InnerQ Base", 80, 0, 213, 2.30),
+    ("InnerQ Hybrid", 80, 0, 222, 2.31),
+    ("uniform 2/2", 80, 168, 168, 1.98),
 ]
 
 
+def scheme(name: str, dim: int = 128) -> Case:
+    return Case(*SCHEMES[name.removesuffix(" G=128")], dim, group=128 if name.endswith("G=128") else None)
+
+
 @needs_triton
-@pytest.mark.parametrize(("case", "capability", "cap", "registers", "ceiling"), BUDGET, ids=str)
-def test_compiled_kernel_keeps_to_its_budget(
-    case: Case, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
+def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
+    """One small kernel of what the next test does for all schemes."""
+    within(scheme("uniform 4/4", 64), 90, 0, 120, 2.66, tmp_path)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "capability", "cap", "registers", "ceiling"), BUDGET)
+def test_compiled_kernels_keep_to_their_budgets(
+    name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
 ) -> None:
+    within(scheme(name), capability, cap, registers, ceiling, tmp_path)
+
+
+def within(case: Case, capability: int, cap: int, registers: int, ceiling: float, folder: Path) -> None:
     import triton
 
     if triton.__version__ != PINNED:
         pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
     made = built(case, capability, cap)
-    taken, spilled = resources(made, tmp_path)
+    taken, spilled = resources(made, folder)
     assert spilled == 0
     assert taken <= registers
-    assert instructions(made, case, tmp_path) <= ceiling
+    assert instructions(made, case, folder) <= ceiling
     assert made.metadata.shared <= 48 * 1024
 
 
