@@ -408,7 +408,7 @@ def _step(
 @triton.jit
 def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
     """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
-    if TYPE == tl.bfloat16 and not ASM:
+    if TYPE == tl.bfloat16 and not ASM:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         x = bits.to(tl.float32, bitcast=True)
