@@ -213,9 +213,9 @@ def provenance(
     }
 
 
-def averages(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the layers that have the figure."""
-    names = dict.fromkeys(name for row in metrics for name in row)
+def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over the layers that have the figure; lists, a number a head, have none."""
+    names = dict.fromkeys(name for row in metrics for name, value in row.items() if not isinstance(value, list))
     return {
         name: round(sum(row[name] for row in metrics if name in row) / sum(name in row for row in metrics), 6)
         for name in names

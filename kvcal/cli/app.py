@@ -40,6 +40,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train-codebooks": train_codebooks.train_codebooks,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
+    "diff": bundle.diff,
     "eval": evaluate.evaluate,
     "compare": compare.compare,
     "generate": evaluate.generate,
