@@ -40,7 +40,7 @@ KINDS = (".txt", ".raw", ".jsonl", ".parquet")  # what a folder is searched for;
 COLUMNS = ("text", "content")
 PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "output"))
 SPLITS = ("train", "test", "validation", "dev")
-DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}")
+DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}(@[0-9a-f]{40})?")
 
 PIECE = 1 << 18  # characters tokenised as one: small enough that a batch of them runs in parallel
 BATCH = 16  # pieces a call
@@ -64,6 +64,7 @@ class Windows:
     ids_sha256: str
     tokens_read: int
     bos: bool
+    column: str | None = None  # as asked for
 
     @property
     def length(self) -> int:
@@ -93,6 +94,7 @@ class TextSource:
     config: str | None = None
     split: str = "train"
     column: str | None = None
+    commit: str | None = None  # of a data set; None: its main branch's present one
 
 
 def default_text(source: ModelSource, purpose: str) -> str:
@@ -103,7 +105,7 @@ def default_text(source: ModelSource, purpose: str) -> str:
 
 
 def resolve_text(text: str, *, column: str | None = None) -> TextSource:
-    """`embedded:calibration`, an existing file or folder, or `org/name[:config][:split]`, in this order."""
+    """`embedded:calibration`, an existing file or folder, or `org/name[:config][:split][@commit]`, in this order."""
     if text in EMBEDDED:
         return TextSource("embedded", text, path=EMBEDDED[text])
     path = _existing(text)
@@ -128,12 +130,13 @@ def _existing(text: str) -> Path | None:
 
 def _dataset(text: str, column: str | None) -> TextSource:
     """`org/name:x` is a split if x is the name of a usual one, else a config."""
+    text, _, commit = text.partition("@")
     name, *parts = text.split(":")
     if len(parts) == 1 and parts[0] in SPLITS:
         parts = ["", parts[0]]
     config, split = (*parts, "", "")[:2]
     label = ":".join([name, config or "default", split or "train"])
-    return TextSource("dataset", label, None, name, config or None, split or "train", column)
+    return TextSource("dataset", label, None, name, config or None, split or "train", column, commit or None)
 
 
 def token_windows(
@@ -161,7 +164,9 @@ def token_windows(
         raise TextError(_too_little(source, reader, windows, length, body))
     train, held = _choose(len(slots), windows - holdout, holdout, seed)
     train, held = reader.with_bos(slots[train]), reader.with_bos(slots[held])
-    return Windows(train, held, reader.label, reader.text_hash(), ids_hash(train, held), reader.count, bool(reader.bos))
+    return Windows(
+        train, held, reader.label, reader.text_hash(), ids_hash(train, held), reader.count, bool(reader.bos), source.column
+    )  # fmt: skip
 
 
 def evaluation_windows(
@@ -498,7 +503,7 @@ def _picked(pick: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], wh
 
 
 def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
-    """A data set of the hub, streamed at its main branch's present commit, which the label names."""
+    """A data set of the hub, streamed at the commit asked for or the main branch's present one; the label names it."""
     name = source.dataset
     assert name is not None
     if not hub.reachable():
@@ -508,7 +513,7 @@ def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
         )
     try:
         with hub.quiet():
-            sha = hub.dataset_info(name).sha
+            sha = source.commit or hub.dataset_info(name).sha
             rows = _rows(source, sha)
     except KVCalError:
         raise

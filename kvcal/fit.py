@@ -200,17 +200,24 @@ def provenance(
             "train_windows": len(text.train),
             "holdout_windows": len(text.holdout),
             "length": int(text.train.shape[1]),
+            **({} if text.column is None else {"column": text.column}),
         },
         "seed": seed,
         "batch": batch,  # of windows: it decides the last bits of products
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        **({"cpu": cpu_record()} if device.type == "cpu" else {}),
         "versions": {
             "python": ".".join(platform.python_version_tuple()[:2]),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
     }
+
+
+def cpu_record() -> dict[str, Any]:
+    """What decides the last bits of sums on a CPU: how they are split over threads, and its vector instructions."""
+    return {"threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
 def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:

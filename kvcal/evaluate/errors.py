@@ -38,7 +38,7 @@ def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
 
 
 def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
-    """From token windows ids (N, T) int64: each goes through the model once, exactly, and then one more token reads it all back.
+    """From token windows ids (N, T) int64: each goes through the model once, and one more token reads all of it back.
 
     Token selection is left out: an error is of tokens that are there. Raises UsageError where windows pack nothing.
     """

@@ -166,8 +166,8 @@ class HoldoutError:
     def metrics(self, role: str, heads: int) -> dict[str, Any]:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
-        head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error over their variance; key_channel_ratio: largest over median
-        root mean square of a channel (see kvcal.outliers).
+        head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error
+        over their variance; key_channel_ratio: largest over median root mean square of a channel (see kvcal.outliers).
         """
         if not self.count:
             return {}
