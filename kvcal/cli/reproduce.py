@@ -19,7 +19,7 @@ def reproduce(
         list[str] | None, typer.Option(help="Where a local text lies now; found by its recorded name; may be repeated.")
     ] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Where the local model folder lies now.")] = None,
-    input: Annotated[  # noqa: A002
+    input: Annotated[
         list[Path] | None,
         typer.Option(
             help="A bundle that `combine` or `fold` read, found by its hash; without it, it is made again too."

@@ -64,7 +64,7 @@ def run_reproduce(o: Options, defaults_of: Defaults, say: Say) -> dict[str, Any]
         Rerun(places, defaults_of, say).make(was, made)
         found = diff(original, load_bundle(made), same_bytes=path.read_bytes() == made.read_bytes())
         digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
-    settings = [row for row in found["settings"]]
+    settings = found["settings"]
     return {
         "bundle": str(path),
         "command": line,
