@@ -25,6 +25,7 @@ import yaml
 
 LARGE = (".safetensors", ".png", ".bin")  # what .gitattributes of a new repository sends to LFS
 WRITER, READER, STRANGER = "hf_writer", "hf_reader", "hf_stranger"
+ADDRESSES = ("127.0.0.1", "127.0.0.2")
 RIGHTS = {WRITER: {"lab": "write"}, READER: {"lab": "read"}, STRANGER: {}}
 
 
@@ -83,7 +84,7 @@ class Hub:
     """calls: method and path of every request. faults: of downloads, by the end of a file's name: "tampered" (a byte flipped),
     "short" (half, and said so), "broken" (half, then the line is cut, and nothing more when asked for the rest), "cut once".
 
-    Large files lie on a second port: to the client another place, which gets no token.
+    Large files lie at a second address: to the client another place, which gets no token.
     """
 
     def __init__(self) -> None:
@@ -94,15 +95,17 @@ class Hub:
         self.faults: dict[str, str] = {}
         self.calls: list[str] = []
         self.lock = threading.Lock()
-        self.servers = [Server(self), Server(self)]
-        self.url, self.storage = (f"http://127.0.0.1:{server.server_address[1]}" for server in self.servers)
+        self.servers = [Server(self, address) for address in ADDRESSES]
+        self.url, self.storage = (
+            f"http://{address}:{server.server_address[1]}" for address, server in zip(ADDRESSES, self.servers, strict=True)
+        )
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, hub: Hub) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, hub: Hub, address: str) -> None:
+        super().__init__((address, 0), Handler)
         self.hub = hub
 
 

@@ -64,7 +64,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
         monkeypatch.setenv("HF_TOKEN", WRITER)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1,127.0.0.2")
         client.reachable.cache_clear()
         yield server
     client.reachable.cache_clear()
