@@ -28,7 +28,9 @@ METHODS: dict[str, Any] = {
     "innerq": InnerQ(key="uniform-2", value="uniform-2", **WINDOWS),
     "kvtuner": KVTuner(max_bits=9, group=8, **WINDOWS),
     "mixkvq": MixKVQ(group=8, value_group=8, **WINDOWS),
-    "vqkv": VQKV(stages=(2, 2, 2), sizes=(16, 16, 16), high=0, vectors=200, training=Training(least=1, most=3), **WINDOWS),
+    "vqkv": VQKV(
+        stages=(2, 2, 2), sizes=(16, 16, 16), high=0, vectors=200, training=Training(least=1, most=3), **WINDOWS
+    ),
 }
 
 
@@ -44,7 +46,12 @@ def text() -> corpus.Windows:
 
 
 def keywords(model: Any) -> dict[str, Any]:
-    return {"model_record": {"name": "m"}, "revision": "r", "device": torch.device("cpu"), "options": FitOptions(batch=2)}
+    return {
+        "model_record": {"name": "m"},
+        "revision": "r",
+        "device": torch.device("cpu"),
+        "options": FitOptions(batch=2),
+    }
 
 
 def sha256(path: Path) -> str:
@@ -96,9 +103,10 @@ def test_each_bundle_goes_on_from_its_own_checkpoint(
         return original(self, layer, taps, carry)
 
     original = Squat.fit_layer
-    with monkeypatch.context() as patched, pytest.raises(KVCalError, match="pulled the plug .*wait in"):
-        patched.setattr(Squat, "fit_layer", broken)
+    monkeypatch.setattr(Squat, "fit_layer", broken)
+    with pytest.raises(KVCalError, match=r"pulled the plug .*wait in"):
         fit_together(wanted, WholeModel(model), text, **keywords(model))
+    monkeypatch.setattr(Squat, "fit_layer", original)
     done = {name: len(list((tmp_path / f".{name}{SUFFIX}.partial").glob("layer-*"))) for name in ("aqua", "squat")}
     assert done == {"aqua": 2, "squat": 1}
     results = fit_together(wanted, WholeModel(model), text, **keywords(model))
