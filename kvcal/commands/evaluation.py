@@ -28,17 +28,18 @@ from .common import Say, check_context, evaluation_text, given_selection, known,
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
-def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Rows `full`, presets, bundles on the same text."""
+def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None) -> dict[str, Any]:
+    """Rows `full`, presets, bundles on the same text. limits: of each row by name; by default those of the options for all."""
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
-    limits, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
+    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
     methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
-    if limits and not methods:
+    if common and not methods:
         raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
+    held = {name: common if limits is None else limits[name] for name in methods}
     for name, what in methods.items():
-        check_recorded(limits, name, what if isinstance(what, Bundle) else None)
+        check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
@@ -54,12 +55,12 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     rows = evaluate(loaded.model, text.ids, watched, step=o["step"], batch=o["batch"])
     canaries = {name: canary(loaded.model, text.ids, maker, step=o["step"]) for name, maker in makers.items()}
     checks: list[Check] = []
-    for row, what in zip(rows[1:], methods.values(), strict=True):
+    for row, (name, what) in zip(rows[1:], methods.items(), strict=True):
         alive, seen = canaries[row.name], watched[row.name]
-        if limits:
+        if held[name]:
             bundle = what if isinstance(what, Bundle) else None
             figures = row.as_dict(), rows[0].as_dict()
-            checks += check_row(*figures, limits, seen.rows, alive, bundle, seen.scheme)
+            checks += check_row(*figures, held[name], seen.rows, alive, bundle, seen.scheme)
         elif row.bits_per_value is None:
             say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
         elif alive.unread:
