@@ -56,7 +56,7 @@ class Blame:
         return None if self.recorded is None else self.error / max(self.recorded, 1e-9)
 
     def __str__(self) -> str:
-        said = "" if self.drift is None else f", {self.drift:.3g} times the recorded {self.recorded:g}"
+        said = "" if self.drift is None else f", {self.drift:,.1f} times the recorded {self.recorded:g}"
         return f"layer {self.layer}, {self.role}s: relative error {self.error:.4g}{said}"
 
 
