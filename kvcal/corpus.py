@@ -369,14 +369,20 @@ def open_documents(source: TextSource) -> tuple[Iterator[Document], str]:
     """The documents of a source, lazily, and its label (with the commit, for a data set)."""
     if source.dataset is not None:
         return _stream(source)
+    files = source_files(source)
+    return (document for path in files for document in read_file(path, source.column)), source.label
+
+
+def source_files(source: TextSource) -> list[Path]:
+    """The files of a local text, in the order in which they are read."""
     assert source.path is not None
     if source.kind != "folder":
-        return read_file(source.path, source.column), source.label
+        return [source.path]
     files = _files(source.path)
     if not files:
         allowed = ", ".join(KINDS)
         raise TextError(f"folder {source.path} holds no text: looked for {allowed}, and .xz of all but parquet")
-    return (document for path in files for document in read_file(path, source.column)), source.label
+    return files
 
 
 def _files(folder: Path) -> list[Path]:
@@ -504,6 +510,19 @@ def _picked(pick: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], wh
 
 def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
     """A data set of the hub, streamed at the commit asked for or the main branch's present one; the label names it."""
+    sha = dataset_commit(source)
+    try:
+        with hub.quiet():
+            rows = _rows(source, sha)
+    except KVCalError:
+        raise
+    except Exception as error:
+        raise _unavailable(source, error) from error
+    return _dataset_texts(source, rows), f"{source.label}@{sha}"
+
+
+def dataset_commit(source: TextSource) -> str | None:
+    """The commit asked for, else the present one of the main branch."""
     name = source.dataset
     assert name is not None
     if not hub.reachable():
@@ -513,13 +532,10 @@ def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
         )
     try:
         with hub.quiet():
-            sha = source.commit or hub.dataset_info(name).sha
-            rows = _rows(source, sha)
-    except KVCalError:
-        raise
+            sha: str | None = source.commit or hub.dataset_info(name).sha
     except Exception as error:
         raise _unavailable(source, error) from error
-    return _dataset_texts(source, rows), f"{source.label}@{sha}"
+    return sha
 
 
 def _rows(source: TextSource, sha: str | None) -> Any:

@@ -11,6 +11,7 @@ import typer
 
 from kvcal import __version__
 from kvcal.cli import (
+    build,
     bundle,
     combine,
     compare,
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "tune-bits": tune_bits.tune_bits,
     "measure-subspaces": subspaces.measure_subspaces,
     "train-codebooks": train_codebooks.train_codebooks,
+    "build": build.build,
     "inspect": bundle.inspect,
     "verify": bundle.verify,
     "diff": bundle.diff,

@@ -64,10 +64,8 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    held = HOLDOUT if o["windows"] is None else None
-    counts = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
-    text = calibration_windows(o | counts, source, opened.tokenizer, text_source)
-    other = _other_text(o, opened.tokenizer, text_source, len(text.train), int(text.train.shape[1]))
+    text = calibration_windows(o | window_counts(o), source, opened.tokenizer, text_source)
+    other = other_windows(o, opened.tokenizer, text_source, len(text.train), int(text.train.shape[1]))
     check_context(source, int(text.train.shape[1]), say)
     result = fit(
         method, opened.source, text, Path(o["output"] or default_output(source, method.name)), other=other,
@@ -83,7 +81,12 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _other_text(
+def window_counts(o: dict[str, Any]) -> dict[str, Any]:
+    held = HOLDOUT if o["windows"] is None else None
+    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
+
+
+def other_windows(
     o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int
 ) -> corpus.Windows | None:
     if o["other_text"] is None:

@@ -13,10 +13,10 @@ from ..fit import FitOptions, fit
 from ..methods.kvtuner import KVTuner
 from ..workbench import default_output, open_for_fit
 from .common import Say, calibration_windows, check_context, text_for
-from .tune_thresholds import HOLDOUT, WINDOWS
+from .tune_thresholds import window_counts
 
 
-def _method(o: dict[str, Any]) -> KVTuner:
+def kvtuner_method(o: dict[str, Any]) -> KVTuner:
     try:
         choices = tuple(int(part) for part in str(o["bits"]).split(","))
     except ValueError as error:
@@ -29,7 +29,7 @@ def _method(o: dict[str, Any]) -> KVTuner:
 def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was chosen and written."""
     started = time.monotonic()
-    method = _method(o)
+    method = kvtuner_method(o)
     if o["spill"] not in ("device", "cpu", "disk"):
         raise UsageError(f"--spill {o['spill']}: allowed are device, cpu and disk")
     source = models.resolve(o["model"], o["revision"])
@@ -40,8 +40,7 @@ def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o["layerwise"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    windows = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
-    text = calibration_windows(o | windows, source, opened.tokenizer, text_source)
+    text = calibration_windows(o | window_counts(o), source, opened.tokenizer, text_source)
     check_context(source, int(text.train.shape[1]), say)
     result = fit(
         method, opened.source, text, output, model_record=opened.record, revision=opened.revision,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
@@ -37,57 +36,44 @@ def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
     )
 
 
+class HeadSums:
+    """A Watch (KVCalCache.watch) that sums over packed blocks, by layer and head: squared errors and squares."""
+
+    def __init__(self, layers: int) -> None:
+        self.sums: list[list[Tensor] | None] = [None] * layers
+        self.tokens = 0  # of the layer that packed first; all pack alike
+
+    def packed(self, layer: int, exact: list[Tensor], decoded: list[Tensor]) -> None:
+        found = [_squares(x, y) for x, y in zip(exact, decoded, strict=True)]
+        before = self.sums[layer]
+        self.sums[layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+        if layer == next(i for i, sums in enumerate(self.sums) if sums is not None):
+            self.tokens += exact[0].shape[0] * exact[0].shape[2]
+
+    def read(self, layer: int, blocks: int) -> None:
+        """Reading changes nothing."""
+
+    def rows(self, role: int) -> Rows:
+        return [None if sums is None else _relative(sums[role]) for sums in self.sums]
+
+
 def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
-    """From token windows ids (N, T) int64: each goes through the model once, and one more token reads all of it back.
+    """From token windows ids (N, T) int64, each in one forward pass, whose keys and values are the model's own.
 
     Token selection is left out: an error is of tokens that are there. Raises UsageError where windows pack nothing.
     """
     windows = scheme.windows
-    blocks = max(0, ids.shape[1] - 1 - windows.sink - windows.recent) // windows.block
-    if not blocks:
-        least = windows.sink + windows.recent + windows.block + 1
+    if ids.shape[1] < (least := windows.sink + windows.recent + windows.block):
         raise UsageError(f"windows of {ids.shape[1]} tokens pack nothing: use --length {least} or more")
-    packed = slice(windows.sink, windows.sink + blocks * windows.block)
-    sums: list[list[Tensor] | None] = [None] * len(scheme.layers)
+    seen = HeadSums(len(scheme.layers))
     device = next(model.parameters()).device
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:
         for row in ids:
-            for layer, exact, read in _read_back(model, replace(scheme, selection=None), row[None].to(device)):
-                found = [_squares(x[:, :, packed], y[:, :, packed]) for x, y in zip(exact, read, strict=True)]
-                before = sums[layer]
-                sums[layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
+            with KVCalCache(replace(scheme, selection=None), model) as cache:
+                cache.watch = seen
+                model(input_ids=row[None].to(device), past_key_values=cache, use_cache=True)
             advance()
-    by_role = [[None if s is None else _relative(s[role]) for s in sums] for role in (0, 1)]
-    return HeadErrors(by_role[0], by_role[1], len(ids) * blocks * windows.block)
-
-
-def _read_back(model: Any, scheme: Scheme, ids: Tensor) -> list[tuple[int, list[Tensor], list[Tensor]]]:
-    """(layer, exact keys and values, the same as the cache gives them back), each (1, H, T - 1, D), as attention gets them."""
-    exact: dict[int, list[Tensor]] = {}
-    read: dict[int, list[Tensor]] = {}
-    with KVCalCache(scheme, model) as cache:
-        for layer in cache.own_layers:
-            layer.update = _watched(layer, exact, read)  # type: ignore[method-assign]
-        model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
-        model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
-    return [(layer, exact[layer], read[layer]) for layer in exact]
-
-
-def _watched(
-    layer: KVCalLayer, exact: dict[int, list[Tensor]], read: dict[int, list[Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """layer.update, with its first call's input and its second call's output kept."""
-    own = layer.update
-
-    def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        out = own(keys, values, *args, **kwargs)
-        if layer.index in exact:
-            read[layer.index] = [x[:, :, :-1] for x in out]
-        else:
-            exact[layer.index] = [keys, values]
-        return out
-
-    return update
+    return HeadErrors(seen.rows(0), seen.rows(1), seen.tokens)
 
 
 def _squares(exact: Tensor, read: Tensor) -> Tensor:
