@@ -97,7 +97,8 @@ class Hub:
         self.lock = threading.Lock()
         self.servers = [Server(self, address) for address in ADDRESSES]
         self.url, self.storage = (
-            f"http://{address}:{server.server_address[1]}" for address, server in zip(ADDRESSES, self.servers, strict=True)
+            f"http://{address}:{server.server_address[1]}"
+            for address, server in zip(ADDRESSES, self.servers, strict=True)
         )
 
 
