@@ -76,7 +76,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, dict
             "HF_TOKEN": WRITER,
         }  # fmt: skip
         with forking(base, own) as tools:
-            yield hub, own | {"PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])}
+            yield (
+                hub,
+                own | {"PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])},
+            )
 
 
 def _installed(base: Path) -> list[str]:
