@@ -20,7 +20,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 
 from . import __version__, corpus, hub, models
 from .gates import Limits
-from .recipe import check_fields, read_toml, refuse_unknown
+from .recipe import GOVERNED, check_fields, read_toml, refuse_unknown, with_recipe
 from .weights import file_sha256
 
 TOP = {"output": str, "defaults": dict, "models": dict, "bundles": dict, "gates": dict, "evaluation": dict}
@@ -176,15 +176,17 @@ class _Reader:
                 raise self._wrong(f"{where}{sorted(missing)[0]} is missing: the name of another bundle here")
             parts = tuple(f"{model}-{given[role]}" for role in ("keys", "values"))
             return Entry(name, model, method, {}, gates, parts)
-        own = self._with_model(COMMANDS[method], model) | dict(given)
+        if "recipe" in given and (both := [option for option in given if option in GOVERNED]):
+            raise self._wrong(f"{where}{both[0]}: {given['recipe']} says it too; leave one out")
+        own = self._with_model(COMMANDS[method], model, given) | dict(given)
         if method == "preset":
             own["name"] = own.pop("preset")
         return Entry(name, model, method, self._options(COMMANDS[method], own, where), gates)
 
-    def _with_model(self, command: str, model: str) -> dict[str, Any]:
-        """What [defaults] and [models.MODEL] say that the command has an option for."""
+    def _with_model(self, command: str, model: str, given: Options) -> dict[str, Any]:
+        """What [defaults] and [models.MODEL] say that the command has an option for, and that no scheme recipe decides."""
         table = {"model": model} | self.fields["models"][model]
-        known = {*self.defaults_of(command)}
+        known = {*self.defaults_of(command)} - {*(GOVERNED if "recipe" in given else ())}
         return {name: value for name, value in (self.fields.get("defaults", {}) | table).items() if name in known}
 
     def _options(self, command: str, given: dict[str, Any], where: str) -> dict[str, Any]:
@@ -192,8 +194,6 @@ class _Reader:
         try:
             found = self.options_of(command, placed)
             if command == "fit-predictors":
-                from .recipe import with_recipe
-
                 found = with_recipe(found, self.defaults_of(command))
             return found
         except UsageError as error:

@@ -29,11 +29,12 @@ def options_of(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     known = {parameter.name: parameter for parameter in parser.params}
     words = [word for name, value in given.items() for word in _words(known[name], value)]
     try:
-        return dict(parser.make_context(command, words).params)
+        read = parser.make_context(command, words).params
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
         raise UsageError(" ".join(error.format_message().split()).rstrip(".")) from error
+    return defaults_of(command) | {name: read[name] for name in given}
 
 
 def _words(parameter: Any, value: Any) -> list[str]:

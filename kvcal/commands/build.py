@@ -353,14 +353,13 @@ def run_build(
     recipe: BuildRecipe, say: Say, *, dry_run: bool = False, jobs: int = 1, share: bool = True, gates: bool = True
 ) -> dict[str, Any]:
     """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done."""
-    if not dry_run:
-        _make_folder(recipe.output)
     lock = Lock.read(recipe.lock)
     planner = Planner(recipe, lock)
     plans = planner.plan()
     todo = works([plan for plan in plans if plan.why is not None], share)
     if dry_run:
         return _told(recipe, plans, todo, [], "build")
+    _make_folder(recipe.output)
     with only_build(recipe.output):
         by_name = {plan.entry.name: plan for plan in plans}
 
