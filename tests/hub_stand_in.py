@@ -26,7 +26,7 @@ import yaml
 LARGE = (".safetensors", ".png", ".bin")  # what .gitattributes of a new repository sends to LFS
 WRITER, READER, STRANGER = "hf_writer", "hf_reader", "hf_stranger"
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
-RIGHTS = {WRITER: {"lab": "write"}, READER: {"lab": "read"}, STRANGER: {}}
+RIGHTS = {WRITER: {"lab": "write", "my-org": "write"}, READER: {"lab": "read"}, STRANGER: {}}
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fork_server import ROOT, forking
 from hub_stand_in import WRITER, Hub, running
 from kvcal import __version__
 from kvcal_artifacts import load_bundle
+from pages import run_page
 
 CI = ROOT / "docs" / "ci"
 RECIPE = """\
@@ -48,7 +49,7 @@ GIVEN = {"recipe": "kvcal.toml", "output": "build", "model": "tiny", "evaluation
 
 @dataclass
 class Place:
-    """A checkout, and what runs in it."""
+    """A checkout, and what runs in it. environment: without a way to the real hub."""
 
     folder: Path
     hub: Hub
@@ -195,6 +196,26 @@ def test_a_damaged_bundle_is_not_published(place: Place) -> None:
     bundle.write_bytes(bundle.read_bytes()[:-1])
     place.run(scripts["Publish"], environment, code=4)
     assert not place.hub.repositories
+
+
+# The page.
+
+
+def test_every_block_of_the_page_runs(place: Place) -> None:
+    """In order, in an empty folder: from nothing to a gated, published, fetched and reproduced bundle."""
+    page, empty = ROOT / "docs" / "pipeline.md", place.folder / "empty"
+    empty.mkdir()
+    ran = run_page(page, empty, environment=place.environment)
+    assert len(ran) == len(re.findall(r"^```bash$", page.read_text(), flags=re.MULTILINE))
+    headings = [block.block.heading for block in ran]
+    assert {"Recipe", "Build", "Gates", "Look", "Publish", "Pull", "Reproduce"} <= set(headings)
+    (repository,) = place.hub.repositories
+    assert repository == "my-org/tiny-aqua"
+    for example in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        taken = yaml.safe_load(example)
+        given = taken["jobs"]["bundles"]["with"] if "jobs" in taken else taken["variables"]
+        known = set(GIVEN) if "jobs" in taken else set(yaml.safe_load((CI / "gitlab.yml").read_text())["variables"])
+        assert set(given) <= known
 
 
 # What the files say, beyond what they run.
