@@ -95,7 +95,7 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     from huggingface_hub import EvalResult
 
     text = str(evaluation.get("text", "text"))
-    about = {"task_type": "text-generation", "dataset_type": text.partition(":")[0], "dataset_name": text}
+    about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": text.partition(":")[0], "dataset_name": text}
     figures = {"perplexity": row["perplexity"], "kl_divergence": row["kl"], "bits_per_value": row["bits_per_value"]}
     results = [
         EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **about)

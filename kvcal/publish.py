@@ -23,6 +23,7 @@ from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, 
 
 from . import hub
 from .card import Card
+from .models import HUB_ID
 
 CARD = "README.md"
 RECORD = ".pulled.json"
@@ -150,7 +151,7 @@ def _download(repo: str, name: str, commit: str, folder: Path) -> None:
 
 
 def _chosen(repo: str, info: Any, file: str | None) -> str:
-    bundles = sorted(one.rfilename for one in info.siblings or [] if _is_bundle(one.rfilename))
+    bundles: list[str] = sorted(one.rfilename for one in info.siblings or [] if _is_bundle(one.rfilename))
     if file is not None and file in bundles:
         return file
     if file is None and len(bundles) == 1:
@@ -171,7 +172,7 @@ def _companions(info: Any, name: str) -> list[str]:
     """Card and plots of a bundle."""
     stem = name.removesuffix(SUFFIX)
     own = {CARD, f"{stem}.errors.png", f"{stem}.front.png"}
-    return sorted(one.rfilename for one in info.siblings if one.rfilename in own)
+    return sorted(one.rfilename for one in info.siblings or [] if one.rfilename in own)
 
 
 def _entry(info: Any, name: str) -> Any:
