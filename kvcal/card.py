@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 
 from .evaluate.errors import HeadErrors, stored_head_errors
 from .recorded import recorded
@@ -41,9 +41,11 @@ def make_card(
     repo: str | None = None,
     evaluation: Mapping[str, Any] | None = None,
     licence: str | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults_of: Callable[[str], dict[str, Any]] = lambda command: {},
 ) -> Card:
-    """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults: of the command that made it."""
+    """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
+    options at their defaults.
+    """
     row = None if evaluation is None else _own_row(bundle, evaluation)
     plots = _plots(bundle)
     parts = [
@@ -53,7 +55,7 @@ def make_card(
         _facts(bundle, sha256),
         *([] if evaluation is None else [_evaluation(evaluation)]),
         _held_out(bundle, plots),
-        _again(bundle, repo, dict(defaults or {})),
+        _again(bundle, defaults_of),
     ]
     front = _front(bundle, evaluation, row, licence)
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
@@ -95,7 +97,11 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     from huggingface_hub import EvalResult
 
     text = str(evaluation.get("text", "text"))
-    about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": text.partition(":")[0], "dataset_name": text}
+    about: dict[str, Any] = {
+        "task_type": "text-generation",
+        "dataset_type": text.partition(":")[0],
+        "dataset_name": text,
+    }
     figures = {"perplexity": row["perplexity"], "kl_divergence": row["kl"], "bits_per_value": row["bits_per_value"]}
     results = [
         EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **about)
@@ -225,8 +231,11 @@ def _plots(bundle: Bundle) -> dict[str, bytes]:
     return found
 
 
-def _again(bundle: Bundle, repo: str | None, defaults: dict[str, Any]) -> str:
-    was = recorded(bundle)
+def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
+    try:
+        was = recorded(bundle)
+    except KVCalError:
+        return "Its provenance does not say which command made it."
     local = [
         label for label in (was.text, was.other_text) if label is not None and label.startswith(("file:", "folder:"))
     ]
@@ -237,6 +246,6 @@ def _again(bundle: Bundle, repo: str | None, defaults: dict[str, Any]) -> str:
     name = f"{bundle.name}{SUFFIX}"
     return (
         "## Make it again\n\n"
-        f"```bash\n{was.line(defaults, name)}    # what made it\n"
+        f"```bash\n{was.line(defaults_of(was.command), name)}    # what made it\n"
         f"{check}    # the same again, and compare\n```"
     )

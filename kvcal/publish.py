@@ -114,9 +114,10 @@ def pull(
                 f"{repo}: {name} has sha256 {digest[:16]}…, --sha256 says {sha256[:16]}…; nothing was written"
             )
         _check(repo, temporary / name)
-        pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, tuple(names))
-        for part in names:
-            os.replace(temporary / part, folder / part)
+        places = tuple(_local(name) if part == CARD else part for part in names)
+        pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, places)
+        for part, place in zip(names, pulled.files, strict=True):
+            os.replace(temporary / part, folder / place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     record = json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n"
@@ -126,18 +127,16 @@ def pull(
 
 def _api(repo: str) -> Any:
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UsageError(
-            f"{repo!r} is not a repository's name: org/name, of letters, digits, '-', '_' and '.'"
-        ) from error
+    if not HUB_ID.fullmatch(repo):
+        raise _misnamed(repo)
     if not hub.reachable():
         raise ModelUnavailable(f"{repo}: {hub.why_unreachable()}; connect, and try again: nothing was changed")
     return HfApi(endpoint=constants.ENDPOINT)
+
+
+def _misnamed(repo: str) -> UsageError:
+    return UsageError(f"{repo!r} is not a repository's name: org/name, of letters, digits, '-', '_' and '.'")
 
 
 def _download(repo: str, name: str, commit: str, folder: Path) -> None:
@@ -173,6 +172,11 @@ def _companions(info: Any, name: str) -> list[str]:
     stem = name.removesuffix(SUFFIX)
     own = {CARD, f"{stem}.errors.png", f"{stem}.front.png"}
     return sorted(one.rfilename for one in info.siblings or [] if one.rfilename in own)
+
+
+def _local(name: str) -> str:
+    """What the card is called beside the bundle: a README.md may be there already, of something else."""
+    return f"{name.removesuffix(SUFFIX)}.card.md"
 
 
 def _entry(info: Any, name: str) -> Any:
@@ -219,6 +223,8 @@ def _explain(error: Exception, repo: str, revision: str | None, doing: str, what
     if isinstance(error, ValueError) and isinstance(error.__cause__, Exception):  # "failed due to the above error"
         error = error.__cause__
     status = _status(error)
+    if isinstance(error, errors.HFValidationError):
+        return _misnamed(repo)
     if isinstance(error, (errors.GatedRepoError, errors.RevisionNotFoundError)):
         return hub.explain(error, repo, revision, what)
     if isinstance(error, errors.RepositoryNotFoundError) and doing == "read":

@@ -284,6 +284,14 @@ def test_the_embedded_model_has_a_licence_and_a_text(tmp_path: Path) -> None:
     assert fields["datasets"] == ["embedded:calibration"]
 
 
+def test_a_bundle_of_unknown_origin_has_a_card(bundle: Path, tmp_path: Path) -> None:
+    bare = load_bundle(bundle)
+    bare.provenance.clear()
+    bare.write(tmp_path / f"bare{SUFFIX}")
+    done = kvcal("card", tmp_path / f"bare{SUFFIX}")
+    assert done.code == 0 and "does not say which command made it" in done.out
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -98,7 +98,12 @@ def test_push_and_pull_give_the_same_bundle(hub: Hub, bundle: Path, tmp_path: Pa
     assert (tmp_path / NAME).read_bytes() == bundle.read_bytes()
     record = json.loads((tmp_path / "fitted.pulled.json").read_text())
     assert (record["repo"], record["commit"], record["sha256"]) == (REPO, pushed["commit"], pushed["sha256"])
-    assert {path.name for path in tmp_path.iterdir()} == {NAME, "README.md", "fitted.errors.png", "fitted.pulled.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        NAME,
+        "fitted.card.md",
+        "fitted.errors.png",
+        "fitted.pulled.json",
+    }
 
 
 def test_bundle_card_and_plot_are_one_commit(hub: Hub, bundle: Path) -> None:
@@ -141,6 +146,13 @@ def test_a_revision_is_pinned(hub: Hub, commit: str, bundle: Path, tree: Tree, t
     assert (old["commit"], old["revision"], new["commit"], new["revision"]) == (commit, commit, later, None)
     assert (tmp_path / "old" / NAME).read_bytes() == bundle.read_bytes()
     assert (tmp_path / "new" / NAME).read_bytes() == (tmp_path / "changed").read_bytes()
+
+
+def test_a_readme_of_something_else_stays(commit: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    assert kvcal("pull", REPO, "--output", tmp_path).code == 0
+    assert (tmp_path / "README.md").read_text() == "mine"
+    assert "library_name: kvcal" in (tmp_path / "fitted.card.md").read_text()
 
 
 def test_a_pull_in_words(commit: str, bundle: Path, tmp_path: Path) -> None:
@@ -273,11 +285,12 @@ def test_what_is_not_there(hub: Hub, commit: str, bundle: Path, tmp_path: Path) 
 
 
 def test_names_and_files_are_checked_first(hub: Hub, bundle: Path, tmp_path: Path) -> None:
-    refused(kvcal("push", bundle, "no such name"), 2, "'no such name' is not a repository's name")
+    for name in ("no such name", "name", "lab/a..b", "lab/-a"):
+        refused(kvcal("push", bundle, name), 2, f"'{name}' is not a repository's name")
     damaged = tmp_path / NAME
     damaged.write_bytes(bundle.read_bytes()[:-1])
     refused(kvcal("push", damaged, REPO), 4, NAME)
-    assert not hub.calls
+    assert all(call.startswith(("HEAD /", "GET /api/agent")) for call in hub.calls)  # whether it answers at all
 
 
 def test_the_stand_in_refuses_what_the_hub_would(hub: Hub, commit: str) -> None:

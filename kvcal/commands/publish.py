@@ -14,7 +14,6 @@ from kvcal_artifacts.errors import UsageError
 from ..card import Card, make_card
 from ..fit import check_output
 from ..publish import pull, push
-from ..recorded import recorded
 from .bundles import file_sha256
 
 Defaults = Callable[[str], dict[str, Any]]
@@ -39,7 +38,7 @@ def _card(o: dict[str, Any], repo: str | None, defaults_of: Defaults) -> Card:
     evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
     return make_card(
         bundle, file_sha256(path), repo=repo, evaluation=evaluation, licence=o["license"],
-        defaults=defaults_of(recorded(bundle).command),
+        defaults_of=defaults_of,
     )  # fmt: skip
 
 
