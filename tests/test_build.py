@@ -18,7 +18,7 @@ from kvcal.build import COMMANDS
 from kvcal.commands.build import KINDS
 from kvcal.methods import METHODS
 from kvcal_artifacts import load_bundle
-from models_fixture import SUFFIX, Done, kvcal, started, wait_until, write_model, write_text
+from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
 from pages import ROOT, run_page
 from test_gates import failures, harm
 
@@ -267,9 +267,8 @@ def test_every_method_can_be_built(base: Path) -> None:
     assert sorted(path.name for path in (base / "out").glob("[!.]*.safetensors")) == sorted(
         f"{n}{SUFFIX}" for n in names
     )
-    for name in names:
-        assert kvcal("verify", base / "out" / f"{name}{SUFFIX}", "--model", base / "model").code == 0
-    scheme = load_bundle(base / "out" / f"small-scheme{SUFFIX}").scheme
+    schemes = {name: load_bundle(base / "out" / f"{name}{SUFFIX}").scheme for name in names}
+    scheme = schemes["small-scheme"]
     assert scheme.windows.sink == 8  # the scheme recipe's, not that of [defaults]
     edit(base, 'recipe = "scheme.toml"', 'recipe = "scheme.toml"\nsink = 4')
     assert "bundles.scheme.sink: scheme.toml says it too; leave one out" in kvcal("build", base / "r.toml").complaint
@@ -536,6 +535,30 @@ def test_processes_end_with_their_parent_and_change_no_byte(base: Path, usual: d
         time.sleep(0.02)
     build(base, "--jobs", 2, "--no-share")
     assert content(base / "out") == usual
+
+
+@pytest.mark.slow
+def test_an_interrupted_build_does_not_wait_for_its_workers(base: Path, usual: dict[str, str]) -> None:
+    process = started("build", base / "r.toml", "--jobs", "2", "--no-share", folder=base)
+    wait_until(lambda: bool(list((base / "out").glob(".*.partial"))), process)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    done = finished(process)
+    assert done.code == 130
+    assert done.err.splitlines()[-1] == "kvcal: interrupted"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    build(base)
+    assert content(base / "out") == usual
+
+
+def test_an_error_in_a_process_names_its_bundle(base: Path) -> None:
+    """And what ran beside it is kept."""
+    edit(base, "[bundles.plain]", '[bundles.long]\nmethod = "squat"\nlength = 9999\n[bundles.plain]')
+    done = kvcal("build", base / "r.toml", "--jobs", 2)
+    assert done.code == 1
+    assert done.err.splitlines()[-1].startswith("kvcal: small-long: ")
+    lock = json.loads((base / "out" / "r.lock.json").read_text())
+    assert {"small-aqua", "small-squat", "small-kvtuner"} <= set(lock["bundles"])
 
 
 def children(pid: int) -> list[int]:

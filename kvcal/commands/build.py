@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -278,6 +279,7 @@ def _opened(
 
 def _worker_start(parent: int, threads: int) -> None:
     """As many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all: one line is enough, the parent's
     torch.set_num_threads(threads)
     os.environ["TERM"] = "dumb"
 
@@ -313,19 +315,41 @@ def _run_in_processes(todo: Sequence[Work], jobs: int, say: Say, written: Writte
         jobs, multiprocessing.get_context("spawn"), _worker_start, (os.getpid(), torch.get_num_threads())
     )
     running: dict[Future[list[tuple[str, str, int]]], Work] = {}
+    others = multiprocessing.active_children()
     try:
         for number, work in enumerate(todo, 1):
             say(f"{number}/{len(todo)} {work.label}")
             running[pool.submit(_worker_run, work)] = work
-        while running:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                with _named(running.pop(future)):
-                    for done in future.result():
-                        written(*done)
-    except BrokenProcessPool as error:
-        raise KVCalError("a worker process ended early, perhaps for lack of memory; take fewer --jobs") from error
+        _collect(running, written)
+    except BaseException as error:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()  # an interrupted build does not wait for its workers: they have checkpoints
+        if isinstance(error, BrokenProcessPool):
+            raise KVCalError("a worker process ended early, perhaps for lack of memory; take fewer --jobs") from error
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _collect(running: dict[Future[list[tuple[str, str, int]]], Work], written: Written) -> None:
+    """Until all are done; after an error nothing new is begun, and what runs may still end well."""
+    first: KVCalError | None = None
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            work = running.pop(future)
+            if future.cancelled():
+                continue
+            try:
+                with _named(work):
+                    for done in future.result():
+                        written(*done)
+            except KVCalError as error:
+                first = first or error
+                for other in running:
+                    other.cancel()
+    if first is not None:
+        raise first
 
 
 @contextmanager
@@ -372,6 +396,7 @@ def run_build(
         for gone in lock.keep_only(list(by_name)):
             say(f"note: {gone} is no longer in the recipe; its file, if any, stays")
         run_all(todo, jobs, say, written)
+        _opened.cache_clear()  # gates load the model for themselves
         checks = held_to_gates(recipe, planner, lock, say) if gates else []
         lock.write()
     return _told(recipe, plans, todo, checks, "built") | {"lock": str(recipe.lock)}
