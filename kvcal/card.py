@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +54,7 @@ def make_card(
         _intro(bundle),
         _use(bundle, repo),
         _facts(bundle, sha256),
-        *([] if evaluation is None else [_evaluation(evaluation)]),
+        *([] if evaluation is None else [_evaluation(bundle, evaluation)]),
         _held_out(bundle, plots),
         _again(bundle, defaults_of),
     ]
@@ -181,7 +182,7 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _evaluation(evaluation: Mapping[str, Any]) -> str:
+def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
     def cells(row: Mapping[str, Any]) -> list[str | None]:
         bits = None if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}"
         return [row["name"], f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", bits, f"{row['cache_bytes']:,}"]
@@ -190,9 +191,22 @@ def _evaluation(evaluation: Mapping[str, Any]) -> str:
         f"{evaluation['windows']} windows of {evaluation['length']} tokens of {evaluation['text']} in steps of "
         f"{evaluation['step']}, {evaluation['dtype']}; each step sees the compressed past. KL is to full precision."
     )
-    return f"## Quality\n\n{about}\n\n" + table(
-        ["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"])
+    model = bundle.provenance.get("model", {})
+    options = {
+        "model": model.get("hub_id") or model.get("name"),  # not evaluation["model"], which may be a path
+        "text": _place(str(evaluation["text"])),
+        **{name: evaluation[name] for name in ("windows", "length", "step", "dtype")},
+    }
+    line = shlex.join(
+        ["kvcal", "eval", f"{bundle.name}{SUFFIX}", *(w for n, v in options.items() for w in (f"--{n}", str(v)))]
     )
+    figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"]))
+    return f"## Quality\n\n{about}\n\n{figures}\n\n```bash\n{line}\n```"
+
+
+def _place(label: str) -> str:
+    """A text's label as --text takes it, were it in the current folder."""
+    return label.removeprefix("file:").removeprefix("folder:")
 
 
 def _held_out(bundle: Bundle, plots: Mapping[str, bytes]) -> str:
@@ -239,7 +253,7 @@ def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
     local = [
         label for label in (was.text, was.other_text) if label is not None and label.startswith(("file:", "folder:"))
     ]
-    places = [f"--text {label.partition(':')[2]}" for label in local]
+    places = [f"--text {_place(label)}" for label in local]
     if was.model.get("kind") == "folder":
         places.append(f"--model {was.model['name']}")
     check = " ".join(["kvcal reproduce", f"{bundle.name}{SUFFIX}", *places])

@@ -259,8 +259,10 @@ def test_a_card_has_tables_a_plot_and_the_commands(bundle: Path, evaluation: Pat
         found.provenance["text"]["sha256"],
         kvcal("verify", bundle, "--json").json["sha256"],
         "| full |",
+        f"kvcal eval fitted{SUFFIX} --model model --text words.txt --windows 1 --length 68 --step 32 --dtype float32",
     ):
         assert part in text, part
+    assert str(bundle.parent) not in text  # no path of this machine
     errors = found.metrics["layers"][3]["value_head_errors"]
     assert f"| {errors[0]:.5f} | {errors[1]:.5f} |" in text
 
