@@ -47,8 +47,8 @@ class Canary:
 
 @torch.no_grad()
 def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """Two windows of ids (N, T) up to their last `step` tokens, which then run with layer after layer's packed blocks taken
-    from the other window: bytes as valid as the row's own, whatever the codec.
+    """Two windows of ids (N, T) up to their last `step` tokens, the first of which then runs with layer after layer's packed
+    blocks taken from the other window: bytes as valid as the row's own, whatever the codec. step: the evaluation's.
     """
     device = next(model.parameters()).device
     own = ids[:1].to(device)
@@ -61,12 +61,13 @@ def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Can
         blocks = min((_blocks(layer) for layer in cache.own_layers), default=0)
         if not blocks:
             return Canary(len(layers), 0)
-        right = _logits(model, cache, own[:, -last:], {})
+        token = own[:, -last : own.shape[1] - last + 1]
+        right = _logits(model, cache, token, {})
         unread = [
             index
             for index in layers
             if torch.equal(
-                right, _logits(model, cache, own[:, -last:], {index: _others(cache.layers[index], twin.layers[index])})
+                right, _logits(model, cache, token, {index: _others(cache.layers[index], twin.layers[index])})
             )
         ]
     return Canary(len(layers), blocks, tuple(unread))
