@@ -345,6 +345,18 @@ def test_what_left_the_recipe_leaves_the_lock_file(built: Path) -> None:
     assert (built / "out" / f"small-plain{SUFFIX}").exists()
 
 
+def test_every_model_gets_every_bundle_unless_said(base: Path) -> None:
+    """In the order of models."""
+    twin = SMALL + '[models.twin]\nmodel = "model"\ntext = "words.txt"\nrecent = 24\n'
+    recipe(base, twin + FOUR + 'models = ["twin"]\n')
+    found = build(base, "--dry-run")
+    names = [name.replace("small", "twin") for name in NAMES]
+    assert [row["name"] for row in found["bundles"]] == [*NAMES[:3], *names]
+    assert [row["pass"] for row in found["bundles"]] == [1] * 6 + [2]  # two names of one model
+    build(base)
+    assert load_bundle(base / "out" / f"twin-squat{SUFFIX}").scheme.windows.recent == 24
+
+
 def test_a_combination_follows_its_parts(base: Path) -> None:
     edit(
         base,

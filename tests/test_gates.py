@@ -326,4 +326,6 @@ def test_whom_to_blame() -> None:
     assert blame is not None
     assert (blame.layer, blame.role, blame.drift) == (0, "key", None)
     assert worst_layer([row(0, None, None)], None) is None
+    blame = worst_layer([row(0, 1e-6, 1e-6)], [{"key_relative_error": 0.0, "value_relative_error": 0.0}])
+    assert blame is not None and blame.drift == pytest.approx(0.1)  # rounding of an exact codec is no drift
     assert LayerErrors(1).rows()[0]["key_relative_error"] is None
