@@ -96,7 +96,9 @@ class _Reader:
         refuse_unknown(self.path, "defaults.", fields.get("defaults", {}), sorted(anything))
         for name, own in fields["models"].items():
             refuse_unknown(self.path, f"models.{name}.", own, sorted(anything | set(FROM_MODEL)))
-        entries = tuple(entry for bundle in fields["bundles"] for entry in self._entries(bundle))
+        made = [entry for bundle in fields["bundles"] for entry in self._entries(bundle)]
+        order = list(fields["models"])  # one model after the other: the one in memory serves all its bundles
+        entries = tuple(sorted(made, key=lambda entry: order.index(entry.model)))
         self._check_names(entries)
         self._check_parts(entries)
         evaluation = {model: self._evaluation(model) for model in fields["models"]}

@@ -124,7 +124,7 @@ def test_a_harmed_layer_fails_and_is_named(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "limit", "says"),
     [
-        ("--max-ppl-increase", "-0.0", "max-ppl-increase"),
+        ("--max-ppl-increase", 0, "max-ppl-increase"),
         ("--max-kl", 0, "max-kl"),
         ("--max-bits", 1, "layer 0 stores the most"),
         ("--max-cache-bytes", 10, "layer 0 stores the most"),
@@ -276,6 +276,23 @@ def test_the_canary_lives_whatever_the_codec(
     assert found.blocks > 0
 
 
+def test_blocks_that_the_evaluation_itself_did_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary's own caches may be honest while those that were measured were not."""
+    honest = KVCalLayer._decode_all
+
+    def cheat(self: KVCalLayer) -> Any:
+        watch, self._cache.watch = self._cache.watch, None if self.index == 3 else self._cache.watch
+        try:
+            return honest(self)
+        finally:
+            self._cache.watch = watch
+
+    monkeypatch.setattr(KVCalLayer, "_decode_all", cheat)
+    done = gate(base, "good", "--max-kl", 1)
+    assert done.code == 3
+    assert "good: canary (layer 3: packed blocks were never read in the evaluation)" in done.err
+
+
 # What layers are said to err by.
 
 
@@ -326,4 +343,6 @@ def test_whom_to_blame() -> None:
     assert blame is not None
     assert (blame.layer, blame.role, blame.drift) == (0, "key", None)
     assert worst_layer([row(0, None, None)], None) is None
+    blame = worst_layer([row(0, 1e-6, 1e-6)], [{"key_relative_error": 0.0, "value_relative_error": 0.0}])
+    assert blame is not None and blame.drift == pytest.approx(0.1)  # rounding of an exact codec is no drift
     assert LayerErrors(1).rows()[0]["key_relative_error"] is None

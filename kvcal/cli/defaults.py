@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 
@@ -19,13 +20,9 @@ def options_of(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or joined
     by commas where the option is given once. Raises UsageError in the words of the command line.
     """
-    import typer
-
-    from kvcal.cli.app import app
     from kvcal_artifacts.errors import UsageError
 
-    root: Any = typer.main.get_command(app)
-    parser = root.commands[command]
+    parser = _parsers()[command]
     known = {parameter.name: parameter for parameter in parser.params}
     words = [word for name, value in given.items() for word in _words(known[name], value)]
     try:
@@ -35,6 +32,17 @@ def options_of(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
             raise
         raise UsageError(" ".join(error.format_message().split()).rstrip(".")) from error
     return defaults_of(command) | {name: read[name] for name in given}
+
+
+@cache
+def _parsers() -> Any:
+    """Every command's; made once, as a recipe asks again and again."""
+    import typer
+
+    from kvcal.cli.app import app
+
+    root: Any = typer.main.get_command(app)
+    return root.commands
 
 
 def _words(parameter: Any, value: Any) -> list[str]:

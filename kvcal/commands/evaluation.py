@@ -53,7 +53,10 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     watched = {name: Watched(maker) for name, maker in makers.items()}
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, watched, step=o["step"], batch=o["batch"])
-    canaries = {name: canary(loaded.model, text.ids, maker, step=o["step"]) for name, maker in makers.items()}
+    canaries = {
+        name: canary(loaded.model, text.ids, maker, step=o["step"]).counted(watched[name].rows)
+        for name, maker in makers.items()
+    }
     checks: list[Check] = []
     for row, (name, what) in zip(rows[1:], methods.items(), strict=True):
         alive, seen = canaries[row.name], watched[row.name]

@@ -6,7 +6,8 @@ An evaluation whose cache kept exact copies aside, or never came to read a block
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +22,23 @@ from .perplexity import CacheMaker
 
 @dataclass(frozen=True)
 class Canary:
-    """layers: whose blocks were exchanged, one at a time. blocks: that each held. unread: those without any effect."""
+    """layers: whose blocks were exchanged, one at a time. blocks: that each held. unread: layers where that had no effect.
+    uncounted: layers that packed blocks in the evaluation itself, and never read one there.
+    """
 
     layers: int
     blocks: int
     unread: tuple[int, ...] = ()
+    uncounted: tuple[int, ...] = ()
 
     @property
     def alive(self) -> bool:
-        return self.blocks > 0 and not self.unread
+        return self.blocks > 0 and not self.unread and not self.uncounted
+
+    def counted(self, rows: Iterable[Mapping[str, Any]]) -> Canary:
+        """With what the evaluation's own caches counted; rows: of LayerErrors."""
+        silent = (row["layer"] for row in rows if row["key_relative_error"] is not None and not row["blocks_read"])
+        return replace(self, uncounted=tuple(silent))
 
     def __str__(self) -> str:
         if not self.blocks:
@@ -37,6 +46,8 @@ class Canary:
         if self.unread:
             layers = ", ".join(map(str, self.unread))
             return f"layer {layers}: other packed blocks gave the same logits, so what is packed was not read"
+        if self.uncounted:
+            return f"layer {', '.join(map(str, self.uncounted))}: packed blocks were never read in the evaluation"
         return f"other packed blocks gave other logits in each of {self.layers} layers"
 
     def check(self, name: str) -> None:
@@ -47,8 +58,8 @@ class Canary:
 
 @torch.no_grad()
 def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """Two windows of ids (N, T) up to their last `step` tokens, which then run with layer after layer's packed blocks taken
-    from the other window: bytes as valid as the row's own, whatever the codec.
+    """Two windows of ids (N, T) up to their last `step` tokens, the first of which then runs with layer after layer's packed
+    blocks taken from the other window: bytes as valid as the row's own, whatever the codec. step: the evaluation's.
     """
     device = next(model.parameters()).device
     own = ids[:1].to(device)
@@ -61,12 +72,13 @@ def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Can
         blocks = min((_blocks(layer) for layer in cache.own_layers), default=0)
         if not blocks:
             return Canary(len(layers), 0)
-        right = _logits(model, cache, own[:, -last:], {})
+        token = own[:, -last : own.shape[1] - last + 1]
+        right = _logits(model, cache, token, {})
         unread = [
             index
             for index in layers
             if torch.equal(
-                right, _logits(model, cache, own[:, -last:], {index: _others(cache.layers[index], twin.layers[index])})
+                right, _logits(model, cache, token, {index: _others(cache.layers[index], twin.layers[index])})
             )
         ]
     return Canary(len(layers), blocks, tuple(unread))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 ROLES = ("key", "value")
+LEAST = 1e-5  # what counts as recorded at least: figures have six decimals, and exact codecs are recorded as 0
 
 
 class LayerErrors:
@@ -53,7 +54,7 @@ class Blame:
     @property
     def drift(self) -> float | None:
         """Times the recorded error."""
-        return None if self.recorded is None else self.error / max(self.recorded, 1e-9)
+        return None if self.recorded is None else self.error / max(self.recorded, LEAST)
 
     def __str__(self) -> str:
         said = "" if self.drift is None else f", {self.drift:,.1f} times the recorded {self.recorded:g}"
