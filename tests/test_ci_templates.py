@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,27 +25,37 @@ from fork_server import ROOT, forking
 from hub_stand_in import WRITER, Hub, running
 from kvcal import __version__
 from kvcal_artifacts import load_bundle
+from models_fixture import write_model, write_text
 from pages import bash_blocks, run_page
 
 CI = ROOT / "docs" / "ci"
 RECIPE = """\
 output = "build"
 
-[models.tiny]
+[models.own]
+model = "model"
+text = "words.txt"
 
-[bundles.kivi]
-preset = "kivi-2"
+[bundles.aqua]
+method = "aqua-kv"
+windows = 6
+length = 68
+sink = 4
+recent = 16
+block = 8
 
 [gates]
 max_bits = 3.5
 
 [evaluation]
+text = "words.txt"
 windows = 1
-length = 256
+length = 68
 """
-NAME, REPO = "tiny-kivi", "lab/ci-tiny-kivi"
-GIVEN = {"recipe": "kvcal.toml", "output": "build", "model": "tiny", "evaluation": "--windows 1 --length 256",
-         "gates": "--max-kl 5", "repository": "lab/ci", "install": "kvcal", "python": "3.11"}  # fmt: skip
+NAME, REPO = "own-aqua", "lab/ci-own-aqua"
+GIVEN = {"recipe": "kvcal.toml", "output": "build", "model": "model", "evaluation": "--text words.txt --windows 1 --length 68",
+         "gates": "--max-kl 5", "reproduce": "--text words.txt --model model", "repository": "lab/ci", "install": "kvcal",
+         "python": "3.11"}  # fmt: skip
 
 
 @dataclass
@@ -95,8 +106,15 @@ def _installed(base: Path) -> list[str]:
     return []
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "model")
+
+
 @pytest.fixture
-def place(server: tuple[Hub, dict[str, str]], tmp_path: Path) -> Place:
+def place(server: tuple[Hub, dict[str, str]], model: Path, tmp_path: Path) -> Place:
+    shutil.copytree(model, tmp_path / "model")
+    write_text(tmp_path / "words.txt")
     (tmp_path / "kvcal.toml").write_text(RECIPE)
     server[0].repositories.clear()
     return Place(tmp_path, *server)
@@ -159,7 +177,7 @@ def test_github(place: Place) -> None:
 
 def test_gitlab(place: Place) -> None:
     found = yaml.safe_load((CI / "gitlab.yml").read_text())
-    own = {"EVALUATION": GIVEN["evaluation"], "GATES": GIVEN["gates"], "REPOSITORY": GIVEN["repository"]}
+    own = {name.upper(): GIVEN[name] for name in ("model", "evaluation", "gates", "reproduce", "repository")}
     environment = {name: str(value) for name, value in found["variables"].items()} | own
     environment["PIP_CACHE_DIR"] = str(place.folder / "pip")
     jobs = {name: job for name, job in found.items() if isinstance(job, dict) and "script" in job}
