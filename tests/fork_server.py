@@ -7,6 +7,7 @@ the environment at import (HF_ENDPOINT, …) is as the server was started with.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -17,6 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = (
+    "transformers.models.llama.modeling_llama", "transformers.tokenization_utils_tokenizers", "transformers.cache_utils",
+    "matplotlib.figure", "matplotlib.backends.backend_agg", "huggingface_hub.hf_api", "huggingface_hub.file_download",
+    "kvcal.commands.build", "kvcal.commands.publish", "kvcal.commands.reproduce",
+)  # fmt: skip
 CLIENT = """\
 #!{python} -SE
 import json, os, socket, sys
@@ -49,11 +55,8 @@ def forking(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def serve(place: str) -> None:
-    import transformers  # noqa: F401
-
-    import kvcal.commands.build
-    import kvcal.commands.publish
-    import kvcal.commands.reproduce  # noqa: F401
+    for module in IMPORTED:
+        importlib.import_module(module)
     from kvcal.cli import main
 
     server = socket.socket(socket.AF_UNIX)
