@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -533,32 +534,48 @@ def test_an_error_names_its_bundle_and_keeps_the_rest(base: Path, usual: dict[st
     assert content(base / "out") == usual
 
 
-def test_processes_end_with_their_parent_and_change_no_byte(base: Path, usual: dict[str, str]) -> None:
-    """Workers of a killed build would else go on writing while the next one runs."""
+def test_processes_change_no_byte(base: Path, usual: dict[str, str]) -> None:
+    build(base, "--jobs", 2)
+    assert content(base / "out") == usual
+
+
+def begun(base: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A build by two workers that have something done, and its child processes."""
     process = started("build", base / "r.toml", "--jobs", "2", "--no-share", folder=base)
     wait_until(lambda: bool(list((base / "out").glob(".*.partial"))), process)
-    workers = children(process.pid)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(workers) >= 2
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    return process, workers
+
+
+def wait_for_end(pids: list[int]) -> None:
     end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_killed_parent(base: Path, usual: dict[str, str]) -> None:
+    """They would else go on writing while the next build runs."""
+    process, workers = begun(base)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for_end(workers)
+    assert len(list((base / "out").glob(f"[!.]*{SUFFIX}"))) < 4
     build(base, "--jobs", 2, "--no-share")
     assert content(base / "out") == usual
 
 
 @pytest.mark.slow
 def test_an_interrupted_build_does_not_wait_for_its_workers(base: Path, usual: dict[str, str]) -> None:
-    process = started("build", base / "r.toml", "--jobs", "2", "--no-share", folder=base)
-    wait_until(lambda: bool(list((base / "out").glob(".*.partial"))), process)
-    workers = children(process.pid)
+    process, workers = begun(base)
     process.send_signal(signal.SIGINT)
     done = finished(process)
     assert done.code == 130
     assert done.err.splitlines()[-1] == "kvcal: interrupted"
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    wait_for_end(workers)
+    assert len(list((base / "out").glob(f"[!.]*{SUFFIX}"))) < 4
     build(base)
     assert content(base / "out") == usual
 
@@ -572,10 +589,6 @@ def test_an_error_in_a_process_names_its_bundle(base: Path) -> None:
     assert done.err.splitlines()[-1].startswith("kvcal: small-long: ")
     lock = json.loads((base / "out" / "r.lock.json").read_text())
     assert {"small-aqua", "small-squat", "small-kvtuner"} <= set(lock["bundles"])
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 # The page.
