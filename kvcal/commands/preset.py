@@ -47,6 +47,8 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "settings": asdict(method),
         "model": model_record(source, revision, o["random_weights"]),
     }
+    if selection is not None:
+        record["selection"] = asdict(selection)
     fingerprint = Fingerprint.of(model, revision, probe)
     bundle = Bundle(fingerprint, scheme, record)
     sha256 = bundle.write(output)
