@@ -58,10 +58,11 @@ def mixkvq_method(o: dict[str, Any]) -> MixKVQ:
 
 
 def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
-    """attention, perplexity or task:NAMES; random weights can answer no task."""
+    """attention, perplexity or task:NAMES; random weights can answer no task, and tiers of given sizes need no answer."""
     name = str(o["objective"])
     if name == "auto":
-        return "attention" if source.kind == "embedded" or o["random_weights"] else f"task:{DEFAULT_TASK}"
+        own = source.kind == "embedded" or o["random_weights"] or o["full"] is not None
+        return "attention" if own else f"task:{DEFAULT_TASK}"
     known = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
     if not known:
         raise UsageError(f"--objective {name}: allowed are auto, attention, perplexity and task:NAME[,NAME]")
