@@ -524,7 +524,7 @@ def test_two_builds_do_not_meet(busy: Path) -> None:
 
 def test_an_error_names_its_bundle_and_keeps_the_rest(base: Path, usual: dict[str, str]) -> None:
     """A bundle that the text is too short for stands between those that can be built."""
-    long = '[bundles.long]\nmethod = "squat"\nlength = 9999\n'
+    long = '[bundles.long]\nmethod = "squat"\ngroup = 8\nlength = 9999\n'
     edit(base, "[bundles.plain]", f"{long}[bundles.plain]")
     done = kvcal("build", base / "r.toml")
     assert done.code == 1

@@ -101,7 +101,7 @@ def test_every_command_that_writes_a_bundle_is_among_them() -> None:
     assert {command for command, *_ in MADE.values()} == {*RUNS, "combine"}
     assert {command for command, _ in FITS.values()} < set(RUNS)
     writers = {name for name in COMMANDS if "output" in defaults_of(name) or name in ("combine", "fold")}
-    others = {"compare", "card", "pull", "reproduce", "demo"}  # demo fits predictors
+    others = {"compare", "card", "probe", "pull", "reproduce", "demo"}  # demo fits predictors
     assert writers - others == {*RUNS, "combine"}
 
 

@@ -57,6 +57,9 @@ def run_reproduce(o: Options, defaults_of: Defaults, say: Say) -> dict[str, Any]
         check_output(o["output"])
         if o["output"].resolve() == path.resolve():
             raise UsageError(f"--output {o['output']} is the bundle itself: give another name")
+    for text in o["text"] or []:
+        if not Path(text).expanduser().exists():
+            raise UsageError(f"--text {text}: no such file or folder")
     say(f"again: {line}")
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"])
