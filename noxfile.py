@@ -82,9 +82,10 @@ def tests_full(session: nox.Session) -> None:
 @nox.session(default=False)
 def tests_gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device."""
-    _pytest(session, "-m", "gpu")
+    _pytest(session, "-m", "gpu", "-n", "0")
 
 
 def _pytest(session: nox.Session, *options: str, constraints: str = CONSTRAINTS) -> None:
     session.install("-c", constraints, "-e", ".[test]")
-    session.run("pytest", "-q", "--durations=20", *options, *session.posargs)
+    # two workers, a file of tests at a time: files share fixtures that take seconds
+    session.run("pytest", "-q", "--durations=20", "-n", "2", "--dist", "loadfile", *options, *session.posargs)

@@ -212,6 +212,7 @@ class LayerTaps:
         self._layer = layer
         self._state: Literal["before", "advancing", "after"] = "before"
         self._checked = False  # whether k and v of every window are known to be finite
+        self._owns = True  # whether its advance is the layer's, or only that of one of several readers
 
     @property
     def timer(self) -> Timer:
@@ -256,6 +257,20 @@ class LayerTaps:
             raise ValueError("a layer advances over all windows: advance=True goes without rows")
         return self._pass(frozenset(want), frame, rows, advance)
 
+    @contextmanager
+    def shared(self) -> Iterator[LayerTaps]:
+        """The same layer for one of several readers, of use within: all passes of these taps, an advancing one too, leave the
+        layer's input as it is, so that the next reader sees the same q, k and v.
+        """
+        self._check_order()
+        reader = LayerTaps(self._capture, self.index, self._layer)
+        reader._owns, reader._checked = False, self._checked
+        try:
+            yield reader
+            self._checked = reader._checked
+        finally:
+            reader.closed = True
+
     def advance(self) -> None:
         """Run the whole layer over all windows, unless a pass of `batches` has done so."""
         if self._state != "after":
@@ -273,7 +288,7 @@ class LayerTaps:
     def _pass(self, want: frozenset[str], frame: Frame, rows: slice | None, advance: bool) -> Iterator[TapBatch]:
         hidden = self._capture.hidden
         assert hidden is not None
-        whole = advance and self.index + 1 < len(self._capture)
+        whole = advance and self._owns and self.index + 1 < len(self._capture)
         if advance:
             self._state = "advancing"
         for here, x in _timed(hidden.stream(self.chunks(rows)), self._capture.timer, "spill"):

@@ -8,6 +8,8 @@ from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import IncompatibleBundle, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
+from . import __version__
+
 OF_KEYS, OF_VALUES = {"k1", "k2", "k0"}, {"v1", "v2"}
 
 
@@ -43,6 +45,7 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
     )
     scheme.check_chain()
     record = {
+        "tool": f"kvcal {__version__}",
         "method": "combine",
         "settings": {},
         "keys": _origin(keys, hashes[0]),

@@ -40,7 +40,7 @@ KINDS = (".txt", ".raw", ".jsonl", ".parquet")  # what a folder is searched for;
 COLUMNS = ("text", "content")
 PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "output"))
 SPLITS = ("train", "test", "validation", "dev")
-DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}")
+DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}(@[0-9a-f]{40})?")
 
 PIECE = 1 << 18  # characters tokenised as one: small enough that a batch of them runs in parallel
 BATCH = 16  # pieces a call
@@ -64,6 +64,7 @@ class Windows:
     ids_sha256: str
     tokens_read: int
     bos: bool
+    column: str | None = None  # as asked for
 
     @property
     def length(self) -> int:
@@ -93,6 +94,7 @@ class TextSource:
     config: str | None = None
     split: str = "train"
     column: str | None = None
+    commit: str | None = None  # of a data set; None: its main branch's present one
 
 
 def default_text(source: ModelSource, purpose: str) -> str:
@@ -103,7 +105,7 @@ def default_text(source: ModelSource, purpose: str) -> str:
 
 
 def resolve_text(text: str, *, column: str | None = None) -> TextSource:
-    """`embedded:calibration`, an existing file or folder, or `org/name[:config][:split]`, in this order."""
+    """`embedded:calibration`, an existing file or folder, or `org/name[:config][:split][@commit]`, in this order."""
     if text in EMBEDDED:
         return TextSource("embedded", text, path=EMBEDDED[text])
     path = _existing(text)
@@ -128,12 +130,13 @@ def _existing(text: str) -> Path | None:
 
 def _dataset(text: str, column: str | None) -> TextSource:
     """`org/name:x` is a split if x is the name of a usual one, else a config."""
+    text, _, commit = text.partition("@")
     name, *parts = text.split(":")
     if len(parts) == 1 and parts[0] in SPLITS:
         parts = ["", parts[0]]
     config, split = (*parts, "", "")[:2]
     label = ":".join([name, config or "default", split or "train"])
-    return TextSource("dataset", label, None, name, config or None, split or "train", column)
+    return TextSource("dataset", label, None, name, config or None, split or "train", column, commit or None)
 
 
 def token_windows(
@@ -161,7 +164,9 @@ def token_windows(
         raise TextError(_too_little(source, reader, windows, length, body))
     train, held = _choose(len(slots), windows - holdout, holdout, seed)
     train, held = reader.with_bos(slots[train]), reader.with_bos(slots[held])
-    return Windows(train, held, reader.label, reader.text_hash(), ids_hash(train, held), reader.count, bool(reader.bos))
+    return Windows(
+        train, held, reader.label, reader.text_hash(), ids_hash(train, held), reader.count, bool(reader.bos), source.column
+    )  # fmt: skip
 
 
 def evaluation_windows(
@@ -364,14 +369,20 @@ def open_documents(source: TextSource) -> tuple[Iterator[Document], str]:
     """The documents of a source, lazily, and its label (with the commit, for a data set)."""
     if source.dataset is not None:
         return _stream(source)
+    files = source_files(source)
+    return (document for path in files for document in read_file(path, source.column)), source.label
+
+
+def source_files(source: TextSource) -> list[Path]:
+    """The files of a local text, in the order in which they are read."""
     assert source.path is not None
     if source.kind != "folder":
-        return read_file(source.path, source.column), source.label
+        return [source.path]
     files = _files(source.path)
     if not files:
         allowed = ", ".join(KINDS)
         raise TextError(f"folder {source.path} holds no text: looked for {allowed}, and .xz of all but parquet")
-    return (document for path in files for document in read_file(path, source.column)), source.label
+    return files
 
 
 def _files(folder: Path) -> list[Path]:
@@ -498,7 +509,20 @@ def _picked(pick: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], wh
 
 
 def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
-    """A data set of the hub, streamed at its main branch's present commit, which the label names."""
+    """A data set of the hub, streamed at the commit asked for or the main branch's present one; the label names it."""
+    sha = dataset_commit(source)
+    try:
+        with hub.quiet():
+            rows = _rows(source, sha)
+    except KVCalError:
+        raise
+    except Exception as error:
+        raise _unavailable(source, error) from error
+    return _dataset_texts(source, rows), f"{source.label}@{sha}"
+
+
+def dataset_commit(source: TextSource) -> str | None:
+    """The commit asked for, else the present one of the main branch."""
     name = source.dataset
     assert name is not None
     if not hub.reachable():
@@ -508,13 +532,10 @@ def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
         )
     try:
         with hub.quiet():
-            sha = hub.dataset_info(name).sha
-            rows = _rows(source, sha)
-    except KVCalError:
-        raise
+            sha: str | None = source.commit or hub.dataset_info(name).sha
     except Exception as error:
         raise _unavailable(source, error) from error
-    return _dataset_texts(source, rows), f"{source.label}@{sha}"
+    return sha
 
 
 def _rows(source: TextSource, sha: str | None) -> Any:

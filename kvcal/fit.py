@@ -1,5 +1,7 @@
 """The one calibration driver: a scan over layers with a checkpoint after each, so that a killed run goes on.
 
+One scan may serve several bundles (`fit_together`), each with a checkpoint of its own.
+
 Layers below the interruption are replayed (their codecs are on disk; hidden states and reconstructions are computed
 again), which gives the same bytes as an uninterrupted run.
 """
@@ -11,13 +13,14 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import (
@@ -64,6 +67,69 @@ class FitResult:
     layer_metrics: list[dict[str, float]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class FitJob:
+    """One of the bundles that a scan makes. seed: which windows were drawn, for provenance.
+
+    searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
+    selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
+    """
+
+    method: Method | VQKV
+    output: Path
+    seed: int = 0
+    searched: Mapping[str, Mapping[str, Any]] | None = None
+    selection: HeavyHitters | None = None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the bundles of one scan share. batch: windows at a time, as provenance states it."""
+
+    source: LayerSource
+    text: Windows
+    other: Windows | None
+    ids: Tensor
+    model_record: dict[str, Any]
+    revision: str | None
+    device: torch.device
+    options: FitOptions
+    timer: PhaseTimer
+    say: Callable[[str], None]
+
+    @property
+    def config(self) -> Any:
+        return hf.config_of(self.source.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = next(self.source.model.parameters()).dtype
+        return found
+
+    def record(self, job: FitJob) -> dict[str, Any]:
+        batch = self.options.batch or default_batch(self.ids.shape[1], self.device)
+        found = provenance(job.method, self.text, self.model_record, self.device, self.dtype, batch, job.seed)
+        if job.searched is not None and "provenance" in job.searched:
+            found["search"] = job.searched["provenance"]
+        if job.selection is not None:
+            found["selection"] = asdict(job.selection)
+        if (other := self.other) is not None:
+            found["other_text"] = {"source": other.source, "sha256": other.sha256, "ids_sha256": other.ids_sha256}
+        return found
+
+
+class Part(Protocol):
+    """One bundle on its way through a scan."""
+
+    def open(self, stack: ExitStack) -> None:
+        """Before the first layer: what must be closed after the last goes on the stack."""
+
+    def layer(self, taps: LayerTaps) -> None: ...
+
+    def finish(self, fingerprint: Fingerprint) -> FitResult:
+        """After the last layer, hidden states and reconstructions given back: write the bundle."""
+
+
 def fit(
     method: Method | VQKV,
     source: LayerSource,
@@ -82,78 +148,132 @@ def fit(
 ) -> FitResult:
     """Calibrate every layer and write the bundle; the same arguments give the same bytes.
 
-    searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
-    other: windows of another text, for methods that compare; they come behind the held-out ones.
-    selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
+    searched, selection: as of FitJob. other: windows of another text, for methods that compare; they come behind the
+    held-out ones.
     Raises KVCalError for models or windows that cannot be calibrated, before any work.
     """
-    if isinstance(method, VQKV):  # its codebooks are shared by layers: no scan
-        from .train import train
+    job = FitJob(method, output, seed, searched, selection)
+    return fit_together(
+        [job], source, text, model_record=model_record, revision=revision, device=device, options=options, say=say,
+        other=other,
+    )[0]  # fmt: skip
 
-        return train(
-            method, source, text, output, model_record=model_record, revision=revision, device=device, seed=seed,
-            options=options, say=say, selection=selection,
-        )  # fmt: skip
+
+def fit_together(
+    jobs: Sequence[FitJob],
+    source: LayerSource,
+    text: Windows,
+    *,
+    model_record: dict[str, Any],
+    revision: str | None,
+    device: torch.device,
+    options: FitOptions | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    other: Windows | None = None,
+    written: Callable[[FitJob, FitResult], None] = lambda job, result: None,
+) -> list[FitResult]:
+    """Several bundles from one scan over the layers, each with its own checkpoint and the bytes that `fit` gives it alone.
+
+    Each layer is loaded once and run once as a whole; every method makes its own passes over the layer's q, k and v, which
+    end before attention. written: called as soon as a bundle is on disk. Raises as `fit`.
+    """
     options = options or FitOptions()
-    timer = PhaseTimer(device)
-    config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
-    shape = hf.layer_shape(config, method.windows.block)
-    tokens = coded_tokens(ids.shape[1], method.windows.sink, method.windows.block)
-    record = provenance(
-        method, text, model_record, device, dtype, options.batch or default_batch(ids.shape[1], device), seed
-    )
-    searched = searched or {}
-    record |= {"search": searched["provenance"]} if "provenance" in searched else {}
-    if other is not None:
-        record["other_text"] = {"source": other.source, "sha256": other.sha256, "ids_sha256": other.ids_sha256}
-    work = Checkpoint(output, record, options.resume)
-    done = work.layers()
-    if done:
-        say(f"resuming after layer {len(done) - 1} of {config.num_hidden_layers} from {work.folder}")
-    fitted: list[LayerCodecs] = []
-    metrics: list[dict[str, float]] = []
+    scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
+    parts = [_part(job, scan) for job in jobs]
+    layered = [part.work for part in parts if isinstance(part, LayerPart)]
     probe: tuple[float, ...] = ()
-    with work.failing(), ExitStack() as stack:
+    with _failing(layered), ExitStack() as stack:
         capture = stack.enter_context(
             Capture(
                 source, ids, device=device, batch=options.batch, hidden=options.spill,
-                spill_dir=options.spill_dir, timer=timer,
+                spill_dir=options.spill_dir, timer=scan.timer,
             )
         )  # fmt: skip
-        carry = Carry(len(text.train), tokens, shape, timer, config.num_hidden_layers, held=len(text.holdout))
-        width = (len(ids), tokens.stop - tokens.start, shape.heads * shape.dim)
-        made: dict[str, SpillStore] = {}
-        for name, buffer in method.buffers().items():
-            if buffer not in made:
-                made[buffer] = stack.enter_context(
-                    SpillStore(width, dtype, device=device, where=options.spill,
-                               spill_dir=options.spill_dir, label="reconstructions")
-                )  # fmt: skip
-            carry.stores[name] = made[buffer]
-        with progress("Fitting layers", total=config.num_hidden_layers) as advance:
+        for part in parts:
+            part.open(stack)
+        with progress("Fitting layers", total=len(capture)) as advance:
             for taps in capture:
-                if taps.index in probed_layers(config.num_hidden_layers):
+                if taps.index in probed_layers(len(capture)):
                     probe += hf.key_probe(taps.site)
-                pair, measured = _one_layer(method, taps, carry, done, work)
-                fitted.append(pair)
-                metrics.append(measured)
+                for part in parts[:-1]:
+                    with taps.shared() as own:
+                        part.layer(own)
+                parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
     fingerprint = Fingerprint.of(source.model, revision, probe)
-    if isinstance(method, Finishing):
-        fitted, metrics = method.finish(fitted, metrics)
-    scheme = Scheme(method.windows, method.frame, tuple(fitted), selection=selection)
-    if (line := outlier_warning(metrics)) is not None:
-        from .outliers import advice
+    results = []
+    for job, part in zip(jobs, parts, strict=True):
+        results.append(part.finish(fingerprint))
+        written(job, results[-1])
+    return results
 
-        say(f"{line}; {advice(source, ids[:1], scheme, device)}")
-    summary = {"layers": metrics, "holdout_windows": len(text.holdout), "bits_per_value": scheme.bits_per_value()}
-    summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
-    bundle = Bundle(fingerprint, scheme, record, summary | averages(metrics))
-    with work.failing():
-        digest = bundle.write(output)
-    work.remove()
-    return FitResult(bundle, output, digest, timer.split(), len(done), metrics)
+
+def _part(job: FitJob, scan: Scan) -> Part:
+    if isinstance(job.method, VQKV):  # its codebooks are shared by layers: trained after the scan
+        from .train import TrainPart
+
+        return TrainPart(job, scan)
+    return LayerPart(job, scan)
+
+
+class LayerPart:
+    """A method that is done with a layer before it sees the next."""
+
+    def __init__(self, job: FitJob, scan: Scan) -> None:
+        assert not isinstance(job.method, VQKV)
+        self.job, self.scan, self.method = job, scan, job.method
+        self.shape = hf.layer_shape(scan.config, self.method.windows.block)
+        windows = self.method.windows
+        self.tokens = coded_tokens(scan.ids.shape[1], windows.sink, windows.block)
+        self.record = scan.record(job)
+        self.work = Checkpoint(job.output, self.record, scan.options.resume)
+        self.done = self.work.layers()
+        self.fitted: list[LayerCodecs] = []
+        self.metrics: list[dict[str, float]] = []
+        if self.done:
+            layers = scan.config.num_hidden_layers
+            scan.say(f"resuming after layer {len(self.done) - 1} of {layers} from {self.work.folder}")
+
+    def open(self, stack: ExitStack) -> None:
+        scan, text = self.scan, self.scan.text
+        layers = scan.config.num_hidden_layers
+        self.carry = Carry(
+            len(text.train), self.tokens, self.shape, scan.timer, layers, held=len(text.holdout)
+        )  # fmt: skip
+        width = (len(scan.ids), self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
+        made: dict[str, SpillStore] = {}
+        for name, buffer in self.method.buffers().items():
+            if buffer not in made:
+                made[buffer] = stack.enter_context(
+                    SpillStore(width, scan.dtype, device=scan.device, where=scan.options.spill,
+                               spill_dir=scan.options.spill_dir, label="reconstructions")
+                )  # fmt: skip
+            self.carry.stores[name] = made[buffer]
+
+    def layer(self, taps: LayerTaps) -> None:
+        pair, measured = _one_layer(self.method, taps, self.carry, self.done, self.work)
+        self.fitted.append(pair)
+        self.metrics.append(measured)
+
+    def finish(self, fingerprint: Fingerprint) -> FitResult:
+        fitted, metrics = self.fitted, self.metrics
+        if isinstance(self.method, Finishing):
+            fitted, metrics = self.method.finish(fitted, metrics)
+        scheme = Scheme(self.method.windows, self.method.frame, tuple(fitted), selection=self.job.selection)
+        if (line := outlier_warning(metrics)) is not None:
+            from .outliers import advice
+
+            self.scan.say(f"{line}; {advice(self.scan.source, self.scan.ids[:1], scheme, self.scan.device)}")
+        held = len(self.scan.text.holdout)
+        summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
+        searched = self.job.searched or {}
+        summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
+        bundle = Bundle(fingerprint, scheme, self.record, summary | averages(metrics))
+        with _failing([self.work]):
+            digest = bundle.write(self.job.output)
+        self.work.remove()
+        return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
 
 
 def _one_layer(
@@ -204,11 +324,13 @@ def provenance(
             "train_windows": len(text.train),
             "holdout_windows": len(text.holdout),
             "length": int(text.train.shape[1]),
+            **({} if text.column is None else {"column": text.column}),
         },
         "seed": seed,
         "batch": batch,  # of windows: it decides the last bits of products
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        **({"cpu": cpu_record()} if device.type == "cpu" else {}),
         "versions": {
             "python": ".".join(platform.python_version_tuple()[:2]),
             "torch": torch.__version__,
@@ -217,9 +339,14 @@ def provenance(
     }
 
 
-def averages(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the layers that have the figure."""
-    names = dict.fromkeys(name for row in metrics for name in row)
+def cpu_record() -> dict[str, Any]:
+    """What decides the last bits of sums on a CPU: how they are split over threads, and its vector instructions."""
+    return {"threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
+
+
+def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over the layers that have the figure; lists, a number a head, have none."""
+    names = dict.fromkeys(name for row in metrics for name, value in row.items() if not isinstance(value, list))
     return {
         name: round(sum(row[name] for row in metrics if name in row) / sum(name in row for row in metrics), 6)
         for name in names
@@ -275,23 +402,26 @@ class Checkpoint:
         nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
         Bundle(nothing, lone, {"layer": index}, metrics).write(self._path(index))
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Within, an error says what stays on disk; after one that would come again, nothing does."""
-        try:
-            yield
-        except NonFiniteError:
-            self.remove()
-            raise
-        except KVCalError as error:
-            if type(error) is KVCalError and self.folder.exists():
-                raise KVCalError(
-                    f"{error} (fitted layers wait in {self.folder}: start again to go on, or delete it)"
-                ) from error
-            raise
-
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _failing(works: Sequence[Checkpoint]) -> Iterator[None]:
+    """Within, an error says what stays on disk; after one that would come again, nothing does."""
+    try:
+        yield
+    except NonFiniteError:
+        for work in works:
+            work.remove()
+        raise
+    except KVCalError as error:
+        waiting = [str(work.folder) for work in works if work.folder.exists()]
+        if type(error) is KVCalError and waiting:
+            raise KVCalError(
+                f"{error} (fitted layers wait in {', '.join(waiting)}: start again to go on, or delete it)"
+            ) from error
+        raise

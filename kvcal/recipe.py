@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,33 +78,44 @@ def _exception(layers: str, codec: str | dict[str, str]) -> list[str]:
 
 def read_recipe(path: Path) -> Recipe:
     """Raises UsageError naming the file, what it holds and what is allowed."""
-    try:
-        fields = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UsageError(f"recipe {path}: cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"recipe {path}: not TOML ({error})") from error
-    _check(path, "", fields, TOP)
-    _check(path, "windows.", fields.get("windows", {}), WINDOWS)
-    _check(path, "predictor.", fields.get("predictor", {}), PREDICTOR)
+    fields = read_toml(path)
+    check_fields(path, "", fields, TOP)
+    check_fields(path, "windows.", fields.get("windows", {}), WINDOWS)
+    check_fields(path, "predictor.", fields.get("predictor", {}), PREDICTOR)
     for layers, codec in fields.get("layers", {}).items():
         if not isinstance(codec, str):
             if not isinstance(codec, dict):
                 raise UsageError(
                     f"recipe {path}: layers.{layers} is {codec!r}; a codec's name, or a table of keys and values"
                 )
-            _check(path, f"layers.{layers}.", codec, {"keys": str, "values": str})
+            check_fields(path, f"layers.{layers}.", codec, {"keys": str, "values": str})
     if "codec" not in fields and not ("keys" in fields and "values" in fields):
         raise UsageError(f"recipe {path}: names no codec; give codec, or keys and values")
     return Recipe(path, fields)
 
 
-def _check(path: Path, where: str, fields: dict[str, Any], known: Mapping[str, type]) -> None:
-    for name, value in fields.items():
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"recipe {path}: cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"recipe {path}: not TOML ({error})") from error
+
+
+def refuse_unknown(path: Path, where: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise UsageError for the first name that is not known, naming the nearest one that is."""
+    for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise UsageError(f"recipe {path}: unknown key {where}{name}; {hint}")
+
+
+def check_fields(path: Path, where: str, fields: dict[str, Any], known: Mapping[str, type]) -> None:
+    """Every name known, every value of its type; raises UsageError."""
+    refuse_unknown(path, where, fields, known)
+    for name, value in fields.items():
         wanted = known[name]
         good = isinstance(value, (int, float)) if wanted is float else isinstance(value, wanted)
         if not good or (wanted in (int, float) and isinstance(value, bool)):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes, write_atomically
+from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, probed_layers, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
-from .capture import Capture, LayerSource, LayerTaps, default_batch
-from .fit import Checkpoint, FitOptions, FitResult, provenance
+from .capture import Capture, LayerSource, LayerTaps
+from .fit import Checkpoint, FitJob, FitOptions, FitResult, Scan, fit_together
 from .hashed import spread
 from .methods.codebooks import StageReport, subtract, train_stage
 from .methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
@@ -90,71 +91,102 @@ def train(
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
-    options = options or FitOptions()
-    timer = PhaseTimer(device)
-    config, dtype = hf.config_of(source.model), next(source.model.parameters()).dtype
-    shape = hf.layer_shape(config, method.windows.block)
-    method.high_dims(shape.dim)
-    _check_enough(method, text, config.num_hidden_layers, shape.heads)
-    ids = torch.cat([text.train, text.holdout])
-    batch = options.batch or default_batch(ids.shape[1], device)
-    record = provenance(method, text, model_record, device, dtype, batch, seed)
-    work = StageCheckpoint(output, record, options.resume)
-    if done := work.count():
-        say(f"resuming after {done} stages from {work.folder}")
-    with Capture(
-        source, ids, device=device, batch=options.batch, hidden=options.spill, spill_dir=options.spill_dir, timer=timer
-    ) as capture:
-        vectors = collect(method, capture, len(text.train), shape.heads, say)
-    run = Run(method, vectors, work, timer, say)
-    layers = run.layers(shape)
-    scheme = Scheme(method.windows, method.frame, tuple(layers), selection=selection)
-    bundle = Bundle(Fingerprint.of(source.model, revision, vectors.probe), scheme, record, run.metrics(scheme))
-    digest = bundle.write(output)
-    work.remove()
-    return TrainResult(
-        bundle, output, digest, timer.split(), resumed_layers=0,
-        stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(device),
+    [result] = fit_together(
+        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record, revision=revision,
+        device=device, options=options, say=say,
     )  # fmt: skip
+    assert isinstance(result, TrainResult)
+    return result
+
+
+class TrainPart:
+    """VQKV on its way through a scan: vectors are collected layer by layer, and stages trained after the last."""
+
+    def __init__(self, job: FitJob, scan: Scan) -> None:
+        assert isinstance(job.method, VQKV)
+        self.job, self.scan, self.method = job, scan, job.method
+        self.shape = hf.layer_shape(scan.config, self.method.windows.block)
+        self.method.high_dims(self.shape.dim)
+        _check_enough(self.method, scan.text, scan.config.num_hidden_layers, self.shape.heads)
+        self.record = scan.record(job)
+        self.work = StageCheckpoint(job.output, self.record, scan.options.resume)
+        if done := self.work.count():
+            scan.say(f"resuming after {done} stages from {self.work.folder}")
+        layers = scan.config.num_hidden_layers
+        self.collected = Collection(self.method, len(scan.text.train), self.shape.heads, layers)
+
+    def open(self, stack: ExitStack) -> None:
+        """Nothing is held that must be closed."""
+
+    def layer(self, taps: LayerTaps) -> None:
+        self.collected.add(taps)
+
+    def finish(self, fingerprint: Fingerprint) -> TrainResult:
+        run = Run(self.method, self.collected.vectors(self.scan.say), self.work, self.scan.timer, self.scan.say)
+        layers = tuple(run.layers(self.shape))
+        scheme = Scheme(self.method.windows, self.method.frame, layers, selection=self.job.selection)
+        bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme))
+        digest = bundle.write(self.job.output)
+        self.work.remove()
+        return TrainResult(
+            bundle, self.job.output, digest, self.scan.timer.split(), resumed_layers=0,
+            stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(self.scan.device),
+        )  # fmt: skip
 
 
 # Vectors.
 
 
 def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
+    """A Collection of all layers of a capture that serves nothing else."""
+    found = Collection(method, train, heads, len(capture))
+    for taps in capture:
+        found.add(taps)
+    return found.vectors(say)
+
+
+class Collection:
     """A seeded sample of method.vectors keys and as many values from the first `train` windows, fewer if there are fewer,
     and a held-out one from the others; the sink's tokens are never taken.
     """
-    parts: list[LayerSample] = []
-    held = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
-    rotary, probe, none = 0, tuple[float, ...](), torch.zeros(hf.head_dim_of(capture.decoder.config))
-    with progress("Collecting vectors", total=len(capture)) as advance:
-        for taps in capture:
-            sample = LayerSample(method, taps, train, heads, len(capture), held)
-            sample.gather()
-            parts.append(sample)
-            if taps.rope is not None and not rotary:
-                rotary = taps.rope[0].shape[-1]
-                band_split(none, none, method.high, rotary, method.split)  # refuses what does not fit its pairs
-            if taps.index in (0, len(capture) - 1):
-                probe += hf.key_probe(taps.site)
-            advance()
-    found = Vectors(
-        keys=torch.cat([p.fitted.keys for p in parts]),
-        values=torch.cat([p.fitted.values for p in parts]),
-        held_keys=torch.cat([p.held.keys for p in parts]),
-        held_values=torch.cat([p.held.values for p in parts]),
-        held_layer=torch.cat([torch.full_like(p.held.head, p.taps.index) for p in parts]),
-        held_head=torch.cat([p.held.head for p in parts]),
-        train_of=list(_runs([len(p.fitted.keys) for p in parts])),
-        held_of=list(_runs([len(p.held.keys) for p in parts])),
-        rotary=rotary,
-        scales=[p.scales for p in parts],
-        probe=probe,
-    )
-    if len(found.keys) < method.vectors:
-        say(f"note: {len(found.keys)} vectors, all that these windows have, not {method.vectors}")
-    return found
+
+    def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
+        self.method, self.train, self.heads, self.layers = method, train, heads, layers
+        self.parts: list[LayerSample] = []
+        self.held = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
+        self.rotary, self.probe = 0, tuple[float, ...]()
+
+    def add(self, taps: LayerTaps) -> None:
+        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.held)
+        sample.gather()
+        self.parts.append(sample)
+        if taps.rope is not None and not self.rotary:
+            self.rotary, none = taps.rope[0].shape[-1], torch.zeros(taps.site.head_dim)
+            band_split(
+                none, none, self.method.high, self.rotary, self.method.split
+            )  # refuses what does not fit its pairs
+        if taps.index in probed_layers(self.layers):
+            self.probe += hf.key_probe(taps.site)
+
+    def vectors(self, say: Say) -> Vectors:
+        """What was sampled; the parts are given back."""
+        parts, self.parts = self.parts, []
+        found = Vectors(
+            keys=torch.cat([p.fitted.keys for p in parts]),
+            values=torch.cat([p.fitted.values for p in parts]),
+            held_keys=torch.cat([p.held.keys for p in parts]),
+            held_values=torch.cat([p.held.values for p in parts]),
+            held_layer=torch.cat([torch.full_like(p.held.head, p.taps.index) for p in parts]),
+            held_head=torch.cat([p.held.head for p in parts]),
+            train_of=list(_runs([len(p.fitted.keys) for p in parts])),
+            held_of=list(_runs([len(p.held.keys) for p in parts])),
+            rotary=self.rotary,
+            scales=[p.scales for p in parts],
+            probe=self.probe,
+        )
+        if len(found.keys) < self.method.vectors:
+            say(f"note: {len(found.keys)} vectors, all that these windows have, not {self.method.vectors}")
+        return found
 
 
 def _runs(counts: list[int]) -> Iterator[slice]:

@@ -82,7 +82,14 @@ def aqua(name: str, **settings: Any) -> Scheme:
     method = AquaKV(sink=SINK, recent=RECENT, block=BLOCK, **settings)
     train, holdout = token_ids(6, 68, seed=1), token_ids(2, 68, seed=2)
     text: Any = SimpleNamespace(
-        train=train, holdout=holdout, source="random", sha256="0" * 64, ids_sha256="0" * 64, tokens_read=0, bos=False
+        train=train,
+        holdout=holdout,
+        source="random",
+        sha256="0" * 64,
+        ids_sha256="0" * 64,
+        tokens_read=0,
+        bos=False,
+        column=None,
     )
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "x.kvcal.safetensors"

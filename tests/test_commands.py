@@ -25,6 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("commands")
     write_model(base / "model", 4)
     write_text(base / "words.txt")
+    (base / "recipe.toml").write_text('[models.tiny]\n[bundles.kivi]\npreset = "kivi-2"\n')
     done = kvcal("preset", "kivi-2", "--model", base / "model", "--output", base / f"kivi{SUFFIX}")
     assert done.code == 0, done.err
     fit = ["--windows", "4", "--length", "68", "--block", "8", "--factors", "pair", "--output", base / f"norms{SUFFIX}"]
@@ -46,10 +47,11 @@ def needed(name: str, base: Path, folder: Path) -> list[str]:
     """What the command cannot do without, all of it good, and the small model and text if it takes any."""
     given = {
         "bundle": base / f"kivi{SUFFIX}", "keys": base / f"kivi{SUFFIX}", "values": base / f"kivi{SUFFIX}",
-        "name": "kivi-2", "prompt": "a", "output": folder / "made", "preset": "kivi-2",
+        "name": "kivi-2", "prompt": "a", "output": folder / "made", "preset": "kivi-2", "repo": "org/name",
+        "recipe": base / "recipe.toml", "a": base / f"kivi{SUFFIX}", "b": base / f"kivi{SUFFIX}",
     }  # fmt: skip
     arguments: list[str] = []
-    given |= {"bundle": base / f"norms{SUFFIX}"} if name == "fold" else {}
+    given |= {"bundle": base / f"norms{SUFFIX}"} if name in ("fold", "reproduce") else {}
     for parameter in ROOT_COMMAND.commands[name].params:
         if parameter.required or (name in ("generate", "compare") and parameter.name == "preset"):
             arguments += ([parameter.opts[-1]] if parameter.opts[0].startswith("-") else []) + [
@@ -78,7 +80,7 @@ def test_every_command_prints_json_on_request(name: str) -> None:
 
 ODD: dict[str, tuple[str, tuple[str, ...]]] = {  # option -> a value, what the line says
     "--model": ("lama-3.2-3b", ("unknown model", "did you mean llama-3.2-3b")),
-    "--device": ("abacus", ("abacus", "allowed are cpu")),
+    "--device": ("abacus", ("abacus", "allowed are ")),
     "--dtype": ("int4", ("int4", "float32")),
     "--revision": ("main", ("only models on the hub have revisions",)),
     "--spill": ("tape", ("tape", "allowed are device")),
@@ -100,7 +102,10 @@ ODD: dict[str, tuple[str, tuple[str, ...]]] = {  # option -> a value, what the l
     "--recipe": ("none.toml", ("none.toml",)),
     "--bundle": ("none", ("none",)),
 }
-PAIRS = [(name, option) for option in ODD for name in having(option)]
+UNLIKE = {  # a length that packs nothing leaves rows out; the hub is asked; a new place, not a model's name
+    ("bench", "--length"), ("pull", "--revision"), ("push", "--revision"), ("reproduce", "--model"),
+}  # fmt: skip
+PAIRS = [(name, option) for option in ODD for name in having(option) if (name, option) not in UNLIKE]
 
 
 @pytest.mark.parametrize(("name", "option"), PAIRS)
@@ -115,8 +120,11 @@ def test_an_odd_value_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", having("--text"))
-@pytest.mark.parametrize("kind", ["missing", "empty"])
+TEXTS = [(name, kind) for name in having("--text") for kind in ("missing", "empty")]
+TEXTS.remove(("reproduce", "empty"))  # takes any number and reads the one that went into the bundle
+
+
+@pytest.mark.parametrize(("name", "kind"), TEXTS)
 def test_an_odd_text_is_one_line(
     name: str, kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,4 +159,7 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
 @every_command
 def test_an_argument_too_many_is_a_usage_error(name: str, base: Path, tmp_path: Path) -> None:
     done = kvcal(name, *needed(name, base, tmp_path), "and", "more")
-    assert done.code == 2 and "unexpected extra argument" in done.err
+    if any(p.nargs == -1 for p in ROOT_COMMAND.commands[name].params):  # takes as many files as one gives
+        assert done.code in (2, 4) and " and" in done.err.splitlines()[-1]
+    else:
+        assert done.code == 2 and "unexpected extra argument" in done.err

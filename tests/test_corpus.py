@@ -382,6 +382,13 @@ def test_a_streamed_data_set_names_its_commit(streamed: list[Any]) -> None:
     assert made.sha256 == hashlib.sha256(whole.encode()).hexdigest()
 
 
+def test_a_dataset_at_a_commit(streamed: list[Any]) -> None:
+    """What a bundle names is what gives the same text again, whatever its main branch has become."""
+    made = token_windows(WITH_BOS, f"org/name:small:train@{'c' * 40}", windows=2, length=8)
+    assert made.source == f"org/name:small:train@{'c' * 40}"
+    assert "no such file or folder" in refused("org/name@main")
+
+
 def test_a_stream_that_breaks_off(streamed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(*_: Any) -> Iterator[Any]:
         yield streamed[0]

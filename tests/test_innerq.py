@@ -49,7 +49,14 @@ def closed() -> Any:
 def fitted(model: Any, folder: Path, ids: Tensor, **settings: Any) -> Any:
     """A bundle from token windows, the last one held out."""
     text: Any = SimpleNamespace(
-        train=ids[:-1], holdout=ids[-1:], source="test", sha256="0" * 64, ids_sha256="0" * 64, tokens_read=0, bos=False
+        train=ids[:-1],
+        holdout=ids[-1:],
+        source="test",
+        sha256="0" * 64,
+        ids_sha256="0" * 64,
+        tokens_read=0,
+        bos=False,
+        column=None,
     )
     method = InnerQ(**settings)
     output = folder / f"x{SUFFIX}"

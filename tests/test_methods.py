@@ -64,7 +64,7 @@ class Workshop:
     ) -> FitResult:
         windows: Any = SimpleNamespace(
             train=token_ids(12, LENGTH, seed=1), holdout=token_ids(4, LENGTH, seed=2), source="random",
-            sha256="0" * 64, ids_sha256="1" * 64, tokens_read=0, bos=False, **text,
+            sha256="0" * 64, ids_sha256="1" * 64, tokens_read=0, bos=False, column=None, **text,
         )  # fmt: skip
         return fit(
             method, WholeModel(model or self.model()), windows, output, model_record={"name": "small"}, revision=None,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,16 @@ from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_m
 from .statistics import KeyScale, Prefixes, Summed, statistic
 
 PARTS = ("packed", "window", "bookkeeping")
+
+
+class Watch(Protocol):
+    """Is told what a cache packs and reads, for those who measure; `KVCalCache.watch`."""
+
+    def packed(self, layer: int, exact: list[Tensor], decoded: list[Tensor]) -> None:
+        """Blocks just packed: keys and values (B, H, T, D) that went in, and what comes back, float32."""
+
+    def read(self, layer: int, blocks: int) -> None:
+        """A call's attention gets so many blocks, all rows together."""
 
 
 class KVCalLayer(CacheLayerMixin):
@@ -159,13 +170,17 @@ class KVCalLayer(CacheLayerMixin):
             nothing = self.window[0][:, :, :0].float()
             self._cache.leave_old(self.index, nothing, nothing)
             return nothing, nothing
-        context = self._cache.old_context(self.index)
-        context.stats = {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
-        keys = self.codecs.key.decode(self.packed[0], context)
-        context.k0 = keys
-        values = self.codecs.value.decode(self.packed[1], context)
+        keys, values = self._decoded(self.packed, self._cache.old_context(self.index))
         self._cache.leave_old(self.index, keys, values)
+        if self._cache.watch is not None:
+            self._cache.watch.read(self.index, self._blocks * keys.shape[0])
         return keys, values
+
+    def _decoded(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]:
+        context.stats = {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
+        keys = self.codecs.key.decode(packed[0], context)
+        context.k0 = keys
+        return keys, self.codecs.value.decode(packed[1], context)
 
     @property
     def _blocks(self) -> int:
@@ -220,6 +235,8 @@ class KVCalLayer(CacheLayerMixin):
             if role == 0:
                 context.k0 = made[0]
         self._cache.leave_new(self.index, *made)
+        if self._cache.watch is not None:
+            self._cache.watch.packed(self.index, leaving, list(self._decoded(blocks, replace(context))))
         return blocks
 
     def crop_to(self, plan: CropPlan) -> None:
@@ -383,6 +400,7 @@ class KVCalCache(Cache):
     """
 
     layers: list[Any]
+    watch: Watch | None = None
 
     def __init__(self, scheme: Scheme, model: nn.Module, *, strict: bool = False, offload: bool = False) -> None:
         config = hf.config_of(model)

@@ -1,4 +1,4 @@
-"""`kvcal inspect` and `kvcal verify`."""
+"""`kvcal inspect`, `kvcal verify` and `kvcal diff`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Device, Json, Random, Revision, Seed
-from kvcal.cli.output import print_json, print_table
+from kvcal.cli.failure import DIFFERENT
+from kvcal.cli.options import Column, Device, Dtype, Json, Random, Revision, Seed, Text
+from kvcal.cli.output import note, print_json, print_table
 
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
 
@@ -17,14 +18,51 @@ def _selection(found: dict[str, float] | None) -> str:
     return "every token" if found is None else f"H2O, keep {found['keep']:g}, heavy {found['heavy']:g}"
 
 
-def inspect(bundle: File, json: Json = False) -> None:
-    """Show what a bundle holds: model, method, settings, metrics, codecs of each layer."""
+def inspect(
+    bundle: File,
+    plot: Annotated[Path | None, typer.Option(help="Errors by layer and kv head as a .png.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Measure these errors with it, instead of those of the fit.")
+    ] = None,
+    revision: Revision = None,
+    text: Text = None,
+    column: Column = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="With --model: how many (default: 4).")] = None,
+    length: Annotated[int | None, typer.Option(min=2, help="With --model: tokens a window (default: 1024).")] = None,
+    random_weights: Random = False,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Show what a bundle holds: model, method, settings, metrics, codecs of each layer, errors by layer and head."""
+    options: dict[str, Any] = dict(locals())
     from kvcal.commands.bundles import run_inspect
 
-    found = run_inspect(bundle)
+    found = run_inspect(options, note)
     if json:
         print_json(found)
         return
+    _facts(found)
+    print_table(["layer", "keys", "values"], [row.values() for row in found["layers"]])
+    if found["head_errors"] is not None:
+        _errors(found["head_errors"])
+
+
+def _errors(errors: dict[str, Any]) -> None:
+    """A row a layer: |x - decoded|^2 / |x|^2 of each kv head, keys and then values."""
+    heads = max(len(row) for row in (*errors["key"], *errors["value"]) if row)
+    columns = ["layer", *(f"{role} {head}" for role in ("keys", "values") for head in range(heads))]
+
+    def cells(layer: int) -> list[str | None]:
+        rows = [errors[role][layer] or [None] * heads for role in ("key", "value")]
+        return [None if x is None else f"{x:.5f}" for row in rows for x in row]
+
+    print(f"\nrelative squared error by kv head, {errors['from']}:")
+    print_table(columns, [[layer, *cells(layer)] for layer in range(len(errors["key"]))])
+
+
+def _facts(found: dict[str, Any]) -> None:
     model, text = found["model"], found["provenance"].get("text", {})
     facts = {
         "bundle": found["bundle"],
@@ -45,7 +83,6 @@ def inspect(bundle: File, json: Json = False) -> None:
         "held-out": _listed({name: value for name, value in found["metrics"].items() if isinstance(value, float)}),
     }
     print_table(["what", "value"], facts.items())
-    print_table(["layer", "keys", "values"], [row.values() for row in found["layers"]])
 
 
 def _listed(fields: dict[str, Any]) -> str:
@@ -71,3 +108,43 @@ def verify(
         print_json(found)
     else:
         print(f"{found['bundle']}: good ({', '.join(found['checked'])})")
+
+
+SHOWN = 8  # differences of a section; --json has all
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(help="A bundle.")],
+    b: Annotated[Path, typer.Argument(help="Another.")],
+    json: Json = False,
+) -> None:
+    """Show what differs between two bundles: model, settings, scheme, codecs, tensors, metrics. Exit code 7 if anything."""
+    from kvcal.commands.bundles import run_diff
+
+    found = run_diff(a, b)
+    if json:
+        print_json(found)
+    else:
+        print_differences(found)
+    if not found["same"]:
+        raise typer.Exit(DIFFERENT)
+
+
+def print_differences(found: dict[str, Any]) -> None:
+    """Sections in order; in each what differs first."""
+    from kvcal.diff import SECTIONS, phrase
+
+    if found["same"]:
+        print("the same bytes")
+        return
+    for section in SECTIONS:
+        rows = found[section]
+        if not rows:
+            continue
+        print(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
+        for row in rows[:SHOWN]:
+            print(f"  {phrase(row)}")
+        if len(rows) > SHOWN:
+            print(f"  … and {len(rows) - SHOWN} more (--json has all)")
+    if not any(found[section] for section in SECTIONS):
+        print("the files differ only in how they are laid out: every value is the same")

@@ -1,8 +1,10 @@
-"""A command's options at their defaults, for commands that call others."""
+"""A command's options at their defaults, for commands that call others, and options from a file read as from the line."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 
@@ -12,3 +14,51 @@ def defaults_of(command: str) -> dict[str, Any]:
 
     parameters = inspect.signature(COMMANDS[command]).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def options_of(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of `kvcal COMMAND`, these in place, read and checked as on the command line; a list is repeated, or joined
+    by commas where the option is given once. Raises UsageError in the words of the command line.
+    """
+    from kvcal_artifacts.errors import UsageError
+
+    parser = _parsers()[command]
+    known = {parameter.name: parameter for parameter in parser.params}
+    words = [word for name, value in given.items() for word in _words(known[name], value)]
+    try:
+        read = parser.make_context(command, words).params
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        raise UsageError(" ".join(error.format_message().split()).rstrip(".")) from error
+    return defaults_of(command) | {name: read[name] for name in given}
+
+
+@cache
+def _parsers() -> Any:
+    """Every command's; made once, as a recipe asks again and again."""
+    import typer
+
+    from kvcal.cli.app import app
+
+    root: Any = typer.main.get_command(app)
+    return root.commands
+
+
+def _words(parameter: Any, value: Any) -> list[str]:
+    """What stands on the command line for an option with this value."""
+    from kvcal_artifacts.errors import UsageError
+
+    if parameter.param_type_name == "argument":
+        return [str(value)]
+    flag = bool(getattr(parameter, "is_flag", False))
+    if isinstance(value, dict) or isinstance(value, bool) != flag:
+        wanted = "true or false" if flag else "text, a number, or a list of them"
+        raise UsageError(f"{parameter.name} is {value!r}; it must be {wanted}")
+    if flag:
+        return list(parameter.opts[:1] if value else parameter.secondary_opts[:1])
+    if isinstance(value, list) and not value:
+        raise UsageError(f"{parameter.name} is an empty list; leave it out")
+    parts = [str(part) for part in value] if isinstance(value, list) else [str(value)]
+    parts = parts if parameter.multiple else [",".join(parts)]
+    return [word for part in parts for word in (parameter.opts[0], part)]

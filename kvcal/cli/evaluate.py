@@ -29,6 +29,7 @@ from kvcal.cli.output import note, print_json, print_table
 
 
 def evaluate(
+    bundles: Annotated[list[Path] | None, typer.Argument(help="Bundle files, as with --bundle.")] = None,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -42,21 +43,64 @@ def evaluate(
     heavy: Heavy = None,
     subspace: Subspace = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    max_ppl_increase: Annotated[
+        str | None, typer.Option(help="Gate: perplexity above full precision's by at most this share, as 1% or 0.01.")
+    ] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Gate: KL to full precision, nats a token.")] = None,
+    max_bits: Annotated[float | None, typer.Option(help="Gate: stored bits a value of packed blocks.")] = None,
+    max_cache_bytes: Annotated[
+        float | None, typer.Option(help="Gate: bytes that packed blocks and windows take at one text window's end.")
+    ] = None,
+    max_layer_drift: Annotated[
+        float | None,
+        typer.Option(help="Gate: any layer's relative error of keys or values, in times what the bundle recorded."),
+    ] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write the gates as JUnit XML.")] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(help="Write the gates as Markdown; it is also appended to the file in $GITHUB_STEP_SUMMARY."),
+    ] = None,
     random_weights: Random = False,
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side."""
-    from kvcal.commands.evaluation import run_eval
+    """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side.
 
+    With gates (--max-…) every bundle and preset is held to them, and to a canary: other packed blocks must give other logits.
+    Exit code 3 if one fails; the line names the layer to blame and its figure.
+    """
     options: dict[str, Any] = dict(locals())
+    from kvcal.commands.evaluation import run_eval
+    from kvcal.gates import raise_if_failed, report
+
+    check_reports(junit, summary)
     found = run_eval(options, note)
+    if found["gates"]:
+        report(found["gates"], junit, summary)
     if json:
         print_json(found)
     else:
         print_rows(found["rows"])
+        print_gates(found["gates"])
+    raise_if_failed(found["gates"])
+
+
+def check_reports(junit: Path | None, summary: Path | None) -> None:
+    """Refuse now, not after an hour, what cannot be written."""
+    from kvcal.fit import check_output
+
+    for path in (junit, summary):
+        if path is not None:
+            check_output(path)
+
+
+def print_gates(checks: list[Any]) -> None:
+    """A line a gate; nothing without gates."""
+    if checks:
+        rows = [["passed" if check.passed else "FAILED", check.line] for check in checks]
+        print_table(["gate", "what"], rows)
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 
 import typer
 
-INTERRUPTED = 130
+DIFFERENT, INTERRUPTED = 7, 130
 EXIT_CODES = {
     0: "done",
     1: "error",
     2: "usage: no such command or option, or a value that cannot be read",
     3: "a quality gate failed",
     4: "the bundle is damaged, of an unknown format, or belongs to another model",
-    5: "the model, or a data set on the hub, is not available: gated, offline, no such name or revision",
+    5: "a model, data set or repository on the hub is not available: gated, offline, no permission, no such name or revision",
     6: "out of memory, on the host or on the device",
+    DIFFERENT: "`kvcal diff` or `kvcal reproduce` found a difference (1, which diff uses for it, is an error here)",
     INTERRUPTED: "interrupted (Ctrl-C)",
 }
 

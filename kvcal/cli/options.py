@@ -13,7 +13,7 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Text = Annotated[
     str | None,
     typer.Option(
-        help="A .txt, .jsonl or .parquet file, a folder of them, a hub data set org/name[:config][:split], or "
+        help="A .txt, .jsonl or .parquet file, a folder of them, a hub data set org/name[:config][:split][@commit], or "
         "`embedded:calibration`. Default: the model's own."
     ),
 ]

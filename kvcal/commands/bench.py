@@ -21,6 +21,7 @@ from ..bench.rows import Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
 from ..bench.target import Target, target
 from ..bench.timing import Clock
+from ..fit import check_output
 from ..report.plots import check_plot, plot_bench
 from .common import Say
 from .doctor import machine
@@ -68,8 +69,8 @@ def run_bench(o: dict[str, Any], say: Say) -> dict[str, Any]:
 def _check_files(o: dict[str, Any]) -> None:
     if o["plot"] is not None:
         check_plot(o["plot"])
-    if o["csv"] is not None and not o["csv"].parent.is_dir():
-        raise UsageError(f"--csv {o['csv']}: {o['csv'].parent} is not a folder")
+    if o["csv"] is not None:
+        check_output(o["csv"], "--csv")
 
 
 def _write(path: Path, content: bytes) -> None:

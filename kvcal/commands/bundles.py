@@ -1,4 +1,4 @@
-"""`kvcal inspect` and `kvcal verify`."""
+"""`kvcal inspect`, `kvcal verify` and `kvcal diff`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import load_bundle
+from kvcal_artifacts.bundle import Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
 
-from ..workbench import check_bundle
+from .. import models
+from ..diff import diff
+from ..evaluate.errors import HeadErrors, measured_head_errors, stored_head_errors
+from ..report.plots import check_plot, head_errors_png
+from ..workbench import check_bundle, open_model
+from .common import Say, check_context, evaluation_text, text_for
+
+INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
 
 def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def run_inspect(path: Path) -> dict[str, Any]:
-    """A bundle's header in short, every hash checked."""
+def run_inspect(o: dict[str, Any], say: Say) -> dict[str, Any]:
+    """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured."""
+    path = o["bundle"]
+    if o["plot"] is not None:
+        check_plot(o["plot"])
+    if o["model"] is None and (given := [name for name in MEASURES if o[name] not in (None, False)]):
+        raise UsageError(f"--{given[0].replace('_', '-')} is for measuring: give --model too")
     bundle = load_bundle(path)
     scheme = bundle.scheme
     rows = [
@@ -27,7 +39,7 @@ def run_inspect(path: Path) -> dict[str, Any]:
         else {"layer": i, "key": "skipped", "value": scheme.skipped[i]}
         for i, pair in enumerate(scheme.layers)
     ]
-    return {
+    found = {
         "bundle": str(path),
         "sha256": file_sha256(path),
         "bytes": path.stat().st_size,
@@ -41,7 +53,52 @@ def run_inspect(path: Path) -> dict[str, Any]:
         "provenance": bundle.provenance,
         "metrics": bundle.metrics,
         "layers": rows,
+        "head_errors": head_errors(bundle, o, say),
+        "plot": None if o["plot"] is None else str(o["plot"]),
     }
+    if o["plot"] is not None:
+        _draw(bundle, found["head_errors"], o["plot"])
+    return found
+
+
+MEASURES = ("revision", "text", "column", "windows", "length", "random_weights")
+
+
+def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] | None:
+    """{"from", "tokens", "key", "value"}, a row a layer; None where the bundle has none and no model was given."""
+    if o["model"] is not None:
+        errors, origin = _measured(bundle, o, say)
+        return {"from": f"measured on {origin}", **asdict(errors)}
+    stored = stored_head_errors(bundle.metrics)
+    return None if stored is None else {"from": "held-out windows of the fit", **asdict(stored), "tokens": None}
+
+
+def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, str]:
+    source = models.resolve(o["model"], o["revision"])
+    origin = text_for(o, source, "evaluation")
+    say(f"text: {origin}")
+    loaded = open_model(
+        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
+        random_weights=o["random_weights"], seed=o["seed"],
+    )  # fmt: skip
+    bundle.check(loaded.model, loaded.revision)
+    length = o["length"] or INSPECT_LENGTH
+    check_context(source, length, say)
+    options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
+    text = evaluation_text(options, source, loaded.tokenizer, origin, length)
+    return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
+
+
+def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
+    if errors is None:
+        raise UsageError(f"--plot: {bundle.name} stores no errors by head; give --model to measure them")
+    write_atomically(path, head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}"))
+
+
+def run_diff(first: Path, second: Path) -> dict[str, Any]:
+    """What differs between two bundles; every hash of both is checked."""
+    found = diff(load_bundle(first), load_bundle(second), same_bytes=first.read_bytes() == second.read_bytes())
+    return {"a": str(first), "b": str(second), **found}
 
 
 def run_verify(

@@ -94,15 +94,21 @@ def evaluation_text(
         )
 
 
-def calibration_windows(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str
-) -> corpus.Windows:
-    """Windows as asked for, by default as the model's preset has them."""
+def window_numbers(o: dict[str, Any], source: models.ModelSource) -> tuple[int, int, int]:
+    """How many calibration windows, how many of them held out, tokens a window."""
     paper = models.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
     held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
     if held >= count:
         raise UsageError(f"--holdout {held} of {count} windows leaves none to fit on")
+    return count, held, length
+
+
+def calibration_windows(
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str
+) -> corpus.Windows:
+    """Windows as asked for, by default as the model's preset has them."""
+    count, held, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
         vocabulary = models.geometry(source).vocab
         return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])

@@ -31,6 +31,7 @@ from ..workbench import cache_makers, open_model
 from .common import Say, calibration_windows, check_context, evaluation_text, given_selection, text_for
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
+from .guard import outlier_warnings, unmeasured
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,9 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
     if any(isinstance(row.what, AquaKV) for row in rows):
         fitting = _calibration(o, fit_options, source, loaded, say)
         settings["calibration_sha256"] = fitting["text"].ids_sha256
+    given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
+    for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, given)):
+        say(line)
     ledger = Ledger(o["output"], settings)
     for number, row in enumerate(rows):
         if row.key in ledger.rows:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs.squat import choose, has_subspace
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.scheme import Scheme
 
 from .. import models
-from ..evaluate.perplexity import evaluate
+from ..evaluate.canary import canary
+from ..evaluate.layers import LayerErrors
+from ..evaluate.perplexity import CacheMaker, evaluate
+from ..gates import Check, Limits, check_recorded, check_row
 from ..methods.plain import DataFree
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
@@ -24,13 +29,19 @@ from .guard import guard_window, outlier_warnings, unmeasured
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
-def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Rows `full`, presets, bundles on the same text."""
+def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None) -> dict[str, Any]:
+    """Rows `full`, presets, bundles on the same text. limits: of each row by name; by default those of the options for all."""
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
-    methods, selection = rows_named(o["preset"] or [], o["bundle"] or []), given_selection(o)
+    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
+    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     methods = with_subspace(methods, o["subspace"])
+    if common and not methods:
+        raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
+    held = {name: common if limits is None else limits[name] for name in methods}
+    for name, what in methods.items():
+        check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
@@ -41,13 +52,30 @@ def run_eval(o: dict[str, Any], say: Say) -> dict[str, Any]:
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection)
+    watched = {name: Watched(maker) for name, maker in makers.items()}
     started = time.monotonic()
-    rows = evaluate(loaded.model, text.ids, makers, step=o["step"], batch=o["batch"])
-    for row in rows[1:]:
-        if row.bits_per_value is None:
+    rows = evaluate(loaded.model, text.ids, watched, step=o["step"], batch=o["batch"])
+    canaries = {
+        name: canary(loaded.model, text.ids, maker, step=o["step"]).counted(watched[name].rows)
+        for name, maker in makers.items()
+    }
+    checks: list[Check] = []
+    for row, (name, what) in zip(rows[1:], methods.items(), strict=True):
+        alive, seen = canaries[row.name], watched[row.name]
+        if held[name]:
+            bundle = what if isinstance(what, Bundle) else None
+            figures = row.as_dict(), rows[0].as_dict()
+            checks += check_row(*figures, held[name], seen.rows, alive, bundle, seen.scheme)
+        elif row.bits_per_value is None:
             say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
+        elif alive.unread:
+            alive.check(row.name)
     return {
         "rows": [row.as_dict() for row in rows],
+        "layers": {name: seen.rows for name, seen in watched.items()},
+        "canary": {name: str(alive) for name, alive in canaries.items()},
+        "gates": checks,
+        "passed": all(check.passed for check in checks),
         "model": o["model"],
         "revision": loaded.revision,
         "random_weights": loaded.random_weights,
@@ -77,6 +105,26 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
             f"--subspace {subspace}: no bundle given stores keys by squat; `kvcal measure-subspaces` writes one"
         )
     return rows | chosen
+
+
+class Watched:
+    """Makes caches that all tell one LayerErrors what they pack and read."""
+
+    scheme: Scheme
+
+    def __init__(self, maker: CacheMaker) -> None:
+        self._maker, self._errors = maker, LayerErrors(0)
+
+    def __call__(self) -> KVCalCache:
+        cache = self._maker()
+        if not self._errors.blocks_read:
+            self.scheme, self._errors = cache.scheme, LayerErrors(len(cache.layers))
+        cache.watch = self._errors
+        return cache
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self._errors.rows()
 
 
 class _Counting:

@@ -39,21 +39,27 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "bundle": None,
     }
     if rest is not None:
-        written = folded_bundle(bundle, folded, file_sha256(Path(o["bundle"])))
+        written = folded_bundle(bundle, folded, file_sha256(Path(o["bundle"])), o["dtype"])
         found |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
     else:
         say("the folded model needs a bundle without factors: `kvcal preset`, or --bundle-output for this one's scheme")
     return found
 
 
-def folded_bundle(bundle: Bundle, folded: models.ModelSource, sha256: str) -> Bundle:
-    """The bundle's scheme without factors, for the model that they were folded into."""
+def folded_bundle(bundle: Bundle, folded: models.ModelSource, sha256: str, dtype: str) -> Bundle:
+    """The bundle's scheme without factors, for the model that they were folded into. dtype: as asked for its weights."""
     parts = models.open_layerwise(folded, dtype="float32", device="cpu")
     fingerprint = Fingerprint.of(parts.model, parts.revision, key_probe(parts))
     record = {
         **bundle.provenance,
         "tool": f"kvcal {__version__}",
         "model": model_record(folded, parts.revision, False),
-        "folded_from": {"bundle_sha256": sha256, "model": bundle.provenance.get("model")},
+        "folded_from": {
+            "bundle": bundle.name,
+            "bundle_sha256": sha256,
+            "model": bundle.provenance.get("model"),
+            "tool": bundle.provenance.get("tool"),
+            "dtype": dtype,
+        },
     }
     return replace(bundle, fingerprint=fingerprint, scheme=without_factors(bundle.scheme), provenance=record, path=None)

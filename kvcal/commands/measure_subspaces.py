@@ -55,13 +55,11 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
-    held = HOLDOUT if o["windows"] is None else None
-    counts = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
     output = output_for(o, source, method.name)
-    calibration = prepare(o | counts, source, output, say)
-    other = _other_text(o, calibration)
-    result = calibration.fit(method, output, other)
-    found = _found(method, result, calibration, other)
+    of = prepare(o | window_counts(o), source, output, say)
+    other = other_windows(o, of.opened.tokenizer, of.origin, len(of.text.train), of.length)
+    result = of.fit(method, output, other)
+    found = _found(method, result, of, other)
     if o["plot"] is not None:
         from ..report.plots import plot_deviation
 
@@ -70,15 +68,21 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _other_text(o: dict[str, Any], of: Calibration) -> corpus.Windows | None:
+def window_counts(o: dict[str, Any]) -> dict[str, Any]:
+    held = HOLDOUT if o["windows"] is None else None
+    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
+
+
+def other_windows(
+    o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int
+) -> corpus.Windows | None:
     if o["other_text"] is None:
         return None
-    if of.origin == RANDOM_TOKENS:
+    if text_source == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
     return corpus.token_windows(
-        known(of.opened.tokenizer), o["other_text"], windows=len(of.text.train), length=of.length, seed=o["seed"],
-        column=o["column"],
-    )  # fmt: skip
+        known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"]
+    )
 
 
 def _found(method: Squat, result: FitResult, of: Calibration, other: corpus.Windows | None) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     source = models.resolve(o["model"], o["revision"])
     output = output_for(o, source, o["name"])
+    pick_device(o["device"])  # refused before anything is written
     model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
     record = {
@@ -47,6 +48,8 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "settings": asdict(method),
         "model": model_record(source, revision, o["random_weights"]),
     }
+    if selection is not None:
+        record["selection"] = asdict(selection)
     fingerprint = Fingerprint.of(model, revision, probe)
     bundle = Bundle(fingerprint, scheme, record)
     sha256 = bundle.write(output)

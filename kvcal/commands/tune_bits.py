@@ -11,10 +11,10 @@ from .. import models
 from ..methods.kvtuner import KVTuner
 from .calibration import prepare, written
 from .common import Say, output_for
-from .tune_thresholds import HOLDOUT, WINDOWS
+from .tune_thresholds import window_counts
 
 
-def _method(o: dict[str, Any]) -> KVTuner:
+def kvtuner_method(o: dict[str, Any]) -> KVTuner:
     try:
         choices = tuple(int(part) for part in str(o["bits"]).split(","))
     except ValueError as error:
@@ -27,11 +27,10 @@ def _method(o: dict[str, Any]) -> KVTuner:
 def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was chosen and written."""
     started = time.monotonic()
-    method = _method(o)
+    method = kvtuner_method(o)
     source = models.resolve(o["model"], o["revision"])
     output = output_for(o, source, method.name)
-    windows = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
-    result = prepare(o | windows, source, output, say).fit(method, output)
+    result = prepare(o | window_counts(o), source, output, say).fit(method, output)
     rows = result.bundle.metrics["layers"]
     return {
         **written(result),

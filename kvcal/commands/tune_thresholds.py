@@ -34,14 +34,14 @@ def _span(option: str, given: str | None, default: tuple[float, float]) -> tuple
     return numbers[0], numbers[-1]
 
 
-def _settings(o: dict[str, Any]) -> Settings:
+def search_settings(o: dict[str, Any]) -> Settings:
     if o["raw_salience"] and (o["tau_low"] is None or o["tau_high"] is None) and o["full"] is None:
         raise UsageError("--raw-salience: thresholds then have the model's own scale; give --tau-low and --tau-high")
     low, high = _span("--tau-low", o["tau_low"], LOW), _span("--tau-high", o["tau_high"], HIGH)
     return Settings(o["trials"], o["seed"], o["max_bits"], low, high)
 
 
-def _method(o: dict[str, Any]) -> MixKVQ:
+def mixkvq_method(o: dict[str, Any]) -> MixKVQ:
     return MixKVQ(
         group=o["group"],
         round_up=o["round_up"],
@@ -58,10 +58,11 @@ def _method(o: dict[str, Any]) -> MixKVQ:
 
 
 def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
-    """attention, perplexity or task:NAMES; random weights can answer no task."""
+    """attention, perplexity or task:NAMES; random weights can answer no task, and tiers of given sizes need no answer."""
     name = str(o["objective"])
     if name == "auto":
-        return "attention" if source.kind == "embedded" or o["random_weights"] else f"task:{DEFAULT_TASK}"
+        own = source.kind == "embedded" or o["random_weights"] or o["full"] is not None
+        return "attention" if own else f"task:{DEFAULT_TASK}"
     known = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
     if not known:
         raise UsageError(f"--objective {name}: allowed are auto, attention, perplexity and task:NAME[,NAME]")
@@ -84,7 +85,7 @@ def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, tex
 def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was found and written."""
     started = time.monotonic()
-    settings, method = _settings(o), _method(o)
+    settings, method = search_settings(o), mixkvq_method(o)
     if o["spill"] not in ("device", "cpu"):
         raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
     source = models.resolve(o["model"], o["revision"])
@@ -99,8 +100,7 @@ def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
-    windows = {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
-    of = prepare(o | windows, source, output, say)
+    of = prepare(o | window_counts(o), source, output, say)
     opened, text = of.opened, of.text
     job = Job(
         opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
@@ -108,6 +108,10 @@ def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
     )  # fmt: skip
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o["storage"], o["heartbeat"])
     return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def window_counts(o: dict[str, Any]) -> dict[str, Any]:
+    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or (None if o["windows"] else HOLDOUT)}
 
 
 def _beside(output: Path) -> Path:

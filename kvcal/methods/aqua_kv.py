@@ -102,7 +102,8 @@ class AquaKV:
         value = run.codec("value", self._inputs(layer, self.value_inputs), {"v"})
         value_error = run.encode_values(value)
         self.shift(carry)
-        return LayerFit(LayerCodecs(key, value), key_error.metrics("key") | value_error.metrics("value"))
+        heads = carry.shape.heads
+        return LayerFit(LayerCodecs(key, value), key_error.metrics("key", heads) | value_error.metrics("value", heads))
 
     def replay_layer(self, layer: int, taps: LayerTaps, carry: Carry, codecs: LayerCodecs) -> None:
         run = _LayerRun(self, layer, taps, carry)

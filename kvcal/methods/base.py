@@ -63,8 +63,10 @@ class Carry:
 
 @dataclass
 class LayerFit:
+    """metrics: numbers by name, and lists of a number a kv head (HoldoutError)."""
+
     codecs: LayerCodecs
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
 
 
 class Method(Protocol):
@@ -160,17 +162,18 @@ class HoldoutError:
             self.residual = self.residual + (wide - guess).square().sum(0)
         self.count += len(x)
 
-    def metrics(self, role: str) -> dict[str, float]:
+    def metrics(self, role: str, heads: int) -> dict[str, Any]:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
-        key_channel_error: mean over channels of their error over their variance; key_channel_ratio: largest over median
-        root mean square of a channel (see kvcal.outliers).
+        head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error
+        over their variance; key_channel_ratio: largest over median root mean square of a channel (see kvcal.outliers).
         """
         if not self.count:
             return {}
         square, total = torch.as_tensor(self.square), torch.as_tensor(self.total)
         error, whole = torch.as_tensor(self.error), square.sum().clamp_min(1e-30)
         out = {f"{role}_relative_error": float(error.sum() / whole)}
+        by_head = error.view(heads, -1).sum(1) / square.view(heads, -1).sum(1).clamp_min(1e-30)
         if role == "key":
             spread = (square - total.square() / self.count).clamp_min(1e-12 * whole / len(square))
             size = square.sqrt()
@@ -180,4 +183,5 @@ class HoldoutError:
         if residual.ndim:
             variance = (square - total.square() / self.count).clamp_min(1e-30)
             out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())
-        return {name: round(value, 6) for name, value in out.items()}
+        rounded = [round(value, 6) for value in by_head.tolist()]
+        return {name: round(value, 6) for name, value in out.items()} | {f"{role}_head_errors": rounded}

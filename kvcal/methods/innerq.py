@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -152,9 +152,10 @@ class _Errors:
             if name == "logit_error":
                 self.keys.add(flat(keys), None, flat(made))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, Any]:
         """Squared errors over squares; of logits over their variance, since a constant added to all changes nothing."""
-        found = self.keys.metrics("key") | self.values.metrics("value")
+        heads = self.key.shape.heads
+        found = self.keys.metrics("key", heads) | self.values.metrics("value", heads)
         found |= {name: round(error / max(self.spread, 1e-30), 6) for name, error in self.logits.items()}
         if self.symmetric:
             found["value_symmetric_share"] = round(math.fsum(self.symmetric) / len(self.symmetric), 6)

@@ -218,7 +218,8 @@ class _LayerRun:
         best = 0
         if logits:
             best = min(range(len(grid)), key=lambda i: logits[i])
-            metrics |= found.key_errors[best].metrics("key") | found.value_error.metrics("value")
+            heads = self.carry.shape.heads
+            metrics |= found.key_errors[best].metrics("key", heads) | found.value_error.metrics("value", heads)
             metrics |= {"logit_error": round(logits[best], 6), "logit_error_kivi": round(logits[-1], 6)}
         if len(grid) > 1:
             if not logits:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
 from ..fit import check_output
+
+Rows = Sequence[Sequence[float] | None]
+LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
 
 
 def check_plot(path: Path) -> None:
@@ -154,3 +160,33 @@ def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
         paper = [(row["length"], row["paper_microseconds"]) for row in points if "paper_microseconds" in row]
         if paper:
             axis.plot(*zip(*paper, strict=True), "x", color=line[0].get_color(), markersize=4)
+
+
+def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
+    """Relative squared error by layer (down) and kv head (across), keys beside values; layers without a row are grey.
+
+    The same numbers give the same bytes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    heads = max(len(row) for row in (*key, *value) if row)
+    tables = {
+        name: [[math.nan] * heads if row is None else [max(x, LEAST_SHOWN) for x in row] for row in rows]
+        for name, rows in (("keys", key), ("values", value))
+    }
+    shown = [x for rows in tables.values() for row in rows for x in row if not math.isnan(x)]
+    norm = LogNorm(min(shown), max(max(shown), min(shown) * 1.01))
+    figure = Figure(figsize=(2.4 + 0.7 * max(heads, 4), 1.6 + 0.26 * max(len(key), 6)), dpi=120, layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, (name, rows) in zip(axes, tables.items(), strict=True):
+        axis.set_facecolor("#d0d4d9")
+        picture = axis.imshow(rows, norm=norm, aspect="auto", cmap="viridis", interpolation="nearest")
+        axis.set(title=name, xlabel="kv head", xticks=range(heads))
+    axes[0].set(ylabel="layer", yticks=range(0, len(key), max(1, len(key) // 16)))
+    figure.colorbar(picture, ax=axes, label="|x − decoded|² / |x|²")
+    figure.suptitle(title)
+    made = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(made, metadata={"Software": None})
+    return made.getvalue()

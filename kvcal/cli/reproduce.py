@@ -1,0 +1,63 @@
+"""`kvcal reproduce`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcal.cli.bundle import File, print_differences
+from kvcal.cli.failure import DIFFERENT
+from kvcal.cli.options import Json
+from kvcal.cli.output import note, print_json
+
+
+def reproduce(
+    bundle: File,
+    text: Annotated[
+        list[str] | None, typer.Option(help="Where a local text lies now; found by its recorded name; may be repeated.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Where the local model folder lies now.")] = None,
+    input: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A bundle that `combine` or `fold` read, found by its hash; without it, it is made again too."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Another device than recorded.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Keep the new bundle there; an interrupted run then goes on.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run the command that made a bundle again and compare bytes; exit code 7, and what differs first, if they do."""
+    options: dict[str, Any] = dict(locals())
+    from kvcal.cli.defaults import defaults_of
+    from kvcal.commands.reproduce import run_reproduce
+
+    found = run_reproduce(options, defaults_of, note)
+    if json:
+        print_json(found)
+    else:
+        _told(found)
+    if not found["same"]:
+        raise typer.Exit(DIFFERENT)
+
+
+def _told(found: dict[str, Any]) -> None:
+    from kvcal.diff import phrase
+
+    if found["same"]:
+        print(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")
+        return
+    first = found["first_tensor"]
+    print(
+        f"{found['bundle']}: "
+        + (f"the first tensor that differs is {phrase(first)}" if first else "every tensor is the same")
+    )
+    for name, rows in (("inputs are not those recorded", found["inputs"]), ("made elsewhere", found["environment"])):
+        if rows:
+            print(f"{name}: {'; '.join(phrase(row) for row in rows)}")
+    print("a: the bundle, b: made again")
+    print_differences(found)

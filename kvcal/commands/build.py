@@ -1,0 +1,476 @@
+"""`kvcal build`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
+from kvcal_artifacts.errors import KVCalError, UsageError
+
+from .. import models
+from ..build import (
+    BuildRecipe,
+    Entry,
+    Lock,
+    Planned,
+    code_identity,
+    model_identity,
+    planned,
+    settings_identity,
+    text_identity,
+)
+from ..fit import FitJob, FitOptions, check_output, fit_together
+from ..gates import Check
+from ..workbench import Opened, open_for_fit, pick_device
+from .combine import run_combine
+from .common import (
+    RANDOM_TOKENS,
+    Say,
+    calibration_windows,
+    check_context,
+    given_selection,
+    text_for,
+    window_numbers,
+)
+from .evaluation import run_eval
+from .fit_norms import innerq_method
+from .fit_predictors import aqua_method
+from .measure_subspaces import other_windows, squat_method
+from .measure_subspaces import window_counts as squat_counts
+from .preset import run_preset, wanted_preset
+from .train_codebooks import vqkv_method
+from .tune_bits import kvtuner_method
+from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, window_counts
+from .tune_thresholds import objective_name as mixkvq_objective
+
+SPILLS = ("device", "cpu", "disk")
+FOLLOW = 0.2  # seconds between a worker's looks at whether its parent is still there
+
+Written = Callable[[str, str, int], None]  # name, sha256 and bytes of a bundle that is on disk
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a method's options become a method that `fit_together` takes, and the numbers of windows."""
+
+    method: Callable[[dict[str, Any], models.ModelSource], Any]
+    counts: Callable[[dict[str, Any]], dict[str, Any]] = lambda o: {}
+
+
+def _mixkvq(o: dict[str, Any], source: models.ModelSource) -> Any:
+    """With fixed thresholds; what is to be searched goes another way."""
+    from ..tune import with_thresholds
+
+    settings, method = search_settings(o), mixkvq_method(o)
+    return method if method.full is not None else with_thresholds(method, settings.only)
+
+
+KINDS: dict[str, Kind] = {
+    "aqua-kv": Kind(lambda o, source: aqua_method(o)),
+    "innerq": Kind(lambda o, source: innerq_method(o)),
+    "kvtuner": Kind(lambda o, source: kvtuner_method(o), window_counts),
+    "squat": Kind(lambda o, source: squat_method(o, source.entry.name if source.entry else source.name), squat_counts),
+    "vqkv": Kind(lambda o, source: vqkv_method(o, models.geometry(source))),
+    "mixkvq": Kind(_mixkvq, window_counts),
+}
+
+
+def searches(entry: Entry) -> bool:
+    """Whether thresholds are to be found first: such a bundle has runs of its own."""
+    if entry.method != "mixkvq":
+        return False
+    return mixkvq_method(entry.options).full is None and not search_settings(entry.options).fixed
+
+
+def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
+    """Settings that no run would accept, said before any run."""
+    try:
+        if entry.method == "preset":
+            wanted_preset(entry.options)
+        elif entry.method in KINDS:
+            source = models.resolve(entry.options["model"], entry.options["revision"])
+            KINDS[entry.method].method(entry.options, source)
+            if (spill := entry.options.get("spill", "device")) not in SPILLS:
+                raise UsageError(f"spill {spill}: allowed are {', '.join(SPILLS)}")
+            if searches(entry):
+                mixkvq_objective(entry.options, source)
+    except KVCalError as error:
+        raise type(error)(f"recipe {recipe.path}: {entry.name}: {error}") from error
+
+
+# What is to be done.
+
+
+class Planner:
+    """Inputs of every bundle; each model and text is hashed once."""
+
+    def __init__(self, recipe: BuildRecipe, lock: Lock) -> None:
+        self.recipe, self.lock, self.code = recipe, lock, code_identity()
+        self._seen: dict[str, dict[str, Any]] = {}
+
+    def plan(self) -> list[Planned]:
+        found: dict[str, Planned] = {}
+        for entry in self.recipe.entries:
+            check_entry(self.recipe, entry)
+        for entry in sorted(self.recipe.entries, key=lambda entry: bool(entry.parts)):  # combinations last
+            inputs = self._combined(entry, found) if entry.parts else self._inputs(entry)
+            found[entry.name] = planned(entry, self.recipe.output, inputs, self.lock)
+        return list(found.values())
+
+    def _inputs(self, entry: Entry) -> dict[str, Any]:
+        o = entry.options
+        found = {
+            "method": entry.method,
+            "model": self._once(["model", *_model_key(o)], lambda: model_identity(o)),
+            "settings": settings_identity(o),
+            "code": self.code,
+        }
+        if entry.method != "preset":
+            found["device"] = device_name(o)
+            source = models.resolve(o["model"], o["revision"])
+            found["text"] = self._text(entry, text_for(o, source, "calibration"), "text")
+            if o.get("other_text") is not None:
+                found["other_text"] = self._text(entry, o["other_text"], "other_text")
+        return found
+
+    def _combined(self, entry: Entry, found: Mapping[str, Planned]) -> dict[str, Any]:
+        """Of what its parts are made of: parts that come out the same need no new combination."""
+        keys, values = (found[part] for part in entry.parts)
+        return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
+
+    def _text(self, entry: Entry, origin: str, name: str) -> dict[str, Any]:
+        if origin == RANDOM_TOKENS:
+            return {"source": origin}
+        known = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
+        return self._once(
+            ["text", origin, entry.options["column"]], lambda: text_identity(origin, entry.options["column"], known)
+        )
+
+    def _once(self, key: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        label = json.dumps(key, default=str)
+        if label not in self._seen:
+            self._seen[label] = make()
+        return self._seen[label]
+
+    def gate_key(self, entry: Entry, sha256: str) -> str:
+        """Of everything that decides what the gates of a bundle say."""
+        o = self.recipe.evaluation[entry.model]
+        origin = text_for(o, models.resolve(o["model"], o["revision"]), "evaluation")
+        text = (
+            {}
+            if origin == RANDOM_TOKENS
+            else self._once(["text", origin, o["column"]], lambda: text_identity(origin, o["column"]))
+        )
+        model = self._once(["model", *_model_key(o)], lambda: model_identity(o))
+        settings = {name: o[name] for name in ("length", "windows", "step", "batch", "dtype", "seed")}
+        held = [sha256, asdict(entry.gates), text, model, settings, device_name(o), self.code]
+        return sha256_text(canonical(held))
+
+
+def _model_key(o: Mapping[str, Any]) -> list[Any]:
+    return [
+        o["model"],
+        o["revision"],
+        bool(o.get("random_weights")),
+        o.get("seed", 0) if o.get("random_weights") else 0,
+    ]
+
+
+def device_name(o: Mapping[str, Any]) -> str:
+    """As provenance states it."""
+    where = pick_device(o["device"])
+    return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process does at a time: one bundle, or several in one pass over their model."""
+
+    plans: tuple[Planned, ...]
+    shared: bool
+
+    @property
+    def label(self) -> str:
+        names = ", ".join(plan.entry.name for plan in self.plans)
+        return f"{names} (one pass over the model)" if len(self.plans) > 1 else names
+
+
+def works(plans: Iterable[Planned], share: bool) -> list[Work]:
+    """Bundles of one model, text and set of windows together, in the recipe's order; combinations last."""
+    groups: dict[str, list[Planned]] = {}
+    for plan in plans:
+        alone = not share or plan.entry.method not in KINDS or searches(plan.entry)
+        groups.setdefault(plan.entry.name if alone else _scan_key(plan.entry), []).append(plan)
+    return [
+        Work(tuple(group), group[0].entry.method in KINDS and not searches(group[0].entry)) for group in groups.values()
+    ]
+
+
+def _scan_key(entry: Entry) -> str:
+    o = entry.options
+    source = models.resolve(o["model"], o["revision"])
+    same = ("model", "revision", "random_weights", "seed", "dtype", "device", "batch", "text", "column")
+    how = [o.get("layerwise", False), o.get("spill", "device"), o.get("spill_dir"), o.get("other_text")]
+    numbers = window_numbers(o | KINDS[entry.method].counts(o), source)
+    return json.dumps(["scan", *(o[name] for name in same), *how, *numbers], default=str)
+
+
+# Doing it.
+
+
+def run_work(work: Work, say: Say, written: Written) -> None:
+    """Build its bundles; `written` is called as soon as each is on disk."""
+    if work.shared:
+        _scan(work, say, written)
+        return
+    [plan] = work.plans
+    options = plan.entry.options | {"output": plan.path}
+    if plan.entry.parts:
+        keys, values = (plan.path.with_name(f"{part}{SUFFIX}") for part in plan.entry.parts)
+        made = run_combine(keys, values, plan.path)
+    else:
+        made = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
+    written(plan.entry.name, made["sha256"], made["bytes"])
+
+
+def _scan(work: Work, say: Say, written: Written) -> None:
+    first = work.plans[0].entry
+    o = first.options | KINDS[first.method].counts(first.options)
+    source = models.resolve(o["model"], o["revision"])
+    opened = _opened(
+        o["model"], o["revision"], o["dtype"], o["device"], o.get("layerwise", False), o["random_weights"], o["seed"]
+    )
+    origin = text_for(o, source, "calibration")
+    text = calibration_windows(o, source, opened.tokenizer, origin)
+    length = int(text.train.shape[1])
+    check_context(source, length, say)
+    other = None
+    if o.get("other_text") is not None:
+        other = other_windows(o, opened.tokenizer, origin, len(text.train), length)
+    jobs = [
+        FitJob(
+            KINDS[plan.entry.method].method(plan.entry.options, source), plan.path, o["seed"],
+            selection=given_selection(plan.entry.options) if "keep" in plan.entry.options else None,
+        )
+        for plan in work.plans
+    ]  # fmt: skip
+    names = {plan.path: plan.entry.name for plan in work.plans}
+    fit_together(
+        jobs, opened.source, text, model_record=opened.record, revision=opened.revision, device=opened.device, say=say,
+        other=other, options=FitOptions(o["batch"], o.get("spill", "device"), o.get("spill_dir")),
+        written=lambda job, result: written(names[job.output], result.sha256, job.output.stat().st_size),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _opened(
+    name: str, revision: str | None, dtype: str, device: str, layerwise: bool, random_weights: bool, seed: int
+) -> Opened:
+    """The model that was used last stays for the next work."""
+    return open_for_fit(
+        name, revision, dtype=dtype, device=device, layerwise=layerwise, random_weights=random_weights, seed=seed
+    )
+
+
+def _worker_start(parent: int, threads: int) -> None:
+    """As many threads as the parent has (they decide last bits on a CPU); lines instead of bars; ends with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C goes to all: one line is enough, the parent's
+    torch.set_num_threads(threads)
+    os.environ["TERM"] = "dumb"
+
+    def follow() -> None:
+        while os.getppid() == parent:
+            time.sleep(FOLLOW)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _worker_run(work: Work) -> list[tuple[str, str, int]]:
+    done: list[tuple[str, str, int]] = []
+    run_work(work, lambda line: print(line, file=sys.stderr), lambda *written: done.append(written))
+    return done
+
+
+def run_all(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None:
+    """All works, combinations when everything else is there. Raises the first error, as soon as the running ones are done."""
+    first = [work for work in todo if not work.plans[0].entry.parts]
+    if jobs == 1 or len(first) < 2:
+        for number, work in enumerate(todo, 1):
+            say(f"{number}/{len(todo)} {work.label}")
+            with _named(work):
+                run_work(work, say, written)
+        return
+    _run_in_processes(first, min(jobs, len(first)), say, written)
+    run_all([work for work in todo if work.plans[0].entry.parts], 1, say, written)
+
+
+def _run_in_processes(todo: Sequence[Work], jobs: int, say: Say, written: Written) -> None:
+    pool = ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), _worker_start, (os.getpid(), torch.get_num_threads())
+    )
+    running: dict[Future[list[tuple[str, str, int]]], Work] = {}
+    others = multiprocessing.active_children()
+    try:
+        for number, work in enumerate(todo, 1):
+            say(f"{number}/{len(todo)} {work.label}")
+            running[pool.submit(_worker_run, work)] = work
+        _collect(running, written)
+    except BaseException as error:
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()  # an interrupted build does not wait for its workers: they have checkpoints
+        if isinstance(error, BrokenProcessPool):
+            raise KVCalError("a worker process ended early, perhaps for lack of memory; take fewer --jobs") from error
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _collect(running: dict[Future[list[tuple[str, str, int]]], Work], written: Written) -> None:
+    """Until all are done; after an error nothing new is begun, and what runs may still end well."""
+    first: KVCalError | None = None
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            work = running.pop(future)
+            if future.cancelled():
+                continue
+            try:
+                with _named(work):
+                    for done in future.result():
+                        written(*done)
+            except KVCalError as error:
+                first = first or error
+                for other in running:
+                    other.cancel()
+    if first is not None:
+        raise first
+
+
+@contextmanager
+def _named(work: Work) -> Iterator[None]:
+    try:
+        yield
+    except KVCalError as error:
+        raise type(error)(f"{', '.join(plan.entry.name for plan in work.plans)}: {error}") from error
+
+
+@contextmanager
+def only_build(folder: Path) -> Iterator[None]:
+    """Refuse a second build into the same folder while the first runs."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise KVCalError(f"{folder}: another `kvcal build` is at work there; wait for it") from error
+    finally:
+        os.close(handle)
+
+
+def run_build(
+    recipe: BuildRecipe, say: Say, *, dry_run: bool = False, jobs: int = 1, share: bool = True, gates: bool = True
+) -> dict[str, Any]:
+    """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done."""
+    lock = Lock.read(recipe.lock)
+    planner = Planner(recipe, lock)
+    plans = planner.plan()
+    todo = works([plan for plan in plans if plan.why is not None], share)
+    if dry_run:
+        return _told(recipe, plans, todo, [], "build")
+    _make_folder(recipe.output)
+    with only_build(recipe.output):
+        by_name = {plan.entry.name: plan for plan in plans}
+
+        def written(name: str, sha256: str, size: int) -> None:
+            plan = by_name[name]
+            row = {"file": plan.entry.file, "sha256": sha256, "bytes": size, "key": plan.key, "inputs": plan.inputs}
+            lock.bundles[name] = row
+            lock.write()
+
+        for gone in lock.keep_only(list(by_name)):
+            say(f"note: {gone} is no longer in the recipe; its file, if any, stays")
+        run_all(todo, jobs, say, written)
+        _opened.cache_clear()  # gates load the model for themselves
+        checks = held_to_gates(recipe, planner, lock, say) if gates else []
+        lock.write()
+    return _told(recipe, plans, todo, checks, "built") | {"lock": str(recipe.lock)}
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVCalError(f"{folder}: cannot be made ({error.strerror}); give another output in the recipe") from error
+    check_output(folder / "x")
+
+
+def _told(
+    recipe: BuildRecipe, plans: Sequence[Planned], todo: Sequence[Work], checks: list[Check], done: str
+) -> dict[str, Any]:
+    order = [entry.name for entry in recipe.entries]
+    number = {plan.entry.name: index for index, work in enumerate(todo, 1) for plan in work.plans}
+    rows = [
+        {
+            "name": plan.entry.name,
+            "method": plan.entry.method,
+            "file": str(plan.path),
+            "action": "up to date" if plan.why is None else done,
+            "why": plan.why,
+            "pass": number.get(plan.entry.name),
+        }
+        for plan in sorted(plans, key=lambda plan: order.index(plan.entry.name))
+    ]
+    return {
+        "recipe": str(recipe.path),
+        "bundles": rows,
+        "gates": checks,
+        "passed": all(check.passed for check in checks),
+    }
+
+
+# Gates.
+
+
+def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
+    """Checks of every bundle that has gates, from the lock file where nothing that decides them changed."""
+    found: dict[str, list[Check]] = {}
+    missing: dict[str, list[Entry]] = {}
+    keys: dict[str, str] = {}
+    for entry in recipe.entries:
+        if not entry.gates:
+            lock.gates.pop(entry.name, None)
+            continue
+        keys[entry.name] = planner.gate_key(entry, lock.bundles[entry.name]["sha256"])
+        known = lock.gates.get(entry.name, {})
+        if known.get("key") == keys[entry.name]:
+            found[entry.name] = [Check(**check) for check in known["checks"]]
+        else:
+            missing.setdefault(entry.model, []).append(entry)
+    for model, entries in missing.items():
+        say(f"gates of {', '.join(entry.name for entry in entries)}")
+        paths = [recipe.output / entry.file for entry in entries]
+        options = recipe.evaluation[model] | {"bundles": paths}
+        result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
+        for entry in entries:
+            found[entry.name] = [check for check in result["gates"] if check.name == entry.name]
+            lock.gates[entry.name] = {"key": keys[entry.name], "checks": [asdict(check) for check in found[entry.name]]}
+        lock.write()
+    return [check for entry in recipe.entries if entry.gates for check in found[entry.name]]

@@ -1,0 +1,67 @@
+"""`kvcal card`, `kvcal push` and `kvcal pull`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts.bundle import load_bundle, write_atomically
+from kvcal_artifacts.errors import UsageError
+
+from ..card import Card, make_card
+from ..fit import check_output
+from ..publish import pull, push
+from .bundles import file_sha256
+
+Defaults = Callable[[str], dict[str, Any]]
+
+
+def run_card(o: dict[str, Any], defaults_of: Defaults) -> dict[str, Any]:
+    """The card's text; with --output it is written, and its plots beside it."""
+    card = _card(o, o["repo"], defaults_of)
+    files: list[str] = []
+    if o["output"] is not None:
+        check_output(o["output"])
+        for name, picture in card.plots.items():
+            write_atomically(o["output"].parent / name, picture)
+        write_atomically(o["output"], card.text.encode())
+        files = [str(o["output"]), *(str(o["output"].parent / name) for name in card.plots)]
+    return {"bundle": str(o["bundle"]), "card": card.text, "files": files}
+
+
+def _card(o: dict[str, Any], repo: str | None, defaults_of: Defaults) -> Card:
+    path = o["bundle"]
+    bundle = load_bundle(path)
+    evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
+    return make_card(
+        bundle, file_sha256(path), repo=repo, evaluation=evaluation, licence=o["license"],
+        defaults_of=defaults_of,
+    )  # fmt: skip
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"--eval {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UsageError(f"--eval {path}: not JSON ({error}); give what `kvcal eval --json` printed") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--eval {path}: not what `kvcal eval --json` prints")
+    return found
+
+
+def run_push(o: dict[str, Any], defaults_of: Defaults) -> dict[str, Any]:
+    """What was pushed and the commit that holds it."""
+    card = _card(o, o["repo"], defaults_of)
+    return asdict(push(o["bundle"], o["repo"], card, branch=o["branch"], message=o["message"], private=o["private"]))
+
+
+def run_pull(o: dict[str, Any]) -> dict[str, Any]:
+    """What was pulled, and from which commit."""
+    folder = Path(o["output"])
+    found = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])
+    return {"bundle": str(folder / found.file), **asdict(found)}

@@ -1,0 +1,195 @@
+"""`kvcal reproduce`: run a bundle's recorded command again and compare."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcal_artifacts.bundle import SUFFIX, load_bundle
+from kvcal_artifacts.errors import KVCalError, UsageError
+
+from ..diff import diff
+from ..fit import check_output
+from ..recorded import LOCAL, Options, Recorded, recorded
+from .bundles import file_sha256
+from .combine import run_combine
+from .common import Say
+from .fit_norms import run_fit_norms
+from .fit_predictors import run_fit_predictors
+from .fold import run_fold
+from .measure_subspaces import run_measure_subspaces
+from .preset import run_preset
+from .train_codebooks import run_train_codebooks
+from .tune_bits import run_tune_bits
+from .tune_thresholds import run_tune_thresholds
+
+Run = Callable[[Options, Say], Any]
+Defaults = Callable[[str], Options]
+RUNS: dict[str, Run] = {
+    "fit-predictors": run_fit_predictors,
+    "fit-norms": run_fit_norms,
+    "fold": run_fold,
+    "measure-subspaces": run_measure_subspaces,
+    "preset": run_preset,
+    "train-codebooks": run_train_codebooks,
+    "tune-bits": run_tune_bits,
+    "tune-thresholds": run_tune_thresholds,
+}
+INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
+ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
+
+
+def run_reproduce(o: Options, defaults_of: Defaults, say: Say) -> dict[str, Any]:
+    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.diff."""
+    path = o["bundle"]
+    original = load_bundle(path)
+    was = recorded(original)
+    line = was.line(defaults_of(was.command))
+    if o["output"] is not None:
+        check_output(o["output"])
+        if o["output"].resolve() == path.resolve():
+            raise UsageError(f"--output {o['output']} is the bundle itself: give another name")
+    for text in o["text"] or []:
+        if not Path(text).expanduser().exists():
+            raise UsageError(f"--text {text}: no such file or folder")
+    say(f"again: {line}")
+    with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
+        places = Places(Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"])
+        made = o["output"] or Path(folder) / path.name
+        Rerun(places, defaults_of, say).make(was, made)
+        found = diff(original, load_bundle(made), same_bytes=path.read_bytes() == made.read_bytes())
+        digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
+    settings = found["settings"]
+    return {
+        "bundle": str(path),
+        "command": line,
+        **digests,
+        "same": found["same"],
+        "tensors_same": not (found["tensors"] or found["codecs"] or found["scheme"]),
+        "inputs": found["model"] + [row for row in settings if row["what"].startswith(INPUTS)],
+        "environment": [row for row in settings if row["what"].startswith(ENVIRONMENT)],
+        **{name: value for name, value in found.items() if name != "same"},
+    }
+
+
+@dataclass
+class Places:
+    """Where things lie now. texts, inputs: paths as given. folder: for links under the names of the record."""
+
+    folder: Path
+    model: str | None
+    texts: list[str]
+    inputs: list[Path]
+    device: str | None
+
+    def model_of(self, was: Recorded) -> str:
+        """What --model takes; a local folder under its recorded name."""
+        name, kind = was.model["name"], was.model["kind"]
+        if kind != "folder":
+            if self.model is not None:
+                raise UsageError(
+                    f"--model {self.model}: the bundle was made from {name}, which has one place; leave it out"
+                )
+            return str(name)
+        if self.model is None:
+            raise UsageError(
+                f"made from a model folder called {name} (weights {was.model['revision']}): say where it is with --model"
+            )
+        return str(self._linked(Path(self.model).expanduser(), name))
+
+    def text_of(self, label: str | None) -> str | None:
+        """What --text takes; a local file or folder under its recorded name, found by this name or the only one given."""
+        if label is None or not label.startswith(LOCAL):
+            return label
+        name = label.partition(":")[2]
+        named = [text for text in self.texts if Path(text).expanduser().resolve().name == name]
+        given = named or (self.texts if len(self.texts) == 1 else [])
+        if not given and not Path(name).exists():
+            raise UsageError(f"made from {label}: say where that text is with --text (its hash is checked)")
+        return str(self._linked(Path(given[0] if given else name).expanduser(), name))
+
+    def input_of(self, sha256: str) -> Path | None:
+        return next((path for path in self.inputs if file_sha256(path) == sha256), None)
+
+    def _linked(self, path: Path, name: str) -> Path:
+        """A link called `name`; of a folder a real folder with links in it, because names of folders are resolved."""
+        if not path.exists():
+            raise UsageError(f"{path}: no such file or folder")
+        place = Path(tempfile.mkdtemp(dir=self.folder)) / name
+        if path.is_file():
+            place.symlink_to(path.resolve())
+            return place
+        shutil.copytree(path.resolve(), place, copy_function=lambda a, b: os.symlink(Path(a).resolve(), b))
+        return place
+
+
+@dataclass
+class Rerun:
+    """Runs recorded commands, and first those that made what they read."""
+
+    places: Places
+    defaults_of: Defaults
+    say: Say
+
+    def make(self, was: Recorded, output: Path) -> None:
+        inputs = [self._input(one) for one in was.inputs]
+        with _threads(was.cpu.get("threads")):
+            if was.command == "combine":
+                run_combine(inputs[0], inputs[1], output)
+                return
+            options = self.defaults_of(was.command) | was.options | {"model": self.places.model_of(was)}
+            if was.command == "fold":
+                place = Path(tempfile.mkdtemp(dir=self.places.folder)) / was.options["output"]
+                options |= {"bundle": inputs[0], "output": place, "bundle_output": output}
+            else:
+                options |= {"output": output} | self._texts(was, options)
+            if was.command == "preset":
+                options["name"] = was.positional[0]
+            if self.places.device is not None and "device" in options:
+                options["device"] = self.places.device
+            RUNS[was.command](options, self._say)
+
+    def _texts(self, was: Recorded, options: Options) -> Options:
+        found = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
+        return {name: place for name, place in found.items() if place is not None and name in ("text", *options)}
+
+    def _say(self, line: str) -> None:
+        if not line.startswith("text: "):  # it would name a link of ours
+            self.say(line)
+
+    def _input(self, one: Any) -> Path:
+        """A bundle that the command read: as given, else made again; under the name that it had."""
+        place = Path(tempfile.mkdtemp(dir=self.places.folder)) / f"{one['name']}{SUFFIX}"
+        if (given := self.places.input_of(one["sha256"])) is not None:
+            shutil.copyfile(given, place)
+            return place
+        self.say(f"first {one['name']}: {one['recorded'].line(self.defaults_of(one['recorded'].command))}")
+        self.make(one["recorded"], place)
+        if (digest := file_sha256(place)) != one["sha256"]:
+            self.say(
+                f"note: {one['name']} came out with sha256 {digest[:16]}…, recorded is {one['sha256'][:16]}…; "
+                "with the file itself: --input FILE"
+            )
+        return place
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """As many threads as then: how sums are split decides their last bits."""
+    before = torch.get_num_threads()
+    if count is not None:
+        if not isinstance(count, int) or count < 1:
+            raise KVCalError(f"provenance says {count!r} threads: needs a whole number of at least 1")
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

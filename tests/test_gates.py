@@ -1,0 +1,348 @@
+"""Gates: what passes, what fails with which code and figure, whom it blames; and the canary that no cheat survives."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from kvcal.capture import Capture
+from kvcal.commands.evaluation import Watched
+from kvcal.evaluate.canary import canary
+from kvcal.evaluate.layers import LayerErrors, worst_layer
+from kvcal.evaluate.perplexity import evaluate
+from kvcal.gates import Check, junit_xml, markdown
+from kvcal.methods.mixkvq import MixKVQ
+from kvcal.methods.plain import DataFree, Preset
+from kvcal.models import load_model, resolve
+from kvcal_artifacts import load_bundle
+from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
+
+LAYERS, LENGTH, HARMED = 4, 100, 2
+TEXT = ["--length", LENGTH, "--windows", 2, "--step", 16]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a text, a bundle whose predictors have scales, and the same with one layer's scales doubled."""
+    base = tmp_path_factory.mktemp("gates")
+    write_model(base / "model", LAYERS)
+    write_text(base / "words.txt")
+    options = ["--predictor", "linear-4bit", "--output", base / f"good{SUFFIX}"]
+    done = kvcal("fit-predictors", *named(base), *SMALL, *options)
+    assert done.code == 0, done.err
+    harm(base / f"good{SUFFIX}", base / f"harmed{SUFFIX}", HARMED)
+    return base
+
+
+def named(base: Path) -> list[Any]:
+    return ["--model", base / "model", "--text", base / "words.txt"]
+
+
+def harm(bundle: Path, output: Path, layer: int) -> None:
+    """Double the scales of one layer; hashes are those of the new content."""
+    found = load_bundle(bundle)
+    pair = found.scheme.layers[layer]
+    assert pair is not None
+    scales = [t for codec in (pair.key, pair.value) for n, t in codec.tensors().items() if n.endswith("scale")]
+    assert len(scales) == 2
+    for scale in scales:
+        scale.mul_(2)
+    found.write(output)
+
+
+def gate(base: Path, name: str, *options: Any) -> Done:
+    return kvcal("eval", base / f"{name}{SUFFIX}", *named(base), *TEXT, *options)
+
+
+def failures(path: Path) -> list[tuple[str, str]]:
+    """(gate, message) of every failed test case; the counts must be right."""
+    root = ElementTree.fromstring(path.read_bytes())
+    found = [(case.get("name", ""), bad.get("message", "")) for case in root.iter("testcase") for bad in case]
+    for element in [root, *root.iter("testsuite")]:
+        assert element.get("tests") == str(len(list(element.iter("testcase"))))
+        assert element.get("failures") == str(len(list(element.iter("failure"))))
+    return found
+
+
+def test_a_good_bundle_passes(base: Path, tmp_path: Path) -> None:
+    limits = [
+        "--max-ppl-increase",
+        "1%",
+        "--max-kl",
+        0.01,
+        "--max-bits",
+        4,
+        "--max-cache-bytes",
+        1e6,
+        "--max-layer-drift",
+        3,
+    ]
+    done = gate(base, "good", *limits, "--junit", tmp_path / "j.xml", "--json")
+    assert done.code == 0, done.err
+    assert done.json["passed"] is True
+    assert [check["gate"] for check in done.json["gates"]] == [
+        "canary", "max-ppl-increase", "max-kl", "max-bits", "max-cache-bytes", "max-layer-drift",
+    ]  # fmt: skip
+    assert failures(tmp_path / "j.xml") == []
+    row = done.json["rows"][1]
+    seen = {check["gate"]: check["seen"] for check in done.json["gates"]}
+    assert seen["max-kl"] == row["kl"]
+    assert seen["max-bits"] == row["bits_per_value"]
+    assert seen["max-cache-bytes"] == row["cache_bytes"] + row["window_bytes"]
+    assert math.isclose(seen["max-ppl-increase"], row["perplexity"] / done.json["rows"][0]["perplexity"] - 1)
+
+
+def test_a_harmed_layer_fails_and_is_named(base: Path, tmp_path: Path) -> None:
+    """Its hashes are right: no check but a measurement can find it."""
+    assert kvcal("verify", base / f"harmed{SUFFIX}").code == 0
+    done = gate(base, "harmed", "--max-kl", 0.001, "--max-layer-drift", 3, "--junit", tmp_path / "j.xml", "--json")
+    assert done.code == 3
+    line = done.err.splitlines()[-1]
+    assert line.startswith("kvcal: gate failed: harmed: max-kl ")
+    assert f"layer {HARMED}, " in line
+    assert "times the recorded" in line
+    found = dict(failures(tmp_path / "j.xml"))
+    assert set(found) == {"max-kl", "max-layer-drift"}
+    for message in found.values():
+        assert f"layer {HARMED}, " in message
+        assert "relative error" in message
+    drift = next(check for check in done.json["gates"] if check["gate"] == "max-layer-drift")
+    assert drift["layer"] == HARMED
+    assert f"{drift['seen']:.4g}, at most 3" in found["max-layer-drift"]
+    rows = done.json["layers"]["harmed"]
+    assert drift["seen"] > 3
+    assert all(row["blocks_read"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "limit", "says"),
+    [
+        ("--max-ppl-increase", 0, "max-ppl-increase"),
+        ("--max-kl", 0, "max-kl"),
+        ("--max-bits", 1, "layer 0 stores the most"),
+        ("--max-cache-bytes", 10, "layer 0 stores the most"),
+        ("--max-layer-drift", 0, "times the recorded"),
+    ],
+)
+def test_every_gate_can_fail_and_names_a_layer(base: Path, tmp_path: Path, option: str, limit: Any, says: str) -> None:
+    name = "harmed" if option == "--max-ppl-increase" else "good"
+    done = gate(base, name, option, limit, "--junit", tmp_path / "j.xml")
+    assert done.code == 3
+    [(seen, message)] = failures(tmp_path / "j.xml")
+    assert seen == option.removeprefix("--")
+    assert says in message
+    assert "layer " in message
+    assert message in done.err
+    assert "FAILED" in done.out
+
+
+def test_a_preset_is_held_to_gates_too(base: Path) -> None:
+    done = kvcal("eval", *named(base), "--preset", "uniform-2", "--length", 260, "--windows", 1, "--max-bits", 2.4)
+    assert done.code == 3
+    assert "uniform-2: max-bits 4, at most 2.4 (layer 0 stores the most: 4 bits a value)" in done.err
+
+
+def test_summary_is_appended_where_a_workflow_wants_it(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "step.md"
+    step.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
+    done = gate(base, "good", "--max-kl", 0, "--summary", tmp_path / "own.md")
+    assert done.code == 3
+    own = (tmp_path / "own.md").read_text()
+    assert own.startswith("### kvcal: 1 of 2 gates failed\n")
+    assert "| good | max-kl |" in own
+    assert step.read_text() == f"before\n{own}\n"
+
+
+def test_the_same_checks_are_the_same_files() -> None:
+    checks = [
+        Check("a", "canary", True, detail="read"),
+        Check("a", "max-kl", False, 0.5, 0.1, 3, 'layer 3 <&> "x"'),
+        Check("b", "canary", True),
+    ]
+    assert junit_xml(checks) == junit_xml(list(checks))
+    [failure] = ElementTree.fromstring(junit_xml(checks)).iter("failure")
+    assert failure.get("message") == 'a: max-kl 0.5, at most 0.1 (layer 3 <&> "x")'
+    assert markdown(checks).count("**failed**") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--max-ppl-increase", "1x"], "--max-ppl-increase 1x: needs a share, as 1% or 0.01"),
+        (["--max-ppl-increase", "-1%"], "--max-ppl-increase -1%: needs a share"),
+        (["--max-kl", "nan"], "--max-kl nan: needs a number of at least 0"),
+        (["--max-bits", "-1"], "--max-bits -1.0: needs a number of at least 0"),
+        (["--max-kl", "1%"], "max-kl"),
+        (
+            ["--preset", "higgs-2", "--max-layer-drift", 2],
+            "higgs-2: gate max-layer-drift: it records no relative error",
+        ),
+    ],
+)
+def test_limits_that_make_no_sense(base: Path, options: list[Any], says: str) -> None:
+    done = gate(base, "good", *options)
+    assert done.code == 2
+    assert done.out == ""
+    assert says in done.err.splitlines()[-1]
+
+
+def test_a_gate_needs_a_bundle(base: Path) -> None:
+    done = kvcal("eval", *named(base), *TEXT, "--max-kl", 1)
+    assert done.code == 2
+    assert "give a bundle, or --preset" in done.err
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(base: Path, tmp_path: Path) -> None:
+    done = gate(base, "good", "--max-kl", 1, "--junit", tmp_path / "no" / "j.xml")
+    assert done.code == 1
+    assert "no is not a folder" in done.complaint
+
+
+# The canary.
+
+
+def test_windows_that_pack_nothing_prove_nothing(base: Path) -> None:
+    """Without gates it is a note, with them a failure."""
+    short = ["--length", 24, "--windows", 1]
+    done = kvcal("eval", base / f"good{SUFFIX}", *named(base), *short, "--max-kl", 1)
+    assert done.code == 3
+    assert "good: canary (no block was packed before the last step" in done.err
+    assert kvcal("eval", base / f"good{SUFFIX}", *named(base), *short).code == 0
+
+
+@pytest.mark.parametrize("gates", [[], ["--max-kl", 1]])
+def test_a_layer_that_does_not_read_what_it_packed_is_found(
+    base: Path, monkeypatch: pytest.MonkeyPatch, gates: list[Any]
+) -> None:
+    honest = KVCalLayer._decoded
+
+    def cheat(self: KVCalLayer, packed: Any, context: Any) -> Any:
+        keys, values = honest(self, packed, context)
+        return (torch.ones_like(keys), torch.ones_like(values)) if self.index == 1 else (keys, values)
+
+    monkeypatch.setattr(KVCalLayer, "_decoded", cheat)
+    done = gate(base, "good", *gates)
+    assert done.code == 3
+    assert "layer 1: other packed blocks gave the same logits, so what is packed was not read" in done.err
+
+
+@pytest.fixture(scope="module")
+def model(base: Path) -> Any:
+    return load_model(resolve(str(base / "model")), dtype="float32", device="cpu").model
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(0, 256, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+
+SMALLER: dict[str, Any] = {"sink": 4, "recent": 16, "block": 8}
+KINDS: dict[str, DataFree] = {
+    "uniform": Preset("uniform-4", "uniform-4", **SMALLER),
+    "pre-rope": Preset("uniform-4", "uniform-4", "pre_rope", **SMALLER),
+    "exact": Preset("exact-32", "exact-32", **SMALLER),
+    "innerq": Preset("innerq-base", "innerq-base", sink=4, recent=16, block=32),
+    "squat": Preset("squat-2", "squat-2", sink=4, recent=16, block=32),
+    "mixkvq": MixKVQ(group=8, value_group=8, **SMALLER),
+}
+
+
+def scheme_of(name: str, base: Path, model: Any) -> Scheme:
+    if name == "chained":
+        return load_bundle(base / f"good{SUFFIX}").scheme
+    if name == "h2o":
+        return KINDS["uniform"].scheme(model).keeping(HeavyHitters(0.6, 0.5))
+    return KINDS[name].scheme(model)
+
+
+@pytest.mark.parametrize(("name", "windows"), [*((name, 2) for name in [*KINDS, "chained", "h2o"]), ("h2o", 1)])
+def test_the_canary_lives_whatever_the_codec(
+    base: Path, model: Any, ids: torch.Tensor, name: str, windows: int
+) -> None:
+    scheme = scheme_of(name, base, model)
+    found = canary(model, ids[:windows], lambda: KVCalCache(scheme, model), step=16)
+    assert found.alive, str(found)
+    assert found.layers == LAYERS
+    assert found.blocks > 0
+
+
+def test_blocks_that_the_evaluation_itself_did_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The canary's own caches may be honest while those that were measured were not."""
+    honest = KVCalLayer._decode_all
+
+    def cheat(self: KVCalLayer) -> Any:
+        watch, self._cache.watch = self._cache.watch, None if self.index == 3 else self._cache.watch
+        try:
+            return honest(self)
+        finally:
+            self._cache.watch = watch
+
+    monkeypatch.setattr(KVCalLayer, "_decode_all", cheat)
+    done = gate(base, "good", "--max-kl", 1)
+    assert done.code == 3
+    assert "good: canary (layer 3: packed blocks were never read in the evaluation)" in done.err
+
+
+# What layers are said to err by.
+
+
+@pytest.mark.parametrize("name", [*KINDS, "chained", "h2o"])
+def test_watching_changes_no_figure(base: Path, model: Any, ids: torch.Tensor, name: str) -> None:
+    scheme = scheme_of(name, base, model)
+
+    def maker() -> KVCalCache:
+        return KVCalCache(scheme, model)
+
+    watched = Watched(maker)
+    assert evaluate(model, ids, {"x": maker}, step=16) == evaluate(model, ids, {"x": watched}, step=16)
+    assert len(watched.rows) == LAYERS
+    for row in watched.rows:
+        assert row["blocks_read"] > 0
+        low = 0 if name == "exact" else 1e-6
+        assert low <= row["key_relative_error"] < 1
+
+
+def test_layer_errors_are_those_of_the_packed_tokens(model: Any, ids: torch.Tensor) -> None:
+    """Of layer 0, whose inputs no compression has changed, against the codec itself."""
+    scheme = KINDS["uniform"].scheme(model)
+    watched = Watched(lambda: KVCalCache(scheme, model))
+    evaluate(model, ids, {"x": watched}, step=20)
+    with Capture(model, ids, device="cpu") as capture:
+        layers = iter(capture)
+        batch = next(iter(next(layers).batches({"k", "v"}, "post_rope")))
+    pair = scheme.layers[0]
+    assert pair is not None
+    packed = slice(4, 4 + (LENGTH - 4 - 16) // 8 * 8)
+    for role, codec, x in (("key", pair.key, batch.k), ("value", pair.value, batch.v)):
+        assert x is not None
+        made = codec.encode_decode(x[:, :, packed])[1]
+        expected = float((made - x[:, :, packed]).square().sum() / x[:, :, packed].square().sum())
+        assert watched.rows[0][f"{role}_relative_error"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_whom_to_blame() -> None:
+    def row(layer: int, key: float | None, value: float | None) -> dict[str, Any]:
+        return {"layer": layer, "key_relative_error": key, "value_relative_error": value}
+
+    rows = [row(0, 0.5, 0.1), row(1, 0.02, 0.3)]
+    recorded = [{"key_relative_error": 0.4, "value_relative_error": 0.1}, {"key_relative_error": 0.001}]
+    blame = worst_layer(rows, recorded)
+    assert blame is not None
+    assert (blame.layer, blame.role, blame.drift) == (1, "key", pytest.approx(20))
+    blame = worst_layer(rows, None)
+    assert blame is not None
+    assert (blame.layer, blame.role, blame.drift) == (0, "key", None)
+    assert worst_layer([row(0, None, None)], None) is None
+    blame = worst_layer([row(0, 1e-6, 1e-6)], [{"key_relative_error": 0.0, "value_relative_error": 0.0}])
+    assert blame is not None and blame.drift == pytest.approx(0.1)  # rounding of an exact codec is no drift
+    assert LayerErrors(1).rows()[0]["key_relative_error"] is None
