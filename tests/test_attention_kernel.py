@@ -4,9 +4,12 @@ kernel against the reference in the interpreter and on a GPU, and what it compil
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from attention_cases import SCHEMES, SETTINGS, Case, by_torch, exhaustive, made, off, random_codes, small, wrong
 from compiled import compiled, loops, resources
@@ -207,6 +211,58 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
     own = replace(own, q=own.q.repeat(1, 1, 2, 1)) if "q: strides" in says else own
     with pytest.raises(ValueError, match=says):
         triton.attend(*replace(own, **{name: make(own) for name, make in change.items()}).arguments())
+
+
+# The assembly of unpacking, which the interpreter does not run, computed instruction by instruction.
+
+PTX: dict[str, Callable[..., Tensor]] = {
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": lambda a, b, c, table: sum(
+        (~(a ^ -(i >> 2 & 1)) & ~(b ^ -(i >> 1 & 1)) & ~(c ^ -(i & 1)) & 0xFFFFFFFF) * (table >> i & 1) for i in range(8)
+    ),
+    "prmt.b32": lambda a, b, select: sum(
+        ((a | b << 32) >> 8 * (select >> 4 * i & 7) & 255) << 8 * i for i in range(4)
+    ),
+}  # fmt: skip
+
+
+def executed(text: str, outputs: int, inputs: list[Tensor]) -> list[Tensor]:
+    values: dict[str, Any] = {f"${outputs + i}": x for i, x in enumerate(inputs)}
+    for line in text.replace("{", "").replace("}", "").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name and not name.startswith(".reg"):
+            target, *operands = (part.strip() for part in rest.split(","))
+            values[target] = PTX[name](*(values[o] if o in values else int(o, 0) for o in operands))
+    return [values[f"${i}"] for i in range(outputs)]
+
+
+def assembly(kernel: Any) -> list[str]:
+    calls = [n for n in ast.walk(ast.parse(textwrap.dedent(kernel.src))) if isinstance(n, ast.Call)]
+    calls = [n for n in calls if ast.unparse(n.func) == "tl.inline_asm_elementwise"]
+    return [ast.literal_eval(n.args[0]) for n in sorted(calls, key=lambda n: n.lineno)]
+
+
+@needs_triton
+@pytest.mark.parametrize(("bits", "odd"), [(8, 0), (4, 0), (2, 0), (3, 0), (3, 1)])
+def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
+    """Both halves of a register hold words: field f of each, shifted as `_place` says."""
+    from kvcal_kernels.attention import triton as fused
+
+    texts = assembly(getattr(fused, f"unpack{bits}"))
+    text = texts[0] if bits != 3 else texts[1 - odd]  # of three bits the odd tile comes first
+    g = torch.Generator().manual_seed(0)
+    w, u = (torch.randint(0, 1 << 32, (4000,), generator=g) for _ in range(2))
+    width = 2 if bits == 3 else bits
+    found = executed(text, 16 // width, [w, u] if bits == 3 else [w])
+    for field, register in enumerate(found):
+        bit = width * (field % {8: 1, 4: 2, 2: 4}[width])
+        for half in (0, 16):
+            wanted = w >> half >> width * field & ((1 << width) - 1)
+            if bits == 3:
+                wanted = wanted | (u >> half >> 2 * field + odd & 1) << 2
+            assert torch.equal(register >> half & 0xFFFF, wanted << bit)
 
 
 # Compiled without a GPU.
