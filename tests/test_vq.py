@@ -5,7 +5,6 @@ vector-quantize-pytorch.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compiled import compiled, resources
 from kvcal_kernels.vq import backend, nearest, reference, residual_codes, residual_sum, sums
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -119,31 +119,6 @@ def test_which_implementation_runs() -> None:
 
 
 # Triton. No GPU is needed: the compiler runs here, and its interpreter computes.
-
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], **options: int) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = types | dict.fromkeys(constants, "constexpr")
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def resources(made: Any, folder: Path) -> tuple[int, int]:
-    """(registers a thread, bytes of stack, that is of spilled registers)."""
-    import triton
-
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(made.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    done = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True)
-    registers, stack = re.search(r"REG:(\d+)", done.stdout), re.search(r"STACK:(\d+)", done.stdout)
-    assert registers and stack, done.stdout
-    return int(registers[1]), int(stack[1])
 
 
 @needs_triton

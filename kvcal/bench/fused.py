@@ -1,39 +1,32 @@
 """Fused decode attention of kvcal_kernels.attention over uniform integers, as an operation.
 
-The package is looked up where it is used: without it the operation is left out, and says so. Packed tensors of the codecs are
-put into the order that the kernel reads, which no timed part of the operation does.
+Packed tensors of the codecs are put into the order that the kernel reads, which no timed part of the operation does.
 """
 
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Codec, Uniform
 from kvcal_artifacts.codecs.base import Packed
+from kvcal_kernels.attention import Blocks, Form, pack
 from kvcal_kernels.packing import unpack
 
 from .layer import Case, fill, nbytes
 from .operation import Prepared, needs_blocks
 from .peers import wrong
 
-PACKAGE = "kvcal_kernels.attention"
-
 
 def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
-    if find_spec(PACKAGE) is None:
-        return "this version has no fused attention kernel"
     if case.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a CUDA GPU"
     try:
         for codec in (case.scheme.codecs.key, case.scheme.codecs.value):
-            _form(codec)
+            form_of(codec)
     except ValueError as error:
         return str(error)
     return needs_blocks(case)
@@ -41,9 +34,10 @@ def refuses_fused(case: Case) -> str | None:
 
 def fused_attention(case: Case) -> Prepared:
     """Scores, softmax and sums straight from packed codes; sink and recent tokens in the same launch."""
-    kernel = import_module(f"{PACKAGE}.triton")
+    from kvcal_kernels.attention import triton as kernel  # not installed everywhere
+
     filled, queries = fill(case), case.queries()
-    keys, values = (_blocks(codec, packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
+    keys, values = (blocks_of(codec, packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
 
     def rows(count: int) -> Tensor:
         return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
@@ -53,8 +47,7 @@ def fused_attention(case: Case) -> Prepared:
     scaling = case.geometry.head_dim**-0.5
 
     def run() -> Tensor:
-        out: Tensor = kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space)
-        return out
+        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space)
 
     size = sum(nbytes(t) for made in (keys, values) for t in (made.words, made.scale)) + filled.window_bytes
     return Prepared(
@@ -63,16 +56,15 @@ def fused_attention(case: Case) -> Prepared:
     )  # fmt: skip
 
 
-def _form(codec: Codec) -> Any:
+def form_of(codec: Codec) -> Form:
     """The kernel's description of this storage; ValueError if it has none."""
     if not isinstance(codec, Uniform):
         raise ValueError(f"the fused kernel reads uniform integers, not {codec.name}")
     inner = (codec.axis == "channel") == (codec.role == "key")
-    make = import_module(PACKAGE).Form
-    return make(codec.role, codec.shape.dim, codec.bits, codec.group, inner, codec.mode == "symmetric")
+    return Form(codec.role, codec.shape.dim, codec.bits, codec.group, inner, codec.mode == "symmetric")
 
 
-def _blocks(codec: Codec, packed: Packed) -> Any:
+def blocks_of(codec: Codec, packed: Packed) -> Blocks:
     """A codec's packed tensors in the kernel's order. Hybrid groups become asymmetric ones: a symmetric group's zero point is
     what its lowest code stands for.
     """
@@ -90,4 +82,4 @@ def _blocks(codec: Codec, packed: Packed) -> Any:
         return (x.transpose(-1, -2) if codec.axis == "token" else x).flatten(2, 3).contiguous()
 
     zero = None if base is None else by_token(base)
-    return import_module(PACKAGE).pack(codes.flatten(2, 3), by_token(scale), zero, _form(codec))
+    return pack(codes.flatten(2, 3), by_token(scale), zero, form_of(codec))

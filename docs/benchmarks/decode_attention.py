@@ -1,0 +1,307 @@
+"""Time of fused decode attention on a GPU: one layer of Llama-3.1-8B geometry (32 query heads, 8 kv heads, D = 128).
+
+    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/decode_attention.py [--out DIR] [--all-launches] [--schemes 2/2,Base]
+
+Every cell is compared with the float32 reference before it is timed; a kernel that fails gets no time. Random data, L2
+flushed before each run, CUDA events, medians; copy bandwidth and the FP16 peers are measured in the same run.
+
+bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
+copy bandwidth: bytes read plus bytes written, over the time of a large copy.
+fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memory, 281 us at 32 x 32768, 4.5 bits, 4.3 TB/s.
+
+Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
+launches; cells that have not begun after --seconds are named and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvcal_kernels.attention import Blocks, Form, decode, reference
+from kvcal_kernels.attention import triton as fused
+
+HEADS, RATIO, D = 8, 4, 128
+SINK, RECENT = 32, 96
+SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key and value form, fraction wanted
+    "uniform 4/4": ((4, 32, True, True), (4, 32, True, True), 0.92),
+    "InnerQ Base 3/3": ((3, 32, True, True), (3, 32, True, True), 0.88),
+    "InnerQ Hybrid": ((3, 32, True, True), (2, 32, True, False), 0.82),
+    "InnerQ Small": ((3, 32, True, True), (2, 32, True, True), 0.82),
+    "uniform 2/2": ((2, 32, True, True), (2, 32, True, True), 0.80),
+    "KIVI 2/2 G=32": ((2, 32, False, False), (2, 32, False, False), 0.78),
+    "KIVI 2/2 G=128": ((2, 128, False, False), (2, 128, False, False), 0.75),
+}
+CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
+# warps, turns, stages, registers
+LAUNCHES = [(4, 1, 3, 168), (4, 2, 3, 168), (4, 1, 3, 0)]
+MORE_LAUNCHES = [(4, 1, 2, 0), (4, 1, 3, 128), (4, 1, 4, 128), (8, 1, 3, 128), (2, 1, 3, 0)]
+PROGRAMS = (6, 12, 3, 24)
+
+
+class Clock:
+    """Median microseconds of a call with a cold L2."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, call: Callable[[], Any], repeat: int = 15) -> float:
+        call()
+        torch.cuda.synchronize()
+        pairs = []
+        for _ in range(repeat):
+            self.flush.fill_(1)
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            stop.record()
+            pairs.append((start, stop))
+        torch.cuda.synchronize()
+        return 1e3 * statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+
+
+def form(role: Any, settings: tuple[Any, ...]) -> Form:
+    bits, group, inner, symmetric = settings
+    return Form(role, D, bits, group, inner, symmetric)
+
+
+def random_blocks(made: Form, batch: int, count: int) -> Blocks:
+    """Any word is a valid one. Scales such that a number's standard deviation is about 1."""
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (batch, HEADS, count, made.words // 4), device="cuda")
+    shape = (batch, HEADS, -(-count // made.scale_blocks), made.scales)
+    scale = (torch.rand(shape, device="cuda") + 0.5) * 3.4 / 2**made.bits
+    if not made.symmetric:
+        zeros = scale.unflatten(-1, (-1, 2))[..., 1:] if made.inner else scale.unflatten(-1, (-1, 4))[..., 2:]
+        zeros.copy_(torch.randn_like(zeros) * 0.2 - 1.7)
+    return Blocks(made, words.view(torch.int16), scale.half())
+
+
+class Cell:
+    """Random inputs of one scheme, batch and length."""
+
+    def __init__(self, scheme: str, batch: int, length: int, dtype: torch.dtype = torch.float16) -> None:
+        key, value, self.wanted = SCHEMES[scheme]
+        count = (length - SINK - RECENT) // 32
+        self.keys, self.values = (
+            random_blocks(form(role, s), batch, -(-count // 4) * 4) for role, s in (("key", key), ("value", value))
+        )
+        self.q = torch.randn(batch, HEADS * RATIO, 1, D, device="cuda", dtype=dtype)
+        self.blocks = torch.full((batch,), count, dtype=torch.int32, device="cuda")
+        self.sink, self.recent = (self._exact(batch, room, dtype) for room in (SINK, RECENT))
+        pair = (
+            self.keys.form.stored_bits + self.values.form.stored_bits
+        ) / 8  # bytes of a number of keys and one of values
+        self.bytes = batch * HEADS * D * (count * 32 * pair + (SINK + RECENT) * 2 * self.q.itemsize)
+        self.space = fused.Workspace(self.q.device)
+
+    @staticmethod
+    def _exact(batch: int, room: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = (torch.randn(batch, HEADS, room, D, device="cuda", dtype=dtype) for _ in range(2))
+        return keys, values, torch.full((batch,), room, dtype=torch.int32, device="cuda")
+
+    def run(self, launch: fused.Launch) -> Tensor:
+        return fused.attend(
+            self.q, self.keys, self.values, self.blocks, self.sink, self.recent, D**-0.5, launch, self.space
+        )
+
+    def errors(self, launch: fused.Launch) -> tuple[float, float]:
+        """Relative errors against float32 of the kernel, and of attention in q's dtype over the decoded blocks, of the first
+        and the last row.
+        """
+        out, found = self.run(launch), []
+        for row in {0, len(self.q) - 1}:
+            here = slice(row, row + 1)
+            keys, values = (Blocks(b.form, b.words[here], b.scale[here]) for b in (self.keys, self.values))
+            sink, recent = (tuple(t[here] for t in part) for part in (self.sink, self.recent))
+            q, count = self.q[here], self.blocks[here]
+            exact = reference.attend(q.float(), keys, values, count, sink, recent, D**-0.5)
+            tokens = int(count) * 32
+            k, v = (
+                torch.cat([a, decode(b)[:, :, :tokens].to(q.dtype), c], 2)
+                for a, b, c in ((sink[0], keys, recent[0]), (sink[1], values, recent[1]))
+            )
+            plain = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            found.append([float((o.float() - exact).norm() / exact.norm()) for o in (out[here], plain)])
+        return max(f[0] for f in found), max(f[1] for f in found)
+
+
+def copy_bandwidth(clock: Clock) -> float:
+    """Bytes a second, read and written."""
+    a, b = (torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
+    return 2 * a.numel() / (clock(lambda: b.copy_(a)) * 1e-6)
+
+
+def peers(clock: Clock, batch: int, length: int) -> dict[str, float]:
+    """Microseconds of FP16 attention by each backend that runs, printed as they come."""
+    q = torch.randn(batch, HEADS * RATIO, 1, D, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(batch, HEADS, length, D, device="cuda", dtype=torch.float16) for _ in range(2))
+    found = {}
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    for name, backend in backends.items():  # "efficient" takes no grouped heads, "math" repeats them: ten times slower
+        try:
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why other backends do not run
+                found[f"sdpa {name}"] = clock(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 5)
+        except RuntimeError as error:
+            print(f"  sdpa {name}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
+    try:
+        import flashinfer
+    except ImportError:
+        return found
+    try:
+        found["flashinfer"] = flashinfer_time(flashinfer, clock, q, k, v)
+    except Exception as error:  # no compiler there, or another version's interface: a peer less, and said
+        print(f"  flashinfer: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
+    return found
+
+
+def flashinfer_time(flashinfer: Any, clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> float:
+    batch, _, length, _ = k.shape
+    page = 64
+    pages = batch * length // page
+    cache = tuple(
+        x.unflatten(2, (-1, page)).permute(0, 2, 3, 1, 4).reshape(pages, page, HEADS, D).contiguous() for x in (k, v)
+    )
+    work = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD", use_tensor_cores=True)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * (length // page)
+    index = torch.arange(pages, dtype=torch.int32, device="cuda")
+    last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
+    wrapper.plan(starts, index, last, HEADS * RATIO, HEADS, D, page, q_data_type=q.dtype, kv_data_type=k.dtype)
+    return clock(lambda: wrapper.run(q[:, :, 0], cache))
+
+
+def compile_one(job: tuple[str, tuple[int, ...]]) -> str:
+    scheme, launch = job
+    try:
+        Cell(scheme, 1, 4096).run(fused.Launch(launch[0], launch[1], launch[2], 4, launch[3]))
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{scheme} {launch}: {type(error).__name__} {str(error)[:200]}"
+    return ""
+
+
+def compile_all(schemes: list[str], launches: list[tuple[int, ...]]) -> None:
+    """Into Triton's cache on disk, a process a core."""
+    jobs = [(scheme, launch) for launch in launches for scheme in schemes]
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for said in pool.map(compile_one, jobs):
+            if said:
+                print(said, file=sys.stderr)
+
+
+def tune(clock: Clock, cell: Cell, launches: list[tuple[int, ...]], seconds: float) -> list[tuple[float, Any]]:
+    """(microseconds, launch), best first; no further ones after so many seconds."""
+    found: list[tuple[float, Any]] = []
+    began = time.time()
+    for each in PROGRAMS:
+        for warps, turns, stages, registers in launches:
+            if found and time.time() - began > seconds:
+                print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)
+                return sorted(found, key=lambda f: f[0])
+            launch = fused.Launch(warps, turns, stages, each, registers)
+            try:
+                found.append((clock(lambda launch=launch: cell.run(launch), 5), launch))
+            except Exception as error:
+                print(f"  {launch}: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
+    return sorted(found, key=lambda f: f[0])
+
+
+def measure(
+    clock: Clock, scheme: str, batch: int, length: int, launches: list[tuple[int, ...]], copy: float, seconds: float
+) -> dict[str, Any]:
+    cell = Cell(scheme, batch, length)
+    tried = tune(clock, cell, launches, seconds)
+    row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
+    row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
+    row["bytes"] = cell.bytes
+    row["error"], row["error_fp16"] = cell.errors(tried[0][1])
+    row["tried"] = [[round(t, 2), *vars(launch).values()] for t, launch in tried]
+    if not row["error"] <= 2 * row["error_fp16"]:
+        row["microseconds"] = None
+        return row
+    row["microseconds"] = clock(lambda: cell.run(tried[0][1]), 21)
+    row["fraction_of_copy"] = cell.bytes / copy * 1e6 / row["microseconds"]
+    row["wanted"] = cell.wanted
+    row["launch"] = vars(tried[0][1])
+    return row
+
+
+def show(row: dict[str, Any], best: tuple[str, float]) -> None:
+    print(
+        f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, "
+        f"of copy {row['fraction_of_copy']:.3f} ({row['wanted']}), x {row['ratio_to_fp16']:.2f} of {best[0]} "
+        f"{best[1]:.1f} us, error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}; "
+        f"next {row['tried'][1:4]}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--out", default=os.environ.get("OUT", "."))
+    options.add_argument("--all-launches", action="store_true", help="more of them: compiling takes twice as long")
+    options.add_argument("--schemes", default="", help="part of the names, comma-separated")
+    options.add_argument("--cell-seconds", type=float, default=8.0)
+    options.add_argument("--seconds", type=float, default=225.0)
+    chosen = options.parse_args()
+    began = time.time()
+    torch.manual_seed(0)
+    wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]
+    launches = LAUNCHES + (MORE_LAUNCHES if chosen.all_launches else [])
+    compile_all(wanted, launches)
+    print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
+    clock = Clock()
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result["triton"] = triton.__version__
+    result["copy_bandwidth"] = copy = copy_bandwidth(clock)
+    print(
+        f"{result['device']}, torch {torch.__version__}, triton {triton.__version__}, copy {copy / 1e12:.2f} TB/s",
+        flush=True,
+    )
+    result["fp16"], result["rows"] = {}, []
+    cells = [(scheme, 32, 32768) for scheme in wanted] + [(wanted[0], b, n) for b, n in CELLS]
+    for scheme, batch, length in cells:
+        name = f"{batch} x {length}"
+        if time.time() - began > chosen.seconds:
+            print(f"{scheme:16} {name}: not measured, {chosen.seconds:g} s are over", flush=True)
+            continue
+        torch.cuda.empty_cache()
+        if name not in result["fp16"]:
+            result["fp16"][name] = found = peers(clock, batch, length)
+            print(f"{'FP16':16} {name}: " + ", ".join(f"{who} {t:.1f} us" for who, t in found.items()), flush=True)
+        best = min(result["fp16"][name].items(), key=lambda item: item[1], default=("none", float("nan")))
+        try:
+            row = measure(clock, scheme, batch, length, launches, copy, chosen.cell_seconds)
+        except Exception as error:
+            print(f"{scheme:16} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        if row["microseconds"]:
+            row |= {"fp16_backend": best[0], "ratio_to_fp16": best[1] / row["microseconds"], "projected": False}
+            show(row, best)
+        else:
+            print(f"{scheme:16} {name}: WRONG: error {row['error']:.1e}, fp16 {row['error_fp16']:.1e}", flush=True)
+        result["rows"].append(row)
+        Path(chosen.out, "decode_attention.json").write_text(json.dumps(result, indent=1))
+    print(f"{time.time() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

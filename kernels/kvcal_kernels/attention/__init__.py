@@ -1,0 +1,5 @@
+"""Decode attention over packed keys and values."""
+
+from .reference import Blocks, Form, decode, pack, unpack
+
+__all__ = ["Blocks", "Form", "decode", "pack", "unpack"]

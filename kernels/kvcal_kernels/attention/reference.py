@@ -1,0 +1,257 @@
+"""Decode attention over packed integers: the order in which blocks are stored, and what attention over them gives.
+
+A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block;
+W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, field after field, so that one word holds the same place of
+W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a
+32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
+field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
+
+Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
+-2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a value),
+w = 4, 2 or 1 of them side by side: [columns / w][16][w]; of others as [columns / 2][8][scale, scale, zero point, zero point],
+the 16 being neighbours along the contracted dimension.
+
+Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+PIECE = 16
+BITS = (2, 3, 4, 8)
+DIMS = (64, 96, 128, 256)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the keys or values of a layer are stored. inner: groups lie along what attention contracts (channels of a key,
+    tokens of a value: InnerQ), else along the other (tokens of a key's channel, channels of a value's token: KIVI). group:
+    numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
+    """
+
+    role: Literal["key", "value"]
+    dim: int
+    bits: int
+    group: int = 32
+    inner: bool = True
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS or self.dim not in DIMS:
+            raise ValueError(f"{self.bits} bits at head_dim {self.dim}: bits may be {BITS}, head_dim {DIMS}")
+        if self.symmetric and not self.inner:
+            raise ValueError("symmetric groups must lie along the contracted dimension")
+        if self.along_tokens and self.group % BLOCK:
+            raise ValueError(f"groups of {self.group} tokens: must be a multiple of {BLOCK}")
+        if not self.along_tokens and (self.group % PIECE or self.dim % self.group):
+            raise ValueError(f"groups of {self.group} channels: must be a multiple of {PIECE} that divides {self.dim}")
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a half block, with empty ones where fields of both halves must lie at the same bits."""
+        count = self.dim // PIECE
+        return count if self.bits >= 4 else -(-count // 4) * 4
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the only or of the lower plane."""
+        return -(-2 * self.pieces // (16 // self._plane))
+
+    @property
+    def words(self) -> int:
+        """Words of 16 bits in a block."""
+        return (self.tiles + (-(-self.tiles // 2) if self.bits == 3 else 0)) * PIECE * PIECE
+
+    @property
+    def scale_blocks(self) -> int:
+        """Blocks that share scales."""
+        return self.group // BLOCK if self.along_tokens else 1
+
+    @property
+    def along_tokens(self) -> bool:
+        """Whether a group is of tokens of one channel."""
+        return self.inner == (self.role == "value")
+
+    @property
+    def columns(self) -> int:
+        """Columns of 16 scales or zero points: of a half block, or where groups lie along tokens of `scale_blocks`."""
+        return self.dim // (PIECE if self.along_tokens else self.group) * (1 if self.symmetric else 2)
+
+    @property
+    def scales(self) -> int:
+        """Float16 numbers that belong to `scale_blocks` blocks."""
+        return self.columns * PIECE * (1 if self.along_tokens else 2)
+
+    @property
+    def stored_bits(self) -> float:
+        """Bits a number."""
+        return 16 * (self.words + self.scales / self.scale_blocks) / (BLOCK * self.dim)
+
+    @property
+    def _plane(self) -> int:
+        return 2 if self.bits == 3 else self.bits
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16."""
+
+    form: Form
+    words: Tensor
+    scale: Tensor
+
+
+def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form) -> Blocks:
+    """codes (B, H, T, D) integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where groups lie
+    along channels, (B, H, T / group, D) along tokens; zero None where symmetric.
+    """
+    empty = form.pieces - form.dim // PIECE
+    wide = torch.nn.functional.pad(codes.to(torch.int32).unflatten(-1, (-1, PIECE)), (0, 0, 0, empty))
+    wide = wide.unflatten(2, (-1, 2, PIECE)).transpose(4, 5)  # (B, H, N, 2, pieces, 16 tokens, 16 channels)
+    wide = wide.flatten(3, 4)
+    if form.role == "value":
+        wide = wide.transpose(-1, -2)
+    fields = 16 // form._plane
+    wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
+    wide = wide.unflatten(3, (form.tiles, fields))
+    planes = [_gather(wide & ((1 << form._plane) - 1), form._plane)]
+    if form.bits == 3:
+        third = torch.nn.functional.pad(wide >> 2, (0, 0, 0, 0, 0, 0, 0, form.tiles % 2)).unflatten(3, (-1, 2))
+        planes.append(_gather(third.transpose(4, 5).flatten(4, 5), 1))  # field f of even, odd tile: bits 2 f, 2 f + 1
+    words = torch.cat(planes, 3).flatten(3)
+    return Blocks(form, _int16(words), pack_scales(scale, zero, form))
+
+
+def _gather(fields: Tensor, width: int) -> Tensor:
+    """(..., tiles, fields, 16, 16) -> (..., tiles, 16, 16): field f at bit f * width."""
+    shifts = torch.arange(fields.shape[-3], device=fields.device, dtype=torch.int32) * width
+    return (fields << shifts[:, None, None]).sum(-3, dtype=torch.int32)
+
+
+def _int16(words: Tensor) -> Tensor:
+    return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+
+
+def _laid_out(columns: Tensor, form: Form) -> Tensor:
+    """(..., C, 16) -> as stored (..., C * 16)."""
+    made: Tensor
+    if form.inner:
+        made = columns.unflatten(-2, (-1, together(form.columns))).transpose(-1, -2).flatten(-3)
+    else:
+        made = columns.unflatten(-2, (-1, 2)).unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-4)
+    return made
+
+
+def _columns(stored: Tensor, form: Form) -> Tensor:
+    """The other way round."""
+    made: Tensor
+    if form.inner:
+        made = stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
+    else:
+        made = stored.unflatten(-1, (-1, 8, 2, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    return made
+
+
+def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:
+    """scale, zero as `pack` takes them -> (B, H, N / form.scale_blocks, form.scales), in the order of Blocks.scale."""
+    parts = [scale] if zero is None else [scale, zero]
+    if form.along_tokens:  # (B, H, blocks, D): columns are pieces of 16 channels
+        columns = torch.stack([x.unflatten(-1, (-1, PIECE)) for x in parts], 4).flatten(3, 4)
+        return _laid_out(columns, form)
+    columns = torch.stack([x.unflatten(2, (-1, 2, PIECE)).transpose(-1, -2) for x in parts], 5).flatten(4, 5)
+    return _laid_out(columns, form).flatten(3)
+
+
+def together(count: int) -> int:
+    """How many of `count` columns of float16 lie side by side, so that one load of 64, 32 or 16 bits brings them."""
+    return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
+
+
+def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given."""
+    form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
+    words = words.unflatten(-1, (-1, PIECE, PIECE))
+    fields = _scatter(words[:, :, :, : form.tiles], form._plane)
+    if form.bits == 3:
+        third = _scatter(words[:, :, :, form.tiles :], 1).unflatten(4, (-1, 2)).transpose(4, 5).flatten(3, 4)
+        fields = fields | third[:, :, :, : form.tiles] << 2
+    pieces = fields.flatten(3, 4)[:, :, :, : 2 * form.pieces]
+    if form.role == "value":
+        pieces = pieces.transpose(-1, -2)
+    pieces = pieces.unflatten(3, (2, form.pieces)).transpose(4, 5)  # (B, H, N, 2, 16 tokens, pieces, 16)
+    codes = pieces.flatten(2, 4).flatten(-2)[..., : form.dim]
+    return codes, *unpack_scales(blocks.scale, form)
+
+
+def _scatter(words: Tensor, width: int) -> Tensor:
+    shifts = torch.arange(16 // width, device=words.device, dtype=torch.int32) * width
+    return (words[..., None, :, :] >> shifts[:, None, None]) & ((1 << width) - 1)
+
+
+def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
+    """Blocks.scale -> scale and zero, as `pack` takes them."""
+    kinds = 1 if form.symmetric else 2
+    if form.along_tokens:
+        columns = _columns(packed, form).unflatten(3, (-1, kinds))
+        parts = [columns[:, :, :, :, i].flatten(3) for i in range(kinds)]
+    else:
+        columns = _columns(packed.unflatten(-1, (2, -1)), form).unflatten(4, (-1, kinds))
+        parts = [columns[:, :, :, :, :, i].transpose(-1, -2).flatten(2, 4) for i in range(kinds)]
+    return parts[0], parts[1] if kinds == 2 else None
+
+
+def decode(blocks: Blocks) -> Tensor:
+    """-> (B, H, N * 32, D) float32."""
+    form = blocks.form
+    codes, scale, zero = unpack(blocks)
+    offset = torch.tensor(-(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
+    if form.along_tokens:
+        wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]
+    else:
+        wide = [x.float().repeat_interleave(form.group, 3) for x in (scale, zero) if x is not None]
+    if offset is not None:
+        return (codes + offset) * wide[0]
+    return codes * wide[0] + wide[1]
+
+
+def attend(
+    q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: tuple[Tensor, Tensor, Tensor],
+    recent: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+) -> Tensor:
+    """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last up to
+    the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is packed.
+
+    q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how many
+    count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype; computed
+    in float32.
+    """
+    ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
+    k = torch.cat([sink[0].float(), decode(keys), recent[0].float()], 2).repeat_interleave(ratio, 1)
+    v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
+    behind = queries - 1 - torch.arange(queries, device=q.device)
+    reach = recent[2][:, None] - behind
+    seen = [
+        _seen(sink[0].shape[2], sink[2][:, None] + reach.clamp_max(0)),
+        _seen(keys.words.shape[2] * BLOCK, (blocks * BLOCK)[:, None].expand(-1, queries)),
+        _seen(recent[0].shape[2], reach),
+    ]
+    mask = torch.cat(seen, -1)[:, None]
+    scores = (q.float() @ k.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
+    kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
+    return (scores.softmax(-1) @ v.masked_fill(~kept, 0)).to(q.dtype)
+
+
+def _seen(room: int, limit: Tensor) -> Tensor:
+    """(B, Q) -> (B, Q, room)."""
+    return torch.arange(room, device=limit.device) < limit[..., None]

@@ -1,0 +1,750 @@
+"""`attend` of reference.py for NVIDIA GPUs: decode attention that reads packed codes and nothing else, in one launch.
+
+A warp takes a block of 32 tokens; a program NW consecutive ones, every warp with a softmax of its own until the end. All
+query rows of a kv head are the N = 8, 16 or 32 columns of one tensor-core product, whose 16 rows are tokens (keys) or
+channels (values): that order of storage (see reference.py) makes a 32-bit register hold the same field of two neighbours
+along the contracted dimension, so one AND unpacks two codes.
+
+A field is left where it is: an integer c at bit p, p <= 6, is the subnormal float16 c * 2^(p - 24). Tensor cores take
+subnormals exactly, so nothing is added that would have to be subtracted again. 2^-p goes into the query, 2^(24 - p) into
+the scores' factor and the output. Queries enter as float16 whatever their dtype: each row is scaled by a power of two.
+
+Scales along the contracted dimension multiply partial products, others the query (keys) or the probabilities (values).
+Sink and recent tokens are the last program of a kv head; the program that arrives last at a counter merges all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .reference import Blocks, Form
+
+TOKENS = tl.constexpr(32)  # a block
+TILE = tl.constexpr(256)  # words of a tile: 16 x 16
+LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
+
+
+@triton.jit
+def _and(w, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    return ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def unpack8(w, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $2, 0x00FF00FF; prmt.b32 $1, $2, 0, 0x4341;",
+            "=&r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return _and(w, 0, 255), _and(w, 8, 255)
+
+
+@triton.jit
+def unpack4(w, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            shr.u32 t, $4, 8;
+            and.b32 $0, $4, 0x000F000F;
+            and.b32 $1, $4, 0x00F000F0;
+            and.b32 $2, t, 0x000F000F;
+            and.b32 $3, t, 0x00F000F0;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return _and(w, 0, 15), _and(w, 0, 240), _and(w, 8, 15), _and(w, 8, 240)
+
+
+@triton.jit
+def unpack2(w, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            shr.u32 t, $8, 8;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000C000C;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00C000C0;
+            and.b32 $4, t, 0x00030003;
+            and.b32 $5, t, 0x000C000C;
+            and.b32 $6, t, 0x00300030;
+            and.b32 $7, t, 0x00C000C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return (
+        _and(w, 0, 3), _and(w, 0, 12), _and(w, 0, 48), _and(w, 0, 192),
+        _and(w, 8, 3), _and(w, 8, 12), _and(w, 8, 48), _and(w, 8, 192),
+    )  # fmt: skip
+
+
+@triton.jit
+def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
+    """w: a tile of two-bit fields. u: the tile of third bits; ODD: whether it holds w's at odd places."""
+    if ASM:
+        if ODD:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t, a, b, e;
+                shl.b32 a, $9, 1;
+                lop3.b32 e, $8, a, 0x00330033, 0xE4;
+                and.b32 $0, e, 0x00070007;
+                and.b32 $2, e, 0x00700070;
+                lop3.b32 e, $8, a, 0x00CC00CC, 0xE4;
+                and.b32 $1, e, 0x001C001C;
+                and.b32 $3, e, 0x01C001C0;
+                shr.u32 t, $8, 8;
+                shr.u32 b, $9, 7;
+                lop3.b32 e, t, b, 0x00330033, 0xE4;
+                and.b32 $4, e, 0x00070007;
+                and.b32 $6, e, 0x00700070;
+                lop3.b32 e, t, b, 0x00CC00CC, 0xE4;
+                and.b32 $5, e, 0x001C001C;
+                and.b32 $7, e, 0x01C001C0;
+                }""",
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, a, b, e;
+            shl.b32 a, $9, 2;
+            lop3.b32 e, $8, a, 0x00330033, 0xE4;
+            and.b32 $0, e, 0x00070007;
+            and.b32 $2, e, 0x00700070;
+            lop3.b32 e, $8, a, 0x00CC00CC, 0xE4;
+            and.b32 $1, e, 0x001C001C;
+            and.b32 $3, e, 0x01C001C0;
+            shr.u32 t, $8, 8;
+            shr.u32 b, $9, 6;
+            lop3.b32 e, t, b, 0x00330033, 0xE4;
+            and.b32 $4, e, 0x00070007;
+            and.b32 $6, e, 0x00700070;
+            lop3.b32 e, t, b, 0x00CC00CC, 0xE4;
+            and.b32 $5, e, 0x001C001C;
+            and.b32 $7, e, 0x01C001C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    w, u = w.to(tl.int32) & 0xFFFF, (u.to(tl.int32) & 0xFFFF) >> (1 if ODD else 0)
+    a, t, b = u << 2, w >> 8, u >> 6
+    return (
+        _join(w, a, 3, 4), _join(w, a, 12, 16), _join(w, a, 48, 64), _join(w, a, 192, 256),
+        _join(t, b, 3, 4), _join(t, b, 12, 16), _join(t, b, 48, 64), _join(t, b, 192, 256),
+    )  # fmt: skip
+
+
+@triton.jit
+def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
+    return ((w & TWO) | (a & ONE)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr):
+    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; b_at: where each block's words
+    start [NW, 16, 16] int64. TILES: tiles of the first plane.
+    """
+    parts = ()
+    for u in tl.static_range(TILES):
+        w = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
+        if BITS == 8:
+            parts = parts + unpack8(w, ASM)
+        if BITS == 4:
+            parts = parts + unpack4(w, ASM)
+        if BITS == 2:
+            parts = parts + unpack2(w, ASM)
+        if BITS == 3:
+            third = tl.load(p_words + b_at + (TILES + u // 2) * TILE, mask=b_live, other=0)
+            parts = parts + unpack3(w, third, u % 2 == 1, ASM)
+    return parts
+
+
+@triton.constexpr_function
+def _together(count):
+    """Columns of float16 that lie side by side, so that one load brings them."""
+    return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
+
+
+@triton.jit
+def _half(x, J: tl.constexpr):
+    """Bits 16 J to 16 J + 15 as float16."""
+    return (x >> (16 * J)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _four(x, ASM: tl.constexpr):
+    """int64 -> its four float16 as float32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b, c, d;
+            mov.b64 {a, b, c, d}, $4;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=f,=f,=f,=f,l", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return (
+        _half(x, 0).to(tl.float32), _half(x, 1).to(tl.float32), _half(x, 2).to(tl.float32), _half(x, 3).to(tl.float32)
+    )  # fmt: skip
+
+
+@triton.jit
+def _two(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=f,=f,r", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return _half(x, 0).to(tl.float32), _half(x, 1).to(tl.float32)
+
+
+@triton.jit
+def _columns(p, b_at, b_live, COUNT: tl.constexpr, ASM: tl.constexpr):
+    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = _together(COUNT); b_at: where each
+    block's start [NW, 1] int64.
+    """
+    WIDTH: tl.constexpr = _together(COUNT)
+    r = tl.arange(0, 16)[None, :]
+    found = ()
+    for i in tl.static_range(COUNT // WIDTH):
+        if WIDTH == 4:
+            x = tl.load((p + b_at + i * 64).to(tl.pointer_type(tl.int64)) + r, mask=b_live, other=0)
+            found = found + _four(x, ASM)
+        elif WIDTH == 2:
+            x = tl.load((p + b_at + i * 32).to(tl.pointer_type(tl.int32)) + r, mask=b_live, other=0)
+            found = found + _two(x, ASM)
+        else:
+            x = tl.load(p + b_at + i * 16 + r, mask=b_live, other=0.0)
+            found = found + (x.to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _pairs(p, b_at, b_live, NW: tl.constexpr):
+    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
+    [8][scale, scale, zero, zero]: as a register of an operand holds them.
+    """
+    x = tl.load((p + b_at).to(tl.pointer_type(tl.int64)) + tl.arange(0, 8)[None, :], mask=b_live, other=0)
+    low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
+    scale = tl.reshape(tl.join(low.to(tl.int16), (low >> 16).to(tl.int16)), [NW, 16])
+    zero = tl.reshape(tl.join(high.to(tl.int16), (high >> 16).to(tl.int16)), [NW, 16])
+    return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
+
+
+@triton.constexpr_function
+def _place(m, bits):
+    """2^p of field number m, p the bit at which unpacking leaves it."""
+    if bits == 8:
+        return 1.0
+    return 16.0 ** (m % 2) if bits == 4 else 4.0 ** (m % 4)
+
+
+@triton.constexpr_function
+def _unit(bits, mode):
+    """What a group adds to each of its codes: symmetric codes are stored without their sign; else its zero point."""
+    return -(2.0 ** (bits - 1)) if mode == 0 else 1.0
+
+
+@triton.jit
+def _scores(
+    p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
+    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Scores of both halves of NW blocks, [NW, 16, N] float32 each, in units of 2^-24 of the query's."""
+    r = tl.arange(0, 16)
+    at = (i_head * room + b_block)[:, None]
+    live = b_live[:, None]
+    piece = r[None, :, None] * 16 + r[None, None, :]
+    parts = _codes(p_k, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
+    scores = ()
+    if MODE < 2:  # groups of channels of one token
+        GROUPS: tl.constexpr = SLICES * 16 // GROUP
+        EACH: tl.constexpr = GROUP // 16
+        BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
+        for h in tl.static_range(2):
+            scale = _columns(p_ks, (at * 2 + h) * (GROUPS * BOTH * 16), live, GROUPS * BOTH, ASM)
+            for g in tl.static_range(GROUPS):
+                if MODE == 0:
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g])
+                else:
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH])
+                for i in tl.static_range(1, EACH):
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH + i], q[g * EACH + i], b_dot)
+                b_dot = b_dot * scale[g * BOTH][:, :, None]
+                b_s = b_dot if g == 0 else b_s + b_dot  # noqa: F821
+                if MODE == 1:
+                    b_s += sums[g] * scale[g * 2 + 1][:, :, None]
+            scores = scores + (b_s,)
+    else:  # groups of tokens of one channel: scales multiply the query
+        EACH: tl.constexpr = GROUP // 32
+        at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
+        b_zero = tl.zeros([NW, 16, N], tl.float32)
+        b_0 = tl.zeros([NW, 16, N], tl.float32)
+        b_1 = tl.zeros([NW, 16, N], tl.float32)
+        for i in tl.static_range(SLICES):
+            scale, zero = _pairs(p_ks, at_scale + i * 32, live, NW)
+            b_zero = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), plain[i], b_zero)
+            b_q = q[i] * scale[:, :, None]
+            b_0 = tl.dot(parts[i], b_q, b_0)
+            b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
+        scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
+    return scores
+
+
+@triton.jit
+def _add(
+    p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
+    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, FADE: tl.constexpr,
+):  # fmt: skip
+    """acc, times fade where FADE says so, plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum
+    of the probabilities [NW, 16, N], every row the same.
+    """
+    r = tl.arange(0, 16)
+    at = (i_head * room + b_block)[:, None]
+    live = b_live[:, None]
+    piece = r[None, :, None] * 16 + r[None, None, :]
+    parts = _codes(p_v, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
+    made = ()
+    if MODE < 2:  # groups of tokens of one channel
+        EACH: tl.constexpr = GROUP // 32
+        BOTH: tl.constexpr = 1 + MODE
+        at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * BOTH * 16)
+        scale = _columns(p_vs, at_scale, live, SLICES * BOTH, ASM)
+        for i in tl.static_range(SLICES):
+            if MODE == 0:
+                b_dot = tl.dot(parts[i], b_0, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
+            else:
+                b_dot = tl.dot(parts[i], b_0)
+            b_dot = tl.dot(parts[STRIDE + i], b_1, b_dot)
+            b_acc = acc[i] * fade if FADE else acc[i]
+            b_acc += b_dot * scale[i * BOTH][:, :, None]
+            if MODE == 1:
+                b_acc += b_sum * (scale[2 * i + 1] * (_place(i, BITS) * 2.0**-24))[:, :, None]
+            made = made + (b_acc,)
+    else:  # groups of channels of one token: scales multiply the probabilities
+        GROUPS: tl.constexpr = SLICES * 16 // GROUP
+        EACH: tl.constexpr = GROUP // 16
+        zeros = ()
+        for g in tl.static_range(GROUPS):
+            b_s0, b_z0 = _pairs(p_vs, at * (GROUPS * 64) + g * 32, live, NW)
+            b_s1, b_z1 = _pairs(p_vs, at * (GROUPS * 64) + (GROUPS + g) * 32, live, NW)
+            b_p0 = b_0 * b_s0[:, :, None]
+            b_p1 = b_1 * b_s1[:, :, None]
+            b_acc = acc[SLICES + g] * fade if FADE else acc[SLICES + g]
+            b_acc = tl.dot(tl.broadcast_to(b_z0[:, None, :], [NW, 16, 16]), b_0, b_acc)
+            b_acc = tl.dot(tl.broadcast_to(b_z1[:, None, :], [NW, 16, 16]), b_1, b_acc)
+            zeros = zeros + (b_acc,)
+            for i in tl.static_range(EACH):
+                b_acc = acc[g * EACH + i] * fade if FADE else acc[g * EACH + i]
+                b_acc = tl.dot(parts[g * EACH + i], b_p0, b_acc)
+                made = made + (tl.dot(parts[STRIDE + g * EACH + i], b_p1, b_acc),)
+        made = made + zeros
+    return made
+
+
+@triton.jit
+def _step(
+    p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
+    SLICES: tl.constexpr,
+    K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
+    V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
+    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, TURNS: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """TURNS times NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
+    halves = ()
+    for turn in tl.static_range(TURNS):
+        b_block = first + turn * NW + tl.arange(0, NW)
+        b_live = b_block < (stop if MASK else 0x7FFFFFFF)
+        part = _scores(
+            p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N, ASM,
+        )  # fmt: skip
+        if MASK:
+            b_0 = tl.where(b_live[:, None, None], part[0], LOW)
+            b_1 = tl.where(b_live[:, None, None], part[1], LOW)
+            part = (b_0, b_1)
+        b_part = tl.maximum(part[0], part[1])
+        b_most = b_part if turn == 0 else tl.maximum(b_most, b_part)  # noqa: F821
+        halves = halves + part
+    b_new = tl.maximum(b_m, tl.max(b_most, 1) * unit)
+    fade = tl.exp2(b_m - b_new)[:, None, :]
+    ones = tl.full([NW, 16, 16], 1.0, tl.float16)
+    for turn in tl.static_range(TURNS):
+        b_block = first + turn * NW + tl.arange(0, NW)
+        b_live = b_block < (stop if MASK else 0x7FFFFFFF)
+        b_0 = tl.exp2(halves[2 * turn] * unit[:, None, :] - b_new[:, None, :]).to(tl.float16)
+        b_1 = tl.exp2(halves[2 * turn + 1] * unit[:, None, :] - b_new[:, None, :]).to(tl.float16)
+        b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
+        b_l = b_l * fade + b_sum if turn == 0 else b_l + b_sum
+        acc = _add(
+            p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
+            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, turn == 0,
+        )  # fmt: skip
+    return b_new, b_l, acc
+
+
+@triton.jit
+def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
+    if TYPE == tl.bfloat16 and not ASM:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _exact(
+    p_k, p_v, p_q, o_q, b_row, i_head, room, limit, count, factor, b_m, b_l, acc,
+    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`count` tokens as they are. limit (N,): how many of them a row sees."""
+    D: tl.constexpr = SLICES * 16
+    r = tl.arange(0, 16)
+    b_token = tl.arange(0, NW)[:, None] * 16 + r[None, :]
+    for start in range(0, count, NW * 16):
+        token = start + b_token
+        live = token < count
+        o_token = (i_head * room + token) * D
+        b_s = tl.zeros([NW, 16, N], tl.float32)
+        for i in tl.static_range(SLICES):
+            b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
+            b_q = tl.load(p_q + o_q[None, None, :] + (i * 16 + r)[None, :, None], mask=b_row[None, None, :], other=0.0)
+            b_q = tl.broadcast_to(b_q, [NW, 16, N])
+            if ASM:
+                b_s = tl.dot(b_k, b_q, b_s)
+            else:
+                b_s = tl.dot(b_k.to(tl.float32), b_q.to(tl.float32), b_s, input_precision="ieee")
+        b_s = tl.where(token[:, :, None] < tl.minimum(limit, count)[None, None, :], b_s * factor, LOW)
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        fade = tl.exp2(b_m - b_new)
+        b_p = _as(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
+        b_l = b_l * fade + tl.sum(b_p.to(tl.float32), 1)
+        b_m = b_new
+        made = ()
+        for i in tl.static_range(SLICES):
+            b_v = tl.load(p_v + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
+            b_v = tl.trans(b_v, 0, 2, 1)
+            if ASM:
+                made = made + (tl.dot(b_v, b_p, acc[i] * fade[:, None, :]),)
+            else:
+                b_o = tl.dot(b_v.to(tl.float32), b_p.to(tl.float32), acc[i] * fade[:, None, :], input_precision="ieee")
+                made = made + (b_o,)
+        acc = made
+    return b_m, b_l, acc
+
+
+@triton.jit(do_not_specialize=["room", "sink_room", "recent_room", "splits"])
+def attend_kernel(
+    p_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
+    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, room, sink_room, recent_room, splits, factor,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
+    AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
+    K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
+    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_STRIDE: tl.constexpr,
+    V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e)."""
+    SLICES: tl.constexpr = D // 16
+    ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
+    i_split, i_batch = tl.program_id(0), tl.program_id(2)
+    i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    i_head = (i_batch * HEADS + i_kv).to(tl.int64)
+    r = tl.arange(0, 16)
+    n = i_chunk * N + tl.arange(0, N)
+    b_row = n < RATIO * QUERIES
+    o_q = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
+
+    # each row's query times a power of two, so that its largest element lies in [16, 32)
+    b_peak = tl.zeros([N], tl.float32)
+    for i in tl.static_range(SLICES):
+        b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+        b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
+    exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23)
+    b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * 16.0
+    b_up = exponent.to(tl.float32, bitcast=True) * 0.0625
+    q, plain, sums = (), (), ()
+    for i in tl.static_range(SLICES):
+        b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+        b_q = b_q.to(tl.float32) * b_down[None, :]
+        b_fit = tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, 16, N])
+        q = q + (b_fit,)
+        if K_MODE == 2:
+            plain = plain + (tl.broadcast_to(b_q.to(tl.float16)[None], [NW, 16, N]),)
+        else:
+            b_total = tl.sum(b_fit.to(tl.float32), 1) * _place(i, K_BITS)
+            if i % (K_GROUP // 16) == 0:
+                b_group = b_total
+            else:
+                b_group += b_total
+            if (i + 1) % (K_GROUP // 16) == 0:
+                b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
+                sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]),)
+    unit = tl.broadcast_to((b_up * (factor * 2.0**24))[None, :], [NW, N])
+
+    b_m = tl.full([NW, N], LOW, tl.float32)
+    b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike
+    acc = ()
+    for _ in tl.static_range(SLICES + ZEROS):
+        acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
+    blocks = tl.load(p_blocks + i_batch)
+    each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
+    start = tl.minimum(i_split * each, blocks)
+    stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
+    middle = start + (stop - start) // (NW * TURNS) * (NW * TURNS)
+    for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
+        b_m, b_l, acc = _step(
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
+        )  # fmt: skip
+    for first in tl.range(middle, stop, NW, num_stages=1):
+        b_m, b_l, acc = _step(
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
+        )  # fmt: skip
+    b_l = tl.max(b_l, 1)
+    out = ()
+    for i in tl.static_range(SLICES):
+        b_o = acc[i] * (2.0**24 / _place(i, V_BITS))
+        if V_MODE == 2:
+            b_o += acc[SLICES + i * 16 // V_GROUP]
+        out = out + (b_o,)
+
+    b_behind = QUERIES - 1 - n // RATIO
+    sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
+    own = i_split == splits
+    b_m, b_l, out = _exact(
+        p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, sink + tl.minimum(recent - b_behind, 0),
+        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
+    )  # fmt: skip
+    b_m, b_l, out = _exact(
+        p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, recent - b_behind,
+        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
+    )  # fmt: skip
+
+    # the program's warps into one, then to memory
+    b_top = tl.max(b_m, 0)
+    fade = tl.exp2(b_m - b_top[None, :])
+    i_group = i_head * CHUNKS + i_chunk
+    o_part = (i_group * (splits + 1) + i_split) * N + tl.arange(0, N)
+    for i in tl.static_range(SLICES):
+        b_o = tl.sum(out[i] * fade[:, None, :], 0)
+        tl.store(p_part + o_part[None, :] * D + (i * 16 + r)[:, None], b_o, mask=b_row[None, :])
+    o_stat = (i_group * (splits + 1) + i_split) * 2 * N + tl.arange(0, N)
+    tl.store(p_stat + o_stat, b_top, mask=b_row)
+    tl.store(p_stat + o_stat + N, tl.sum(b_l * fade, 0), mask=b_row)
+
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == splits:
+        tl.store(p_count + i_group, 0)
+        _merge(
+            p_out, p_part, p_stat, i_head, i_group, i_chunk,
+            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, N, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    p_out, p_part, p_stat, i_head, i_group, i_chunk,
+    splits, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row = tl.arange(0, ROWS)
+    n = i_chunk * N + row
+    live = n < RATIO * QUERIES
+    column = tl.arange(0, WIDE)
+    b_m = tl.full([ROWS], LOW, tl.float32)
+    b_l = tl.zeros([ROWS], tl.float32)
+    b_o = tl.zeros([ROWS, WIDE], tl.float32)
+    for first in tl.range(0, splits + 1, AT_ONCE):
+        part = first + tl.arange(0, AT_ONCE)
+        there = (part <= splits)[:, None] & live[None, :]
+        o_stat = (i_group * (splits + 1) + part)[:, None] * 2 * N + row[None, :]
+        m = tl.load(p_stat + o_stat, mask=there, other=LOW, cache_modifier=".cg")
+        l = tl.load(p_stat + o_stat + N, mask=there, other=0.0, cache_modifier=".cg")
+        o_part = ((i_group * (splits + 1) + part)[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
+        inside = there[:, :, None] & (column < D)[None, None, :]
+        o = tl.load(p_part + o_part, mask=inside, other=0.0, cache_modifier=".cg")
+        b_new = tl.maximum(b_m, tl.max(m, 0))
+        weight = tl.exp2(m - b_new[None, :])
+        fade = tl.exp2(b_m - b_new)
+        b_l = b_l * fade + tl.sum(l * weight, 0)
+        b_o = b_o * fade[:, None] + tl.sum(o * weight[:, :, None], 0)
+        b_m = b_new
+    o_out = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
+    b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
+    inside = live[:, None] & (column < D)[None, :]
+    tl.store(p_out + o_out[:, None] + column[None, :], _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
+
+
+Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
+MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmetric): the kernel's MODE
+
+
+def settings(keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int) -> dict[str, int]:
+    """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
+    length or the splits, so that a model's decode steps share one compiled kernel.
+    """
+    rows = ratio * queries
+    wide = min(max(triton.next_power_of_2(rows), 8), 32)
+    merged = min(triton.next_power_of_2(rows), wide)
+    made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
+    made |= {"CHUNKS": -(-rows // wide), "ROWS": merged}
+    at_once = max(1, 64 * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))  # merged in 64 registers a thread
+    made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
+    for name, form in (("K", keys), ("V", values)):
+        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": MODES[form.inner, form.symmetric]}
+        made |= {f"{name}_GROUP": form.group, f"{name}_STRIDE": form.pieces}
+        made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
+    return made
+
+
+def splits(programs: int, blocks: int, warps: int, turns: int, processors: int, each: int = 4) -> int:
+    """Programs a kv head: enough for `each` on every multiprocessor, none with less than one turn of its warps."""
+    wanted = -(-processors * each // max(programs, 1))
+    return max(1, min(wanted, blocks // (warps * turns), 256))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """warps: blocks at a time a program. turns: how often before maxima are compared. stages: of loads in flight.
+    programs: on a multiprocessor. registers: a thread at most, 0: as the compiler likes.
+    """
+
+    warps: int = 4
+    turns: int = 1
+    stages: int = 3
+    programs: int = 4
+    registers: int = 0
+
+
+def attend(
+    q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: tuple[Tensor, Tensor, Tensor],
+    recent: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    launch: Launch | None = None,
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
+    says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
+    overlap, and under a CUDA graph. Scales of outer groups of keys multiply queries in float16: above 2047 they overflow.
+    """
+    _check(q, keys, values, blocks, sink, recent)
+    launch = launch or Launch()
+    batch, heads, room = keys.words.shape[:3]
+    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps)
+    groups = batch * heads * fixed["CHUNKS"]
+    count = splits(groups, room, launch.warps, launch.turns, _processors(q.device), launch.programs)
+    parts = count + 1
+    space = workspace or Workspace(q.device)
+    part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
+    out = torch.empty_like(q)
+    attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
+        q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
+        part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], count,
+        scaling * 1.4426950408889634, **fixed,
+        STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
+        num_warps=launch.warps, num_stages=launch.stages,
+        **({"maxnreg": launch.registers} if launch.registers else {}),
+    )  # fmt: skip
+    return out
+
+
+def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:
+    """What the kernel relies on and cannot see: it gets pointers and takes strides from the shapes."""
+    batch, heads, room = keys.words.shape[:3]
+    if keys.form.role != "key" or values.form.role != "value" or keys.form.dim != values.form.dim:
+        raise ValueError(f"blocks of {keys.form} and {values.form}: must be keys and values of one head_dim")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != keys.form.dim:
+        raise ValueError(f"queries {tuple(q.shape)}: must be ({batch}, a multiple of {heads}, Q, {keys.form.dim})")
+    for name, made in (("keys", keys), ("values", values)):
+        words, scales = (
+            (batch, heads, room, made.form.words),
+            (batch, heads, room // made.form.scale_blocks, made.form.scales),
+        )
+        if made.words.shape != words or made.scale.shape != scales or room % made.form.scale_blocks:
+            seen = f"words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
+            raise ValueError(f"{name}: {seen}; must be {words} and {scales}, of whole groups of tokens")
+    for name, (k, v, count) in (("sink", sink), ("recent", recent)):
+        wanted = (batch, heads, k.shape[2], keys.form.dim)
+        if (
+            k.shape != wanted
+            or v.shape != wanted
+            or k.dtype != q.dtype
+            or v.dtype != q.dtype
+            or count.shape != (batch,)
+        ):
+            seen = f"keys {tuple(k.shape)} {k.dtype}, values {tuple(v.shape)} {v.dtype}, counts {tuple(count.shape)}"
+            raise ValueError(f"{name}: {seen}; must be {wanted} {q.dtype} and ({batch},)")
+    counts = {"blocks": blocks, "sink counts": sink[2], "recent counts": recent[2]}
+    for name, count in counts.items():
+        if count.dtype != torch.int32 or count.shape != (batch,):
+            raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
+    given = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
+    given |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
+    for name, tensor in (given | {"recent values": recent[1]} | counts).items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
+
+
+def interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class Workspace:
+    """Memory in which programs of one launch leave what they found; grows, and every launch leaves its counters at zero."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.part = torch.empty(0, dtype=torch.float32, device=device)
+        self.stat = torch.empty(0, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def take(self, groups: int, parts: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32, counters (groups,) int32."""
+        if self.part.numel() < groups * parts * rows * dim:
+            self.part = self.part.new_empty(groups * parts * rows * dim)
+        if self.stat.numel() < groups * parts * rows * 2:
+            self.stat = self.stat.new_empty(groups * parts * rows * 2)
+        if self.counter.numel() < groups:
+            self.counter = self.counter.new_zeros(groups)
+        return self.part, self.stat, self.counter

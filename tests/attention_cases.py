@@ -1,0 +1,253 @@
+"""Inputs of fused decode attention over every format and shape, and what it must give; also run by themselves:
+
+TRITON_INTERPRET=1 python -m attention_cases small|exhaustive    # a line for each case that is wrong, then their number
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvcal_kernels.attention import Blocks, Form, decode, pack, reference
+
+Setting = tuple[int, int, bool, bool]  # bits, group, inner, symmetric
+Exact = tuple[Tensor, Tensor, Tensor]
+
+SETTINGS: dict[str, Setting] = {
+    **{f"symmetric {bits}": (bits, 32, True, True) for bits in reference.BITS},
+    **{f"asymmetric {bits}": (bits, 32, True, False) for bits in reference.BITS},
+    **{f"outer {bits}": (bits, 32, False, False) for bits in reference.BITS},
+}
+SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py times
+    "uniform 4/4": ("symmetric 4", "symmetric 4"),
+    "InnerQ Base": ("symmetric 3", "symmetric 3"),
+    "InnerQ Hybrid": ("symmetric 3", "asymmetric 2"),
+    "InnerQ Small": ("symmetric 3", "symmetric 2"),
+    "uniform 2/2": ("symmetric 2", "symmetric 2"),
+    "KIVI": ("outer 2", "outer 2"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """blocks, sink, recent: how many of each a row has; there is room for `spare` more. group: in the place of the settings'.
+    kind: of the query's numbers. launch: warps, turns, programs a multiprocessor (of 4 that the interpreter pretends to have).
+    """
+
+    key: str = "symmetric 4"
+    value: str = "symmetric 4"
+    dim: int = 128
+    heads: int = 1
+    ratio: int = 4
+    queries: int = 1
+    blocks: tuple[int, ...] = (5,)
+    sink: tuple[int, ...] = (19,)
+    recent: tuple[int, ...] = (41,)
+    spare: int = 4
+    group: int | None = None
+    dtype: torch.dtype = torch.float16
+    kind: str = "normal"
+    launch: tuple[int, int, int] = (2, 1, 1)
+
+    def __str__(self) -> str:
+        other = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        return ", ".join([f"{self.key} and {self.value}", *other])
+
+    def form(self, role: Any) -> Form:
+        bits, group, inner, symmetric = SETTINGS[self.key if role == "key" else self.value]
+        return Form(role, self.dim, bits, self.group or group, inner, symmetric)
+
+
+@dataclass(frozen=True)
+class Made:
+    case: Case
+    q: Tensor
+    keys: Blocks
+    values: Blocks
+    blocks: Tensor
+    sink: Exact
+    recent: Exact
+    scaling: float
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.q, self.keys, self.values, self.blocks, self.sink, self.recent, self.scaling
+
+    def to(self, device: str) -> Made:
+        def moved(x: Any) -> Any:
+            if isinstance(x, Blocks):
+                return Blocks(x.form, x.words.to(device), x.scale.to(device))
+            return tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
+
+        return Made(self.case, *(moved(x) for x in self.arguments()[:-1]), self.scaling)
+
+
+def made(case: Case, seed: int = 0) -> Made:
+    """Random inputs; what no row may read is not a number."""
+    g = torch.Generator().manual_seed(seed)
+    batch = len(case.blocks)
+
+    whole = max(case.form(role).scale_blocks for role in ("key", "value"))
+    room = -(-(max(case.blocks) + case.spare) // whole) * whole
+
+    def blocks(role: str) -> Blocks:
+        return random_blocks(case.form(role), batch, case.heads, room, case.blocks, g)
+
+    def exact(counts: tuple[int, ...]) -> Exact:
+        room = max(counts) + case.spare
+        parts = [torch.randn(batch, case.heads, room, case.dim, generator=g).to(case.dtype) for _ in range(2)]
+        for row, count in enumerate(counts):
+            for part in parts:
+                part[row, :, count:] = torch.nan
+        return parts[0], parts[1], torch.tensor(counts, dtype=torch.int32)
+
+    q = torch.randn(batch, case.heads * case.ratio, case.queries, case.dim, generator=g)
+    if case.kind == "wide":  # outliers in a few channels, query heads of very different sizes, one of them nothing
+        q[..., ::17] *= 6  # more, and errors are those of the one token that wins
+        q = q * 10.0 ** (torch.arange(q.shape[1]) % 5 - 4.0)[:, None, None]
+        q[:, 0] = 0
+    count = torch.tensor(case.blocks, dtype=torch.int32)
+    sizes = exact(case.sink), exact(case.recent)
+    return Made(case, q.to(case.dtype), blocks("key"), blocks("value"), count, *sizes, case.dim**-0.5)
+
+
+def random_blocks(form: Form, batch: int, heads: int, room: int, live: tuple[int, ...], g: torch.Generator) -> Blocks:
+    """Numbers of variance about 1."""
+    codes, scale, zero = random_codes(form, batch, heads, room, g)
+    packed = pack(codes, scale, zero, form)
+    for row, count in enumerate(live):
+        packed.scale[row, :, -(-count // form.scale_blocks) :] = torch.nan
+    return packed
+
+
+def random_codes(
+    form: Form, batch: int, heads: int, room: int, g: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    tokens = room * reference.BLOCK
+    codes = torch.randint(0, 1 << form.bits, (batch, heads, tokens, form.dim), dtype=torch.int32, generator=g)
+    along = (tokens // form.group, form.dim) if form.along_tokens else (tokens, form.dim // form.group)
+    scale = ((torch.rand(batch, heads, *along, generator=g) + 0.5) * 3.4 / (1 << form.bits)).half()
+    zero = None if form.symmetric else (torch.randn(scale.shape, generator=g) * 0.3 - 1.7).half()
+    return codes, scale, zero
+
+
+def by_torch(given: Made, dtype: torch.dtype) -> Tensor:
+    """scaled_dot_product_attention in `dtype` over the decoded tokens of each row, laid side by side: (B, Hq, Q, D)."""
+    keys, values = decode(given.keys), decode(given.values)
+    rows = []
+    for row, count in enumerate(given.blocks.tolist()):
+        sink, recent = int(given.sink[2][row]), int(given.recent[2][row])
+        k, v = (
+            torch.cat([s[row, :, :sink].float(), x[row, :, : count * 32], r[row, :, :recent].float()], 1)
+            for s, x, r in zip(given.sink[:2], (keys, values), given.recent[:2], strict=True)
+        )
+        queries, tokens = given.q.shape[2], k.shape[1]
+        seen = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries).to(k.device)
+        k, v = (x.to(dtype).repeat_interleave(given.case.ratio, 0) for x in (k, v))
+        q = given.q[row].to(dtype)
+        rows.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=given.scaling))
+    return torch.stack(rows)
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    """Relative error; not a number where `found` has one that is not."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def wrong(given: Made, found: Tensor) -> str | None:
+    """None if the error against float32 is at most twice that of torch's attention in the query's dtype over the same decoded
+    tokens, and no query head of a kv head stands out.
+    """
+    exact, plain = reference.attend(*(given.q.float(), *given.arguments()[1:])), by_torch(given, given.case.dtype)
+    for what, part in [("all", slice(None))] + [(f"query head {h}", slice(h, h + 1)) for h in range(exact.shape[1])]:
+        error, same = (off(x[:, part], exact[:, part]) for x in (found, plain))
+        allowed = (2 if what == "all" else 4) * same
+        if not error <= allowed:
+            return f"{what}: off by {error:.2e}, torch by {same:.2e}"
+    return None
+
+
+def small() -> list[Case]:
+    """Every format, dtype, head_dim and number of query rows at least once; block edges, nothing packed, ragged rows."""
+    bf = torch.bfloat16
+    return [
+        Case(),
+        Case("symmetric 3", "symmetric 3", dtype=bf, blocks=(4,), launch=(4, 1, 1)),
+        Case("symmetric 3", "asymmetric 2", 64, ratio=1, blocks=(9,), launch=(2, 2, 2)),
+        Case("symmetric 3", "symmetric 2", 96, ratio=3, queries=3, blocks=(3,), kind="wide"),
+        Case("symmetric 8", "asymmetric 8", 64, ratio=16, blocks=(1,), sink=(0,), recent=(1,)),
+        Case("asymmetric 3", "outer 3", 64, heads=2, blocks=(2, 0, 7), sink=(5, 2, 0), recent=(33, 1, 6), dtype=bf),
+        Case("outer 2", "outer 2", 96, ratio=2, queries=5, blocks=(3, 0), sink=(4, 3), recent=(16, 3)),
+        Case("outer 2", "outer 2", group=128, blocks=(6,), spare=0, kind="wide"),
+        Case("outer 4", "symmetric 8", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),  # 35 rows: two chunks
+        Case("asymmetric 4", "outer 4", 64, ratio=2, queries=16, blocks=(1,), recent=(16,), launch=(1, 1, 4)),
+    ]
+
+
+def exhaustive() -> list[Case]:
+    """Every pair of formats; every GQA ratio with several query lengths; every number of blocks about the turns of a
+    program, of window lengths about the 16 tokens of a warp; head_dim 256.
+    """
+    dims, dtypes = itertools.cycle(reference.DIMS[:3]), itertools.cycle([torch.float16, torch.bfloat16])
+    launches = itertools.cycle([(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)])
+    kinds = itertools.cycle(["normal", "wide", "normal", "normal", "wide"])
+
+    def more(case: Case) -> Case:
+        return replace(case, dim=next(dims), dtype=next(dtypes), launch=next(launches), kind=next(kinds))
+
+    two: dict[str, Any] = {"blocks": (5, 2), "sink": (19, 0), "recent": (41, 16)}
+    pairs = [more(Case(key, value, **two)) for key in SETTINGS for value in SETTINGS]
+    schemes = itertools.cycle(SCHEMES.values())
+    rows = [
+        more(Case(*next(schemes), ratio=ratio, queries=queries, blocks=(3,), recent=(queries + 1,)))
+        for ratio in range(1, 17)
+        for queries in (1, 2, 5, 16)
+    ]
+    edges = [
+        replace(more(Case(*pair, blocks=(count,))), launch=launch)
+        for count in (0, 1, 3, 4, 5, 8, 9)
+        for pair, launch in zip(list(SCHEMES.values())[1:4], [(1, 4, 1), (2, 2, 2), (4, 1, 4)], strict=True)
+    ]
+    windows = [
+        more(Case("symmetric 3", "asymmetric 2", queries=queries, blocks=(blocks,), sink=(sink,), recent=(recent,)))
+        for sink in (0, 1, 16, 33)
+        for recent, queries in ((1, 1), (15, 2), (16, 16), (17, 3), (64, 1))
+        for blocks in (0, 3)
+    ]
+    two["blocks"] = (6, 3)
+    long = [more(Case("outer 2", "outer 2", group=group, **two)) for group in (64, 128) for _ in range(4)]
+    long = [replace(case, dim=128) for case in long]
+    wide = [Case(key, value, 256, queries=queries) for key, value in SCHEMES.values() for queries in (1, 3)]
+    return small() + pairs + rows + edges + windows + long + wide
+
+
+def main(cases: list[Case]) -> None:
+    from kvcal_kernels.attention import triton
+
+    space = triton.Workspace(torch.device("cpu"))
+    space.take(64, 64, 8, 128)
+    for number, case in enumerate(cases):
+        given = made(case, number)
+        warps, turns, programs = case.launch
+        found = triton.attend(*given.arguments(), triton.Launch(warps, turns, 1, programs), space)
+        if space.counter.any():
+            print(f"{case}: counters are left at {space.counter.tolist()}")
+        if why := wrong(given, found):
+            print(f"{case}: {why}")
+    print(len(cases))
+
+
+if __name__ == "__main__":
+    import conftest
+
+    torch.set_num_threads(1)
+    conftest.pytest_configure()  # torch.empty is full of NaN
+    try:
+        main({"small": small, "exhaustive": exhaustive}[sys.argv[1]]())
+    finally:
+        conftest.pytest_unconfigure()
