@@ -11,6 +11,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from .evaluate.errors import HeadErrors, stored_head_errors
+from .models import HUB_ID
 from .recorded import recorded
 from .report.front import front_png
 from .report.plots import head_errors_png
@@ -79,11 +80,11 @@ def _front(
     from huggingface_hub import ModelCardData
 
     model, method = bundle.provenance.get("model", {}), str(bundle.provenance.get("method", "scheme"))
-    name = model.get("hub_id") or model.get("name")
+    base = _base_model(bundle)
     data = ModelCardData(
         library_name="kvcal",
-        base_model=name,
-        base_model_relation="quantized",
+        base_model=base,
+        base_model_relation="quantized" if base else None,
         license=licence or LICENCES.get(str(model.get("name"))),
         datasets=_datasets(bundle) or None,
         metrics=["perplexity", "kl_divergence"] if row else ["relative_squared_error"] if bundle.metrics else None,
@@ -100,7 +101,7 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     text = str(evaluation.get("text", "text"))
     about: dict[str, Any] = {
         "task_type": "text-generation",
-        "dataset_type": text.partition(":")[0],
+        "dataset_type": _id(text.split(":")[0]) or "text",  # of a local file the name of its loader in `datasets`
         "dataset_name": text,
     }
     figures = {"perplexity": row["perplexity"], "kl_divergence": row["kl"], "bits_per_value": row["bits_per_value"]}
@@ -112,13 +113,24 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     return {"model_name": bundle.name, "eval_results": results}
 
 
+def _id(label: Any) -> str | None:
+    """The hub refuses a card (HTTP 400) whose base_model or datasets are no ids; what is local stands in the text only."""
+    return label if isinstance(label, str) and HUB_ID.fullmatch(label) else None
+
+
+def _base_model(bundle: Bundle) -> str | None:
+    """Of a folded model the one before folding."""
+    before = bundle.provenance.get("folded_from", {}).get("model", {})
+    return _id(bundle.provenance.get("model", {}).get("hub_id")) or _id(before.get("hub_id"))
+
+
 def _datasets(bundle: Bundle) -> list[str]:
-    """Ids of data sets on the hub; other texts under the names that the bundle has for them."""
+    """Ids of data sets on the hub."""
     sources = [bundle.provenance.get(name, {}).get("source") for name in ("text", "other_text")]
     for part in ("keys", "values"):
         sources.append(bundle.provenance.get(part, {}).get("provenance", {}).get("text", {}).get("source"))
-    known = [s for s in sources if s is not None and not s.startswith("random-tokens:")]
-    return list(dict.fromkeys(s if s.startswith(("file:", "folder:", "embedded:")) else s.split(":")[0] for s in known))
+    found = [_id(str(source).split(":")[0]) for source in sources]
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def _intro(bundle: Bundle) -> str:
@@ -165,6 +177,7 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, {model.revision}",
         "calibrated on": f"{text['source']}: {counts}" if text else None,
         "text sha256": text.get("sha256"),
+        "other text": p.get("other_text", {}).get("source"),
         "layers left alone": "; ".join(f"{i}: {why}" for i, why in scheme.skipped.items()) or None,
         "made by": ", ".join([str(p.get("tool")), *(f"{k} {v}" for k, v in p.get("versions", {}).items())]),
         "sha256": sha256,

@@ -235,8 +235,8 @@ def test_a_card_reads_as_a_model_card(bundle: Path, evaluation: Path, tmp_path: 
     done = kvcal("card", bundle, *options)
     assert done.code == 0 and done.out.split() == [str(place), str(tmp_path / "fitted.errors.png")]
     data = ModelCard(place.read_text()).data
-    assert (data.library_name, data.base_model, data.license) == ("kvcal", "model", "mit")
-    assert data.datasets == ["file:words.txt"] and data.metrics == ["perplexity", "kl_divergence"]
+    assert (data.library_name, data.base_model, data.license) == ("kvcal", None, "mit")
+    assert data.datasets is None and data.metrics == ["perplexity", "kl_divergence"]
     assert {"kv-cache", "quantization", "aqua-kv"} <= set(data.tags)
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     row = next(row for row in json.loads(evaluation.read_text())["rows"] if row["name"] == "fitted")
@@ -282,8 +282,18 @@ def test_the_embedded_model_has_a_licence_and_a_text(tmp_path: Path) -> None:
     options = ["--windows", 2, "--length", 200, "--output", tmp_path / f"t{SUFFIX}"]
     assert kvcal("fit-norms", *options).code == 0
     fields = yaml.safe_load(kvcal("card", tmp_path / f"t{SUFFIX}").out.split("---")[1])
-    assert (fields["license"], fields["base_model"]) == ("apache-2.0", "tiny")
-    assert fields["datasets"] == ["embedded:calibration"]
+    assert fields["license"] == "apache-2.0"
+    assert not {"base_model", "datasets"} & set(fields)  # neither is on the hub
+
+
+def test_models_and_texts_of_the_hub_are_named(bundle: Path, tmp_path: Path) -> None:
+    known = load_bundle(bundle)
+    known.provenance["model"] |= {"kind": "hub", "name": "org/base", "hub_id": "org/base"}
+    known.provenance["text"]["source"] = "org/words:default:train"
+    known.write(tmp_path / f"known{SUFFIX}")
+    fields = yaml.safe_load(kvcal("card", tmp_path / f"known{SUFFIX}").out.split("---")[1])
+    assert (fields["base_model"], fields["datasets"]) == ("org/base", ["org/words"])
+    assert fields["base_model_relation"] == "quantized"
 
 
 def test_a_bundle_of_unknown_origin_has_a_card(bundle: Path, tmp_path: Path) -> None:

@@ -118,6 +118,36 @@ def test_bundle_card_and_plot_are_one_commit(hub: Hub, bundle: Path) -> None:
     assert any("preupload" in call for call in hub.calls) and any(call.startswith("PUT /lfs/") for call in hub.calls)
 
 
+@pytest.fixture(scope="module")
+def local(base: Path) -> Path:
+    """Of a text whose name is no id on the hub."""
+    write_text(base / "my text.txt")
+    options = ["--model", base / "model", "--text", base / "my text.txt", *SMALL, "--output", base / f"local{SUFFIX}"]
+    assert kvcal("fit-norms", *options).code == 0
+    return base / f"local{SUFFIX}"
+
+
+def test_a_card_of_local_files_is_one_that_the_hub_takes(hub: Hub, local: Path) -> None:
+    done = kvcal("push", local, "lab/local", "--json")
+    assert done.code == 0, done.err
+    card = hub.repositories["lab/local"].commits[done.json["commit"]]["README.md"].data.decode()
+    fields = yaml.safe_load(card.split("---")[1])
+    assert not {"datasets", "base_model", "base_model_relation"} & set(fields)
+    assert "file:my text.txt" in card and "**model**" in card  # in words
+
+
+@pytest.mark.parametrize("field", ["datasets: ['file:a.txt']", "base_model: my model", "base_model: [/srv/model]"])
+def test_the_stand_in_knows_ids(field: str, hub: Hub) -> None:
+    from huggingface_hub import get_session
+
+    def status(front: str) -> int:
+        asked = {"content": f"---\n{front}\n---\n", "repoType": "model"}
+        return get_session().post(f"{hub.url}/api/validate-yaml", json=asked).status_code
+
+    assert status(field) == 400
+    assert status("datasets: [org/name, name]\nbase_model: org/name") == 200
+
+
 def test_a_second_push_changes_nothing(hub: Hub, bundle: Path) -> None:
     first, second = published(bundle), published(bundle)
     assert (second["changed"], second["commit"]) == (False, first["commit"])
