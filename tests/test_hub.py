@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,6 +257,57 @@ def test_another_hash_than_expected(hub: Hub, commit: str, bundle: Path, tmp_pat
     )
     assert nothing_new(tmp_path)
     assert kvcal("pull", REPO, "--sha256", sha256(bundle), "--output", tmp_path).code == 0
+
+
+@pytest.mark.parametrize("name", ["fitted.card.md", "fitted.errors.png", "fitted.pulled.json", NAME])
+def test_a_folder_in_the_way(name: str, hub: Hub, commit: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    refused(kvcal("pull", REPO, "--output", tmp_path), 1, f"{tmp_path / name} is a folder")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert not any("/resolve/" in call for call in hub.calls)  # said before anything is fetched
+
+
+def test_a_full_disk_is_not_the_hub(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    refused(kvcal("pull", REPO, "--output", tmp_path), 1, "cannot be stored here (No space left on device)")
+    assert nothing_new(tmp_path)
+
+
+def test_what_a_killed_pull_left_goes_away(commit: str, tmp_path: Path) -> None:
+    """That of another one which is still at work stays."""
+    left, used = (tmp_path / f".{NAME}.{end}.tmp" for end in ("left", "used"))
+    for folder in (left, used):
+        folder.mkdir()
+        (folder / NAME).write_bytes(b"half")
+    handle = os.open(used, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        assert kvcal("pull", REPO, "--output", tmp_path).code == 0
+    finally:
+        os.close(handle)
+    assert not left.exists() and (used / NAME).exists()
+
+
+def test_a_name_that_pull_would_not_find(hub: Hub, bundle: Path, tmp_path: Path) -> None:
+    shutil.copy(bundle, tmp_path / "foo.safetensors")
+    refused(kvcal("push", tmp_path / "foo.safetensors", REPO), 2, "foo.safetensors", f"end in {SUFFIX}")
+    assert not hub.repositories
+
+
+@pytest.mark.parametrize("branch", ["nope", "main"])
+def test_a_branch_of_a_new_repository(branch: str, hub: Hub, bundle: Path) -> None:
+    """There is only main; for any other no empty repository is left."""
+    done = kvcal("push", bundle, REPO, "--branch", branch)
+    if branch == "main":
+        assert done.code == 0 and REPO in hub.repositories
+        return
+    refused(done, 5, f"{REPO} has no revision 'nope'", "leave --branch out")
+    assert not hub.repositories
 
 
 def test_offline(bundle: Path, tmp_path: Path) -> None:
