@@ -277,6 +277,14 @@ def test_a_damaged_bundle_is_not_published(place: Place) -> None:
 ELSEWHERE = {"Gates"}  # test_build.py runs them, and measures there what the build measures here
 
 
+def test_the_page_says_how_to_install() -> None:
+    """From nothing: before the first block, as README.md does."""
+    top = (ROOT / "docs" / "pipeline.md").read_text().partition("```bash")[0]
+    (line,) = re.findall(r"`(pip install [^`]*)`", top)
+    assert f"{line} && kvcal demo" in (ROOT / "README.md").read_text()
+    assert line == "pip install -c constraints.txt ." and (ROOT / "constraints.txt").exists()
+
+
 def test_the_blocks_of_the_page_run(place: Place) -> None:
     """In order, in an empty folder: from nothing to a gated, published, fetched and reproduced bundle."""
     page, empty = ROOT / "docs" / "pipeline.md", place.folder / "empty"
