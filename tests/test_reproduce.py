@@ -275,8 +275,11 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_provenance_is_a_file_and_may_say_anything(what: str, base: Path, tmp_path: Path) -> None:
+def test_a_provenance_is_a_file_and_may_say_anything(
+    what: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line, code 1, nothing run and nothing written elsewhere."""
+    monkeypatch.chdir(tmp_path)
     name, change, said = WRONG[what]
     done = again(base, altered(base, name, tmp_path, change))
     assert done.code == 1, done.out + done.err
