@@ -251,7 +251,7 @@ def test_an_evaluation_that_breaks_is_not_hidden_by_a_gate(place: Place) -> None
 def test_what_was_built_is_saved_whatever_comes_after() -> None:
     names = [step.get("uses", step.get("name")) for step in steps()]
     save = names.index("actions/cache/save@v4")
-    assert names.index("Build what changed") < save < names.index("Figures, cards, gates")
+    assert save > names.index("Figures, cards, gates")  # with the gates' verdicts, which lie in the lock file
     restore = next(step for step in steps() if "cache/restore" in step.get("uses", ""))
     assert steps()[save]["if"] == "always()" and steps()[save]["with"]["key"] == restore["with"]["key"]
     assert names.index("Publish") > names.index("Figures, cards, gates")
