@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from .evaluate.errors import HeadErrors, stored_head_errors
+from .models import HUB_ID
 from .recorded import recorded
 from .report.front import front_png
 from .report.plots import head_errors_png
@@ -47,7 +49,7 @@ def make_card(
     """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
     options at their defaults.
     """
-    row = None if evaluation is None else _own_row(bundle, evaluation)
+    row = None if evaluation is None else _own_row(bundle, sha256, evaluation)
     plots = _plots(bundle)
     parts = [
         f"# {bundle.name}",
@@ -62,15 +64,33 @@ def make_card(
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
 
 
-def _own_row(bundle: Bundle, evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
+ABOUT = ("windows", "length", "step", "dtype", "text")  # what an evaluation says of itself
+FIGURES = ("perplexity", "kl", "bits_per_value", "cache_bytes")
+
+
+def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The bundle's figures. Raises UsageError where the file holds none, or those of another file of this name."""
     rows = evaluation.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
         raise UsageError("--eval: not what `kvcal eval --json` prints (no rows with names)")
+    missing = [name for name in ABOUT if name not in evaluation]
+    missing += [f"{name} of {row['name']}" for row in rows for name in FIGURES if name not in row]
     names = [str(row["name"]) for row in rows]
     if bundle.name not in names:
-        raise UsageError(f"--eval: its rows are {', '.join(names)}; none is {bundle.name}")
+        raise UsageError(f"--eval: its rows are {', '.join(names) or 'none'}; none is {bundle.name}")
+    if missing:
+        raise UsageError(f"--eval: not what `kvcal eval --json` prints (no {missing[0]})")
     found: Mapping[str, Any] = rows[names.index(bundle.name)]
+    if found.get("sha256") != sha256:
+        seen = f"sha256 {str(found['sha256'])[:16]}…" if "sha256" in found else "no sha256 (an older kvcal's)"
+        raise UsageError(
+            f"--eval: its {bundle.name} has {seen}, this file {sha256[:16]}…: figures of another file; run `kvcal eval` again"
+        )
     return found
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _front(
@@ -79,14 +99,18 @@ def _front(
     from huggingface_hub import ModelCardData
 
     model, method = bundle.provenance.get("model", {}), str(bundle.provenance.get("method", "scheme"))
-    name = model.get("hub_id") or model.get("name")
+    base = _base_model(bundle)
     data = ModelCardData(
         library_name="kvcal",
-        base_model=name,
-        base_model_relation="quantized",
+        base_model=base,
+        base_model_relation="quantized" if base else None,
         license=licence or LICENCES.get(str(model.get("name"))),
         datasets=_datasets(bundle) or None,
-        metrics=["perplexity", "kl_divergence"] if row else ["relative_squared_error"] if bundle.metrics else None,
+        metrics=["perplexity", "kl_divergence"]
+        if row
+        else ["relative_squared_error"]
+        if stored_head_errors(bundle.metrics)
+        else None,
         pipeline_tag="text-generation",
         tags=sorted({"kv-cache", "kv-cache-compression", "quantization", "kvcal", method}),
         **(_results(bundle, evaluation, row) if evaluation is not None and row is not None else {}),
@@ -100,25 +124,38 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     text = str(evaluation.get("text", "text"))
     about: dict[str, Any] = {
         "task_type": "text-generation",
-        "dataset_type": text.partition(":")[0],
+        "dataset_type": _id(text.split(":")[0]) or "text",  # of a local file the name of its loader in `datasets`
         "dataset_name": text,
     }
     figures = {"perplexity": row["perplexity"], "kl_divergence": row["kl"], "bits_per_value": row["bits_per_value"]}
     results = [
         EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **about)
         for kind, value in figures.items()
-        if value is not None
+        if _finite(value)
     ]
     return {"model_name": bundle.name, "eval_results": results}
 
 
+def _id(label: Any) -> str | None:
+    """The hub refuses a card (HTTP 400) whose base_model or datasets are no ids; what is local stands in the text only."""
+    return label if isinstance(label, str) and HUB_ID.fullmatch(label) else None
+
+
+def _base_model(bundle: Bundle) -> str | None:
+    """Of a folded model the one before folding; none for random weights."""
+    if bundle.provenance.get("model", {}).get("random_weights"):
+        return None
+    before = bundle.provenance.get("folded_from", {}).get("model", {})
+    return _id(bundle.provenance.get("model", {}).get("hub_id")) or _id(before.get("hub_id"))
+
+
 def _datasets(bundle: Bundle) -> list[str]:
-    """Ids of data sets on the hub; other texts under the names that the bundle has for them."""
+    """Ids of data sets on the hub."""
     sources = [bundle.provenance.get(name, {}).get("source") for name in ("text", "other_text")]
     for part in ("keys", "values"):
         sources.append(bundle.provenance.get(part, {}).get("provenance", {}).get("text", {}).get("source"))
-    known = [s for s in sources if s is not None and not s.startswith("random-tokens:")]
-    return list(dict.fromkeys(s if s.startswith(("file:", "folder:", "embedded:")) else s.split(":")[0] for s in known))
+    found = [_id(str(source).split(":")[0]) for source in sources]
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def _intro(bundle: Bundle) -> str:
@@ -136,7 +173,8 @@ def _use(bundle: Bundle, repo: str | None) -> str:
     model = bundle.provenance.get("model", {})
     place = model.get("hub_id") or model.get("name", "MODEL")
     fetch = f"kvcal pull {repo}\n" if repo else ""
-    shell = f"```bash\n{fetch}kvcal verify {bundle.name}{SUFFIX} --model {place}\n```"
+    line = shlex.join(["kvcal", "verify", f"{bundle.name}{SUFFIX}", "--model", str(place), *_random_weights(bundle)])
+    shell = f"```bash\n{fetch}{line}\n```"
     python = (
         "```python\nfrom kvcal_artifacts import load_bundle, load_cache\n\n"
         f'bundle = load_bundle("{bundle.name}{SUFFIX}")  # checks every hash\n'
@@ -146,13 +184,20 @@ def _use(bundle: Bundle, repo: str | None) -> str:
     return f"## Use\n\n{shell}\n\n{python}"
 
 
+def _random_weights(bundle: Bundle) -> list[str]:
+    """Options that name the weights of a bundle that was made with random ones."""
+    model = bundle.provenance.get("model", {})
+    if not model.get("random_weights"):
+        return []
+    return ["--random-weights", "--seed", str(model.get("revision")).removeprefix("random:")]
+
+
 def _facts(bundle: Bundle, sha256: str) -> str:
     p, scheme = bundle.provenance, bundle.scheme
     text = p.get("text", {})
     model = bundle.fingerprint
-    counts = (
-        f"{text.get('train_windows')} windows of {text.get('length')} tokens, {text.get('holdout_windows')} held out"
-    )
+    train = counted(text.get("train_windows"), "window")
+    counts = f"{train} of {text.get('length')} tokens, {text.get('holdout_windows')} held out"
     windows = scheme.windows
     rows = {
         "method": p.get("method"),
@@ -165,6 +210,7 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, {model.revision}",
         "calibrated on": f"{text['source']}: {counts}" if text else None,
         "text sha256": text.get("sha256"),
+        "other text": p.get("other_text", {}).get("source"),
         "layers left alone": "; ".join(f"{i}: {why}" for i, why in scheme.skipped.items()) or None,
         "made by": ", ".join([str(p.get("tool")), *(f"{k} {v}" for k, v in p.get("versions", {}).items())]),
         "sha256": sha256,
@@ -184,11 +230,11 @@ def _cell(value: Any) -> str:
 
 def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
     def cells(row: Mapping[str, Any]) -> list[str | None]:
-        bits = None if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}"
-        return [row["name"], f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", bits, f"{row['cache_bytes']:,}"]
+        formats = dict(zip(FIGURES, (".4f", ".5f", ".3f", ","), strict=True))
+        return [row["name"], *(_figure(row[name], style) for name, style in formats.items())]
 
     about = (
-        f"{evaluation['windows']} windows of {evaluation['length']} tokens of {evaluation['text']} in steps of "
+        f"{counted(evaluation['windows'], 'window')} of {evaluation['length']} tokens of {evaluation['text']} in steps of "
         f"{evaluation['step']}, {evaluation['dtype']}; each step sees the compressed past. KL is to full precision."
     )
     model = bundle.provenance.get("model", {})
@@ -197,11 +243,25 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         "text": _place(str(evaluation["text"])),
         **{name: evaluation[name] for name in ("windows", "length", "step", "dtype")},
     }
+    if evaluation["text"].startswith("random-tokens:"):  # what --random-weights takes where there is no tokenizer
+        del options["text"]
     line = shlex.join(
-        ["kvcal", "eval", f"{bundle.name}{SUFFIX}", *(w for n, v in options.items() for w in (f"--{n}", str(v)))]
-    )
+        [
+            "kvcal", "eval", f"{bundle.name}{SUFFIX}", *(w for n, v in options.items() for w in (f"--{n}", str(v))),
+            *_random_weights(bundle),
+        ]
+    )  # fmt: skip
     figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"]))
     return f"## Quality\n\n{about}\n\n{figures}\n\n```bash\n{line}\n```"
+
+
+def _figure(value: Any, style: str) -> str | None:
+    """None: full precision packs nothing. `kvcal eval --json` writes null for NaN too, but only where a figure must be."""
+    return format(value, style) if _finite(value) else "not finite" if style in (".4f", ".5f") else None
+
+
+def counted(count: Any, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _place(label: str) -> str:
@@ -253,10 +313,10 @@ def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
     local = [
         label for label in (was.text, was.other_text) if label is not None and label.startswith(("file:", "folder:"))
     ]
-    places = [f"--text {_place(label)}" for label in local]
+    places = [word for label in local for word in ("--text", _place(label))]
     if was.model.get("kind") == "folder":
-        places.append(f"--model {was.model['name']}")
-    check = " ".join(["kvcal reproduce", f"{bundle.name}{SUFFIX}", *places])
+        places += ["--model", str(was.model["name"])]
+    check = shlex.join(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
     name = f"{bundle.name}{SUFFIX}"
     return (
         "## Make it again\n\n"

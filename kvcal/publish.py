@@ -6,19 +6,21 @@ its hash is the hub's.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, load_bundle, write_atomically
+from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
 
 from . import hub
@@ -27,6 +29,7 @@ from .models import HUB_ID
 
 CARD = "README.md"
 RECORD = ".pulled.json"
+LOCAL_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO, errno.EMFILE)
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,22 @@ def push(
 ) -> Pushed:
     """Bundle, card and plots in one commit; the repository is made where there is none. The bundle is checked first.
 
-    Raises ModelUnavailable (offline, no permission, no such branch), CorruptBundle where the hub then holds another hash.
+    Raises UsageError (a name that `pull` would not find), ModelUnavailable (offline, no permission, no such branch; then no
+    repository is made), CorruptBundle where the hub then holds another hash.
     """
     from huggingface_hub import CommitOperationAdd
 
+    if not _is_bundle(bundle.name):
+        raise UsageError(f"{bundle}: `kvcal pull` finds names that end in {SUFFIX}: rename the file")
     data = bundle.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     contents = {bundle.name: data, CARD: card.text.encode(), **card.plots}
     api = _api(repo)
     with _explained(repo, branch, "push to"):
+        if branch not in (None, "main") and not api.repo_exists(repo):
+            raise ModelUnavailable(
+                f"{repo} has no revision {branch!r}: it is not there yet; a new one has main, leave --branch out"
+            )
         api.create_repo(repo, private=private or None, exist_ok=True)
         before = api.model_info(repo, revision=branch).sha
         done = api.create_commit(
@@ -99,11 +109,10 @@ def pull(
         info = api.model_info(repo, revision=revision, files_metadata=True)
     name = _chosen(repo, info, file)
     names = [name, *_companions(info, name)]
-    try:
-        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=f".{name}.", suffix=".tmp"))
-    except OSError as error:
-        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another --output") from error
-    try:
+    places = {part: _local(name) if part == CARD else part for part in names}
+    record = f"{name.removesuffix(SUFFIX)}{RECORD}"
+    _check_places(folder, [*places.values(), record])
+    with _temporary(folder, name) as temporary:
         for part in names:
             with _explained(repo, revision, "read", part):
                 _download(repo, part, info.sha, temporary)
@@ -114,15 +123,67 @@ def pull(
                 f"{repo}: {name} has sha256 {digest[:16]}…, --sha256 says {sha256[:16]}…; nothing was written"
             )
         _check(repo, temporary / name)
-        places = tuple(_local(name) if part == CARD else part for part in names)
-        pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, places)
-        for part, place in zip(names, pulled.files, strict=True):
-            os.replace(temporary / part, folder / place)
+        pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, tuple(places.values()))
+        try:
+            (temporary / record).write_text(json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n", "utf-8")
+            for part, place in reversed([*places.items(), (record, record)]):  # the bundle, which is first, comes last
+                os.replace(temporary / part, folder / place)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+    return pulled
+
+
+def _check_places(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (folder / name).is_dir():
+            raise KVCalError(f"{folder / name} is a folder, in the way of the file; move it or give another --output")
+
+
+def _unwritable(folder: Path, error: OSError) -> KVCalError:
+    return KVCalError(f"{folder}: cannot be written to ({error.strerror or error}); make room or give another --output")
+
+
+@contextmanager
+def _temporary(folder: Path, name: str) -> Iterator[Path]:
+    """A folder for what is not checked yet, locked while in use; those that a killed pull left, which are not, go away."""
+    prefix, suffix = f".{name}.", ".tmp"
+    try:
+        with _locked(folder):  # nobody else looks between making and locking
+            for left in sorted(folder.iterdir()):
+                if left.name.startswith(prefix) and left.name.endswith(suffix) and left.is_dir() and _unused(left):
+                    shutil.rmtree(left, ignore_errors=True)
+            temporary = Path(tempfile.mkdtemp(dir=folder, prefix=prefix, suffix=suffix))
+            lock = os.open(temporary, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    record = json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n"
-    write_atomically(folder / f"{name.removesuffix(SUFFIX)}{RECORD}", record.encode())
-    return pulled
+        os.close(lock)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _unused(folder: Path) -> bool:
+    """Whether no process holds it; a lock ends with its process, however that ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+    return True
 
 
 def _api(repo: str) -> Any:
@@ -223,6 +284,10 @@ def _explain(error: Exception, repo: str, revision: str | None, doing: str, what
     if isinstance(error, ValueError) and isinstance(error.__cause__, Exception):  # "failed due to the above error"
         error = error.__cause__
     status = _status(error)
+    if (local := _of_this_machine(error)) is not None:
+        return KVCalError(
+            f"{repo}: {what} cannot be stored here ({local.strerror}); make room or give another --output"
+        )
     if isinstance(error, errors.HFValidationError):
         return _misnamed(repo)
     if isinstance(error, (errors.GatedRepoError, errors.RevisionNotFoundError)):
@@ -236,6 +301,15 @@ def _explain(error: Exception, repo: str, revision: str | None, doing: str, what
     if "Consistency check failed" in str(error):
         return CorruptBundle(f"{repo}: the download of {what} broke off ({hub.one_line(error, 120)}); try again")
     return ModelUnavailable(f"{repo}: the hub did not let kvcal {doing} {what} ({hub.one_line(error)}); try again")
+
+
+def _of_this_machine(error: BaseException | None) -> OSError | None:
+    """A full or read-only disk, in the error or in what it comes from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in LOCAL_FAULTS:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _status(error: BaseException | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
@@ -69,18 +70,35 @@ def recorded(bundle: Bundle) -> Recorded:
 
 def _recorded(provenance: Mapping[str, Any], name: str) -> Recorded:
     try:
-        if "folded_from" in provenance:
-            return _fold(provenance)
-        if provenance["method"] == "combine":
-            return _combine(provenance)
-        if "text" not in provenance:
-            return _preset(provenance)
-        return _fit(provenance)
+        found = _made(provenance)
+        folded = found.options["output"] if found.command == "fold" else None
+        for label in (found.model.get("name"), folded, *(one["name"] for one in found.inputs)):
+            _check_name(label)
+        for label in (found.text, found.other_text):
+            _check_name(None if label is None or not label.startswith(LOCAL) else label.partition(":")[2])
+        return found
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise KVCalError(
             f"{name}: its provenance does not say how it was made ({type(error).__name__}: {error}); a version of kvcal "
             "that records it is needed, or the command itself"
         ) from error
+
+
+def _made(provenance: Mapping[str, Any]) -> Recorded:
+    if "folded_from" in provenance:
+        return _fold(provenance)
+    if provenance["method"] == "combine":
+        return _combine(provenance)
+    return _fit(provenance) if "text" in provenance else _preset(provenance)
+
+
+def _check_name(name: Any) -> None:
+    """Names become names of files; one with `..` or a root in it would be written there. A hub id has one slash."""
+    if name is None:
+        return
+    parts = PurePosixPath(name).parts
+    if not parts or len(parts) > 2 or "\0" in name or {"..", "/"} & set(parts):
+        raise ValueError(f"{name!r} is no name")
 
 
 def _fit(p: Mapping[str, Any]) -> Recorded:
@@ -101,7 +119,7 @@ def _fit(p: Mapping[str, Any]) -> Recorded:
     other = p.get("other_text", {}).get("source")
     return Recorded(
         command, options | _weights(p["model"]), text=_text(text["source"]), other_text=_text(other),
-        model=p["model"], cpu=p.get("cpu", {}),
+        model=p["model"], cpu=dict(p.get("cpu", {})),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ import yaml
 LARGE = (".safetensors", ".png", ".bin")  # what .gitattributes of a new repository sends to LFS
 WRITER, READER, STRANGER = "hf_writer", "hf_reader", "hf_stranger"
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
+ID = re.compile(r"(?:[\w-]+/)?[\w.-]+")  # of models and data sets; an id need not exist
 RIGHTS = {WRITER: {"lab": "write", "my-org": "write"}, READER: {"lab": "read"}, STRANGER: {}}
 
 
@@ -54,6 +56,15 @@ class File:
 
 
 Tree = dict[str, File]
+
+
+def _ids(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Where a card's metadata names models and data sets: (field, value)."""
+    for name in ("base_model", "datasets"):
+        value = fields.get(name, [])
+        yield from ((name, str(one)) for one in (value if isinstance(value, list) else [value]))
+    for model in fields.get("model-index", []):
+        yield from (("model-index dataset.type", str(result["dataset"]["type"])) for result in model["results"])
 
 
 @dataclass
@@ -253,7 +264,7 @@ class Handler(BaseHTTPRequestHandler):
         self._json({"url": f"{self.hub.url}/{organisation}/{name}", "name": f"{organisation}/{name}"})
 
     def on_validate(self) -> None:
-        """The front matter is YAML, a mapping, with a licence identifier and lists where the hub wants them."""
+        """The front matter is YAML, a mapping, with lists and ids where the hub wants them."""
         content = json.loads(self.body)["content"]
         errors = []
         try:
@@ -265,6 +276,11 @@ class Handler(BaseHTTPRequestHandler):
                     f"{n} must be a list"
                     for n in ("tags", "datasets", "metrics")
                     if not isinstance(fields.get(n, []), list)
+                ]
+                errors += [
+                    f'"{name}" with value "{value}" is not valid'
+                    for name, value in _ids(fields)
+                    if not ID.fullmatch(value)
                 ]
         except (yaml.YAMLError, IndexError) as error:
             errors.append(f"metadata is not YAML: {error}")

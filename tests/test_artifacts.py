@@ -235,8 +235,8 @@ def test_a_card_reads_as_a_model_card(bundle: Path, evaluation: Path, tmp_path: 
     done = kvcal("card", bundle, *options)
     assert done.code == 0 and done.out.split() == [str(place), str(tmp_path / "fitted.errors.png")]
     data = ModelCard(place.read_text()).data
-    assert (data.library_name, data.base_model, data.license) == ("kvcal", "model", "mit")
-    assert data.datasets == ["file:words.txt"] and data.metrics == ["perplexity", "kl_divergence"]
+    assert (data.library_name, data.base_model, data.license) == ("kvcal", None, "mit")
+    assert data.datasets is None and data.metrics == ["perplexity", "kl_divergence"]
     assert {"kv-cache", "quantization", "aqua-kv"} <= set(data.tags)
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     row = next(row for row in json.loads(evaluation.read_text())["rows"] if row["name"] == "fitted")
@@ -282,8 +282,18 @@ def test_the_embedded_model_has_a_licence_and_a_text(tmp_path: Path) -> None:
     options = ["--windows", 2, "--length", 200, "--output", tmp_path / f"t{SUFFIX}"]
     assert kvcal("fit-norms", *options).code == 0
     fields = yaml.safe_load(kvcal("card", tmp_path / f"t{SUFFIX}").out.split("---")[1])
-    assert (fields["license"], fields["base_model"]) == ("apache-2.0", "tiny")
-    assert fields["datasets"] == ["embedded:calibration"]
+    assert fields["license"] == "apache-2.0"
+    assert not {"base_model", "datasets"} & set(fields)  # neither is on the hub
+
+
+def test_models_and_texts_of_the_hub_are_named(bundle: Path, tmp_path: Path) -> None:
+    known = load_bundle(bundle)
+    known.provenance["model"] |= {"kind": "hub", "name": "org/base", "hub_id": "org/base"}
+    known.provenance["text"]["source"] = "org/words:default:train"
+    known.write(tmp_path / f"known{SUFFIX}")
+    fields = yaml.safe_load(kvcal("card", tmp_path / f"known{SUFFIX}").out.split("---")[1])
+    assert (fields["base_model"], fields["datasets"]) == ("org/base", ["org/words"])
+    assert fields["base_model_relation"] == "quantized"
 
 
 def test_a_bundle_of_unknown_origin_has_a_card(bundle: Path, tmp_path: Path) -> None:
@@ -294,9 +304,72 @@ def test_a_bundle_of_unknown_origin_has_a_card(bundle: Path, tmp_path: Path) -> 
     assert done.code == 0 and "does not say which command made it" in done.out
 
 
+def test_figures_of_another_file_of_the_same_name(base: Path, evaluation: Path, tmp_path: Path) -> None:
+    """As after a rebuild: the old figures are not the new bundle's."""
+    twin = tmp_path / f"fitted{SUFFIX}"
+    twin.write_bytes((base / f"other{SUFFIX}").read_bytes())
+    fails(kvcal("card", twin, "--eval", evaluation), 2, "figures of another file", "run `kvcal eval` again")
+    old = json.loads(evaluation.read_text())
+    assert [("sha256" in row) for row in old["rows"]] == [False, True]
+    del old["rows"][1]["sha256"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    fails(kvcal("card", base / f"fitted{SUFFIX}", "--eval", tmp_path / "old.json"), 2, "no sha256")
+
+
+def test_figures_that_are_not_finite(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+    """--json writes them as null; they are said, and left out of the front matter."""
+    found = json.loads(evaluation.read_text())
+    found["rows"][1] |= {"perplexity": None, "kl": float("nan")}
+    (tmp_path / "nan.json").write_text(json.dumps(found))
+    done = kvcal("card", bundle, "--eval", tmp_path / "nan.json")
+    assert done.code == 0, done.err
+    assert "| fitted | not finite | not finite |" in done.out
+    (result,) = yaml.safe_load(done.out.split("---")[1])["model-index"][0]["results"]
+    assert [metric["type"] for metric in result["metrics"]] == ["bits_per_value"]
+
+
+def test_one_window_is_singular(bundle: Path, evaluation: Path) -> None:
+    assert "\n1 window of 68 tokens" in kvcal("card", bundle, "--eval", evaluation).out
+
+
+def test_lines_are_quoted(bundle: Path, tmp_path: Path) -> None:
+    spaced = load_bundle(bundle)
+    spaced.provenance["text"]["source"] = "file:my words.txt"
+    spaced.write(tmp_path / f"two words{SUFFIX}")
+    text = kvcal("card", tmp_path / f"two words{SUFFIX}").out
+    assert f"kvcal reproduce 'two words{SUFFIX}' --text 'my words.txt' --model model" in text
+    assert f"kvcal verify 'two words{SUFFIX}' --model" in text
+
+
+def test_a_card_of_random_weights_names_them(base: Path, tmp_path: Path) -> None:
+    made = tmp_path / f"random{SUFFIX}"
+    weights = ["--random-weights", "--seed", 5]
+    options = ["--model", base / "model", *weights]
+    assert kvcal("preset", "kivi-2", *options, "--recent", 16, "--output", made).code == 0
+    done = kvcal("eval", made, *options, "--text", base / "words.txt", "--length", 68, "--windows", 1, "--json")
+    assert done.code == 0, done.err
+    (tmp_path / "eval.json").write_text(done.out)
+    text = kvcal("card", made, "--eval", tmp_path / "eval.json").out
+    for command in ("verify", "eval"):
+        line = next(line for line in text.splitlines() if line.startswith(f"kvcal {command} "))
+        assert "--random-weights --seed 5" in line
+    assert "base_model" not in yaml.safe_load(text.split("---")[1])
+
+
+def test_metrics_are_those_that_the_card_shows(bundle: Path, tmp_path: Path) -> None:
+    """VQKV and MixKVQ keep no errors by head, so there is no table of them."""
+    assert yaml.safe_load(kvcal("card", bundle).out.split("---")[1])["metrics"] == ["relative_squared_error"]
+    other = load_bundle(bundle)
+    for row in other.metrics["layers"]:
+        del row["key_head_errors"], row["value_head_errors"]
+    other.write(tmp_path / f"other{SUFFIX}")
+    assert "metrics" not in yaml.safe_load(kvcal("card", tmp_path / f"other{SUFFIX}").out.split("---")[1])
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        ('{"rows": [{"name": "fitted"}]}', "no windows"),
         (None, "cannot be read"),
         ("{", "not JSON"),
         ("[]", "not what"),

@@ -175,44 +175,99 @@ def test_github(place: Place) -> None:
         assert list(place.folder.glob(pattern.rstrip("/"))), pattern
 
 
-def test_gitlab(place: Place) -> None:
+def gitlab() -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Variables, and the lines of each job."""
     found = yaml.safe_load((CI / "gitlab.yml").read_text())
     own = {name.upper(): GIVEN[name] for name in ("model", "evaluation", "gates", "reproduce", "repository")}
-    environment = {name: str(value) for name, value in found["variables"].items()} | own
-    environment["PIP_CACHE_DIR"] = str(place.folder / "pip")
     jobs = {name: job for name, job in found.items() if isinstance(job, dict) and "script" in job}
+    lines = {name: found[job["extends"]]["before_script"] + job["script"] for name, job in jobs.items()}
+    return {name: str(value) for name, value in found["variables"].items()} | own, lines
+
+
+def test_gitlab(place: Place) -> None:
+    environment, jobs = gitlab()
+    environment["PIP_CACHE_DIR"] = str(place.folder / "pip")
     assert list(jobs) == ["kvcal-bundles", "kvcal-publish"]
-    for job in jobs.values():
-        lines = found[job["extends"]]["before_script"] + job["script"]
+    for lines in jobs.values():
         place.run("\n".join(lines), environment)  # one shell a job, as the runner does
     published(place)
-    for pattern in jobs["kvcal-bundles"]["artifacts"]["paths"]:
+    for pattern in yaml.safe_load((CI / "gitlab.yml").read_text())["kvcal-bundles"]["artifacts"]["paths"]:
         assert list(place.folder.glob(pattern.replace("$OUTPUT", "build").rstrip("/"))), pattern
 
 
-def test_a_failed_gate_ends_the_job_before_it_publishes(place: Place) -> None:
-    """With the gates' own exit code, and a card and a report to read."""
-    environment = variables(GIVEN | {"gates": "--max-kl 0.0000001"})
+def both(given: Mapping[str, str]) -> dict[str, tuple[dict[str, str], list[str]]]:
+    """What builds and gates in either template (installing and reproducing left out): variables and scripts."""
     scripts = {step["name"]: step["run"] for step in steps() if "run" in step}
-    place.run(scripts["Build what changed, gates of the recipe"], environment)
-    place.run(scripts["Figures, gates, cards"], environment, code=3)
-    root = ElementTree.parse(place.folder / "reports" / f"{NAME}.xml").getroot()
-    assert root.findall(".//failure")
+    own, jobs = gitlab()
+    lines = [line for line in jobs["kvcal-bundles"] if "pip install" not in line and "reproduce" not in line]
+    return {
+        "github": (variables(given), [scripts["Build what changed"], scripts["Figures, cards, gates"]]),
+        "gitlab": (own | {name.upper(): given[name] for name in ("gates", "model")}, ["\n".join(lines)]),
+    }
+
+
+@pytest.mark.parametrize("template", ["github", "gitlab"])
+@pytest.mark.parametrize("gate", ["given", "recipe"])
+def test_a_failed_gate_ends_the_job_before_it_publishes(template: str, gate: str, place: Place) -> None:
+    """With the gates' own exit code, and a card and a report to read: the recipe's gates as those of the template.
+
+    A bundle of an earlier run, which the recipe no longer has, comes with the cache and goes no further.
+    """
+    for folder in ("build", "kept"):
+        (place.folder / folder).mkdir()
+        (place.folder / folder / "own-gone.kvcal.safetensors").write_bytes(b"of an earlier run")
+    if gate == "recipe":
+        (place.folder / "kvcal.toml").write_text(RECIPE.replace("max_bits = 3.5", "max_bits = 1"))
+    environment, scripts = both(GIVEN | ({"gates": "--max-kl 0.0000001"} if gate == "given" else {}))[template]
+    for script in scripts[:-1]:
+        place.run(script, environment)
+    place.run(scripts[-1], environment, code=3)
+    reports = place.folder / "reports"
+    failed = {path.name for path in reports.glob("*.xml") if ElementTree.parse(path).findall(".//failure")}
+    assert failed == {"build.xml" if gate == "recipe" else f"{NAME}.xml"}
+    assert {path.name for path in reports.glob("*.xml")} == {"build.xml", f"{NAME}.xml"}
+    assert [path.name for path in (place.folder / "kept").iterdir()] == [f"{NAME}.kvcal.safetensors"]
+    assert [path.name for path in (place.folder / "cards").iterdir()] == [NAME]
     assert (place.folder / "cards" / NAME / "README.md").exists()
     assert not place.hub.repositories
-    names = [step.get("name") for step in steps()]
-    assert names.index("Publish") > names.index("Figures, gates, cards")
+
+
+def test_no_template_takes_what_lies_in_the_output_folder() -> None:
+    """It comes from a cache; test_a_failed_gate_… shows that an old bundle there goes no further."""
+    for file in CI.glob("*.yml"):
+        assert not re.search(r"output.*/\*\.kvcal", file.read_text(), flags=re.IGNORECASE)
+
+
+def test_an_evaluation_that_breaks_is_not_hidden_by_a_gate(place: Place) -> None:
+    """Its own code at the end, and no card of figures that there are none of."""
+    (place.folder / "kvcal.toml").write_text(RECIPE.replace("max_bits = 3.5", "max_bits = 1"))
+    environment, scripts = both(GIVEN | {"model": "no-such-model"})["github"]
+    place.run(scripts[0], environment)
+    place.run(scripts[1], environment, code=5)
+    assert not (place.folder / "cards" / NAME / "README.md").exists()
+    assert ElementTree.parse(place.folder / "reports" / "build.xml").findall(".//failure")
+
+
+def test_what_was_built_is_saved_whatever_comes_after() -> None:
+    names = [step.get("uses", step.get("name")) for step in steps()]
+    save = names.index("actions/cache/save@v4")
+    assert save > names.index("Figures, cards, gates")  # with the gates' verdicts, which lie in the lock file
+    restore = next(step for step in steps() if "cache/restore" in step.get("uses", ""))
+    assert steps()[save]["if"] == "always()" and steps()[save]["with"]["key"] == restore["with"]["key"]
+    assert names.index("Publish") > names.index("Figures, cards, gates")
+    job = yaml.safe_load((CI / "gitlab.yml").read_text())["kvcal-bundles"]
+    assert job["cache"]["when"] == job["artifacts"]["when"] == "always"
 
 
 def test_a_damaged_bundle_is_not_published(place: Place) -> None:
-    environment = variables(GIVEN)
-    scripts = {step["name"]: step["run"] for step in steps() if "run" in step}
-    place.run(scripts["Build what changed, gates of the recipe"], environment)
-    bundle = place.folder / "build" / f"{NAME}.kvcal.safetensors"
+    environment, scripts = both(GIVEN)["github"]
+    publish = next(step["run"] for step in steps() if step.get("name") == "Publish")
+    place.run(scripts[0], environment)
+    bundle = place.folder / "kept" / f"{NAME}.kvcal.safetensors"
     (place.folder / "reports" / f"{NAME}.json").write_text('{"rows": []}')
     assert load_bundle(bundle)
     bundle.write_bytes(bundle.read_bytes()[:-1])
-    place.run(scripts["Publish"], environment, code=4)
+    place.run(publish, environment, code=4)
     assert not place.hub.repositories
 
 
@@ -220,6 +275,14 @@ def test_a_damaged_bundle_is_not_published(place: Place) -> None:
 
 
 ELSEWHERE = {"Gates"}  # test_build.py runs them, and measures there what the build measures here
+
+
+def test_the_page_says_how_to_install() -> None:
+    """From nothing: before the first block, as README.md does."""
+    top = (ROOT / "docs" / "pipeline.md").read_text().partition("```bash")[0]
+    (line,) = re.findall(r"`(pip install [^`]*)`", top)
+    assert f"{line} && kvcal demo" in (ROOT / "README.md").read_text()
+    assert line == "pip install -c constraints.txt ." and (ROOT / "constraints.txt").exists()
 
 
 def test_the_blocks_of_the_page_run(place: Place) -> None:
@@ -263,7 +326,7 @@ def test_actions_are_pinned_and_the_token_may_only_read() -> None:
     for step in steps():
         assert ("run" in step) != ("uses" in step)
         if "uses" in step:
-            assert re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"])
+            assert re.fullmatch(r"actions/[\w/-]+@v\d+", step["uses"])
 
 
 def test_only_the_default_branch_publishes() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +122,36 @@ def test_bundle_card_and_plot_are_one_commit(hub: Hub, bundle: Path) -> None:
     assert any("preupload" in call for call in hub.calls) and any(call.startswith("PUT /lfs/") for call in hub.calls)
 
 
+@pytest.fixture(scope="module")
+def local(base: Path) -> Path:
+    """Of a text whose name is no id on the hub."""
+    write_text(base / "my text.txt")
+    options = ["--model", base / "model", "--text", base / "my text.txt", *SMALL, "--output", base / f"local{SUFFIX}"]
+    assert kvcal("fit-norms", *options).code == 0
+    return base / f"local{SUFFIX}"
+
+
+def test_a_card_of_local_files_is_one_that_the_hub_takes(hub: Hub, local: Path) -> None:
+    done = kvcal("push", local, "lab/local", "--json")
+    assert done.code == 0, done.err
+    card = hub.repositories["lab/local"].commits[done.json["commit"]]["README.md"].data.decode()
+    fields = yaml.safe_load(card.split("---")[1])
+    assert not {"datasets", "base_model", "base_model_relation"} & set(fields)
+    assert "file:my text.txt" in card and "**model**" in card  # in words
+
+
+@pytest.mark.parametrize("field", ["datasets: ['file:a.txt']", "base_model: my model", "base_model: [/srv/model]"])
+def test_the_stand_in_knows_ids(field: str, hub: Hub) -> None:
+    from huggingface_hub import get_session
+
+    def status(front: str) -> int:
+        asked = {"content": f"---\n{front}\n---\n", "repoType": "model"}
+        return get_session().post(f"{hub.url}/api/validate-yaml", json=asked).status_code
+
+    assert status(field) == 400
+    assert status("datasets: [org/name, name]\nbase_model: org/name") == 200
+
+
 def test_a_second_push_changes_nothing(hub: Hub, bundle: Path) -> None:
     first, second = published(bundle), published(bundle)
     assert (second["changed"], second["commit"]) == (False, first["commit"])
@@ -223,6 +257,57 @@ def test_another_hash_than_expected(hub: Hub, commit: str, bundle: Path, tmp_pat
     )
     assert nothing_new(tmp_path)
     assert kvcal("pull", REPO, "--sha256", sha256(bundle), "--output", tmp_path).code == 0
+
+
+@pytest.mark.parametrize("name", ["fitted.card.md", "fitted.errors.png", "fitted.pulled.json", NAME])
+def test_a_folder_in_the_way(name: str, hub: Hub, commit: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    refused(kvcal("pull", REPO, "--output", tmp_path), 1, f"{tmp_path / name} is a folder")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert not any("/resolve/" in call for call in hub.calls)  # said before anything is fetched
+
+
+def test_a_full_disk_is_not_the_hub(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    refused(kvcal("pull", REPO, "--output", tmp_path), 1, "cannot be stored here (No space left on device)")
+    assert nothing_new(tmp_path)
+
+
+def test_what_a_killed_pull_left_goes_away(commit: str, tmp_path: Path) -> None:
+    """That of another one which is still at work stays."""
+    left, used = (tmp_path / f".{NAME}.{end}.tmp" for end in ("left", "used"))
+    for folder in (left, used):
+        folder.mkdir()
+        (folder / NAME).write_bytes(b"half")
+    handle = os.open(used, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        assert kvcal("pull", REPO, "--output", tmp_path).code == 0
+    finally:
+        os.close(handle)
+    assert not left.exists() and (used / NAME).exists()
+
+
+def test_a_name_that_pull_would_not_find(hub: Hub, bundle: Path, tmp_path: Path) -> None:
+    shutil.copy(bundle, tmp_path / "foo.safetensors")
+    refused(kvcal("push", tmp_path / "foo.safetensors", REPO), 2, "foo.safetensors", f"end in {SUFFIX}")
+    assert not hub.repositories
+
+
+@pytest.mark.parametrize("branch", ["nope", "main"])
+def test_a_branch_of_a_new_repository(branch: str, hub: Hub, bundle: Path) -> None:
+    """There is only main; for any other no empty repository is left."""
+    done = kvcal("push", bundle, REPO, "--branch", branch)
+    if branch == "main":
+        assert done.code == 0 and REPO in hub.repositories
+        return
+    refused(done, 5, f"{REPO} has no revision 'nope'", "leave --branch out")
+    assert not hub.repositories
 
 
 def test_offline(bundle: Path, tmp_path: Path) -> None:

@@ -258,6 +258,36 @@ def test_what_is_missing_is_one_line(base: Path, tmp_path: Path, monkeypatch: py
     refused(1, "0 threads", options=["--model", base / "model"], bundle=odd)
 
 
+WRONG: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
+    "threads": ("norms", lambda p: p["cpu"].update(threads=10**6), "1000000 threads: needs a whole number from 1 to 1024"),
+    "no-number": ("aqua", lambda p: p["settings"].update(ridge="abc"), "--ridge"),
+    "no-bool": ("norms", lambda p: p["settings"].update(powers_of_two="yes"), "must be true or false"),
+    "none": ("aqua", lambda p: p["settings"].update(ridge=None), "--ridge"),
+    "unknown": ("aqua", lambda p: p["settings"].update(colour="red"), "has colour, which"),
+    "place": ("aqua", lambda p: p["settings"].update(output="elsewhere"), "has output, which"),
+    "way": ("tiers", lambda p: p["settings"].update(storage="sqlite:///x.db"), "has storage, which"),
+    "cpu": ("norms", lambda p: p.update(cpu=[1]), "does not say how it was made"),
+    "climbing": ("norms", lambda p: p["model"].update(name="../../up"), "'../../up' is no name"),
+    "root": ("folded", lambda p: p["model"].update(name="/tmp/up"), "'/tmp/up' is no name"),
+    "text": ("norms", lambda p: p["text"].update(source="file:../../up.txt"), "'../../up.txt' is no name"),
+    "part": ("both", lambda p: p["keys"].update(bundle="../up"), "'../up' is no name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_provenance_is_a_file_and_may_say_anything(
+    what: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, code 1, nothing run and nothing written elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    name, change, said = WRONG[what]
+    done = again(base, altered(base, name, tmp_path, change))
+    assert done.code == 1, done.out + done.err
+    line = done.err.splitlines()[-1]
+    assert line.startswith("kvcal: ") and said in line and "Error:" not in line.removeprefix("kvcal: ")[:12], line
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}{SUFFIX}"]
+
+
 def test_threads_are_put_back(base: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     again(base, altered(base, "norms", tmp_path, lambda p: p["cpu"].update(threads=2)))

@@ -33,10 +33,10 @@ def reproduce(
 ) -> None:
     """Run the command that made a bundle again and compare bytes; exit code 7, and what differs first, if they do."""
     options: dict[str, Any] = dict(locals())
-    from kvcal.cli.defaults import defaults_of
+    from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.reproduce import run_reproduce
 
-    found = run_reproduce(options, defaults_of, note)
+    found = run_reproduce(options, defaults_of, options_of, note)
     if json:
         print_json(found)
     else:

@@ -23,6 +23,7 @@ from ..gates import Check, Limits, check_recorded, check_row
 from ..methods.plain import DataFree
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
+from .bundles import file_sha256
 from .common import Say, check_context, evaluation_text, given_selection, known, text_for
 from .guard import guard_window, outlier_warnings, unmeasured
 
@@ -30,12 +31,16 @@ EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
 def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None) -> dict[str, Any]:
-    """Rows `full`, presets, bundles on the same text. limits: of each row by name; by default those of the options for all."""
+    """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by default
+    those of the options for all.
+    """
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
     common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
     methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
+    files = {name: what.path for name, what in methods.items() if isinstance(what, Bundle) and what.path is not None}
+    hashes = {name: {"sha256": file_sha256(path)} for name, path in files.items()}
     methods = with_subspace(methods, o["subspace"])
     if common and not methods:
         raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
@@ -71,7 +76,7 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
         elif alive.unread:
             alive.check(row.name)
     return {
-        "rows": [row.as_dict() for row in rows],
+        "rows": [row.as_dict() | hashes.get(row.name, {}) for row in rows],
         "layers": {name: seen.rows for name, seen in watched.items()},
         "canary": {name: str(alive) for name, alive in canaries.items()},
         "gates": checks,

@@ -16,6 +16,7 @@ import torch
 from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 
+from ..build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
 from ..diff import diff
 from ..fit import check_output
 from ..recorded import LOCAL, Options, Recorded, recorded
@@ -32,7 +33,6 @@ from .tune_bits import run_tune_bits
 from .tune_thresholds import run_tune_thresholds
 
 Run = Callable[[Options, Say], Any]
-Defaults = Callable[[str], Options]
 RUNS: dict[str, Run] = {
     "fit-predictors": run_fit_predictors,
     "fit-norms": run_fit_norms,
@@ -44,11 +44,22 @@ RUNS: dict[str, Run] = {
     "tune-thresholds": run_tune_thresholds,
 }
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
+NOT_RECORDED = {
+    *NOT_GIVEN,
+    *PATHS,
+    *MAYBE_PATHS,
+    *HOW,
+    "bundle_output",
+}  # places and ways to run: none of a record's affair
+MOST_THREADS = 1024  # a million end the process with a segmentation fault
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
-def run_reproduce(o: Options, defaults_of: Defaults, say: Say) -> dict[str, Any]:
-    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.diff."""
+def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
+    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.diff.
+
+    Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
+    """
     path = o["bundle"]
     original = load_bundle(path)
     was = recorded(original)
@@ -64,7 +75,7 @@ def run_reproduce(o: Options, defaults_of: Defaults, say: Say) -> dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"])
         made = o["output"] or Path(folder) / path.name
-        Rerun(places, defaults_of, say).make(was, made)
+        Rerun(places, defaults_of, options_of, say).make(was, made)
         found = diff(original, load_bundle(made), same_bytes=path.read_bytes() == made.read_bytes())
         digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
     settings = found["settings"]
@@ -136,26 +147,45 @@ class Rerun:
     """Runs recorded commands, and first those that made what they read."""
 
     places: Places
-    defaults_of: Defaults
+    defaults_of: DefaultsOf
+    options_of: OptionsOf
     say: Say
 
     def make(self, was: Recorded, output: Path) -> None:
+        checked = self._options(was)
         inputs = [self._input(one) for one in was.inputs]
         with _threads(was.cpu.get("threads")):
             if was.command == "combine":
                 run_combine(inputs[0], inputs[1], output)
                 return
-            options = self.defaults_of(was.command) | was.options | {"model": self.places.model_of(was)}
+            options = checked | {"model": self.places.model_of(was)}
             if was.command == "fold":
                 place = Path(tempfile.mkdtemp(dir=self.places.folder)) / was.options["output"]
                 options |= {"bundle": inputs[0], "output": place, "bundle_output": output}
             else:
                 options |= {"output": output} | self._texts(was, options)
-            if was.command == "preset":
-                options["name"] = was.positional[0]
             if self.places.device is not None and "device" in options:
                 options["device"] = self.places.device
             RUNS[was.command](options, self._say)
+
+    def _options(self, was: Recorded) -> Options:
+        """All options of the command, the recorded ones as the command line would take them."""
+        if was.command == "combine":
+            return {}
+        own, needed = dict(was.options), {"name": was.positional[0]} if was.command == "preset" else {}
+        if was.command == "fold":
+            needed = {"bundle": "bundle", "output": own.pop("output")}  # places, which `make` fills in
+        allowed = set(self.defaults_of(was.command)) - NOT_RECORDED
+        if unknown := sorted(set(own) - allowed):
+            raise KVCalError(f"provenance has {unknown[0]}, which `kvcal {was.command}` does not take from a record")
+        defaults = self.defaults_of(was.command)
+        left = {name: value for name, value in own.items() if value in (None, []) and defaults[name] in (None, [])}
+        given = needed | {name: value for name, value in own.items() if name not in left}
+        try:
+            read = self.options_of(was.command, given)
+        except UsageError as error:
+            raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
+        return read | left
 
     def _texts(self, was: Recorded, options: Options) -> Options:
         found = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
@@ -186,8 +216,8 @@ def _threads(count: int | None) -> Iterator[None]:
     """As many threads as then: how sums are split decides their last bits."""
     before = torch.get_num_threads()
     if count is not None:
-        if not isinstance(count, int) or count < 1:
-            raise KVCalError(f"provenance says {count!r} threads: needs a whole number of at least 1")
+        if type(count) is not int or not 1 <= count <= MOST_THREADS:
+            raise KVCalError(f"provenance says {count!r} threads: needs a whole number from 1 to {MOST_THREADS}")
         torch.set_num_threads(count)
     try:
         yield
