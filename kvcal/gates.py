@@ -15,7 +15,7 @@ from kvcal_artifacts.errors import GateFailed, KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from .evaluate.canary import Canary
-from .evaluate.layers import ROLES, worst_layer
+from .evaluate.layers import ROLES, check_errors, worst_layer
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -24,7 +24,7 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 class Limits:
     """None: no such gate. max_ppl_increase: a share of the full-precision perplexity (0.01 is 1 %). max_kl: nats. max_bits:
     stored bits a value. max_cache_bytes: packed blocks and windows at one window's end. max_layer_drift: how many times
-    what the bundle recorded a layer's relative error may be.
+    what the bundle recorded the relative error of a layer, or of a kv head where it recorded those, may be.
     """
 
     max_ppl_increase: float | None = None
@@ -90,16 +90,20 @@ def _shown(value: float | None) -> str:
 
 def check_recorded(limits: Limits, name: str, bundle: Bundle | None) -> None:
     """Raise UsageError before anything is measured if a layer's error has nothing to be compared with."""
-    if limits.max_layer_drift is not None and not recorded_errors(bundle):
+    if limits.max_layer_drift is None:
+        return
+    rows = [] if bundle is None else bundle.metrics.get("layers", [])
+    if bundle is None or not any(f"{role}_relative_error" in row for row in rows for role in ROLES):
         raise UsageError(
             f"{name}: gate max-layer-drift: it records no relative error of its layers to compare with; leave this gate out"
         )
-
-
-def recorded_errors(bundle: Bundle | None) -> bool:
-    """Whether the bundle says of its layers what `max_layer_drift` compares with."""
-    rows = [] if bundle is None else bundle.metrics.get("layers", [])
-    return any(f"{role}_relative_error" in row for row in rows for role in ROLES)
+    pairs = {index: pair.key.shape.heads for index, pair in enumerate(bundle.scheme.layers) if pair is not None}
+    try:
+        check_errors(rows, pairs)
+    except ValueError as error:
+        raise UsageError(
+            f"{name}: gate max-layer-drift: {error} in its metrics: there is nothing to compare with; build it again"
+        ) from error
 
 
 def check_row(

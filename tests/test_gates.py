@@ -57,6 +57,16 @@ def harm(bundle: Path, output: Path, layer: int) -> None:
     found.write(output)
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the embedded model, whose predictors have something to predict."""
+    path = tmp_path_factory.mktemp("tiny") / f"tiny{SUFFIX}"
+    options = ["--windows", 4, "--holdout", 1, "--length", 196, "--sink", 4, "--recent", 64]
+    done = kvcal("fit-predictors", "--model", "tiny", *options, "--output", path)
+    assert done.code == 0, done.err
+    return path
+
+
 def gate(base: Path, name: str, *options: Any) -> Done:
     return kvcal("eval", base / f"{name}{SUFFIX}", *named(base), *TEXT, *options)
 
@@ -208,6 +218,80 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(base: Path, tmp
     assert "no is not a folder" in done.complaint
 
 
+# Drift.
+
+
+def drift_of(bundle: Path, junit: Path) -> tuple[int, str | None, str]:
+    """Exit code, message of the gate as docs/pipeline.md has it, and all complaints; on other windows than the fit's."""
+    options = ["--windows", 4, "--length", 196, "--step", 96, "--max-layer-drift", 1.25, "--junit", junit]
+    done = kvcal("eval", bundle, "--model", "tiny", *options)
+    message = next((message for gate, message in failures(junit) if gate == "max-layer-drift"), None)
+    return done.code, message, done.err
+
+
+def altered(bundle: Path, output: Path, layer: int, role: str, name: str, change: Any) -> Path:
+    """One tensor changed in place; hashes are those of the new content."""
+    found = load_bundle(bundle)
+    pair = found.scheme.layers[layer]
+    assert pair is not None
+    change(getattr(pair, role).tensors()[name])
+    found.write(output)
+    return output
+
+
+HARM: dict[str, tuple[int, str, str, Any, str]] = {  # layer, role, tensor, change, who is to blame
+    "grid": (0, "key", "grid", lambda t: t.mul_(2), "layer 0, keys"),
+    "key head": (4, "key", "predictor.weight", lambda t: t[:, :64].zero_(), "layer 4, keys of head 0: "),
+    "value head": (7, "value", "predictor.weight", lambda t: t[:, 64:].zero_(), "layer 7, values of head "),
+    "values": (7, "value", "predictor.weight", lambda t: t.zero_(), "layer 7, values of head "),
+}
+
+
+def test_a_good_bundle_drifts_less(tiny: Path, tmp_path: Path) -> None:
+    code, message, complaint = drift_of(tiny, tmp_path / "j.xml")
+    assert (code, message) == (0, None), complaint
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_harm_to_one_head_is_found_and_named(tiny: Path, tmp_path: Path, name: str) -> None:
+    layer, role, tensor, change, who = HARM[name]
+    harmed = altered(tiny, tmp_path / f"x{SUFFIX}", layer, role, tensor, change)
+    code, message, complaint = drift_of(harmed, tmp_path / "j.xml")
+    assert code == 3, complaint
+    assert message is not None
+    assert f"({who}" in message
+
+
+def rows_with(name: str, value: Any) -> Any:
+    return lambda rows: rows[1].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            rows_with("key_relative_error", 1e9),
+            "layer 1: key_relative_error holds 1000000000.0, not a number from 0 to 1",
+        ),
+        (rows_with("value_relative_error", "0.1"), "layer 1: value_relative_error holds '0.1'"),
+        (rows_with("value_relative_error", -1), "layer 1: value_relative_error holds -1"),
+        (rows_with("key_head_errors", [0.1, 2.0]), "layer 1: key_head_errors holds 2.0"),
+        (rows_with("key_head_errors", [0.1, 0.1, 0.1]), "layer 1: key_head_errors is missing"),
+        (lambda rows: rows[2].pop("value_head_errors"), "layer 2: value_head_errors is missing"),
+        (lambda rows: rows[2].pop("value_relative_error"), "layer 2: value_relative_error is missing"),
+        (lambda rows: rows.__delitem__(slice(1, None)), "layer 1: key_relative_error is missing"),
+    ],
+)
+def test_recorded_errors_that_compare_with_nothing(base: Path, tmp_path: Path, change: Any, says: str) -> None:
+    """Otherwise a layer would not be gated, or anything would be less than what is recorded."""
+    found = load_bundle(base / f"good{SUFFIX}")
+    change(found.metrics["layers"])
+    found.write(tmp_path / f"x{SUFFIX}")
+    done = kvcal("eval", tmp_path / f"x{SUFFIX}", *named(base), *TEXT, "--max-layer-drift", 3)
+    assert done.code == 2, done.err
+    assert f"x: gate max-layer-drift: {says}" in done.complaint
+
+
 # The canary.
 
 
@@ -342,6 +426,11 @@ def test_whom_to_blame() -> None:
     blame = worst_layer(rows, None)
     assert blame is not None
     assert (blame.layer, blame.role, blame.drift) == (0, "key", None)
+    rows[0]["key_head_errors"], recorded[0]["key_head_errors"] = [0.2, 0.8], [0.4, 0.01]
+    blame = worst_layer(rows, recorded)
+    assert blame is not None
+    assert (blame.layer, blame.role, blame.head, blame.drift) == (0, "key", 1, pytest.approx(80))
+    assert str(blame) == "layer 0, keys of head 1: relative error 0.8, 80.0 times the recorded 0.01"
     assert worst_layer([row(0, None, None)], None) is None
     blame = worst_layer([row(0, 1e-6, 1e-6)], [{"key_relative_error": 0.0, "value_relative_error": 0.0}])
     assert blame is not None and blame.drift == pytest.approx(0.1)  # rounding of an exact codec is no drift
