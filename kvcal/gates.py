@@ -117,9 +117,7 @@ def check_row(
 ) -> list[Check]:
     """The canary, then every gate that has a limit. row, full: of an evaluation; layers: LayerErrors.rows()."""
     name, blame = row["name"], worst_layer(layers, None if bundle is None else bundle.metrics.get("layers"))
-    found = [
-        Check(name, "canary", alive.alive, layer=next(iter((*alive.unread, *alive.uncounted)), None), detail=str(alive))
-    ]
+    found = [Check(name, "canary", alive.alive, layer=alive.layer, detail=str(alive))]
     seen: dict[str, float | None] = {
         "max_ppl_increase": row["perplexity"] / full["perplexity"] - 1,
         "max_kl": row["kl"],

@@ -360,7 +360,83 @@ def test_the_canary_lives_whatever_the_codec(
     assert found.blocks > 0
 
 
-def test_blocks_that_the_evaluation_itself_did_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Cheat:
+    """Keeps exact copies of all keys and values, as attention takes them, and hands some out in the place of decoded ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: tuple[int, ...], first: int, several: bool) -> None:
+        honest = KVCalLayer._update
+
+        def update(layer: Any, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            start, kept = layer.columns, layer.__dict__.setdefault("kept", [x[:, :, :0] for x in new])
+            out = list(honest(layer, *new))
+            layer.kept = [torch.cat(pair, 2) for pair in zip(kept, new, strict=True)]
+            if start and layer.index == 2 and (new[0].shape[2] > 1 or not several):
+                for role in roles:
+                    out[role] = torch.cat([out[role][:, :, :first], layer.kept[role][:, :, first:]], 2)
+            return out[0], out[1]
+
+        monkeypatch.setattr(KVCalLayer, "_update", update)
+
+
+CHEATS = {
+    "in calls of several tokens": ((0, 1), 0, True, "keys"),
+    "keys only": ((0,), 0, False, "keys"),
+    "values only": ((1,), 0, False, "values"),
+    "all but the first block": ((0, 1), 4 + 8, False, "keys"),
+}
+
+
+@pytest.mark.parametrize("gates", [[], ["--max-kl", 1]])
+@pytest.mark.parametrize("name", CHEATS)
+def test_exact_copies_in_the_place_of_blocks_are_found(
+    base: Path, monkeypatch: pytest.MonkeyPatch, name: str, gates: list[Any]
+) -> None:
+    *how, role = CHEATS[name]
+    Cheat(monkeypatch, *how)
+    done = gate(base, "good", *gates)
+    assert done.code == 3
+    assert f"layer 2: attention received other {role} than the packed blocks decode to" in done.err
+
+
+def test_copies_that_only_the_evaluation_gets_are_found(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of two windows, as the evaluation's and not the canary's."""
+    honest = KVCalLayer._materialise
+
+    def cheat(self: KVCalLayer, plan: Any, keys: Any, values: Any) -> Any:
+        out = honest(self, plan, keys, values)
+        return (out[0], out[1] * 1.01) if len(keys) > 1 and self.index == 1 else out
+
+    monkeypatch.setattr(KVCalLayer, "_materialise", cheat)
+    done = gate(base, "good")
+    assert done.code == 3
+    assert "good: canary: layer 1: attention received other values than the packed blocks decode to" in done.err
+
+
+@pytest.mark.parametrize(("role", "name"), enumerate(("key", "value")))
+def test_one_block_that_decodes_to_the_same_whatever_it_holds(
+    base: Path, model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, role: int, name: str
+) -> None:
+    honest = KVCalLayer._decoded
+
+    def cheat(self: KVCalLayer, packed: Any, context: Any) -> Any:
+        made = list(honest(self, packed, context))
+        made[role] = made[role].clone()
+        if self.index == 1:
+            made[role][:, :, -8:] = 1
+        return tuple(made)
+
+    monkeypatch.setattr(KVCalLayer, "_decoded", cheat)
+    scheme = scheme_of("uniform", base, model)
+    found = canary(model, ids, lambda: KVCalCache(scheme, model), step=16)
+    assert not found.alive
+    assert [(layer, role) for layer, role, _ in found.deaf] == [(1, name)]
+    assert f"layer 1: block {found.deaf[0][2]} of {name}s decodes to the same" in str(found)
+
+
+@pytest.mark.parametrize(("gates", "says"), [([], "canary: "), (["--max-kl", 1], "canary (")])
+def test_blocks_that_the_evaluation_itself_did_not_read(
+    base: Path, monkeypatch: pytest.MonkeyPatch, gates: list[Any], says: str
+) -> None:
     """The canary's own caches may be honest while those that were measured were not."""
     honest = KVCalLayer._decode_all
 
@@ -372,9 +448,9 @@ def test_blocks_that_the_evaluation_itself_did_not_read(base: Path, monkeypatch:
             self._cache.watch = watch
 
     monkeypatch.setattr(KVCalLayer, "_decode_all", cheat)
-    done = gate(base, "good", "--max-kl", 1)
+    done = gate(base, "good", *gates)
     assert done.code == 3
-    assert "good: canary (layer 3: packed blocks were never read in the evaluation)" in done.err
+    assert f"good: {says}layer 3: packed blocks were never read in the evaluation" in done.err
 
 
 # What layers are said to err by.
@@ -387,7 +463,7 @@ def test_watching_changes_no_figure(base: Path, model: Any, ids: torch.Tensor, n
     def maker() -> KVCalCache:
         return KVCalCache(scheme, model)
 
-    watched = Watched(maker)
+    watched = Watched(maker, LENGTH)
     assert evaluate(model, ids, {"x": maker}, step=16) == evaluate(model, ids, {"x": watched}, step=16)
     assert len(watched.rows) == LAYERS
     for row in watched.rows:
@@ -399,7 +475,7 @@ def test_watching_changes_no_figure(base: Path, model: Any, ids: torch.Tensor, n
 def test_layer_errors_are_those_of_the_packed_tokens(model: Any, ids: torch.Tensor) -> None:
     """Of layer 0, whose inputs no compression has changed, against the codec itself."""
     scheme = KINDS["uniform"].scheme(model)
-    watched = Watched(lambda: KVCalCache(scheme, model))
+    watched = Watched(lambda: KVCalCache(scheme, model), LENGTH)
     evaluate(model, ids, {"x": watched}, step=20)
     with Capture(model, ids, device="cpu") as capture:
         layers = iter(capture)

@@ -16,7 +16,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from .. import models
-from ..evaluate.canary import canary
+from ..evaluate.canary import Audit, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, evaluate
 from ..gates import Check, Limits, check_recorded, check_row
@@ -52,11 +52,11 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection)
-    watched = {name: Watched(maker) for name, maker in makers.items()}
+    watched = {name: Watched(maker, text.ids.shape[1]) for name, maker in makers.items()}
     started = time.monotonic()
     rows = evaluate(loaded.model, text.ids, watched, step=o["step"], batch=o["batch"])
     canaries = {
-        name: canary(loaded.model, text.ids, maker, step=o["step"]).counted(watched[name].rows)
+        name: canary(loaded.model, text.ids, maker, step=o["step"]).counted(watched[name].rows, watched[name].audit)
         for name, maker in makers.items()
     }
     checks: list[Check] = []
@@ -68,7 +68,9 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
             checks += check_row(*figures, held[name], seen.rows, alive, bundle, seen.scheme)
         elif row.bits_per_value is None:
             say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
-        elif alive.unread:
+        elif not alive.blocks:
+            say(f"note: {row.name}: {alive}")
+        else:
             alive.check(row.name)
     return {
         "rows": [row.as_dict() for row in rows],
@@ -108,19 +110,19 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
 
 
 class Watched:
-    """Makes caches that all tell one LayerErrors what they pack and read."""
+    """Makes caches that all tell one LayerErrors what they pack and read, and have one Audit. length: tokens of a window."""
 
     scheme: Scheme
 
-    def __init__(self, maker: CacheMaker) -> None:
-        self._maker, self._errors = maker, LayerErrors(0)
+    def __init__(self, maker: CacheMaker, length: int) -> None:
+        self._maker, self._errors, self.audit = maker, LayerErrors(0), Audit(length)
 
     def __call__(self) -> KVCalCache:
         cache = self._maker()
         if not self._errors.blocks_read:
             self.scheme, self._errors = cache.scheme, LayerErrors(len(cache.layers))
         cache.watch = self._errors
-        return cache
+        return self.audit.attach(cache)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
