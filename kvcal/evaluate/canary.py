@@ -198,7 +198,7 @@ def _deaf(cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer) -> list[tuple
 
 
 def _with_other(own: Packed, other: Packed, block: int) -> Packed | None:
-    """One block of another cache in the place of this one; where that has none or the same bytes, of its own. None: all are alike."""
+    """One block from another cache, or, where that has none or the same bytes, of its own. None: all blocks are alike."""
     count, there = (int(next(iter(packed.values())).shape[2]) for packed in (own, other))
     sources = [count + min(block, there - 1)] * (there > 0) + [i for i in range(count) if i != block]
     for source in sources:
