@@ -331,6 +331,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         said.append("kvcal's code changed")
     if _changed(old, new, "device"):
         said.append(f"device {old.get('device')} -> {new.get('device')}")
+    cpu = (old.get("cpu") or {}, new.get("cpu") or {})
+    said += [
+        f"the CPU's {name}: {cpu[0].get(name)} -> {cpu[1].get(name)}"
+        for name in sorted({*cpu[0], *cpu[1]})
+        if cpu[0].get(name) != cpu[1].get(name)
+    ]
     said += [f"the {name} part changed" for name in ("keys", "values") if _changed(old, new, name)]
     return "; ".join(said) or "what it is made of changed"
 

@@ -325,6 +325,19 @@ def test_another_version_builds_all_again(built: Path, monkeypatch: pytest.Monke
         assert why is not None and why.startswith("kvcal ") and why.endswith(" -> 99")
 
 
+@pytest.mark.parametrize(("name", "other"), [("threads", 99), ("vectors", "DEFAULT")])
+def test_another_cpu_builds_again_what_it_decides(
+    built: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: Any
+) -> None:
+    """As provenance has it: `reproduce` would not find the same bytes. A preset is made of no sums."""
+    from kvcal.fit import cpu_record
+
+    own = cpu_record()
+    monkeypatch.setattr("kvcal.commands.build.cpu_record", lambda: own | {name: other})
+    why = f"the CPU's {name}: {own[name]} -> {other}"
+    assert actions(build(built, "--dry-run")) == dict.fromkeys(NAMES[:3], why) | {"small-plain": None}
+
+
 def test_a_dry_run_writes_nothing(base: Path) -> None:
     before = content(base)
     done = kvcal("build", base / "r.toml", "--dry-run")

@@ -36,7 +36,7 @@ from ..build import (
     settings_identity,
     text_identity,
 )
-from ..fit import FitJob, FitOptions, check_output, fit_together
+from ..fit import FitJob, FitOptions, check_output, cpu_record, fit_together
 from ..gates import Check
 from ..workbench import Opened, open_for_fit, pick_device
 from .combine import run_combine
@@ -144,6 +144,8 @@ class Planner:
         }
         if entry.method != "preset":
             found["device"] = device_name(o)
+            if found["device"] == "cpu":
+                found["cpu"] = cpu_record()  # as provenance: reproduce compares with it
             source = models.resolve(o["model"], o["revision"])
             found["text"] = self._text(entry, text_for(o, source, "calibration"), "text")
             if o.get("other_text") is not None:
