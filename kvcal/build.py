@@ -19,7 +19,7 @@ from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text, write_atomica
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from . import __version__, corpus, hub, models
-from .gates import Limits
+from .gates import Check, Limits
 from .recipe import GOVERNED, check_fields, read_toml, refuse_unknown, with_recipe
 from .weights import file_sha256
 
@@ -364,7 +364,8 @@ class Lock:
             held = json.loads(path.read_text("utf-8"))
             if held["format"] != cls.FORMAT:
                 raise ValueError(f"format {held['format']!r}, not {cls.FORMAT!r}")
-            return cls(path, dict(held["bundles"]), dict(held["gates"]))
+            _check_lock(held["bundles"], held["gates"])
+            return cls(path, held["bundles"], held["gates"])
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -385,6 +386,32 @@ class Lock:
             self.bundles.pop(name, None)
             self.gates.pop(name, None)
         return gone
+
+
+ROW = {"file": str, "sha256": str, "bytes": int, "key": str, "inputs": dict}
+GATED = {"key": str, "checks": list}
+TABLES = ("model", "settings", "code", "text", "other_text", "cpu")  # inputs that are tables themselves
+
+
+def _check_lock(bundles: Any, gates: Any) -> None:
+    """Raise ValueError unless both hold what `Lock` says: people edit such files, and merges damage them."""
+    for part, rows, fields in (("bundles", bundles, ROW), ("gates", gates, GATED)):
+        if not isinstance(rows, dict):
+            raise ValueError(f"{part} is no table")
+        for name, row in rows.items():
+            if not isinstance(row, dict):
+                raise ValueError(f"{part}.{name} is no table")
+            if wrong := [key for key, kind in fields.items() if not isinstance(row.get(key), kind)]:
+                raise ValueError(f"{part}.{name}.{wrong[0]} is {row.get(wrong[0])!r}")
+    for name, row in bundles.items():
+        if wrong := [key for key in TABLES if not isinstance(row["inputs"].get(key, {}), dict)]:
+            raise ValueError(f"bundles.{name}.inputs.{wrong[0]} is no table")
+    for name, row in gates.items():
+        for check in row["checks"]:
+            try:
+                Check.of(check)
+            except ValueError as error:
+                raise ValueError(f"gates.{name}: {error}") from error
 
 
 @dataclass(frozen=True)

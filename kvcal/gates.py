@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -76,6 +76,25 @@ class Check:
     layer: int | None = None
     detail: str = ""
 
+    @classmethod
+    def of(cls, record: Any) -> Check:
+        """From what `asdict` made of one. Raises ValueError where it is something else."""
+        number, whole = (int, float, type(None)), (int, type(None))
+        kinds = {
+            "name": str,
+            "gate": str,
+            "passed": bool,
+            "seen": number,
+            "limit": number,
+            "layer": whole,
+            "detail": str,
+        }
+        if not isinstance(record, dict) or set(record) != set(kinds):
+            raise ValueError("a check with other fields")
+        if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], kind)]:
+            raise ValueError(f"a check whose {wrong[0]} is {record[wrong[0]]!r}")
+        return cls(**record)
+
     @property
     def line(self) -> str:
         verdict = "" if self.limit is None else f" {_shown(self.seen)}, at most {_shown(self.limit)}"
@@ -132,10 +151,30 @@ def check_row(
         layer, detail = None if blame is None else blame.layer, "" if blame is None else str(blame)
         if gate in ("max_bits", "max_cache_bytes"):
             layer, detail = _largest(scheme)
-        found.append(
-            Check(name, gate.replace("_", "-"), value is not None and value <= limit, value, limit, layer, detail)
-        )
+        found.append(Check(name, gate.replace("_", "-"), _holds(value, limit), value, limit, layer, detail))
     return found
+
+
+def _holds(seen: float | None, limit: float) -> bool:
+    return seen is not None and seen <= limit
+
+
+def recalled(name: str, limits: Limits, records: Iterable[Mapping[str, Any]]) -> list[Check] | None:
+    """Checks of an earlier run, judged anew by their figures; None where they are not those of these limits. A canary has no
+    figure, so that only one that sang is believed, and no other is kept (see `worth_keeping`).
+    """
+    found = [Check.of(record) for record in records]
+    wanted = {gate.replace("_", "-"): limit for gate, limit in asdict(limits).items() if limit is not None}
+    if [check.gate for check in found] != ["canary", *wanted] or any(check.name != name for check in found):
+        return None
+    first, *rest = found
+    judged = [replace(c, limit=wanted[c.gate], passed=_holds(c.seen, wanted[c.gate])) for c in rest]
+    return [first, *judged] if first.passed else None
+
+
+def worth_keeping(checks: Iterable[Check]) -> bool:
+    """Whether figures alone decide: a failed canary, or an evaluation that broke off, is looked at again every time."""
+    return all(check.passed or check.limit is not None for check in checks)
 
 
 def _largest(scheme: Scheme) -> tuple[int, str]:

@@ -420,6 +420,12 @@ def test_gates_of_a_recipe_and_of_one_bundle(base: Path) -> None:
     assert again.json["gates"] == done.json["gates"]
     assert "gates of" not in again.err
     assert stamps(base / "out") == before
+    lock = base / "out" / "r.lock.json"
+    assert lock.read_text().count('"passed": false') == 1
+    lock.write_text(
+        lock.read_text().replace('"passed": false', '"passed": true').replace('"limit": 1.0', '"limit": 99')
+    )
+    assert kvcal("build", base / "r.toml", "--json").json["gates"] == done.json["gates"]  # what figures say counts
     edit(base, "max_bits = 1}", "max_bits = 9}")
     third = kvcal("build", base / "r.toml", "--json")
     assert third.code == 0, third.err
@@ -508,7 +514,31 @@ def test_no_recipe(tmp_path: Path) -> None:
     assert "none.toml: cannot be read (No such file or directory)" in done.complaint
 
 
-@pytest.mark.parametrize("held", ["{", "{}", '{"format": "kvcal build 0", "bundles": {}, "gates": {}}'])
+def lock_text(bundles: str = "{}", gates: str = "{}") -> str:
+    return f'{{"format": "kvcal build 1", "bundles": {bundles}, "gates": {gates}}}'
+
+
+LOCKED = '{"small-aqua": {"file": "x", "sha256": "x", "bytes": 1, "key": "x", "inputs": %s}}'
+CHECKED = '{"small-aqua": {"key": "x", "checks": [%s]}}'
+NO_LOCKS = [
+    "{", "{}", "[]", "1",
+    lock_text().replace("build 1", "build 0"),
+    lock_text("[]"),
+    lock_text("{}", "[[1, 2]]"),
+    lock_text('{"small-aqua": 1}'),
+    lock_text('{"small-aqua": {}}'),
+    lock_text(LOCKED % "[]"),
+    lock_text(LOCKED % '{"settings": 1}'),
+    lock_text(LOCKED % '{"text": []}'),
+    lock_text(LOCKED.replace('"bytes": 1', '"bytes": "1"') % "{}"),
+    lock_text("{}", '{"small-aqua": {"key": "x"}}'),
+    lock_text("{}", CHECKED % "1"),
+    lock_text("{}", CHECKED % '{"name": "a"}'),
+    lock_text("{}", CHECKED % '{"name": "a", "gate": 1, "passed": 1, "seen": "", "limit": 1, "layer": 1, "detail": ""}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", NO_LOCKS)
 def test_a_lock_file_that_is_none(base: Path, held: str) -> None:
     (base / "out").mkdir()
     (base / "out" / "r.lock.json").write_text(held)

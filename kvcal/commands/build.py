@@ -37,7 +37,7 @@ from ..build import (
     text_identity,
 )
 from ..fit import FitJob, FitOptions, check_output, cpu_record, fit_together
-from ..gates import Check
+from ..gates import Check, recalled, worth_keeping
 from ..workbench import Opened, open_for_fit, pick_device
 from .combine import run_combine
 from .common import (
@@ -462,10 +462,11 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
             continue
         keys[entry.name] = planner.gate_key(entry, lock.bundles[entry.name]["sha256"])
         known = lock.gates.get(entry.name, {})
-        if known.get("key") == keys[entry.name]:
-            found[entry.name] = [Check(**check) for check in known["checks"]]
-        else:
+        held = recalled(entry.name, entry.gates, known["checks"]) if known.get("key") == keys[entry.name] else None
+        if held is None:
             missing.setdefault(entry.model, []).append(entry)
+        else:
+            found[entry.name] = held
     for model, entries in missing.items():
         say(f"gates of {', '.join(entry.name for entry in entries)}")
         paths = [recipe.output / entry.file for entry in entries]
@@ -473,6 +474,9 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
         result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
         for entry in entries:
             found[entry.name] = [check for check in result["gates"] if check.name == entry.name]
-            lock.gates[entry.name] = {"key": keys[entry.name], "checks": [asdict(check) for check in found[entry.name]]}
+            lock.gates.pop(entry.name, None)
+            if worth_keeping(found[entry.name]):
+                records = [asdict(check) for check in found[entry.name]]
+                lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
     return [check for entry in recipe.entries if entry.gates for check in found[entry.name]]
