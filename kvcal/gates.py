@@ -80,7 +80,7 @@ class Check:
     def of(cls, record: Any) -> Check:
         """From what `asdict` made of one. Raises ValueError where it is something else."""
         number, whole = (int, float, type(None)), (int, type(None))
-        kinds = {
+        kinds: dict[str, Any] = {
             "name": str,
             "gate": str,
             "passed": bool,
@@ -153,6 +153,11 @@ def check_row(
             layer, detail = _largest(scheme)
         found.append(Check(name, gate.replace("_", "-"), _holds(value, limit), value, limit, layer, detail))
     return found
+
+
+def broken_off(name: str, layer: int | None, why: str) -> Check:
+    """In the place of all gates of a bundle that could not be measured, as its numbers overflow."""
+    return Check(name, "evaluation", False, layer=layer, detail=why)
 
 
 def _holds(seen: float | None, limit: float) -> bool:

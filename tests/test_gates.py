@@ -218,6 +218,39 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(base: Path, tmp
     assert "no is not a folder" in done.complaint
 
 
+# What overflows.
+
+
+@pytest.fixture
+def overflowing(base: Path, tmp_path: Path) -> Path:
+    """A bundle whose predictor in layer 1 is so far off that the residual's norm fits no float16."""
+    found = load_bundle(base / f"good{SUFFIX}")
+    pair = found.scheme.layers[1]
+    assert pair is not None
+    [scale] = [t for name, t in pair.value.tensors().items() if name.endswith("scale")]
+    scale.fill_(6e4)
+    found.write(tmp_path / f"huge{SUFFIX}")
+    return tmp_path / f"huge{SUFFIX}"
+
+
+def test_what_overflows_fails_its_gate_and_others_are_judged(base: Path, tmp_path: Path, overflowing: Path) -> None:
+    gates = ["--max-kl", 1, "--junit", tmp_path / "j.xml", "--json"]
+    done = kvcal("eval", overflowing, base / f"good{SUFFIX}", *named(base), *TEXT, *gates)
+    assert done.code == 3, done.err
+    [(failed, message)] = failures(tmp_path / "j.xml")
+    assert failed == "evaluation"
+    assert message.startswith("huge: evaluation (layer 1: ")
+    assert "does not fit float16" in message
+    assert [(c["name"], c["passed"]) for c in done.json["gates"][1:]] == [("good", True), ("good", True)]
+    assert [row["name"] for row in done.json["rows"]] == ["full", "good"]
+
+
+def test_what_overflows_is_named_without_gates_too(base: Path, overflowing: Path) -> None:
+    done = kvcal("eval", base / f"good{SUFFIX}", overflowing, *named(base), *TEXT)
+    assert done.code == 1
+    assert done.complaint.startswith("kvcal: huge: layer 1: ")
+
+
 # Drift.
 
 
