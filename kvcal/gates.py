@@ -112,9 +112,11 @@ def check_recorded(limits: Limits, name: str, bundle: Bundle | None) -> None:
     if limits.max_layer_drift is None:
         return
     rows = [] if bundle is None else bundle.metrics.get("layers", [])
-    if bundle is None or not any(f"{role}_relative_error" in row for row in rows for role in ROLES):
+    unknown = [role for role in ROLES if not any(f"{role}_relative_error" in row for row in rows)]
+    if bundle is None or unknown:
+        of = "layers" if len(unknown) != 1 else f"layers' {unknown[0]}s"
         raise UsageError(
-            f"{name}: gate max-layer-drift: it records no relative error of its layers to compare with; leave this gate out"
+            f"{name}: gate max-layer-drift: it records no relative error of its {of} to compare with; leave this gate out"
         )
     pairs = {index: pair.key.shape.heads for index, pair in enumerate(bundle.scheme.layers) if pair is not None}
     try:

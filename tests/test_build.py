@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvcal.build import COMMANDS
-from kvcal.commands.build import KINDS
+from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
 from kvcal_artifacts import load_bundle
 from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
@@ -269,6 +269,9 @@ def test_every_method_can_be_built(base: Path) -> None:
         f"{n}{SUFFIX}" for n in names
     )
     schemes = {name: load_bundle(base / "out" / f"{name}{SUFFIX}").scheme for name in names}
+    rows = {name: load_bundle(base / "out" / f"{name}{SUFFIX}").metrics.get("layers", [{}]) for name in names}
+    records = {row["method"] for row in found["bundles"] if "value_relative_error" in rows[row["name"]][0]}
+    assert records == set(RECORDS)
     scheme = schemes["small-scheme"]
     assert scheme.windows.sink == 8  # the scheme recipe's, not that of [defaults]
     edit(base, 'recipe = "scheme.toml"', 'recipe = "scheme.toml"\nsink = 4')
@@ -496,6 +499,10 @@ BAD = {
     "unknown part": (
         SMALL + FOUR + "[bundles.m]\nmethod = 'combine'\nkeys = 'aqua'\nvalues = 'squatt'",
         "small-m: no bundle small-squatt to combine, or it comes later; did you mean squat?",
+    ),
+    "drift of a preset": (
+        SMALL + FOUR.replace("max_bits = 9", "max_bits = 9\ngates = {max_layer_drift = false}") + GATES,
+        "small-plain: gate max_layer_drift: bundles of preset record no errors of all keys and values to compare with; give",
     ),
     "limit": (SMALL + FOUR + "[gates]\nmax_kl = 'x'", "gates.max_kl x: needs a number of at least 0"),
     "not TOML": ("[", "not TOML"),

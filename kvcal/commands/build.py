@@ -92,6 +92,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
+RECORDS = ("aqua-kv", "innerq", "squat")  # methods whose bundles say how much keys and values of each layer err
+
+
 def searches(entry: Entry) -> bool:
     """Whether thresholds are to be found first: such a bundle has runs of its own."""
     if entry.method != "mixkvq":
@@ -102,6 +105,11 @@ def searches(entry: Entry) -> bool:
 def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
     """Settings that no run would accept, said before any run."""
     try:
+        if entry.gates.max_layer_drift is not None and entry.method not in RECORDS:
+            raise UsageError(
+                f"gate max_layer_drift: bundles of {entry.method} record no errors of all keys and values to compare with; "
+                "give gates = {max_layer_drift = false}"
+            )
         if entry.method == "preset":
             wanted_preset(entry.options)
         elif entry.method in KINDS:
