@@ -19,6 +19,7 @@ from kvcal.build import COMMANDS
 from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
 from kvcal_artifacts import load_bundle
+from kvcal_artifacts.errors import UsageError
 from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
 from pages import ROOT, run_page
 from test_gates import failures, harm
@@ -500,6 +501,14 @@ BAD = {
         SMALL + FOUR + "[bundles.m]\nmethod = 'combine'\nkeys = 'aqua'\nvalues = 'squatt'",
         "small-m: no bundle small-squatt to combine, or it comes later; did you mean squat?",
     ),
+    "nothing to compress": (
+        SMALL + FOUR.replace('"aqua-kv"', '"aqua-kv"\nblock = 128'),
+        "small-aqua: windows of 68 tokens leave nothing to compress behind a sink of 4 in blocks of 128; use --length 132",
+    ),
+    "nothing to fit on": (
+        SMALL + FOUR.replace("group = 8", "group = 8\nholdout = 8", 1),
+        "small-squat: --holdout 8 of 8",
+    ),
     "drift of a preset": (
         SMALL + FOUR.replace("max_bits = 9", "max_bits = 9\ngates = {max_layer_drift = false}") + GATES,
         "small-plain: gate max_layer_drift: bundles of preset record no errors of all keys and values to compare with; give",
@@ -581,6 +590,25 @@ def test_an_error_names_its_bundle_and_keeps_the_rest(base: Path, usual: dict[st
     assert done.err.splitlines()[-1].startswith("kvcal: small-long: ")
     edit(base, long, "")
     assert actions(build(base)) == dict.fromkeys(NAMES) | {"small-plain": "it is new"}
+    assert content(base / "out") == usual
+
+
+def test_a_refusal_on_the_way_names_its_bundle_and_stops_no_other(
+    base: Path, usual: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass over the model, where one layer's fit says that its settings do not do."""
+    from kvcal.methods.squat import Squat
+
+    def refuse(self: Squat, *given: Any) -> Any:
+        raise UsageError("these settings do not do")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Squat, "fit_layer", refuse)
+        done = kvcal("build", base / "r.toml")
+        assert done.code == 2
+        assert done.err.splitlines()[-1] == "kvcal: small-squat: these settings do not do"
+    expected = dict.fromkeys(NAMES) | {"small-squat": "it is new", "small-plain": "it is new"}
+    assert actions(build(base)) == expected
     assert content(base / "out") == usual
 
 

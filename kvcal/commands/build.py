@@ -23,6 +23,7 @@ import torch
 
 from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Windows
 
 from .. import models
 from ..build import (
@@ -36,7 +37,7 @@ from ..build import (
     settings_identity,
     text_identity,
 )
-from ..fit import FitJob, FitOptions, check_output, cpu_record, fit_together
+from ..fit import FitJob, FitOptions, check_output, coded_tokens, cpu_record, fit_together
 from ..gates import Check, recalled, worth_keeping
 from ..workbench import Opened, open_for_fit, pick_device
 from .combine import run_combine
@@ -114,7 +115,10 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
             wanted_preset(entry.options)
         elif entry.method in KINDS:
             source = models.resolve(entry.options["model"], entry.options["revision"])
-            KINDS[entry.method].method(entry.options, source)
+            method = KINDS[entry.method].method(entry.options, source)
+            *_, length = window_numbers(entry.options | KINDS[entry.method].counts(entry.options), source)
+            if isinstance(windows := getattr(method, "windows", None), Windows):
+                coded_tokens(length, windows.sink, windows.block)
             if (spill := entry.options.get("spill", "device")) not in SPILLS:
                 raise UsageError(f"spill {spill}: allowed are {', '.join(SPILLS)}")
             if searches(entry):
@@ -248,7 +252,7 @@ def _scan_key(entry: Entry) -> str:
 def run_work(work: Work, say: Say, written: Written) -> None:
     """Build its bundles; `written` is called as soon as each is on disk."""
     if work.shared:
-        _scan(work, say, written)
+        _scan_shared(work, say, written)
         return
     [plan] = work.plans
     options = plan.entry.options | {"output": plan.path}
@@ -258,6 +262,28 @@ def run_work(work: Work, say: Say, written: Written) -> None:
     else:
         made = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
     written(plan.entry.name, made["sha256"], made["bytes"])
+
+
+def _scan_shared(work: Work, say: Say, written: Written) -> None:
+    """Where the settings of one are refused on the way, each has a pass of its own, so that the others are built."""
+    if len(work.plans) == 1:
+        _scan(work, say, written)
+        return
+    try:
+        _scan(work, say, written)
+        return
+    except UsageError as error:
+        say(f"note: one pass for {len(work.plans)} bundles failed ({error}); each has its own now")
+    refused: list[KVCalError] = []
+    for plan in work.plans:
+        alone = Work((plan,), True)
+        try:
+            with _named(alone):
+                _scan(alone, say, written)
+        except UsageError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
 
 
 def _scan(work: Work, say: Say, written: Written) -> None:
@@ -379,7 +405,10 @@ def _named(work: Work) -> Iterator[None]:
     try:
         yield
     except KVCalError as error:
-        raise type(error)(f"{', '.join(plan.entry.name for plan in work.plans)}: {error}") from error
+        names = [plan.entry.name for plan in work.plans]
+        if any(str(error).startswith(f"{name}: ") for name in names):
+            raise
+        raise type(error)(f"{', '.join(names)}: {error}") from error
 
 
 @contextmanager
