@@ -158,8 +158,8 @@ class _Reader:
         known = self.fields["models"]
         if given is None:
             return list(known)
-        if not isinstance(given, list):
-            raise self._wrong(f"{where}models is {given!r}; it must be a list of [models.NAME]")
+        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+            raise self._wrong(f"{where}models is {given!r}; it must be a list of names of [models.NAME]")
         if unknown := [name for name in given if name not in known]:
             raise self._wrong(f"{where}models: no [models.{unknown[0]}]; there are {', '.join(known)}")
         return given
@@ -193,6 +193,9 @@ class _Reader:
 
     def _options(self, command: str, given: dict[str, Any], where: str) -> dict[str, Any]:
         placed = {name: self._placed(name, value) for name, value in given.items()}
+        whole = {name for name, value in self.defaults_of(command).items() if type(value) is int}
+        if odd := [name for name, value in given.items() if name in whole and isinstance(value, float)]:
+            raise self._wrong(f"{where.rstrip('.')}: {odd[0]} is {given[odd[0]]!r}; it must be a whole number")
         try:
             found = self.options_of(command, placed)
             if command == "fit-predictors":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -211,10 +212,31 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
         write_atomically(summary, text.encode())
     if step := os.environ.get(SUMMARY_VARIABLE):
         try:
-            with open(step, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            _append(Path(step), text + "\n")
         except OSError as error:
-            raise KVCalError(f"${SUMMARY_VARIABLE} {step}: cannot be written ({error.strerror})") from error
+            unwritten = f"${SUMMARY_VARIABLE} {step}: cannot be written ({error.strerror})"
+            if bad := failed(checks):  # what the gates say matters more
+                raise GateFailed(f"gate failed: {bad[0].line}; and {unwritten}") from error
+            raise KVCalError(unwritten) from error
+
+
+def _append(path: Path, text: str) -> None:
+    """On a line of its own, whatever stands before it."""
+    held = path.read_bytes() if path.exists() else b""
+    with path.open("ab") as file:
+        file.write((b"" if held.endswith(b"\n") or not held else b"\n") + text.encode())
+
+
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, section 2.2
+
+
+def _xml(text: str) -> str:
+    return NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _cell(text: str) -> str:
+    """Of a Markdown table."""
+    return _xml(" ".join(text.split())).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def junit_xml(checks: Sequence[Check]) -> bytes:
@@ -225,12 +247,12 @@ def junit_xml(checks: Sequence[Check]) -> bytes:
     for name in names:
         own = [check for check in checks if check.name == name]
         numbers = {"tests": str(len(own)), "failures": str(len(failed(own))), "errors": "0", "skipped": "0"}
-        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **numbers})
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _xml(name), **numbers})
         for check in own:
-            case = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": check.gate})
+            case = ElementTree.SubElement(suite, "testcase", {"classname": _xml(name), "name": check.gate})
             if not check.passed:
-                failure = ElementTree.SubElement(case, "failure", {"type": "GateFailed", "message": check.line})
-                failure.text = check.detail
+                failure = ElementTree.SubElement(case, "failure", {"type": "GateFailed", "message": _xml(check.line)})
+                failure.text = _xml(check.detail)
     ElementTree.indent(root)
     text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return text + b"\n"
@@ -244,5 +266,5 @@ def markdown(checks: Sequence[Check]) -> str:
         limit = "" if check.limit is None else _shown(check.limit)
         seen = "" if check.limit is None else _shown(check.seen)
         verdict = "passed" if check.passed else "**failed**"
-        lines.append(f"| {check.name} | {check.gate} | {seen} | {limit} | {verdict} | {check.detail} |")
+        lines.append(f"| {_cell(check.name)} | {check.gate} | {seen} | {limit} | {verdict} | {_cell(check.detail)} |")
     return "\n".join(lines) + "\n"

@@ -494,6 +494,15 @@ BAD = {
     ),
     "setting": (SMALL + FOUR.replace("group = 8", "subspace = 'x'", 1), "small-squat: --subspace x: allowed are"),
     "models": (SMALL + FOUR + "models = ['large']", "bundles.plain.models: no [models.large]; there are small"),
+    "models in lists": (
+        SMALL + FOUR + "models = [['small']]",
+        "bundles.plain.models is [['small']]; it must be a list of",
+    ),
+    "none of the models": (SMALL + FOUR + "models = []", "bundles.plain.models is []; it must be a list of names"),
+    "no whole number": (
+        SMALL.replace("recent = 16", "recent = 16.0") + FOUR,
+        "bundles.aqua: recent is 16.0; it must be a",
+    ),
     "matrix list": (SMALL + FOUR + "matrix = {recent = 1}", "bundles.plain.matrix.recent is 1; it must be a list"),
     "twice": (SMALL + FOUR + "matrix = {recent = [8, 8]}", "two bundles would be called small-plain-recent8"),
     "no part": (SMALL + FOUR + "[bundles.m]\nmethod = 'combine'\nkeys = 'aqua'", "bundles.m.values is missing"),

@@ -15,12 +15,13 @@ from kvcal.commands.evaluation import Watched
 from kvcal.evaluate.canary import canary
 from kvcal.evaluate.layers import LayerErrors, worst_layer
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.gates import Check, junit_xml, markdown
+from kvcal.gates import Check, junit_xml, markdown, report
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.plain import DataFree, Preset
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.errors import GateFailed, KVCalError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
@@ -183,6 +184,31 @@ def test_the_same_checks_are_the_same_files() -> None:
     [failure] = ElementTree.fromstring(junit_xml(checks)).iter("failure")
     assert failure.get("message") == 'a: max-kl 0.5, at most 0.1 (layer 3 <&> "x")'
     assert markdown(checks).count("**failed**") == 1
+
+
+def test_odd_names_break_no_report() -> None:
+    checks = [Check("a\x01|b", "max-kl", False, 0.5, 0.1, 3, "layer 3 | \x0c\ud800\nx")]
+    [failure] = ElementTree.fromstring(junit_xml(checks)).iter("failure")
+    assert failure.get("message", "").startswith("a\ufffd|b: max-kl 0.5")
+    row = markdown(checks).splitlines()[-1]
+    assert row.replace("\\|", "").count("|") == 7
+    assert "a\ufffd\\|b" in row
+
+
+def test_a_summary_stands_on_lines_of_its_own(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s").write_text("before")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "s"))
+    report([Check("a", "canary", True)], None, None)
+    assert (tmp_path / "s").read_text().startswith("before\n### kvcal: all 1 gates passed\n")
+
+
+def test_a_summary_that_cannot_be_written_hides_no_failed_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    with pytest.raises(GateFailed, match=r"a: max-kl 0.5, at most 0.1; and \$GITHUB_STEP_SUMMARY .* cannot be written"):
+        report([Check("a", "max-kl", False, 0.5, 0.1)], None, None)
+    with pytest.raises(KVCalError, match="cannot be written") as caught:
+        report([Check("a", "max-kl", True, 0.1, 0.5)], None, None)
+    assert not isinstance(caught.value, GateFailed)
 
 
 @pytest.mark.parametrize(
