@@ -19,7 +19,7 @@ from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text, write_atomica
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from . import __version__, corpus, hub, models
-from .gates import Limits
+from .gates import Check, Limits
 from .recipe import GOVERNED, check_fields, read_toml, refuse_unknown, with_recipe
 from .weights import file_sha256
 
@@ -158,8 +158,8 @@ class _Reader:
         known = self.fields["models"]
         if given is None:
             return list(known)
-        if not isinstance(given, list):
-            raise self._wrong(f"{where}models is {given!r}; it must be a list of [models.NAME]")
+        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
+            raise self._wrong(f"{where}models is {given!r}; it must be a list of names of [models.NAME]")
         if unknown := [name for name in given if name not in known]:
             raise self._wrong(f"{where}models: no [models.{unknown[0]}]; there are {', '.join(known)}")
         return given
@@ -193,6 +193,9 @@ class _Reader:
 
     def _options(self, command: str, given: dict[str, Any], where: str) -> dict[str, Any]:
         placed = {name: self._placed(name, value) for name, value in given.items()}
+        whole = {name for name, value in self.defaults_of(command).items() if type(value) is int}
+        if odd := [name for name, value in given.items() if name in whole and isinstance(value, float)]:
+            raise self._wrong(f"{where.rstrip('.')}: {odd[0]} is {given[odd[0]]!r}; it must be a whole number")
         try:
             found = self.options_of(command, placed)
             if command == "fit-predictors":
@@ -331,6 +334,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         said.append("kvcal's code changed")
     if _changed(old, new, "device"):
         said.append(f"device {old.get('device')} -> {new.get('device')}")
+    cpu = (old.get("cpu") or {}, new.get("cpu") or {})
+    said += [
+        f"the CPU's {name}: {cpu[0].get(name)} -> {cpu[1].get(name)}"
+        for name in sorted({*cpu[0], *cpu[1]})
+        if cpu[0].get(name) != cpu[1].get(name)
+    ]
     said += [f"the {name} part changed" for name in ("keys", "values") if _changed(old, new, name)]
     return "; ".join(said) or "what it is made of changed"
 
@@ -358,7 +367,8 @@ class Lock:
             held = json.loads(path.read_text("utf-8"))
             if held["format"] != cls.FORMAT:
                 raise ValueError(f"format {held['format']!r}, not {cls.FORMAT!r}")
-            return cls(path, dict(held["bundles"]), dict(held["gates"]))
+            _check_lock(held["bundles"], held["gates"])
+            return cls(path, held["bundles"], held["gates"])
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -379,6 +389,32 @@ class Lock:
             self.bundles.pop(name, None)
             self.gates.pop(name, None)
         return gone
+
+
+ROW = {"file": str, "sha256": str, "bytes": int, "key": str, "inputs": dict}
+GATED = {"key": str, "checks": list}
+TABLES = ("model", "settings", "code", "text", "other_text", "cpu")  # inputs that are tables themselves
+
+
+def _check_lock(bundles: Any, gates: Any) -> None:
+    """Raise ValueError unless both hold what `Lock` says: people edit such files, and merges damage them."""
+    for part, rows, fields in (("bundles", bundles, ROW), ("gates", gates, GATED)):
+        if not isinstance(rows, dict):
+            raise ValueError(f"{part} is no table")
+        for name, row in rows.items():
+            if not isinstance(row, dict):
+                raise ValueError(f"{part}.{name} is no table")
+            if wrong := [key for key, kind in fields.items() if not isinstance(row.get(key), kind)]:
+                raise ValueError(f"{part}.{name}.{wrong[0]} is {row.get(wrong[0])!r}")
+    for name, row in bundles.items():
+        if wrong := [key for key in TABLES if not isinstance(row["inputs"].get(key, {}), dict)]:
+            raise ValueError(f"bundles.{name}.inputs.{wrong[0]} is no table")
+    for name, row in gates.items():
+        for check in row["checks"]:
+            try:
+                Check.of(check)
+            except ValueError as error:
+                raise ValueError(f"gates.{name}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ from kvcal_artifacts.errors import GateFailed, KVCalError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from .evaluate.canary import Canary
-from .evaluate.layers import ROLES, worst_layer
+from .evaluate.layers import ROLES, check_errors, worst_layer
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -24,7 +25,7 @@ SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 class Limits:
     """None: no such gate. max_ppl_increase: a share of the full-precision perplexity (0.01 is 1 %). max_kl: nats. max_bits:
     stored bits a value. max_cache_bytes: packed blocks and windows at one window's end. max_layer_drift: how many times
-    what the bundle recorded a layer's relative error may be.
+    what the bundle recorded the relative error of a layer, or of a kv head where it recorded those, may be.
     """
 
     max_ppl_increase: float | None = None
@@ -76,6 +77,25 @@ class Check:
     layer: int | None = None
     detail: str = ""
 
+    @classmethod
+    def of(cls, record: Any) -> Check:
+        """From what `asdict` made of one. Raises ValueError where it is something else."""
+        number, whole = (int, float, type(None)), (int, type(None))
+        kinds: dict[str, Any] = {
+            "name": str,
+            "gate": str,
+            "passed": bool,
+            "seen": number,
+            "limit": number,
+            "layer": whole,
+            "detail": str,
+        }
+        if not isinstance(record, dict) or set(record) != set(kinds):
+            raise ValueError("a check with other fields")
+        if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], kind)]:
+            raise ValueError(f"a check whose {wrong[0]} is {record[wrong[0]]!r}")
+        return cls(**record)
+
     @property
     def line(self) -> str:
         verdict = "" if self.limit is None else f" {_shown(self.seen)}, at most {_shown(self.limit)}"
@@ -90,16 +110,22 @@ def _shown(value: float | None) -> str:
 
 def check_recorded(limits: Limits, name: str, bundle: Bundle | None) -> None:
     """Raise UsageError before anything is measured if a layer's error has nothing to be compared with."""
-    if limits.max_layer_drift is not None and not recorded_errors(bundle):
-        raise UsageError(
-            f"{name}: gate max-layer-drift: it records no relative error of its layers to compare with; leave this gate out"
-        )
-
-
-def recorded_errors(bundle: Bundle | None) -> bool:
-    """Whether the bundle says of its layers what `max_layer_drift` compares with."""
+    if limits.max_layer_drift is None:
+        return
     rows = [] if bundle is None else bundle.metrics.get("layers", [])
-    return any(f"{role}_relative_error" in row for row in rows for role in ROLES)
+    unknown = [role for role in ROLES if not any(f"{role}_relative_error" in row for row in rows)]
+    if bundle is None or unknown:
+        of = "layers" if len(unknown) != 1 else f"layers' {unknown[0]}s"
+        raise UsageError(
+            f"{name}: gate max-layer-drift: it records no relative error of its {of} to compare with; leave this gate out"
+        )
+    pairs = {index: pair.key.shape.heads for index, pair in enumerate(bundle.scheme.layers) if pair is not None}
+    try:
+        check_errors(rows, pairs)
+    except ValueError as error:
+        raise UsageError(
+            f"{name}: gate max-layer-drift: {error} in its metrics: there is nothing to compare with; build it again"
+        ) from error
 
 
 def check_row(
@@ -113,9 +139,7 @@ def check_row(
 ) -> list[Check]:
     """The canary, then every gate that has a limit. row, full: of an evaluation; layers: LayerErrors.rows()."""
     name, blame = row["name"], worst_layer(layers, None if bundle is None else bundle.metrics.get("layers"))
-    found = [
-        Check(name, "canary", alive.alive, layer=next(iter((*alive.unread, *alive.uncounted)), None), detail=str(alive))
-    ]
+    found = [Check(name, "canary", alive.alive, layer=alive.layer, detail=str(alive))]
     seen: dict[str, float | None] = {
         "max_ppl_increase": row["perplexity"] / full["perplexity"] - 1,
         "max_kl": row["kl"],
@@ -130,10 +154,35 @@ def check_row(
         layer, detail = None if blame is None else blame.layer, "" if blame is None else str(blame)
         if gate in ("max_bits", "max_cache_bytes"):
             layer, detail = _largest(scheme)
-        found.append(
-            Check(name, gate.replace("_", "-"), value is not None and value <= limit, value, limit, layer, detail)
-        )
+        found.append(Check(name, gate.replace("_", "-"), _holds(value, limit), value, limit, layer, detail))
     return found
+
+
+def broken_off(name: str, layer: int | None, why: str) -> Check:
+    """In the place of all gates of a bundle that could not be measured, as its numbers overflow."""
+    return Check(name, "evaluation", False, layer=layer, detail=why)
+
+
+def _holds(seen: float | None, limit: float) -> bool:
+    return seen is not None and seen <= limit
+
+
+def recalled(name: str, limits: Limits, records: Iterable[Mapping[str, Any]]) -> list[Check] | None:
+    """Checks of an earlier run, judged anew by their figures; None where they are not those of these limits. A canary has no
+    figure, so that only one that sang is believed, and no other is kept (see `worth_keeping`).
+    """
+    found = [Check.of(record) for record in records]
+    wanted = {gate.replace("_", "-"): limit for gate, limit in asdict(limits).items() if limit is not None}
+    if [check.gate for check in found] != ["canary", *wanted] or any(check.name != name for check in found):
+        return None
+    first, *rest = found
+    judged = [replace(c, limit=wanted[c.gate], passed=_holds(c.seen, wanted[c.gate])) for c in rest]
+    return [first, *judged] if first.passed else None
+
+
+def worth_keeping(checks: Iterable[Check]) -> bool:
+    """Whether figures alone decide: a failed canary, or an evaluation that broke off, is looked at again every time."""
+    return all(check.passed or check.limit is not None for check in checks)
 
 
 def _largest(scheme: Scheme) -> tuple[int, str]:
@@ -163,10 +212,31 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
         write_atomically(summary, text.encode())
     if step := os.environ.get(SUMMARY_VARIABLE):
         try:
-            with open(step, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
+            _append(Path(step), text + "\n")
         except OSError as error:
-            raise KVCalError(f"${SUMMARY_VARIABLE} {step}: cannot be written ({error.strerror})") from error
+            unwritten = f"${SUMMARY_VARIABLE} {step}: cannot be written ({error.strerror})"
+            if bad := failed(checks):  # what the gates say matters more
+                raise GateFailed(f"gate failed: {bad[0].line}; and {unwritten}") from error
+            raise KVCalError(unwritten) from error
+
+
+def _append(path: Path, text: str) -> None:
+    """On a line of its own, whatever stands before it."""
+    held = path.read_bytes() if path.exists() else b""
+    with path.open("ab") as file:
+        file.write((b"" if held.endswith(b"\n") or not held else b"\n") + text.encode())
+
+
+NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, section 2.2
+
+
+def _xml(text: str) -> str:
+    return NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _cell(text: str) -> str:
+    """Of a Markdown table."""
+    return _xml(" ".join(text.split())).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def junit_xml(checks: Sequence[Check]) -> bytes:
@@ -177,12 +247,12 @@ def junit_xml(checks: Sequence[Check]) -> bytes:
     for name in names:
         own = [check for check in checks if check.name == name]
         numbers = {"tests": str(len(own)), "failures": str(len(failed(own))), "errors": "0", "skipped": "0"}
-        suite = ElementTree.SubElement(root, "testsuite", {"name": name, **numbers})
+        suite = ElementTree.SubElement(root, "testsuite", {"name": _xml(name), **numbers})
         for check in own:
-            case = ElementTree.SubElement(suite, "testcase", {"classname": name, "name": check.gate})
+            case = ElementTree.SubElement(suite, "testcase", {"classname": _xml(name), "name": check.gate})
             if not check.passed:
-                failure = ElementTree.SubElement(case, "failure", {"type": "GateFailed", "message": check.line})
-                failure.text = check.detail
+                failure = ElementTree.SubElement(case, "failure", {"type": "GateFailed", "message": _xml(check.line)})
+                failure.text = _xml(check.detail)
     ElementTree.indent(root)
     text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return text + b"\n"
@@ -196,5 +266,5 @@ def markdown(checks: Sequence[Check]) -> str:
         limit = "" if check.limit is None else _shown(check.limit)
         seen = "" if check.limit is None else _shown(check.seen)
         verdict = "passed" if check.passed else "**failed**"
-        lines.append(f"| {check.name} | {check.gate} | {seen} | {limit} | {verdict} | {check.detail} |")
+        lines.append(f"| {_cell(check.name)} | {check.gate} | {seen} | {limit} | {verdict} | {_cell(check.detail)} |")
     return "\n".join(lines) + "\n"

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from kvcal.build import COMMANDS
-from kvcal.commands.build import KINDS
+from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
 from kvcal_artifacts import load_bundle
+from kvcal_artifacts.errors import UsageError
 from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
 from pages import ROOT, run_page
 from test_gates import failures, harm
@@ -269,6 +270,9 @@ def test_every_method_can_be_built(base: Path) -> None:
         f"{n}{SUFFIX}" for n in names
     )
     schemes = {name: load_bundle(base / "out" / f"{name}{SUFFIX}").scheme for name in names}
+    rows = {name: load_bundle(base / "out" / f"{name}{SUFFIX}").metrics.get("layers", [{}]) for name in names}
+    records = {row["method"] for row in found["bundles"] if "value_relative_error" in rows[row["name"]][0]}
+    assert records == set(RECORDS)
     scheme = schemes["small-scheme"]
     assert scheme.windows.sink == 8  # the scheme recipe's, not that of [defaults]
     edit(base, 'recipe = "scheme.toml"', 'recipe = "scheme.toml"\nsink = 4')
@@ -323,6 +327,19 @@ def test_another_version_builds_all_again(built: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("kvcal.build.__version__", "99")
     for why in actions(build(built, "--dry-run")).values():
         assert why is not None and why.startswith("kvcal ") and why.endswith(" -> 99")
+
+
+@pytest.mark.parametrize(("name", "other"), [("threads", 99), ("vectors", "DEFAULT")])
+def test_another_cpu_builds_again_what_it_decides(
+    built: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: Any
+) -> None:
+    """As provenance has it: `reproduce` would not find the same bytes. A preset is made of no sums."""
+    from kvcal.fit import cpu_record
+
+    own = cpu_record()
+    monkeypatch.setattr("kvcal.commands.build.cpu_record", lambda: own | {name: other})
+    why = f"the CPU's {name}: {own[name]} -> {other}"
+    assert actions(build(built, "--dry-run")) == dict.fromkeys(NAMES[:3], why) | {"small-plain": None}
 
 
 def test_a_dry_run_writes_nothing(base: Path) -> None:
@@ -407,6 +424,12 @@ def test_gates_of_a_recipe_and_of_one_bundle(base: Path) -> None:
     assert again.json["gates"] == done.json["gates"]
     assert "gates of" not in again.err
     assert stamps(base / "out") == before
+    lock = base / "out" / "r.lock.json"
+    assert lock.read_text().count('"passed": false') == 1
+    lock.write_text(
+        lock.read_text().replace('"passed": false', '"passed": true').replace('"limit": 1.0', '"limit": 99')
+    )
+    assert kvcal("build", base / "r.toml", "--json").json["gates"] == done.json["gates"]  # what figures say counts
     edit(base, "max_bits = 1}", "max_bits = 9}")
     third = kvcal("build", base / "r.toml", "--json")
     assert third.code == 0, third.err
@@ -471,12 +494,33 @@ BAD = {
     ),
     "setting": (SMALL + FOUR.replace("group = 8", "subspace = 'x'", 1), "small-squat: --subspace x: allowed are"),
     "models": (SMALL + FOUR + "models = ['large']", "bundles.plain.models: no [models.large]; there are small"),
+    "models in lists": (
+        SMALL + FOUR + "models = [['small']]",
+        "bundles.plain.models is [['small']]; it must be a list of",
+    ),
+    "none of the models": (SMALL + FOUR + "models = []", "bundles.plain.models is []; it must be a list of names"),
+    "no whole number": (
+        SMALL.replace("recent = 16", "recent = 16.0") + FOUR,
+        "bundles.aqua: recent is 16.0; it must be a",
+    ),
     "matrix list": (SMALL + FOUR + "matrix = {recent = 1}", "bundles.plain.matrix.recent is 1; it must be a list"),
     "twice": (SMALL + FOUR + "matrix = {recent = [8, 8]}", "two bundles would be called small-plain-recent8"),
     "no part": (SMALL + FOUR + "[bundles.m]\nmethod = 'combine'\nkeys = 'aqua'", "bundles.m.values is missing"),
     "unknown part": (
         SMALL + FOUR + "[bundles.m]\nmethod = 'combine'\nkeys = 'aqua'\nvalues = 'squatt'",
         "small-m: no bundle small-squatt to combine, or it comes later; did you mean squat?",
+    ),
+    "nothing to compress": (
+        SMALL + FOUR.replace('"aqua-kv"', '"aqua-kv"\nblock = 128'),
+        "small-aqua: windows of 68 tokens leave nothing to compress behind a sink of 4 in blocks of 128; use --length 132",
+    ),
+    "nothing to fit on": (
+        SMALL + FOUR.replace("group = 8", "group = 8\nholdout = 8", 1),
+        "small-squat: --holdout 8 of 8",
+    ),
+    "drift of a preset": (
+        SMALL + FOUR.replace("max_bits = 9", "max_bits = 9\ngates = {max_layer_drift = false}") + GATES,
+        "small-plain: gate max_layer_drift: bundles of preset record no errors of all keys and values to compare with; give",
     ),
     "limit": (SMALL + FOUR + "[gates]\nmax_kl = 'x'", "gates.max_kl x: needs a number of at least 0"),
     "not TOML": ("[", "not TOML"),
@@ -495,7 +539,31 @@ def test_no_recipe(tmp_path: Path) -> None:
     assert "none.toml: cannot be read (No such file or directory)" in done.complaint
 
 
-@pytest.mark.parametrize("held", ["{", "{}", '{"format": "kvcal build 0", "bundles": {}, "gates": {}}'])
+def lock_text(bundles: str = "{}", gates: str = "{}") -> str:
+    return f'{{"format": "kvcal build 1", "bundles": {bundles}, "gates": {gates}}}'
+
+
+LOCKED = '{"small-aqua": {"file": "x", "sha256": "x", "bytes": 1, "key": "x", "inputs": %s}}'
+CHECKED = '{"small-aqua": {"key": "x", "checks": [%s]}}'
+NO_LOCKS = [
+    "{", "{}", "[]", "1",
+    lock_text().replace("build 1", "build 0"),
+    lock_text("[]"),
+    lock_text("{}", "[[1, 2]]"),
+    lock_text('{"small-aqua": 1}'),
+    lock_text('{"small-aqua": {}}'),
+    lock_text(LOCKED % "[]"),
+    lock_text(LOCKED % '{"settings": 1}'),
+    lock_text(LOCKED % '{"text": []}'),
+    lock_text(LOCKED.replace('"bytes": 1', '"bytes": "1"') % "{}"),
+    lock_text("{}", '{"small-aqua": {"key": "x"}}'),
+    lock_text("{}", CHECKED % "1"),
+    lock_text("{}", CHECKED % '{"name": "a"}'),
+    lock_text("{}", CHECKED % '{"name": "a", "gate": 1, "passed": 1, "seen": "", "limit": 1, "layer": 1, "detail": ""}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("held", NO_LOCKS)
 def test_a_lock_file_that_is_none(base: Path, held: str) -> None:
     (base / "out").mkdir()
     (base / "out" / "r.lock.json").write_text(held)
@@ -531,6 +599,25 @@ def test_an_error_names_its_bundle_and_keeps_the_rest(base: Path, usual: dict[st
     assert done.err.splitlines()[-1].startswith("kvcal: small-long: ")
     edit(base, long, "")
     assert actions(build(base)) == dict.fromkeys(NAMES) | {"small-plain": "it is new"}
+    assert content(base / "out") == usual
+
+
+def test_a_refusal_on_the_way_names_its_bundle_and_stops_no_other(
+    base: Path, usual: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one pass over the model, where one layer's fit says that its settings do not do."""
+    from kvcal.methods.squat import Squat
+
+    def refuse(self: Squat, *given: Any) -> Any:
+        raise UsageError("these settings do not do")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Squat, "fit_layer", refuse)
+        done = kvcal("build", base / "r.toml")
+        assert done.code == 2
+        assert done.err.splitlines()[-1] == "kvcal: small-squat: these settings do not do"
+    expected = dict.fromkeys(NAMES) | {"small-squat": "it is new", "small-plain": "it is new"}
+    assert actions(build(base)) == expected
     assert content(base / "out") == usual
 
 

@@ -15,12 +15,13 @@ from kvcal.commands.evaluation import Watched
 from kvcal.evaluate.canary import canary
 from kvcal.evaluate.layers import LayerErrors, worst_layer
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.gates import Check, junit_xml, markdown
+from kvcal.gates import Check, junit_xml, markdown, report
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.plain import DataFree, Preset
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.errors import GateFailed, KVCalError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
@@ -55,6 +56,16 @@ def harm(bundle: Path, output: Path, layer: int) -> None:
     for scale in scales:
         scale.mul_(2)
     found.write(output)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the embedded model, whose predictors have something to predict."""
+    path = tmp_path_factory.mktemp("tiny") / f"tiny{SUFFIX}"
+    options = ["--windows", 4, "--holdout", 1, "--length", 196, "--sink", 4, "--recent", 64]
+    done = kvcal("fit-predictors", "--model", "tiny", *options, "--output", path)
+    assert done.code == 0, done.err
+    return path
 
 
 def gate(base: Path, name: str, *options: Any) -> Done:
@@ -175,6 +186,31 @@ def test_the_same_checks_are_the_same_files() -> None:
     assert markdown(checks).count("**failed**") == 1
 
 
+def test_odd_names_break_no_report() -> None:
+    checks = [Check("a\x01|b", "max-kl", False, 0.5, 0.1, 3, "layer 3 | \x0c\ud800\nx")]
+    [failure] = ElementTree.fromstring(junit_xml(checks)).iter("failure")
+    assert failure.get("message", "").startswith("a\ufffd|b: max-kl 0.5")
+    row = markdown(checks).splitlines()[-1]
+    assert row.replace("\\|", "").count("|") == 7
+    assert "a\ufffd\\|b" in row
+
+
+def test_a_summary_stands_on_lines_of_its_own(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s").write_text("before")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "s"))
+    report([Check("a", "canary", True)], None, None)
+    assert (tmp_path / "s").read_text().startswith("before\n### kvcal: all 1 gates passed\n")
+
+
+def test_a_summary_that_cannot_be_written_hides_no_failed_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    with pytest.raises(GateFailed, match=r"a: max-kl 0.5, at most 0.1; and \$GITHUB_STEP_SUMMARY .* cannot be written"):
+        report([Check("a", "max-kl", False, 0.5, 0.1)], None, None)
+    with pytest.raises(KVCalError, match="cannot be written") as caught:
+        report([Check("a", "max-kl", True, 0.1, 0.5)], None, None)
+    assert not isinstance(caught.value, GateFailed)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -206,6 +242,113 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(base: Path, tmp
     done = gate(base, "good", "--max-kl", 1, "--junit", tmp_path / "no" / "j.xml")
     assert done.code == 1
     assert "no is not a folder" in done.complaint
+
+
+# What overflows.
+
+
+@pytest.fixture
+def overflowing(base: Path, tmp_path: Path) -> Path:
+    """A bundle whose predictor in layer 1 is so far off that the residual's norm fits no float16."""
+    found = load_bundle(base / f"good{SUFFIX}")
+    pair = found.scheme.layers[1]
+    assert pair is not None
+    [scale] = [t for name, t in pair.value.tensors().items() if name.endswith("scale")]
+    scale.fill_(6e4)
+    found.write(tmp_path / f"huge{SUFFIX}")
+    return tmp_path / f"huge{SUFFIX}"
+
+
+def test_what_overflows_fails_its_gate_and_others_are_judged(base: Path, tmp_path: Path, overflowing: Path) -> None:
+    gates = ["--max-kl", 1, "--junit", tmp_path / "j.xml", "--json"]
+    done = kvcal("eval", overflowing, base / f"good{SUFFIX}", *named(base), *TEXT, *gates)
+    assert done.code == 3, done.err
+    [(failed, message)] = failures(tmp_path / "j.xml")
+    assert failed == "evaluation"
+    assert message.startswith("huge: evaluation (layer 1: ")
+    assert "does not fit float16" in message
+    assert [(c["name"], c["passed"]) for c in done.json["gates"][1:]] == [("good", True), ("good", True)]
+    assert [row["name"] for row in done.json["rows"]] == ["full", "good"]
+
+
+def test_what_overflows_is_named_without_gates_too(base: Path, overflowing: Path) -> None:
+    done = kvcal("eval", base / f"good{SUFFIX}", overflowing, *named(base), *TEXT)
+    assert done.code == 1
+    assert done.complaint.startswith("kvcal: huge: layer 1: ")
+
+
+# Drift.
+
+
+def drift_of(bundle: Path, junit: Path) -> tuple[int, str | None, str]:
+    """Exit code, message of the gate as docs/pipeline.md has it, and all complaints; on other windows than the fit's."""
+    options = ["--windows", 4, "--length", 196, "--step", 96, "--max-layer-drift", 1.25, "--junit", junit]
+    done = kvcal("eval", bundle, "--model", "tiny", *options)
+    message = next((message for gate, message in failures(junit) if gate == "max-layer-drift"), None)
+    return done.code, message, done.err
+
+
+def altered(bundle: Path, output: Path, layer: int, role: str, name: str, change: Any) -> Path:
+    """One tensor changed in place; hashes are those of the new content."""
+    found = load_bundle(bundle)
+    pair = found.scheme.layers[layer]
+    assert pair is not None
+    change(getattr(pair, role).tensors()[name])
+    found.write(output)
+    return output
+
+
+HARM: dict[str, tuple[int, str, str, Any, str]] = {  # layer, role, tensor, change, who is to blame
+    "grid": (0, "key", "grid", lambda t: t.mul_(2), "layer 0, keys"),
+    "key head": (4, "key", "predictor.weight", lambda t: t[:, :64].zero_(), "layer 4, keys of head 0: "),
+    "value head": (7, "value", "predictor.weight", lambda t: t[:, 64:].zero_(), "layer 7, values of head "),
+    "values": (7, "value", "predictor.weight", lambda t: t.zero_(), "layer 7, values of head "),
+}
+
+
+def test_a_good_bundle_drifts_less(tiny: Path, tmp_path: Path) -> None:
+    code, message, complaint = drift_of(tiny, tmp_path / "j.xml")
+    assert (code, message) == (0, None), complaint
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_harm_to_one_head_is_found_and_named(tiny: Path, tmp_path: Path, name: str) -> None:
+    layer, role, tensor, change, who = HARM[name]
+    harmed = altered(tiny, tmp_path / f"x{SUFFIX}", layer, role, tensor, change)
+    code, message, complaint = drift_of(harmed, tmp_path / "j.xml")
+    assert code == 3, complaint
+    assert message is not None
+    assert f"({who}" in message
+
+
+def rows_with(name: str, value: Any) -> Any:
+    return lambda rows: rows[1].update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            rows_with("key_relative_error", 1e9),
+            "layer 1: key_relative_error holds 1000000000.0, not a number from 0 to 1",
+        ),
+        (rows_with("value_relative_error", "0.1"), "layer 1: value_relative_error holds '0.1'"),
+        (rows_with("value_relative_error", -1), "layer 1: value_relative_error holds -1"),
+        (rows_with("key_head_errors", [0.1, 2.0]), "layer 1: key_head_errors holds 2.0"),
+        (rows_with("key_head_errors", [0.1, 0.1, 0.1]), "layer 1: key_head_errors is missing"),
+        (lambda rows: rows[2].pop("value_head_errors"), "layer 2: value_head_errors is missing"),
+        (lambda rows: rows[2].pop("value_relative_error"), "layer 2: value_relative_error is missing"),
+        (lambda rows: rows.__delitem__(slice(1, None)), "layer 1: key_relative_error is missing"),
+    ],
+)
+def test_recorded_errors_that_compare_with_nothing(base: Path, tmp_path: Path, change: Any, says: str) -> None:
+    """Otherwise a layer would not be gated, or anything would be less than what is recorded."""
+    found = load_bundle(base / f"good{SUFFIX}")
+    change(found.metrics["layers"])
+    found.write(tmp_path / f"x{SUFFIX}")
+    done = kvcal("eval", tmp_path / f"x{SUFFIX}", *named(base), *TEXT, "--max-layer-drift", 3)
+    assert done.code == 2, done.err
+    assert f"x: gate max-layer-drift: {says}" in done.complaint
 
 
 # The canary.
@@ -276,7 +419,83 @@ def test_the_canary_lives_whatever_the_codec(
     assert found.blocks > 0
 
 
-def test_blocks_that_the_evaluation_itself_did_not_read(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Cheat:
+    """Keeps exact copies of all keys and values, as attention takes them, and hands some out in the place of decoded ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: tuple[int, ...], first: int, several: bool) -> None:
+        honest = KVCalLayer._update
+
+        def update(layer: Any, *new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            start, kept = layer.columns, layer.__dict__.setdefault("kept", [x[:, :, :0] for x in new])
+            out = list(honest(layer, *new))
+            layer.kept = [torch.cat(pair, 2) for pair in zip(kept, new, strict=True)]
+            if start and layer.index == 2 and (new[0].shape[2] > 1 or not several):
+                for role in roles:
+                    out[role] = torch.cat([out[role][:, :, :first], layer.kept[role][:, :, first:]], 2)
+            return out[0], out[1]
+
+        monkeypatch.setattr(KVCalLayer, "_update", update)
+
+
+CHEATS = {
+    "in calls of several tokens": ((0, 1), 0, True, "keys"),
+    "keys only": ((0,), 0, False, "keys"),
+    "values only": ((1,), 0, False, "values"),
+    "all but the first block": ((0, 1), 4 + 8, False, "keys"),
+}
+
+
+@pytest.mark.parametrize("gates", [[], ["--max-kl", 1]])
+@pytest.mark.parametrize("name", CHEATS)
+def test_exact_copies_in_the_place_of_blocks_are_found(
+    base: Path, monkeypatch: pytest.MonkeyPatch, name: str, gates: list[Any]
+) -> None:
+    *how, role = CHEATS[name]
+    Cheat(monkeypatch, *how)
+    done = gate(base, "good", *gates)
+    assert done.code == 3
+    assert f"layer 2: attention received other {role} than the packed blocks decode to" in done.err
+
+
+def test_copies_that_only_the_evaluation_gets_are_found(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of two windows, as the evaluation's and not the canary's."""
+    honest = KVCalLayer._materialise
+
+    def cheat(self: KVCalLayer, plan: Any, keys: Any, values: Any) -> Any:
+        out = honest(self, plan, keys, values)
+        return (out[0], out[1] * 1.01) if len(keys) > 1 and self.index == 1 else out
+
+    monkeypatch.setattr(KVCalLayer, "_materialise", cheat)
+    done = gate(base, "good")
+    assert done.code == 3
+    assert "good: canary: layer 1: attention received other values than the packed blocks decode to" in done.err
+
+
+@pytest.mark.parametrize(("role", "name"), enumerate(("key", "value")))
+def test_one_block_that_decodes_to_the_same_whatever_it_holds(
+    base: Path, model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, role: int, name: str
+) -> None:
+    honest = KVCalLayer._decoded
+
+    def cheat(self: KVCalLayer, packed: Any, context: Any) -> Any:
+        made = list(honest(self, packed, context))
+        made[role] = made[role].clone()
+        if self.index == 1:
+            made[role][:, :, -8:] = 1
+        return tuple(made)
+
+    monkeypatch.setattr(KVCalLayer, "_decoded", cheat)
+    scheme = scheme_of("uniform", base, model)
+    found = canary(model, ids, lambda: KVCalCache(scheme, model), step=16)
+    assert not found.alive
+    assert [(layer, role) for layer, role, _ in found.deaf] == [(1, name)]
+    assert f"layer 1: block {found.deaf[0][2]} of {name}s decodes to the same" in str(found)
+
+
+@pytest.mark.parametrize(("gates", "says"), [([], "canary: "), (["--max-kl", 1], "canary (")])
+def test_blocks_that_the_evaluation_itself_did_not_read(
+    base: Path, monkeypatch: pytest.MonkeyPatch, gates: list[Any], says: str
+) -> None:
     """The canary's own caches may be honest while those that were measured were not."""
     honest = KVCalLayer._decode_all
 
@@ -288,9 +507,9 @@ def test_blocks_that_the_evaluation_itself_did_not_read(base: Path, monkeypatch:
             self._cache.watch = watch
 
     monkeypatch.setattr(KVCalLayer, "_decode_all", cheat)
-    done = gate(base, "good", "--max-kl", 1)
+    done = gate(base, "good", *gates)
     assert done.code == 3
-    assert "good: canary (layer 3: packed blocks were never read in the evaluation)" in done.err
+    assert f"good: {says}layer 3: packed blocks were never read in the evaluation" in done.err
 
 
 # What layers are said to err by.
@@ -303,7 +522,7 @@ def test_watching_changes_no_figure(base: Path, model: Any, ids: torch.Tensor, n
     def maker() -> KVCalCache:
         return KVCalCache(scheme, model)
 
-    watched = Watched(maker)
+    watched = Watched(maker, LENGTH)
     assert evaluate(model, ids, {"x": maker}, step=16) == evaluate(model, ids, {"x": watched}, step=16)
     assert len(watched.rows) == LAYERS
     for row in watched.rows:
@@ -315,7 +534,7 @@ def test_watching_changes_no_figure(base: Path, model: Any, ids: torch.Tensor, n
 def test_layer_errors_are_those_of_the_packed_tokens(model: Any, ids: torch.Tensor) -> None:
     """Of layer 0, whose inputs no compression has changed, against the codec itself."""
     scheme = KINDS["uniform"].scheme(model)
-    watched = Watched(lambda: KVCalCache(scheme, model))
+    watched = Watched(lambda: KVCalCache(scheme, model), LENGTH)
     evaluate(model, ids, {"x": watched}, step=20)
     with Capture(model, ids, device="cpu") as capture:
         layers = iter(capture)
@@ -342,6 +561,11 @@ def test_whom_to_blame() -> None:
     blame = worst_layer(rows, None)
     assert blame is not None
     assert (blame.layer, blame.role, blame.drift) == (0, "key", None)
+    rows[0]["key_head_errors"], recorded[0]["key_head_errors"] = [0.2, 0.8], [0.4, 0.01]
+    blame = worst_layer(rows, recorded)
+    assert blame is not None
+    assert (blame.layer, blame.role, blame.head, blame.drift) == (0, "key", 1, pytest.approx(80))
+    assert str(blame) == "layer 0, keys of head 1: relative error 0.8, 80.0 times the recorded 0.01"
     assert worst_layer([row(0, None, None)], None) is None
     blame = worst_layer([row(0, 1e-6, 1e-6)], [{"key_relative_error": 0.0, "value_relative_error": 0.0}])
     assert blame is not None and blame.drift == pytest.approx(0.1)  # rounding of an exact codec is no drift

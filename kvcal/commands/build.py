@@ -23,6 +23,7 @@ import torch
 
 from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.scheme import Windows
 
 from .. import models
 from ..build import (
@@ -36,8 +37,8 @@ from ..build import (
     settings_identity,
     text_identity,
 )
-from ..fit import FitJob, FitOptions, check_output, fit_together
-from ..gates import Check
+from ..fit import FitJob, FitOptions, check_output, coded_tokens, cpu_record, fit_together
+from ..gates import Check, recalled, worth_keeping
 from ..workbench import Opened, open_for_fit, pick_device
 from .combine import run_combine
 from .common import (
@@ -92,6 +93,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
+RECORDS = ("aqua-kv", "innerq", "squat")  # methods whose bundles say how much keys and values of each layer err
+
+
 def searches(entry: Entry) -> bool:
     """Whether thresholds are to be found first: such a bundle has runs of its own."""
     if entry.method != "mixkvq":
@@ -102,11 +106,19 @@ def searches(entry: Entry) -> bool:
 def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
     """Settings that no run would accept, said before any run."""
     try:
+        if entry.gates.max_layer_drift is not None and entry.method not in RECORDS:
+            raise UsageError(
+                f"gate max_layer_drift: bundles of {entry.method} record no errors of all keys and values to compare with; "
+                "give gates = {max_layer_drift = false}"
+            )
         if entry.method == "preset":
             wanted_preset(entry.options)
         elif entry.method in KINDS:
             source = models.resolve(entry.options["model"], entry.options["revision"])
-            KINDS[entry.method].method(entry.options, source)
+            method = KINDS[entry.method].method(entry.options, source)
+            *_, length = window_numbers(entry.options | KINDS[entry.method].counts(entry.options), source)
+            if isinstance(windows := getattr(method, "windows", None), Windows):
+                coded_tokens(length, windows.sink, windows.block)
             if (spill := entry.options.get("spill", "device")) not in SPILLS:
                 raise UsageError(f"spill {spill}: allowed are {', '.join(SPILLS)}")
             if searches(entry):
@@ -144,6 +156,8 @@ class Planner:
         }
         if entry.method != "preset":
             found["device"] = device_name(o)
+            if found["device"] == "cpu":
+                found["cpu"] = cpu_record()  # as provenance: reproduce compares with it
             source = models.resolve(o["model"], o["revision"])
             found["text"] = self._text(entry, text_for(o, source, "calibration"), "text")
             if o.get("other_text") is not None:
@@ -238,7 +252,7 @@ def _scan_key(entry: Entry) -> str:
 def run_work(work: Work, say: Say, written: Written) -> None:
     """Build its bundles; `written` is called as soon as each is on disk."""
     if work.shared:
-        _scan(work, say, written)
+        _scan_shared(work, say, written)
         return
     [plan] = work.plans
     options = plan.entry.options | {"output": plan.path}
@@ -248,6 +262,28 @@ def run_work(work: Work, say: Say, written: Written) -> None:
     else:
         made = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
     written(plan.entry.name, made["sha256"], made["bytes"])
+
+
+def _scan_shared(work: Work, say: Say, written: Written) -> None:
+    """Where the settings of one are refused on the way, each has a pass of its own, so that the others are built."""
+    if len(work.plans) == 1:
+        _scan(work, say, written)
+        return
+    try:
+        _scan(work, say, written)
+        return
+    except UsageError as error:
+        say(f"note: one pass for {len(work.plans)} bundles failed ({error}); each has its own now")
+    refused: list[KVCalError] = []
+    for plan in work.plans:
+        alone = Work((plan,), True)
+        try:
+            with _named(alone):
+                _scan(alone, say, written)
+        except UsageError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
 
 
 def _scan(work: Work, say: Say, written: Written) -> None:
@@ -369,7 +405,10 @@ def _named(work: Work) -> Iterator[None]:
     try:
         yield
     except KVCalError as error:
-        raise type(error)(f"{', '.join(plan.entry.name for plan in work.plans)}: {error}") from error
+        names = [plan.entry.name for plan in work.plans]
+        if any(str(error).startswith(f"{name}: ") for name in names):
+            raise
+        raise type(error)(f"{', '.join(names)}: {error}") from error
 
 
 @contextmanager
@@ -460,10 +499,11 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
             continue
         keys[entry.name] = planner.gate_key(entry, lock.bundles[entry.name]["sha256"])
         known = lock.gates.get(entry.name, {})
-        if known.get("key") == keys[entry.name]:
-            found[entry.name] = [Check(**check) for check in known["checks"]]
-        else:
+        held = recalled(entry.name, entry.gates, known["checks"]) if known.get("key") == keys[entry.name] else None
+        if held is None:
             missing.setdefault(entry.model, []).append(entry)
+        else:
+            found[entry.name] = held
     for model, entries in missing.items():
         say(f"gates of {', '.join(entry.name for entry in entries)}")
         paths = [recipe.output / entry.file for entry in entries]
@@ -471,6 +511,9 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
         result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
         for entry in entries:
             found[entry.name] = [check for check in result["gates"] if check.name == entry.name]
-            lock.gates[entry.name] = {"key": keys[entry.name], "checks": [asdict(check) for check in found[entry.name]]}
+            lock.gates.pop(entry.name, None)
+            if worth_keeping(found[entry.name]):
+                records = [asdict(check) for check in found[entry.name]]
+                lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
     return [check for entry in recipe.entries if entry.gates for check in found[entry.name]]

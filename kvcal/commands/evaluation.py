@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,14 +12,14 @@ import torch
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs.squat import choose, has_subspace
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from .. import models
-from ..evaluate.canary import canary
+from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
-from ..evaluate.perplexity import CacheMaker, evaluate
-from ..gates import Check, Limits, check_recorded, check_row
+from ..evaluate.perplexity import CacheMaker, Row, evaluate
+from ..gates import Check, Limits, broken_off, check_recorded, check_row
 from ..methods.plain import DataFree
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
@@ -57,23 +57,28 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection)
-    watched = {name: Watched(maker) for name, maker in makers.items()}
     started = time.monotonic()
-    rows = evaluate(loaded.model, text.ids, watched, step=o["step"], batch=o["batch"])
-    canaries = {
-        name: canary(loaded.model, text.ids, maker, step=o["step"]).counted(watched[name].rows)
-        for name, maker in makers.items()
-    }
+    measured, broken = _measured(loaded.model, text.ids, makers, o)
+    for name, (_, why) in broken.items():
+        if not held[name]:
+            raise NonFiniteError(f"{name}: {why}")
+    rows, watched, canaries = measured.rows, measured.watched, measured.canaries
     checks: list[Check] = []
-    for row, (name, what) in zip(rows[1:], methods.items(), strict=True):
-        alive, seen = canaries[row.name], watched[row.name]
+    by_name = {row.name: row for row in rows}
+    for name, what in methods.items():
+        if name in broken:
+            checks.append(broken_off(name, *broken[name]))
+            continue
+        row, alive, seen = by_name[name], canaries[name], watched[name]
         if held[name]:
             bundle = what if isinstance(what, Bundle) else None
             figures = row.as_dict(), rows[0].as_dict()
             checks += check_row(*figures, held[name], seen.rows, alive, bundle, seen.scheme)
         elif row.bits_per_value is None:
             say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
-        elif alive.unread:
+        elif not alive.blocks:
+            say(f"note: {row.name}: {alive}")
+        else:
             alive.check(row.name)
     return {
         "rows": [row.as_dict() | hashes.get(row.name, {}) for row in rows],
@@ -96,6 +101,48 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """rows: `full` first. watched, canaries: by name of the others."""
+
+    rows: list[Row]
+    watched: dict[str, Watched]
+    canaries: dict[str, Canary]
+
+
+def _measured(
+    model: Any, ids: torch.Tensor, makers: Mapping[str, CacheMaker], o: Mapping[str, Any]
+) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
+    """All side by side; where numbers of one overflow each for itself, and those that do not once more together. Second: layer
+    and message of those that do.
+    """
+
+    def run(names: Iterable[str]) -> Measured:
+        watched.clear()
+        watched.update({name: Watched(makers[name], ids.shape[1]) for name in names})
+        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"])
+        canaries = {
+            name: canary(model, ids, makers[name], step=o["step"]).counted(seen.rows, seen.audit)
+            for name, seen in watched.items()
+        }
+        return Measured(rows, dict(watched), canaries)
+
+    watched: dict[str, Watched] = {}
+    try:
+        return run(makers), {}
+    except NonFiniteError:
+        run([])  # raises where the model itself is to blame
+    broken: dict[str, tuple[int | None, str]] = {}
+    for name in makers:
+        try:
+            run([name])
+        except NonFiniteError as error:
+            layer, why = watched[name].audit.broken, str(error).removeprefix(f"{name}: ")
+            named = layer is None or why.startswith(f"layer {layer}")
+            broken[name] = (layer, why if named else f"layer {layer}: {why}")
+    return run([name for name in makers if name not in broken]), broken
+
+
 def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> dict[str, DataFree | Bundle]:
     """The rows, bundles of SQuat with this choice of subspace in place of their own (None: as they are)."""
     if subspace is None:
@@ -113,19 +160,19 @@ def with_subspace(rows: dict[str, DataFree | Bundle], subspace: str | None) -> d
 
 
 class Watched:
-    """Makes caches that all tell one LayerErrors what they pack and read."""
+    """Makes caches that all tell one LayerErrors what they pack and read, and have one Audit. length: tokens of a window."""
 
     scheme: Scheme
 
-    def __init__(self, maker: CacheMaker) -> None:
-        self._maker, self._errors = maker, LayerErrors(0)
+    def __init__(self, maker: CacheMaker, length: int) -> None:
+        self._maker, self._errors, self.audit = maker, LayerErrors(0), Audit(length)
 
     def __call__(self) -> KVCalCache:
         cache = self._maker()
         if not self._errors.blocks_read:
             self.scheme, self._errors = cache.scheme, LayerErrors(len(cache.layers))
         cache.watch = self._errors
-        return cache
+        return self.audit.attach(cache)
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -1,13 +1,15 @@
-"""Proof that an evaluation reads what was packed: with other packed blocks in a layer, other logits come out.
+"""Proof that an evaluation reads what was packed.
 
-An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing.
+An evaluation whose cache kept exact copies aside, or never came to read a block, would give good figures of nothing. Three
+facts together exclude that. In the evaluation's own calls, attention receives what the packed blocks decode to (Audit). What
+they decode to hangs on the bytes of keys and of values, block by block. And the logits hang on each layer's blocks.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,30 +17,50 @@ from torch import Tensor
 
 from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
-from kvcal_artifacts.errors import GateFailed
+from kvcal_artifacts.codecs.base import Packed
+from kvcal_artifacts.errors import GateFailed, NonFiniteError
 
+from .layers import ROLES
 from .perplexity import CacheMaker
+
+SAME = 1e-9  # |received - decoded|^2 over |decoded|^2: the same computation twice, and no 8-bit codec comes near
 
 
 @dataclass(frozen=True)
 class Canary:
-    """layers: whose blocks were exchanged, one at a time. blocks: that each held. unread: layers where that had no effect.
-    uncounted: layers that packed blocks in the evaluation itself, and never read one there.
+    """layers: whose blocks were exchanged. blocks: that each held. unread: layers whose exchange left the logits as they were.
+
+    deaf: layer, role and block whose other bytes decoded to the same. bypassed: layer and role of which attention received
+    something else than what the blocks decode to. uncounted: layers that packed blocks in the evaluation itself, and never
+    read one there, or whose reading was never compared.
     """
 
     layers: int
     blocks: int
     unread: tuple[int, ...] = ()
+    deaf: tuple[tuple[int, str, int], ...] = ()
+    bypassed: tuple[tuple[int, str], ...] = ()
     uncounted: tuple[int, ...] = ()
 
     @property
     def alive(self) -> bool:
-        return self.blocks > 0 and not self.unread and not self.uncounted
+        return self.blocks > 0 and self.layer is None
 
-    def counted(self, rows: Iterable[Mapping[str, Any]]) -> Canary:
-        """With what the evaluation's own caches counted; rows: of LayerErrors."""
-        silent = (row["layer"] for row in rows if row["key_relative_error"] is not None and not row["blocks_read"])
-        return replace(self, uncounted=tuple(silent))
+    @property
+    def layer(self) -> int | None:
+        """The first to blame."""
+        named = [*self.unread, *(pair[0] for pair in self.bypassed), *(one[0] for one in self.deaf), *self.uncounted]
+        return named[0] if named else None
+
+    def counted(self, rows: Iterable[Mapping[str, Any]], audit: Audit) -> Canary:
+        """With what was seen in the evaluation's own caches; rows: of LayerErrors."""
+        silent = [
+            row["layer"]
+            for row in rows
+            if row["key_relative_error"] is not None and not (row["blocks_read"] and row["layer"] in audit.compared)
+        ]
+        bypassed = dict.fromkeys([*self.bypassed, *audit.bypassed])
+        return replace(self, bypassed=tuple(bypassed), uncounted=tuple(silent))
 
     def __str__(self) -> str:
         if not self.blocks:
@@ -46,6 +68,12 @@ class Canary:
         if self.unread:
             layers = ", ".join(map(str, self.unread))
             return f"layer {layers}: other packed blocks gave the same logits, so what is packed was not read"
+        if self.bypassed:
+            layer, role = self.bypassed[0]
+            return f"layer {layer}: attention received other {role}s than the packed blocks decode to"
+        if self.deaf:
+            layer, role, block = self.deaf[0]
+            return f"layer {layer}: block {block} of {role}s decodes to the same whatever its bytes are"
         if self.uncounted:
             return f"layer {', '.join(map(str, self.uncounted))}: packed blocks were never read in the evaluation"
         return f"other packed blocks gave other logits in each of {self.layers} layers"
@@ -56,10 +84,85 @@ class Canary:
             raise GateFailed(f"{name}: canary: {self}")
 
 
+@dataclass
+class Audit:
+    """Compares what caches' layers hand to attention with what their packed blocks decode to just before, key and value.
+
+    last: columns after the call that is always compared; before it, whenever a layer holds twice the blocks it held at the
+    last comparison, so that a long evaluation decodes little more. compared: layers; bypassed: where the two differed.
+    """
+
+    last: int
+    broken: int | None = None  # the layer whose blocks could not be packed
+    compared: set[int] = field(default_factory=set)
+    bypassed: dict[tuple[int, str], None] = field(default_factory=dict)
+
+    def attach(self, cache: KVCalCache, also: Callable[[KVCalLayer], None] = lambda layer: None) -> KVCalCache:
+        """Watch this cache, which must not be copied afterwards. also: is called before each call that is compared."""
+        for layer in cache.own_layers:
+            layer.update = self._audited(cache, layer, also)  # type: ignore[method-assign]
+            layer._encode = self._followed(layer)  # type: ignore[method-assign]
+        return cache
+
+    def _followed(self, layer: KVCalLayer) -> Callable[..., list[Packed]]:
+        honest = layer._encode
+
+        def encode(*given: Any) -> list[Packed]:
+            try:
+                return honest(*given)
+            except NonFiniteError:
+                self.broken = layer.index
+                raise
+
+        return encode
+
+    def _audited(self, cache: KVCalCache, layer: KVCalLayer, also: Callable[[KVCalLayer], None]) -> Callable[..., Any]:
+        honest, done = layer.update, 0
+
+        def update(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            nonlocal done
+            plan, blocks = cache.plan_for(layer, keys), _blocks(layer)
+            due = blocks >= max(1, 2 * done) or layer.columns + keys.shape[2] >= self.last
+            if not blocks or not due or plan.past_index is not None:  # rows of padding lie in another order
+                return honest(keys, values, *args, **kwargs)
+            done = blocks
+            also(layer)
+            start, expected = layer.sink[0].shape[2], decoded(cache, layer, layer.packed)
+            out = honest(keys, values, *args, **kwargs)
+            self._compare(cache, layer, start, expected, out)
+            return out
+
+        return update
+
+    def _compare(self, cache: KVCalCache, layer: KVCalLayer, start: int, expected: Any, out: Any) -> None:
+        self.compared.add(layer.index)
+        for role, made, received in zip(ROLES, expected, out, strict=True):
+            wanted, slots = made.to(received.dtype), slice(start, start + made.shape[2])
+            if role == "key" and cache.scheme.frame == "pre_rope" and layer.site.rope:
+                wanted = layer.site.rotate(wanted, *cache.rope(slots, wanted))
+            if not _same(wanted, received[:, :, slots]):
+                self.bypassed[layer.index, role] = None
+
+
+def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, H, T, D) float32 of these blocks as the layer would decode them in the current call."""
+    with torch.no_grad(), torch.autocast(layer.window[0].device.type, enabled=False):
+        return layer._decoded(packed, cache.old_context(layer.index))
+
+
+def _same(wanted: Tensor, received: Tensor) -> bool:
+    if wanted.shape != received.shape:
+        return False
+    difference = (wanted.float() - received.float()).square().sum((2, 3), dtype=torch.float64)  # each head for itself
+    return bool((difference <= SAME * wanted.float().square().sum((2, 3), dtype=torch.float64)).all())
+
+
 @torch.no_grad()
 def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Canary:
-    """Two windows of ids (N, T) up to their last `step` tokens, the first of which then runs with layer after layer's packed
-    blocks taken from the other window: bytes as valid as the row's own, whatever the codec. step: the evaluation's.
+    """Two windows of ids (N, T) run up to their last `step` tokens, which then run in the first of them: once as it is, with
+    the first, middle and last block of each layer's keys and of its values decoded with other bytes too; then with layer
+    after layer's packed blocks taken from the other window: bytes as valid as the row's own, whatever the codec. step: the
+    evaluation's.
     """
     device = next(model.parameters()).device
     own = ids[:1].to(device)
@@ -72,25 +175,61 @@ def canary(model: Any, ids: Tensor, maker: CacheMaker, *, step: int = 32) -> Can
         blocks = min((_blocks(layer) for layer in cache.own_layers), default=0)
         if not blocks:
             return Canary(len(layers), 0)
-        token = own[:, -last : own.shape[1] - last + 1]
-        right = _logits(model, cache, token, {})
-        unread = [
-            index
-            for index in layers
-            if torch.equal(
-                right, _logits(model, cache, token, {index: _others(cache.layers[index], twin.layers[index])})
-            )
-        ]
-    return Canary(len(layers), blocks, tuple(unread))
+        tokens = own[:, -last:]
+        audit, deaf = Audit(ids.shape[1]), dict[tuple[int, str, int], None]()
+        with copy.deepcopy(cache) as seen:
+            audit.attach(seen, lambda layer: deaf.update(dict.fromkeys(_deaf(seen, layer, twin.layers[layer.index]))))
+            right = _logits(model, seen, tokens)
+        unread = []
+        for index in layers:
+            with copy.deepcopy(cache) as changed:
+                changed.layers[index].packed = _others(cache.layers[index], twin.layers[index])
+                if torch.equal(right, _logits(model, changed, tokens)):
+                    unread.append(index)
+    return Canary(len(layers), blocks, tuple(unread), tuple(deaf), tuple(audit.bypassed))
 
 
-def _logits(model: Any, cache: KVCalCache, ids: Tensor, packed: dict[int, list[Any]]) -> Tensor:
-    """Of a copy of the cache, in which these layers hold these packed blocks."""
-    with copy.deepcopy(cache) as held:
-        for index, blocks in packed.items():
-            held.layers[index].packed = blocks
-        logits: Tensor = model(input_ids=ids, past_key_values=held, use_cache=True).logits
-        return logits
+def _logits(model: Any, cache: KVCalCache, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return logits
+
+
+def _deaf(cache: KVCalCache, layer: KVCalLayer, other: KVCalLayer) -> list[tuple[int, str, int]]:
+    """The layer's blocks, of the first, middle and last, that decode alike with other bytes; keys and values each alone."""
+    count, size = _blocks(layer), cache.scheme.windows.block
+    right, found = decoded(cache, layer, layer.packed), []
+    for role, name in enumerate(ROLES):
+        for block in sorted({0, count // 2, count - 1}):
+            changed = list(layer.packed)
+            exchanged = _with_other(layer.packed[role], other.packed[role], block)
+            if exchanged is None:
+                continue
+            changed[role] = exchanged
+            slots = slice(block * size, (block + 1) * size)
+            if torch.equal(right[role][:, :, slots], decoded(cache, layer, changed)[role][:, :, slots]):
+                found.append((layer.index, name, block))
+    return found
+
+
+def _with_other(own: Packed, other: Packed, block: int) -> Packed | None:
+    """One block from another cache, or, where that has none or the same bytes, of its own. None: all blocks are alike."""
+    count, there = (int(next(iter(packed.values())).shape[2]) for packed in (own, other))
+    sources = [count + min(block, there - 1)] * (there > 0) + [i for i in range(count) if i != block]
+    for source in sources:
+        order = torch.arange(count)
+        order[block] = source
+        made = {name: store.arrange(held, other[name], order[None].to(held.device)) for name, held in own.items()}
+        if not _equal(made, own):
+            return made
+    return None
+
+
+def _equal(a: Packed, b: Packed) -> bool:
+    return all(
+        torch.equal(x, y)
+        for name, held in a.items()
+        for x, y in zip(store.tensors_of(held), store.tensors_of(b[name]), strict=True)
+    )
 
 
 def _blocks(layer: KVCalLayer) -> int:

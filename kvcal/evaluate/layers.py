@@ -1,55 +1,81 @@
-"""What compression does to each layer, seen in the cache while an evaluation runs, and which layer is to blame."""
+"""What compression does to each layer and head, seen in the cache while an evaluation runs, and which one is to blame."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ROLES = ("key", "value")
 LEAST = 1e-5  # what counts as recorded at least: figures have six decimals, and exact codecs are recorded as 0
 
+Recorded = Sequence[Mapping[str, Any]]  # a bundle's metrics["layers"]
+
 
 class LayerErrors:
-    """A Watch that sums over packed blocks, layer by layer: squared errors, squares, and how many blocks were read."""
+    """A Watch that sums over packed blocks, by layer and head: squared errors and squares, and how many blocks were read."""
 
     def __init__(self, layers: int) -> None:
-        self.sums = [[[0.0, 0.0] for _ in ROLES] for _ in range(layers)]
+        self.sums: list[list[Tensor | None]] = [[None for _ in ROLES] for _ in range(layers)]
         self.blocks_read = [0] * layers
 
     def packed(self, layer: int, exact: list[Tensor], decoded: list[Tensor]) -> None:
-        for total, x, made in zip(self.sums[layer], exact, decoded, strict=True):
-            total[0] += float((x.float() - made).square().sum(dtype=x.double().dtype))
-            total[1] += float(x.float().square().sum(dtype=x.double().dtype))
+        sums = self.sums[layer]
+        for role, (x, made) in enumerate(zip(exact, decoded, strict=True)):
+            now, before = _squares(x, made), sums[role]
+            sums[role] = now if before is None else before + now
 
     def read(self, layer: int, blocks: int) -> None:
         self.blocks_read[layer] += blocks
 
     def rows(self) -> list[dict[str, Any]]:
         """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens, None where
-        nothing was packed, as in bundles' metrics; blocks_read: summed over calls.
+        nothing was packed, and key_head_errors and value_head_errors, a list of them by kv head, as in bundles' metrics;
+        blocks_read: summed over calls.
         """
         return [
             {"layer": index}
-            | {
-                f"{role}_relative_error": round(error / square, 6) if square else None
-                for role, (error, square) in zip(ROLES, sums, strict=True)
-            }
+            | {f"{role}_relative_error": _relative(total) for role, total in zip(ROLES, sums, strict=True)}
+            | {f"{role}_head_errors": _by_head(total) for role, total in zip(ROLES, sums, strict=True)}
             | {"blocks_read": read}
             for index, (sums, read) in enumerate(zip(self.sums, self.blocks_read, strict=True))
         ]
 
 
+def _squares(exact: Tensor, made: Tensor) -> Tensor:
+    """(B, H, T, D) twice -> (2, H) float64 on the CPU: squared error, squares."""
+    x = exact.float()
+    return torch.stack([y.square().sum((0, 2, 3), dtype=torch.float64) for y in (x - made, x)]).cpu()
+
+
+def _relative(total: Tensor | None) -> float | None:
+    if total is None or not total[1].sum():
+        return None
+    return round(float(total[0].sum() / total[1].sum()), 6)
+
+
+def _by_head(total: Tensor | None) -> list[float] | None:
+    """A head of zeros alone has an error of 0."""
+    if total is None or not total[1].sum():
+        return None
+    return [round(value, 6) for value in (total[0] / total[1].clamp_min(1e-30)).tolist()]
+
+
 @dataclass(frozen=True)
 class Blame:
-    """A layer's keys or values. error: as of LayerErrors. recorded: what the bundle says of it, None if it says nothing."""
+    """A layer's keys or values, or those of one kv head of it. error: as of LayerErrors. recorded: what the bundle says of it,
+    None if it says nothing.
+    """
 
     layer: int
     role: str
     error: float
     recorded: float | None = None
+    head: int | None = None
 
     @property
     def drift(self) -> float | None:
@@ -58,27 +84,56 @@ class Blame:
 
     def __str__(self) -> str:
         said = "" if self.drift is None else f", {self.drift:,.1f} times the recorded {self.recorded:g}"
-        return f"layer {self.layer}, {self.role}s: relative error {self.error:.4g}{said}"
+        where = f"{self.role}s" if self.head is None else f"{self.role}s of head {self.head}"
+        return f"layer {self.layer}, {where}: relative error {self.error:.4g}{said}"
 
 
-def worst_layer(rows: Sequence[dict[str, Any]], recorded: Sequence[dict[str, Any]] | None) -> Blame | None:
-    """The layer and role whose error is the most times what its bundle recorded when it was fitted; where nothing was
-    recorded, the one with the largest error. rows: of LayerErrors. None if nothing was packed.
+def worst_layer(rows: Sequence[dict[str, Any]], recorded: Recorded | None) -> Blame | None:
+    """The layer and role, or head of them where the bundle recorded heads, whose error is the most times what it recorded
+    when it was fitted; where nothing was recorded, the layer with the largest error. rows: of LayerErrors. None if nothing
+    was packed.
     """
-    found = [
-        Blame(row["layer"], role, row[name], _recorded(recorded, row["layer"], name))
-        for row in rows
-        for role in ROLES
-        if row[name := f"{role}_relative_error"] is not None
-    ]
+    found = [blame for row in rows for role in ROLES for blame in _blames(row, role, recorded)]
     drifts = [blame for blame in found if blame.drift is not None]
     if drifts:
         return max(drifts, key=lambda blame: blame.drift or 0.0)
     return max(found, key=lambda blame: blame.error, default=None)
 
 
-def _recorded(recorded: Sequence[dict[str, Any]] | None, layer: int, name: str) -> float | None:
-    if not recorded or layer >= len(recorded):
-        return None
-    value = recorded[layer].get(name)
-    return float(value) if isinstance(value, (int, float)) else None
+def _blames(row: dict[str, Any], role: str, recorded: Recorded | None) -> list[Blame]:
+    """Heads first: of a layer and its head that err alike the head is named."""
+    error, layer = row[f"{role}_relative_error"], row["layer"]
+    if error is None:
+        return []
+    said = recorded[layer] if recorded and layer < len(recorded) else {}
+    heads, own = said.get(f"{role}_head_errors"), row.get(f"{role}_head_errors")
+    by_head = [] if not heads or not own else zip(own, heads, strict=True)
+    whole = said.get(f"{role}_relative_error")
+    return [
+        *(Blame(layer, role, mine, float(theirs), head) for head, (mine, theirs) in enumerate(by_head)),
+        Blame(layer, role, error, None if whole is None else float(whole)),
+    ]
+
+
+def check_errors(recorded: Recorded, layers: Mapping[int, int]) -> None:
+    """Raise ValueError naming the first layer for which an error is missing, or is none that a codec can have.
+
+    layers: kv heads of each compressed one. Errors by head, where any are recorded, must be there for all.
+    """
+    by_head = any(f"{role}_head_errors" in row for row in recorded for role in ROLES)
+    for layer, heads in layers.items():
+        row = recorded[layer] if layer < len(recorded) else {}
+        for role in ROLES:
+            figures = {f"{role}_relative_error": [row.get(f"{role}_relative_error")]}
+            if by_head:
+                listed = row.get(f"{role}_head_errors")
+                figures[f"{role}_head_errors"] = listed if isinstance(listed, list) and len(listed) == heads else [None]
+            for name, values in figures.items():
+                if bad := [value for value in values if not _plausible(value)]:
+                    seen = "is missing" if bad[0] is None else f"holds {bad[0]!r}, not a number from 0 to 1"
+                    raise ValueError(f"layer {layer}: {name} {seen}")
+
+
+def _plausible(value: Any) -> bool:
+    """Zeros in the place of everything would have an error of 1."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1
