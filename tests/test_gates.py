@@ -471,7 +471,7 @@ def test_copies_that_only_the_evaluation_gets_are_found(base: Path, monkeypatch:
     assert "good: canary: layer 1: attention received other values than the packed blocks decode to" in done.err
 
 
-@pytest.mark.parametrize(("role", "name"), enumerate(("key", "value")))
+@pytest.mark.parametrize(("role", "name"), list(enumerate(("key", "value"))))
 def test_one_block_that_decodes_to_the_same_whatever_it_holds(
     base: Path, model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, role: int, name: str
 ) -> None:
