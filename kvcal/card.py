@@ -49,23 +49,33 @@ def make_card(
     """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
     options at their defaults.
     """
-    row = None if evaluation is None else _own_row(bundle, sha256, evaluation)
+    broken = None if evaluation is None else _broken(bundle, evaluation)
+    row = None if evaluation is None or broken else _own_row(bundle, sha256, evaluation)
     plots = _plots(bundle)
     parts = [
         f"# {bundle.name}",
         _intro(bundle),
         _use(bundle, repo),
         _facts(bundle, sha256),
-        *([] if evaluation is None else [_evaluation(bundle, evaluation)]),
+        *([] if evaluation is None else [broken or _evaluation(bundle, evaluation)]),
         _held_out(bundle, plots),
         _again(bundle, defaults_of),
     ]
-    front = _front(bundle, evaluation, row, licence)
+    front = _front(bundle, None if broken else evaluation, row, licence)
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
 
 
 ABOUT = ("windows", "length", "step", "dtype", "text")  # what an evaluation says of itself
 FIGURES = ("perplexity", "kl", "bits_per_value", "cache_bytes")
+
+
+def _broken(bundle: Bundle, evaluation: Mapping[str, Any]) -> str | None:
+    """What is said of a bundle whose evaluation broke off, which `kvcal eval` counts as a failed gate; None for others."""
+    gates = evaluation.get("gates")
+    for check in gates if isinstance(gates, list) else []:
+        if isinstance(check, dict) and (check.get("name"), check.get("gate")) == (bundle.name, "evaluation"):
+            return f"## Quality\n\nThe evaluation broke off: {' '.join(str(check.get('detail')).split())}."
+    return None
 
 
 def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -271,6 +271,15 @@ def test_what_overflows_fails_its_gate_and_others_are_judged(base: Path, tmp_pat
     assert [row["name"] for row in done.json["rows"]] == ["full", "good"]
 
 
+def test_the_card_of_what_overflowed_says_so(base: Path, tmp_path: Path, overflowing: Path) -> None:
+    done = kvcal("eval", overflowing, *named(base), *TEXT, "--max-kl", 9, "--json")
+    assert done.code == 3
+    (tmp_path / "eval.json").write_text(done.out)
+    card = tmp_path / "card.md"
+    assert kvcal("card", overflowing, "--eval", tmp_path / "eval.json", "--output", card).code == 0
+    assert "The evaluation broke off: " in card.read_text() and "does not fit float16" in card.read_text()
+
+
 def test_what_overflows_is_named_without_gates_too(base: Path, overflowing: Path) -> None:
     done = kvcal("eval", base / f"good{SUFFIX}", overflowing, *named(base), *TEXT)
     assert done.code == 1
