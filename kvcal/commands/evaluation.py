@@ -59,21 +59,22 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     makers = cache_makers(loaded.model, methods, loaded.revision, selection)
     started = time.monotonic()
     measured, broken = _measured(loaded.model, text.ids, makers, o)
+    given = dict(zip(makers, methods, strict=True))  # a row's name tells of --keep, too
     for name, (_, why) in broken.items():
-        if not held[name]:
+        if not held[given[name]]:
             raise NonFiniteError(f"{name}: {why}")
     rows, watched, canaries = measured.rows, measured.watched, measured.canaries
     checks: list[Check] = []
     by_name = {row.name: row for row in rows}
-    for name, what in methods.items():
+    for name, own in given.items():
         if name in broken:
             checks.append(broken_off(name, *broken[name]))
             continue
         row, alive, seen = by_name[name], canaries[name], watched[name]
-        if held[name]:
+        if held[own]:
+            what, figures = methods[own], (row.as_dict(), rows[0].as_dict())
             bundle = what if isinstance(what, Bundle) else None
-            figures = row.as_dict(), rows[0].as_dict()
-            checks += check_row(*figures, held[name], seen.rows, alive, bundle, seen.scheme)
+            checks += check_row(*figures, held[own], seen.rows, alive, bundle, seen.scheme)
         elif row.bits_per_value is None:
             say(f"note: {row.name} packed nothing: windows of {length} tokens fit into its sink and recent window")
         elif not alive.blocks:
@@ -81,7 +82,7 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
         else:
             alive.check(row.name)
     return {
-        "rows": [row.as_dict() | hashes.get(row.name, {}) for row in rows],
+        "rows": [row.as_dict() | hashes.get(given.get(row.name, ""), {}) for row in rows],
         "layers": {name: seen.rows for name, seen in watched.items()},
         "canary": {name: str(alive) for name, alive in canaries.items()},
         "gates": checks,
