@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal.cli.options import (
+    Batch,
     Bundles,
     Column,
     Device,
@@ -65,7 +66,7 @@ def compare(
     at_length: Annotated[
         int | None, typer.Option(min=1, help="Bytes of one sequence of so many tokens; default: --length.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    batch: Batch = None,
     random_weights: Random = False,
     seed: Seed = 0,
     dtype: Dtype = "auto",

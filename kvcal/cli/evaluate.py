@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal.cli.options import (
+    Batch,
     Bundles,
     Column,
     Device,
@@ -42,7 +43,7 @@ def evaluate(
     keep: Keep = None,
     heavy: Heavy = None,
     subspace: Subspace = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    batch: Batch = None,
     max_ppl_increase: Annotated[
         str | None, typer.Option(help="Gate: perplexity above full precision's by at most this share, as 1% or 0.01.")
     ] = None,

@@ -7,7 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
+from kvcal.cli.options import (
+    Batch,
+    Block,
+    Column,
+    Device,
+    Dtype,
+    Heavy,
+    Holdout,
+    Json,
+    Keep,
+    Layerwise,
+    Model,
+    Random,
+    Recent,
+    Resume,
+    Revision,
+    Sink,
+    SpillDir,
+    Text,
+    WindowLength,
+    WindowSeed,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -17,9 +38,9 @@ def fit_predictors(
     text: Text = None,
     column: Column = None,
     windows: Annotated[int | None, typer.Option(min=2, help="Windows in all; default: the model's preset.")] = None,
-    holdout: Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
+    holdout: Holdout = None,
+    length: WindowLength = None,
+    seed: WindowSeed = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-aqua-kv.kvcal.safetensors here.")
     ] = None,
@@ -60,24 +81,22 @@ def fit_predictors(
     quantiser_agnostic: Annotated[
         bool, typer.Option("--quantiser-agnostic", help="Fit on exact keys and values.")
     ] = False,
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
-    recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
-    block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
+    sink: Sink = 4,
+    recent: Recent = 128,
+    block: Block = 32,
     mlp_epochs: Annotated[int, typer.Option(min=1, help="Passes of MLP training.")] = 4,
     keep: Keep = None,
     heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    batch: Batch = None,
     spill: Annotated[
         str, typer.Option(help="Where hidden states and reconstructions lie: device, cpu or disk.")
     ] = "device",
-    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
-    ] = False,
+    spill_dir: SpillDir = None,
+    layerwise: Layerwise = False,
     random_weights: Random = False,
-    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""

@@ -39,3 +39,14 @@ Subspace = Annotated[
     str | None,
     typer.Option(help="Of SQuat bundles: prompt (the row's own queries), calibrated or both. Default: the bundle's."),
 ]
+Holdout = Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")]
+WindowLength = Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")]
+WindowSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")]
+Sink = Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")]
+Recent = Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")]
+Block = Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Windows at a time.")]
+Spill = Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")]
+SpillDir = Annotated[Path | None, typer.Option(help="Folder for --spill disk.")]
+Layerwise = Annotated[bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")]
+Resume = Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")]

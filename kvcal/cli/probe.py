@@ -7,7 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Text
+from kvcal.cli.options import (
+    Batch,
+    Column,
+    Device,
+    Dtype,
+    Json,
+    Layerwise,
+    Model,
+    Random,
+    Revision,
+    SpillDir,
+    Text,
+    WindowLength,
+    WindowSeed,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -22,8 +36,8 @@ def probe(
     holdout: Annotated[
         int | None, typer.Option(min=1, help="How many of them are held out and scored (default: 1 in 8; tiny 8).")
     ] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
+    length: WindowLength = None,
+    seed: WindowSeed = 0,
     probe: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,14 +55,12 @@ def probe(
     plot: Annotated[Path | None, typer.Option(help="Means and layers as a .png (Figures 2, 4 and 5).")] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
+    batch: Batch = None,
     spill: Annotated[
         str, typer.Option(help="Where hidden states, keys and values lie: device, cpu or disk.")
     ] = "device",
-    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
-    ] = False,
+    spill_dir: SpillDir = None,
+    layerwise: Layerwise = False,
     random_weights: Random = False,
     json: Json = False,
 ) -> None:

@@ -7,7 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
+from kvcal.cli.options import (
+    Batch,
+    Block,
+    Column,
+    Device,
+    Dtype,
+    Heavy,
+    Json,
+    Keep,
+    Layerwise,
+    Model,
+    Random,
+    Recent,
+    Resume,
+    Revision,
+    Sink,
+    Spill,
+    SpillDir,
+    Text,
+    WindowLength,
+    WindowSeed,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -19,8 +40,8 @@ def measure_subspaces(
     other_text: Annotated[str | None, typer.Option(help="Another text: is its subspace as good for this one?")] = None,
     windows: Annotated[int | None, typer.Option(min=2, help="Windows in all; default: 32.")] = None,
     holdout: Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 8).")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
+    length: WindowLength = None,
+    seed: WindowSeed = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-squat.kvcal.safetensors here.")
     ] = None,
@@ -49,21 +70,19 @@ def measure_subspaces(
     plot: Annotated[Path | None, typer.Option(help="Deviation against rank as a .png (Figures 2 and 6).")] = None,
     bits: Annotated[int, typer.Option(min=1, max=8, help="Of keys and values.")] = 2,
     group: Annotated[int, typer.Option(min=1, help="Tokens, or channels of a value, that share a scale.")] = 32,
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 0,
-    recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 32,
-    block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 32,
+    sink: Sink = 0,
+    recent: Recent = 32,
+    block: Block = 32,
     keep: Keep = None,
     heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
-    spill: Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")] = "device",
-    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
-    ] = False,
+    batch: Batch = None,
+    spill: Spill = "device",
+    spill_dir: SpillDir = None,
+    layerwise: Layerwise = False,
     random_weights: Random = False,
-    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
     """Measure the subspaces that queries lie in, and write a bundle of SQuat that uses them."""

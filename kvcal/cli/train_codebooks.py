@@ -7,7 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
+from kvcal.cli.options import (
+    Batch,
+    Column,
+    Device,
+    Dtype,
+    Heavy,
+    Holdout,
+    Json,
+    Keep,
+    Layerwise,
+    Model,
+    Random,
+    Resume,
+    Revision,
+    Sink,
+    Spill,
+    SpillDir,
+    Text,
+    WindowLength,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -17,8 +36,8 @@ def train_codebooks(
     text: Text = None,
     column: Column = None,
     windows: Annotated[int | None, typer.Option(min=2, help="Windows in all; default: the model's preset.")] = None,
-    holdout: Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
+    holdout: Holdout = None,
+    length: WindowLength = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Windows, vectors, first codewords.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-vqkv.kvcal.safetensors here.")
@@ -64,7 +83,7 @@ def train_codebooks(
     beta: Annotated[float, typer.Option(help="Of the paper's loss, Eq. 4.")] = 1.0,
     gamma: Annotated[float, typer.Option(help="Likewise; without an encoder it changes nothing.")] = 0.25,
     frame: Annotated[str, typer.Option(help="post_rope (the paper) or pre_rope.")] = "post_rope",
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
+    sink: Sink = 4,
     recent: Annotated[
         int | None, typer.Option(min=0, help="Newest tokens kept, at least. Default: 1024; preset small 128.")
     ] = None,
@@ -73,14 +92,12 @@ def train_codebooks(
     heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
-    spill: Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")] = "device",
-    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
-    ] = False,
+    batch: Batch = None,
+    spill: Spill = "device",
+    spill_dir: SpillDir = None,
+    layerwise: Layerwise = False,
     random_weights: Random = False,
-    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
     """Calibrate VQKV: train residual codebooks for keys and values and write a bundle."""

@@ -7,7 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Heavy, Json, Keep, Model, Random, Revision, Text
+from kvcal.cli.options import (
+    Batch,
+    Block,
+    Column,
+    Device,
+    Dtype,
+    Heavy,
+    Json,
+    Keep,
+    Layerwise,
+    Model,
+    Random,
+    Recent,
+    Resume,
+    Revision,
+    Sink,
+    Spill,
+    SpillDir,
+    Text,
+    WindowLength,
+    WindowSeed,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 
@@ -20,8 +41,8 @@ def tune_bits(
     holdout: Annotated[
         int | None, typer.Option(min=1, help="How many of them only measure the result (default: 4, or 1 in 8).")
     ] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")] = 0,
+    length: WindowLength = None,
+    seed: WindowSeed = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-kvtuner.kvcal.safetensors here.")
     ] = None,
@@ -32,21 +53,19 @@ def tune_bits(
     group: Annotated[
         int, typer.Option(min=1, help="Tokens of a key channel, channels of a value, that share a scale.")
     ] = 32,
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
-    recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
-    block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time.")] = 128,
+    sink: Sink = 4,
+    recent: Recent = 128,
+    block: Block = 128,
     keep: Keep = None,
     heavy: Heavy = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    batch: Annotated[int | None, typer.Option(min=1, help="Windows at a time.")] = None,
-    spill: Annotated[str, typer.Option(help="Where hidden states lie: device, cpu or disk.")] = "device",
-    spill_dir: Annotated[Path | None, typer.Option(help="Folder for --spill disk.")] = None,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")
-    ] = False,
+    batch: Batch = None,
+    spill: Spill = "device",
+    spill_dir: SpillDir = None,
+    layerwise: Layerwise = False,
     random_weights: Random = False,
-    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
     """Choose each layer's key and value bits for the least attention error under a limit (KVTuner-like baseline)."""

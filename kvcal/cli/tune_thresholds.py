@@ -7,7 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Column, Device, Dtype, Json, Model, Random, Revision, Step, Text
+from kvcal.cli.options import (
+    Column,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Random,
+    Recent,
+    Resume,
+    Revision,
+    Sink,
+    Step,
+    Text,
+    WindowLength,
+)
 from kvcal.cli.output import note, print_json, print_table
 
 Storage = Annotated[
@@ -25,7 +39,7 @@ def tune_thresholds(
     holdout: Annotated[
         int | None, typer.Option(min=1, help="How many of them only measure the result (default: 4, or 1 in 8).")
     ] = None,
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")] = None,
+    length: WindowLength = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the windows and of the search.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-mixkvq.kvcal.safetensors here.")
@@ -66,8 +80,8 @@ def tune_thresholds(
         typer.Option(help="Of the top tier: float16, bfloat16, float32; auto: bfloat16 if the model is, else float16."),
     ] = "auto",
     value_bits: Annotated[int, typer.Option(min=1, max=8, help="Of values, in groups of 32 channels of a token.")] = 2,
-    sink: Annotated[int, typer.Option(min=0, help="First tokens kept in the model's dtype.")] = 4,
-    recent: Annotated[int, typer.Option(min=0, help="Newest tokens kept, at least.")] = 128,
+    sink: Sink = 4,
+    recent: Recent = 128,
     block: Annotated[int, typer.Option(min=1, help="Tokens packed at a time: the paper's R.")] = 128,
     step: Step = 32,
     tasks_path: Annotated[
@@ -89,7 +103,7 @@ def tune_thresholds(
     batch: Annotated[int | None, typer.Option(min=1, help="Windows, or questions, at a time.")] = None,
     spill: Annotated[str, typer.Option(help="Where q, k, v wait during the search: device or cpu.")] = "device",
     random_weights: Random = False,
-    resume: Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")] = True,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
     """Search MixKVQ's thresholds: quality against stored bits, the best under a limit; write bundle and plot."""

@@ -13,6 +13,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from ..report.progress import progress
+from .layers import LayerErrors
 
 Rows = list[list[float] | None]  # a row a layer, a number a kv head; None: a layer that is not compressed
 
@@ -36,27 +37,6 @@ def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
     )
 
 
-class HeadSums:
-    """A Watch (KVCalCache.watch) that sums over packed blocks, by layer and head: squared errors and squares."""
-
-    def __init__(self, layers: int) -> None:
-        self.sums: list[list[Tensor] | None] = [None] * layers
-        self.tokens = 0  # of the layer that packed first; all pack alike
-
-    def packed(self, layer: int, exact: list[Tensor], decoded: list[Tensor]) -> None:
-        found = [_squares(x, y) for x, y in zip(exact, decoded, strict=True)]
-        before = self.sums[layer]
-        self.sums[layer] = found if before is None else [a + b for a, b in zip(before, found, strict=True)]
-        if layer == next(i for i, sums in enumerate(self.sums) if sums is not None):
-            self.tokens += exact[0].shape[0] * exact[0].shape[2]
-
-    def read(self, layer: int, blocks: int) -> None:
-        """Reading changes nothing."""
-
-    def rows(self, role: int) -> Rows:
-        return [None if sums is None else _relative(sums[role]) for sums in self.sums]
-
-
 def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
     """From token windows ids (N, T) int64, each in one forward pass, whose keys and values are the model's own.
 
@@ -65,22 +45,14 @@ def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
     windows = scheme.windows
     if ids.shape[1] < (least := windows.sink + windows.recent + windows.block):
         raise UsageError(f"windows of {ids.shape[1]} tokens pack nothing: use --length {least} or more")
-    seen = HeadSums(len(scheme.layers))
+    seen, tokens = LayerErrors(len(scheme.layers)), 0
     device = next(model.parameters()).device
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:
         for row in ids:
             with KVCalCache(replace(scheme, selection=None), model) as cache:
                 cache.watch = seen
                 model(input_ids=row[None].to(device), past_key_values=cache, use_cache=True)
+                tokens += int(cache.ledger.blocks.sum()) * windows.block
             advance()
-    return HeadErrors(seen.rows(0), seen.rows(1), seen.tokens)
-
-
-def _squares(exact: Tensor, read: Tensor) -> Tensor:
-    """(1, H, T, D) twice -> (2, H) float64: squared error, squares."""
-    x, y = exact.double(), read.double()
-    return torch.stack([(x - y).square().sum((0, 2, 3)), x.square().sum((0, 2, 3))]).cpu()
-
-
-def _relative(sums: Tensor) -> list[float]:
-    return [round(value, 6) for value in (sums[0] / sums[1].clamp_min(1e-30)).tolist()]
+    rows = seen.rows()
+    return HeadErrors([row["key_head_errors"] for row in rows], [row["value_head_errors"] for row in rows], tokens)

@@ -206,4 +206,19 @@ def to_half(x: Tensor, what: str) -> Tensor:
     return x.to(torch.float16)
 
 
+PRODUCT_BLOCKS = 8  # blocks a matrix product while encoding
+
+
+def by_fixed_rows(x: Tensor, block: int, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """product(x) over the rows of x (..., rows, n), always PRODUCT_BLOCKS blocks of them at a time, padded with zeros.
+
+    A matrix product's last bits may depend on its row count; so a row's bits depend neither on chunking nor on batch
+    companions.
+    """
+    count, step = x.shape[-2], PRODUCT_BLOCKS * block
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -count % step))
+    made = [product(part) for part in padded.split(step, -2)]
+    return (torch.cat(made, -2) if len(made) > 1 else made[0])[..., :count, :]
+
+
 HALF_FLOOR = 2.0**-24  # the smallest positive float16: scales never round to zero

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows
 from .predictors import INPUTS, PREDICTORS, Predictor, predictor_config
 
-ENCODE_BLOCKS = 8  # blocks a matrix product while encoding; always so many
 DECODE_TOKENS = 1 << 15  # predictor inputs are concatenated for this many tokens at a time
 
 
@@ -75,19 +74,10 @@ class Predicted(Codec):
         return self._heads(self.predictor.forward(self._inputs(context), weights))
 
     def predict_blocks(self, context: Context) -> Tensor:
-        """The same, a block's bits depending on nothing but the block.
-
-        A matrix product's last bits may depend on its row count, so it always runs on ENCODE_BLOCKS blocks, padded: packed
-        bytes then depend neither on chunking nor on batch companions.
-        """
+        """The same, a block's bits depending on nothing but the block."""
         x, weights = self._inputs(context), self.predictor.working()
-        rows = x.flatten(0, 1)
-        step = ENCODE_BLOCKS * self.shape.block
-        short = -len(rows) % step
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, short)) if short else rows
-        made = [self.predictor.forward(part, weights) for part in padded.split(step)]
-        guess = torch.cat(made)[: len(rows)] if len(made) > 1 else made[0][: len(rows)]
-        return self._heads(guess.unflatten(0, x.shape[:2]))
+        made = by_fixed_rows(x.flatten(0, 1), self.shape.block, lambda part: self.predictor.forward(part, weights))
+        return self._heads(made.unflatten(0, x.shape[:2]))
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape

@@ -21,10 +21,9 @@ from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows, to_half
 from .higgs import GRID_MSE, GRIDS, gaussian_grid
 
-ROWS = 8  # blocks a matrix product while encoding; always so many, as a product's last bits may depend on its row count
 GRID_OF = {2: (2, 16), 3: (2, 64), 4: (2, 256)}  # bits a coordinate -> (d, n); 1 bit: a sign
 ONE_BIT = math.sqrt(2 / math.pi)  # what the sign of a unit Gaussian stands for (Max 1960)
 MSE = {0: 1.0, 1: 1 - 2 / math.pi} | {bits: GRID_MSE[grid] for bits, grid in GRID_OF.items()}
@@ -91,38 +90,34 @@ class Transform(Codec):
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x.float()) - self.mean.float()[:, None, None]
-        y = self._coordinates(blocks)  # (B, H, N, b, coded)
+        y = self._product(blocks, self.encoder)  # (B, H, N, b, coded)
         norm = to_half((tree_sum(self._token(y * y)) / (self.shape.heads * self.coded)).sqrt(), "norm")  # (B, N, b)
         unit = y / norm.float().clamp_min(2.0**-24)[:, None, ..., None]
         packed = {f"codes{b}": self._pack(self._codes(unit[..., at], b), b) for b, at in self.tiers.items()}
         return packed | {"norm": norm[:, None]}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
-        y = torch.cat(parts, -1) * packed["norm"].float()[..., None]
-        out: Tensor = y.flatten(2, 3) @ self.decoder[:, : self.coded].float()
+        out: Tensor = self._stored(packed).flatten(2, 3) @ self.decoder[:, : self.coded].float()
         return out + self.mean.float()[:, None]
 
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         """Decoded in products of a fixed number of rows, as it is encoded."""
         packed = self.encode(x, context)
-        parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
-        y = torch.cat(parts, -1) * packed["norm"].float()[..., None]
-        made = self._product(y.movedim(1, 0), self.decoder[:, : self.coded].float()).movedim(0, 1)
+        made = self._product(self._stored(packed), self.decoder[:, : self.coded].float())
         return packed, made.flatten(2, 3) + self.mean.float()[:, None]
 
-    def _coordinates(self, blocks: Tensor) -> Tensor:
-        return self._product(blocks.movedim(1, 0), self.encoder).movedim(0, 1)
+    def _stored(self, packed: Packed) -> Tensor:
+        """Coordinates as they are stored: (B, H, N, b, coded) float32."""
+        parts = [self._points(self._unpack(packed[f"codes{b}"], b), b) for b in self.tiers]
+        norm: Tensor = packed["norm"]
+        return torch.cat(parts, -1) * norm.float()[..., None]
 
     def _product(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """x (H, B, N, b, n) times matrix (H, n, m), ROWS blocks at a time."""
-        rows = x.flatten(1, 3)
-        step, count = ROWS * self.shape.block, rows.shape[1]
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, -count % step))
-        made = [part @ matrix for part in padded.split(step, 1)]
-        out = torch.cat(made, 1)[:, :count] if made else rows[..., : matrix.shape[2]]
-        whole: Tensor = out.unflatten(1, x.shape[1:4])
-        return whole
+        """x (B, H, N, b, n) times matrix (H, n, m)."""
+        rows = x.movedim(1, 0)
+        made = by_fixed_rows(rows.flatten(1, 3), self.shape.block, lambda part: part @ matrix)
+        wide: Tensor = torch.unflatten(made, 1, rows.shape[1:4])
+        return wide.movedim(0, 1)
 
     @staticmethod
     def _token(y: Tensor) -> Tensor:
