@@ -163,3 +163,12 @@ def test_an_argument_too_many_is_a_usage_error(name: str, base: Path, tmp_path: 
         assert done.code in (2, 4) and " and" in done.err.splitlines()[-1]
     else:
         assert done.code == 2 and "unexpected extra argument" in done.err
+
+
+@pytest.mark.parametrize("name", ["eval", "compare", "generate"])
+def test_a_bundle_of_another_model_is_refused_as_such(name: str, base: Path) -> None:
+    """Before the guard runs it on the model's keys."""
+    more = ["--prompt", "a"] if name == "generate" else ["--windows", 1]
+    done = kvcal(name, "--model", "tiny", "--bundle", base / f"kivi{SUFFIX}", *more)
+    refused(done, "made for another model")
+    assert done.code == 4

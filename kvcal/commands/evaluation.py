@@ -54,9 +54,9 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)
+    makers = cache_makers(loaded.model, methods, loaded.revision, selection)  # refuses bundles of other models
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
-    makers = cache_makers(loaded.model, methods, loaded.revision, selection)
     started = time.monotonic()
     measured, broken = _measured(loaded.model, text.ids, makers, o)
     given = dict(zip(makers, methods, strict=True))  # a row's name tells of --keep, too
