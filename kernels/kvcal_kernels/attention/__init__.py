@@ -1,5 +1,5 @@
 """Decode attention over packed keys and values."""
 
-from .reference import Blocks, Form, decode, pack, unpack
+from .reference import BLOCK, Blocks, Form, decode, pack, pack_scales, unpack, unpack_scales
 
-__all__ = ["Blocks", "Form", "decode", "pack", "unpack"]
+__all__ = ["BLOCK", "Blocks", "Form", "decode", "pack", "pack_scales", "unpack", "unpack_scales"]
