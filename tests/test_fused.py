@@ -26,6 +26,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from models_fixture import kvcal
 from schemes import close_all, left_mask, numbers, opened, token_ids
 
 WINDOWS = Windows(4, 32, 32)
@@ -486,3 +487,34 @@ def test_the_folder_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert preflight.folder() == tmp_path / "kvcal"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert preflight.folder() == Path.home() / ".cache" / "kvcal"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (["generate", "--prompt", "hello", "--preset", "kivi-2"], 8, "layer 0 and 7 more: no fused kernel"),
+        (["eval", "--preset", "kivi-2", "--windows", "1", "--length", "200", "--step", "16"], 8, "no fused kernel for"),
+        (
+            ["compare", "--preset", "kivi-2", "--windows", "1", "--length", "200", "--step", "16"],
+            8,
+            "no fused kernel for",
+        ),
+        (["eval", "--preset", "kivi-2"], 2, "up to 16 tokens a call, --step is 32; give --step 16 or less"),
+        (
+            ["bench", "--device", "cpu", "--preset", "kivi-2", "--length", "200"],
+            8,
+            "scheme kivi-2: the layer is on cpu",
+        ),
+    ],
+)
+def test_commands_can_require_kernels(command: list[str], code: int, says: str) -> None:
+    done = kvcal(*command, "--require-kernels")
+    assert (done.code, says in done.err) == (code, True), done.err
+
+
+def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Card(monkeypatch, tmp_path)
+    preflight.write({"this kernel": None, "that kernel": "off by 1"})
+    found = kvcal("doctor").out
+    assert f"kernels checked on first use: 2 in {tmp_path / 'preflight.json'}" in found
+    assert "passes: this kernel" in found and "fails, off by 1: that kernel" in found

@@ -6,19 +6,16 @@ import itertools
 import os
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvcal_kernels.attention import BLOCK, Blocks, Form, reference
+from kvcal_kernels.attention import BLOCK, Blocks, Form, fast, reference
 
 from . import hf, preflight
 from .errors import KernelsUnavailable, KVCalError, UsageError
 from .scheme import LayerCodecs, Scheme
-
-if TYPE_CHECKING:
-    from kvcal_kernels.attention.triton import Workspace
 
 CHOICES = ("auto", "off", "torch", "triton")
 QUERIES = 16  # new tokens a call, at most
@@ -86,7 +83,8 @@ def path(refused: str | None, kernels: str) -> str:
 def summary(refused: list[str | None], kernels: str) -> str:
     """All layers in one line."""
     if not any(why is None for why in refused):
-        return "reference: decode, then the model's own attention"
+        why = f" ({refused[0]})" if refused and len(set(refused)) == 1 else ""
+        return f"reference: decode, then the model's own attention{why}"
     own = sum(why is None for why in refused)
     return (
         f"{path(None, kernels)} for steps of up to {QUERIES} tokens in {own} of {len(refused)} layers; else reference"
@@ -159,23 +157,19 @@ def attention(
     recent: Exact,
     scaling: float,
     factor: Tensor | None,
-    workspace: Workspace | None,
+    workspace: Any,
 ) -> Tensor:
     """As attention.reference.attend; factor: what packed keys were divided by, (H, 1, D) or (B, H, 1, D)."""
     packed_q = queries_for(q, factor)
     if kernels == "torch":
         return reference.attend(q, keys, values, blocks, sink, recent, scaling, packed_q)
-    from kvcal_kernels.attention import triton as kernel
+    out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q)
+    return out
 
-    return kernel.attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q)
 
-
-def workspace(kernels: str, device: torch.device) -> Workspace | None:
-    if kernels == "torch":
-        return None
-    from kvcal_kernels.attention.triton import Workspace
-
-    return Workspace(device)
+def workspace(kernels: str, device: torch.device) -> Any:
+    """Memory for the kernel's launches on a device; None where it needs none."""
+    return None if kernels == "torch" else fast().Workspace(device)
 
 
 def kernel_blocks(pair: LayerCodecs) -> int:

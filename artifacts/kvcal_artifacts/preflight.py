@@ -23,6 +23,7 @@ from kvcal_kernels import attention
 from kvcal_kernels.attention import BLOCK, Form, reference
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
+FILE = "preflight.json"
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
 SINK, RECENT = (4, 2, 4), (131, 3, 40)
 QUERIES = (1, 3)
@@ -101,7 +102,7 @@ def key_of(keys: Form, values: Form, ratio: int, dtype: torch.dtype, gpu: str) -
 def read() -> dict[str, str | None]:
     """Known verdicts; nothing where the file is missing or not ours."""
     try:
-        found = json.loads((folder() / "preflight.json").read_text(encoding="utf-8"))
+        found = json.loads((folder() / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -114,7 +115,7 @@ def write(verdicts: dict[str, str | None]) -> None:
         handle, name = tempfile.mkstemp(dir=folder(), suffix=".json")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(verdicts, file, indent=1, sort_keys=True)
-        Path(name).replace(folder() / "preflight.json")
+        Path(name).replace(folder() / FILE)
 
 
 def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -122,8 +123,6 @@ def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torc
 
     Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
     """
-    from kvcal_kernels.attention import triton as kernel
-
     generator = torch.Generator(device).manual_seed(0)
     held = [_blocks(form, device, generator) for form in (keys, values)]
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
@@ -136,7 +135,7 @@ def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torc
     scaling, allowed = keys.dim**-0.5, 4 * torch.finfo(dtype).eps
     for queries in QUERIES:
         q = random(2 * ratio, queries)
-        found = kernel.attend(q, held[0], held[1], counts[0], exact[0], exact[1], scaling)
+        found = attention.fast().attend(q, held[0], held[1], counts[0], exact[0], exact[1], scaling)
         wanted = reference.attend(q.float(), held[0], held[1], counts[0], exact[0], exact[1], scaling)
         off = float((found.double() - wanted.double()).norm() / wanted.double().norm())
         if not off <= allowed:

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.fused import queries_for
+from kvcal_artifacts.errors import KernelsUnavailable
+from kvcal_artifacts.fused import absence, queries_for
 
+from ..catalogue import Geometry
 from .layer import Case, fill, nbytes
 from .operation import Prepared, needs_blocks
 from .peers import wrong
+from .schemes import Benched
 
 
 def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
     if case.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a CUDA GPU"
-    for codec in (case.scheme.codecs.key, case.scheme.codecs.value):
+    return _unreadable(case.scheme) or needs_blocks(case)
+
+
+def _unreadable(one: Benched) -> str | None:
+    for codec in (one.codecs.key, one.codecs.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
-    if case.scheme.frame == "pre_rope":
-        return "keys before RoPE: the fused kernel does not rotate"
-    return needs_blocks(case)
+    return "keys before RoPE: the fused kernel does not rotate" if one.frame == "pre_rope" else None
+
+
+def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises KernelsUnavailable naming the first scheme that the kernel does not serve on this device."""
+    for one in schemes:
+        ratio = geometry.heads // geometry.kv_heads
+        if why := _unreadable(one) or absence("auto", one.codecs, ratio, dtype, device):
+            raise KernelsUnavailable(f"--require-kernels, scheme {one.name}: {why}; use another scheme or device")
 
 
 def fused_attention(case: Case) -> Prepared:
