@@ -11,6 +11,7 @@ _assets = tempfile.TemporaryDirectory(prefix="kvcal-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub, which reads both once
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # also for the processes that tests start
 os.environ["HF_ASSETS_CACHE"] = _assets.name
+os.environ["KVCAL_CACHE_DIR"] = _assets.name  # verdicts on kernels
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -56,3 +57,19 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of new tokens of each attention that a kernel computed."""
+    seen: list[int] = []
+    from kvcal_artifacts import fused
+
+    own = fused.attention
+
+    def counted(kernels: str, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(q.shape[2])
+        return own(kernels, q, *rest)
+
+    monkeypatch.setattr(fused, "attention", counted)
+    return seen

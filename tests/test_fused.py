@@ -98,20 +98,6 @@ def steps(
     return apart
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of new tokens of each attention that a kernel computed."""
-    seen: list[int] = []
-    own = fused.attention
-
-    def counted(kernels: str, q: Tensor, *rest: Any) -> Tensor:
-        seen.append(q.shape[2])
-        return own(kernels, q, *rest)
-
-    monkeypatch.setattr(fused, "attention", counted)
-    return seen
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_logits_are_those_of_the_reference_path(name: str, calls: list[int]) -> None:
     """Prefill, single tokens over a flush, 16 and 17 tokens at a time (17 are none of the kernel's)."""

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from . import fused, hf, store
 from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
-from .errors import KVCalError
+from .errors import KVCalError, UsageError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
@@ -128,6 +128,12 @@ class KVCalLayer(CacheLayerMixin):
             and not self.site.module.training
             and not (torch.is_grad_enabled() and keys.requires_grad)
         )
+
+    grows: str | None = "its storage grows"  # why it is not allocated once
+    ready = False
+
+    def publish(self) -> None:
+        """After the host changed the layer: nothing to do where the host has it all."""
 
     def drop_turn(self) -> None:
         """Of a forward that broke off between update() and its attention."""
@@ -472,8 +478,10 @@ class KVCalCache(Cache):
     the end of a `with` block, or the cache's own end of life. strict: a crop that reaches into packed blocks raises
     before anything changes. offload: each layer's storage rests in host memory between its turns.
 
-    kernels: "auto": decode steps of 1 to 16 tokens read packed blocks by the fused Triton kernel on a GPU where it passes its
-    check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
+    kernels: "auto": decode steps of 1 to 16 tokens read packed blocks by the fused Triton kernel on a GPU where it passes
+    its check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
+    max_length: columns that a row can have; layers that take the kernel then have all their storage from the first call on,
+    and decode steps of up to 16 tokens work under a CUDA graph and generate()'s compiled forward (`is_compileable`).
     require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel.
     """
 
@@ -489,8 +497,10 @@ class KVCalCache(Cache):
         offload: bool = False,
         kernels: str = "auto",
         require_kernels: bool = False,
+        max_length: int | None = None,
     ) -> None:
         fused.check_choice(kernels)
+        check_length(max_length, scheme, offload)
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
@@ -502,10 +512,12 @@ class KVCalCache(Cache):
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
         self.scheme, self.strict, self.offloading_layers, self.kernels = scheme, strict, offload, kernels
-        self.model = model
+        self.model, self.max_length = model, max_length
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
+        if max_length is not None:
+            kind = self._fixed_kind()
         layers = [
             kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
             for i, pair in enumerate(scheme.layers)
@@ -531,19 +543,103 @@ class KVCalCache(Cache):
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
+        self._on_device: bool | None = None
         self._masks: dict[torch.device, Tensor | None] = {}
         self._counts: tuple[Tensor, Tensor, Tensor] | None = None
         self._workspaces: dict[torch.device, Any] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.refused is None])
 
+    def _fixed_kind(self) -> Any:
+        """Makes the layers of a cache with max_length: with fixed storage where the device can do a step by itself."""
+        from . import fixed
+
+        def made(cache: KVCalCache, index: int, pair: LayerCodecs, site: hf.AttentionSite) -> KVCalLayer:
+            grown = KVCalLayer(cache, index, pair, site)
+            why = grown.refused or fixed.refusal(cache.scheme, pair)
+            if why is not None:
+                grown.grows = why
+                return grown
+            return fixed.FixedLayer(cache, index, pair, site)
+
+        return made
+
+    @property
+    def why_not_compileable(self) -> str | None:
+        """Why decode steps are not left to the device as a whole; None if they are."""
+        if self.max_length is None:
+            return "without max_length, storage grows on the host"
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, KVCalLayer):
+                return f"layer {index} is left to Transformers' own cache, which grows"
+            if layer.grows is not None:
+                return f"layer {index}: {layer.grows}"
+        return None
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.why_not_compileable is None
+
     @property
     def own_layers(self) -> list[KVCalLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVCalLayer)]
 
+    # With max_length.
+
+    def steps_on_device(self, keys: Tensor) -> bool:
+        """Whether this forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
+        if self._on_device is None:
+            self._on_device = self._can_step(keys)
+        return self._on_device
+
+    def _can_step(self, keys: Tensor) -> bool:
+        query, past = keys.shape[2], self.ledger.columns
+        if not self.is_compileable or query > fused.QUERIES or not all(layer.ready for layer in self.own_layers):
+            return False
+        if hf.capturing():
+            return True
+        if not self._hooks.active or len(keys) != self.ledger.batch:
+            return False  # what the host says of that
+        valid = self._new_valid(past, query)
+        if self._custom_mask or self.model.training or (torch.is_grad_enabled() and keys.requires_grad):
+            return False
+        self._check_room(query)
+        return valid is None or bool(valid.all())
+
+    def _check_room(self, query: int) -> None:
+        if self.max_length is not None and self.ledger.columns + query > self.max_length:
+            raise KVCalError(
+                f"{query} tokens behind {self.ledger.columns}: the cache was made for max_length={self.max_length}; make a "
+                "larger one"
+            )
+
+    def settle(self) -> None:
+        """Let the host know of the steps that the device did by itself."""
+        ready: list[Any] = [layer for layer in self.own_layers if layer.ready]
+        if not ready or hf.capturing() or torch.compiler.is_compiling():
+            return
+        from . import fixed
+
+        length = fixed.length_of(ready)
+        if new := length - self.ledger.columns:
+            self.ledger.begin(self.ledger.batch, new, None)
+            for layer in ready:
+                layer.columns = length
+                layer.look()
+
+    def _publish(self) -> None:
+        for layer in self.own_layers:
+            layer.publish()
+
     # What the hooks tell.
 
     def on_forward(self, mask: Tensor | None) -> None:
+        self._on_device = None
+        if self.max_length is not None and not hf.capturing():
+            self.settle()
+            if mask is not None and mask.ndim == 4:
+                real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
+                mask = mask if real is None else real
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
         if self._custom_mask and self.scheme.selection is not None:
             assert mask is not None
@@ -622,14 +718,16 @@ class KVCalCache(Cache):
             raise KVCalError("an earlier forward broke off while it evicted tokens: call reset() and start again")
         for index, layer in enumerate(self.layers):
             wanted = self.ledger.columns + (query if index < first else 0)
-            if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() != wanted:
+            held = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
+            if isinstance(layer, CacheLayerMixin) and held != wanted:
                 raise KVCalError(
-                    f"layer {index} holds {layer.get_seq_length()} tokens, the cache {wanted}: "
+                    f"layer {index} holds {held} tokens, the cache {wanted}: "
                     "an earlier forward broke off; call reset() and start again"
                 )
 
     def _begin(self, batch: int, query: int, device: torch.device) -> Plan:
         past = self.ledger.columns
+        self._check_room(query)
         plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(device)
         if isinstance(plan, SelectedPlan) and self._mask is not None:
             plan = self.ledger.hide(plan, self._mask[:, :past].to("cpu").bool())
@@ -731,6 +829,7 @@ class KVCalCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding of Transformers 5.17 counts in tensors
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
+        self.settle()
         count = min(-tokens_to_remove, self.ledger.columns)
         plan = self.ledger.crop(count)
         if plan.deep and self.strict:
@@ -764,6 +863,7 @@ class KVCalCache(Cache):
             self.unforgotten["blocks"] += self.ledger.early
         self.returned_tokens += plan.returned
         self._rope = self._plan = None
+        self._publish()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
@@ -772,10 +872,12 @@ class KVCalCache(Cache):
         self._select(indices, lambda layer: layer.batch_select_indices(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.settle()
         rows = torch.arange(self.ledger.batch).repeat_interleave(repeats)
         self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def _select(self, rows: Tensor, plain: Any) -> None:
+        self.settle()
         if self.ledger.columns:
             self.ledger.select(rows)
         for layer in self.layers:
@@ -784,6 +886,7 @@ class KVCalCache(Cache):
             else:
                 plain(layer)
         self._rope = self._plan = None
+        self._publish()
 
     def reset(self) -> None:
         super().reset()
@@ -806,9 +909,11 @@ class KVCalCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCalCache:
         """An independent cache on the same model with the same contents, for reusing a prompt."""
+        self.settle()
         twin = KVCalCache(
-            self.scheme, self.model, strict=self.strict, offload=self.offloading_layers, kernels=self.kernels
-        )
+            self.scheme, self.model, strict=self.strict, offload=self.offloading_layers, kernels=self.kernels,
+            max_length=self.max_length,
+        )  # fmt: skip
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
         twin.unforgotten = dict(self.unforgotten)
@@ -845,6 +950,7 @@ class KVCalCache(Cache):
     def packed_values(self) -> int:
         """How many numbers the packed blocks stand for; those of evicted tokens do not count."""
         pairs = [pair for pair in self.scheme.layers if pair is not None]
+        self.settle()
         numbers = sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
         if self.scheme.selection is None:
             blocks: int = self.ledger.blocks.sum().item()
@@ -868,6 +974,7 @@ class KVCalCache(Cache):
         run-time statistics still show: `tokens` further back than they can forget, and `blocks` packed when the removed tokens
         were there. All zero: the cache is, to the byte, one that never had the removed tokens.
         """
+        self.settle()
         rows = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVCalLayer):
@@ -886,6 +993,8 @@ class KVCalCache(Cache):
             "unforgotten_by_statistics": dict(self.unforgotten),
             "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
             "path": fused.summary([layer.refused for layer in self.own_layers], self.kernels),
+            "max_length": self.max_length,
+            "compileable": self.why_not_compileable or True,
             "nbytes": {name: self.nbytes(name) for name in PARTS},
             "bits_per_value": self.bits_per_value(),
             "resident_bytes": self.resident_bytes(),
@@ -896,6 +1005,18 @@ class KVCalCache(Cache):
         return (
             f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
         )
+
+
+def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
+    if max_length is None:
+        return
+    least = scheme.windows.sink + scheme.windows.recent + scheme.windows.block
+    if type(max_length) is not int or max_length < least:
+        raise UsageError(
+            f"max_length={max_length!r}: must be a whole number from {least}, sink, recent window and a block"
+        )
+    if offload:
+        raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -172,6 +172,12 @@ def workspace(kernels: str, device: torch.device) -> Any:
     return None if kernels == "torch" else fast().Workspace(device)
 
 
+def reserve(kernels: str, space: Any, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int) -> None:
+    """Have the memory of steps of one token over `room` blocks before a graph of one is recorded."""
+    if kernels != "torch":
+        fast().reserve(space, keys, values, batch, heads, ratio, room)
+
+
 def kernel_blocks(pair: LayerCodecs) -> int:
     """Blocks of the kernel in one of the scheme."""
     return pair.key.shape.block // BLOCK

@@ -265,6 +265,10 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     handle = module.config.kvcal_turn.take()
     if handle is None:
         kind = _plain(module.config)._attn_implementation or "eager"
+        if (
+            isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+        ):  # caches that compile have masks of their room
+            attention_mask = attention_mask[..., : key.shape[2]]
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)(module, query, key, value, attention_mask, **given)
     odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
@@ -333,6 +337,23 @@ def mask_for(site: AttentionSite, allowed: Tensor, dtype: torch.dtype) -> Tensor
     if implementation(site) == "sdpa":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
+    """What a mask (B, 1, query, past + query or more), as generate() makes it for caches that compile, says of columns:
+    (B, past + query) bool, True where a token is real. None where it is not the causal mask of these.
+    """
+    if mask.ndim != 4 or mask.shape[1] != 1 or mask.shape[2] != query or mask.shape[3] < past + query:
+        return None
+    seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    real = seen[:, -1, : past + query]
+    causal = seen.sum(-1) == real.cumsum(1)[:, past:]
+    return real if bool((causal | ~real[:, past:]).all()) else None
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Listener(Protocol):
@@ -411,6 +432,8 @@ class Hooks:
         return inert
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if torch.compiler.is_compiling():  # what is compiled has its cache on the device
+            return
         if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
             return
         given = kwargs
@@ -426,12 +449,16 @@ class Hooks:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """output: None after a forward that failed."""
+        if torch.compiler.is_compiling():
+            return
         was, self._state.active = self.active, False
         owner = self._owner()
         if was and owner is not None and output is not None:
             owner.on_done()
 
     def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         owner = self._owner()
         if self.active and owner is not None:
             cos, sin = made

@@ -6,8 +6,10 @@ append, reorder, select, crop and offload are written once, in the cache.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -210,10 +212,28 @@ def check_finite(x: Tensor, layer: int, role: Role) -> None:
     )
 
 
+_THREAD = threading.local()
+
+
+@contextmanager
+def device_only() -> Iterator[list[Tensor]]:
+    """Inside, encoding waits for no number from the device. What it would refuse is told, row by row, by the list: (B,) bool a
+    tensor of scales or minima, True where float16 holds all.
+    """
+    fits: list[Tensor] = []
+    _THREAD.fits = fits
+    try:
+        yield fits
+    finally:
+        _THREAD.fits = None
+
+
 def to_half(x: Tensor, what: str) -> Tensor:
-    """float32 -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
-    limit = 65504.0
-    if not bool((x.abs() <= limit).all()):  # also for NaN
+    """float32 (B, ...) -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
+    holds, fits = x.abs() <= 65504.0, getattr(_THREAD, "fits", None)  # not where x is NaN
+    if fits is not None:
+        fits.append(holds.flatten(1).all(1))
+    elif not bool(holds.all()):
         raise NonFiniteError(
             f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use smaller groups"
         )

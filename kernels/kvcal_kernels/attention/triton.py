@@ -668,21 +668,31 @@ def attend(
     launch = launch or Launch()
     batch, heads, room = keys.words.shape[:3]
     fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps)
-    groups = batch * heads * fixed["CHUNKS"]
-    count = splits(groups, room, launch.warps, launch.turns, _processors(q.device), launch.programs)
-    parts = count + 1
+    groups, parts = _grid(fixed, batch, room, launch, q.device)
     space = workspace or Workspace(q.device)
     part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
     out = torch.empty_like(q)
     attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2], part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], count,
+        blocks, sink[2], recent[2], part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], parts - 1,
         scaling * 1.4426950408889634, **fixed,
         STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
         num_warps=launch.warps, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
     )  # fmt: skip
     return out
+
+
+def _grid(fixed: dict[str, int], batch: int, room: int, launch: Launch, device: torch.device) -> tuple[int, int]:
+    """Groups of query rows, and programs of each: its splits and the one of sink and recent tokens."""
+    groups = batch * fixed["HEADS"] * fixed["CHUNKS"]
+    return groups, splits(groups, room, launch.warps, launch.turns, _processors(device), launch.programs) + 1
+
+
+def reserve(space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int) -> None:
+    """Let `space` have what a launch for one token over `room` blocks needs: under a CUDA graph it must not grow."""
+    fixed = settings(keys, values, heads, ratio, 1, Launch().warps)
+    space.take(*_grid(fixed, batch, room, Launch(), space.counter.device), fixed["N"], fixed["D"])
 
 
 def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:

@@ -1,0 +1,375 @@
+"""Caches whose storage is allocated once: against growing ones, compiled, traced without values, and under a CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.codecs import Uniform
+from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.fixed import FixedLayer
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs
+from schemes import close_all, left_mask, mixkvq_of, opened, packed_row, same, token_ids, window_row
+from test_fused import PAIRS, WINDOWS, close, generated, model, scheme, steps
+
+NAMES = ["inner-4", "kivi-4", "innerq-prefill"]
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    close_all()
+
+
+def fixed(name: str = "inner-4", served: Any = None, length: int = 256, kernels: str = "torch") -> KVCalCache:
+    own = model() if served is None else served
+    return opened(scheme(PAIRS[name], own.config.num_hidden_layers), own, kernels=kernels, max_length=length)
+
+
+def both(name: str = "inner-4", **options: Any) -> tuple[KVCalCache, KVCalCache]:
+    return fixed(name, **options), opened(scheme(PAIRS[name]), model(), kernels="torch")
+
+
+def first_layer(cache: KVCalCache, row: int) -> list[Tensor]:
+    """Of layer 0, whose keys and values come from the tokens alone: what float32 rounding of attention cannot change."""
+    cache.settle()
+    held = 2 * len(cache.layers[0].packed[0])
+    return packed_row(cache, row)[:held] + window_row(cache, row)[:4]
+
+
+def addresses(cache: KVCalCache) -> list[int]:
+    return [t.data_ptr() for layer in cache.own_layers for part in ("packed", "window") for t in layer.stored(part)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_give_what_a_growing_cache_gives(name: str, calls: list[int]) -> None:
+    """Prompt, two flushes of single tokens, 16 and 17 at a time; nothing moves."""
+    caches = both(name)
+    cuts = [80, *range(81, 140), 155, 172]
+    close(steps((caches[0], caches[1]), token_ids(2, 80, seed=1), []))
+    where = addresses(caches[0])
+    sizes = [caches[0].nbytes(part) for part in ("packed", "window")]
+    close(steps(caches, token_ids(2, 176, seed=1)[:, 80:], [cut - 80 for cut in cuts[1:]]))
+    assert addresses(caches[0]) == where
+    assert [caches[0].nbytes(part) for part in ("packed", "window")] == sizes
+    for row in (0, 1):
+        assert same(first_layer(caches[0], row), first_layer(caches[1], row))
+    assert caches[0].ledger.blocks.tolist() == caches[1].ledger.blocks.tolist() == [4, 4]
+    assert calls == [q for q in [*[1] * 59, 16, 4] for _ in range(6)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_all_lengths_step_together(name: str) -> None:
+    """One has packed blocks, one packs its first, one none yet, one has not even its sink."""
+    mask = torch.cat([left_mask([120, 60, 40, 2]), torch.ones(4, 60, dtype=torch.long)], 1)
+    caches = both(name)
+    close(steps(caches, token_ids(4, 180, seed=2), [120, *range(121, 150), 153, 169], mask))
+    for row in range(4):
+        assert same(first_layer(caches[0], row), first_layer(caches[1], row))
+    assert caches[0].ledger.blocks.tolist() == [4, 2, 2, 0]
+    assert caches[0].ledger.sink.tolist() == [4] * 4
+
+
+def test_crop_select_copy_and_reset() -> None:
+    ids = token_ids(2, 160, seed=3)
+    caches = both()
+    steps(caches, ids[:, :100], [80, 81, 97])
+    twins = tuple(copy.deepcopy(own) for own in caches)
+    for number, pair in enumerate((caches, twins)):
+        for own in pair:
+            own.crop(-(5, 50)[number])  # out of the window, and into packed blocks
+            own.reorder_cache(torch.tensor([1, 0]))
+        where = addresses(pair[0])
+        close(steps(pair, ids[:, 100:140], [1, 2, 18]))  # type: ignore[arg-type]
+        assert same(first_layer(pair[0], 0), first_layer(pair[1], 0))
+        assert addresses(pair[0]) == where
+    for own in twins:
+        own.close()
+    for own in caches:
+        own.batch_repeat_interleave(2)
+    close(steps(caches, token_ids(4, 3), [1]))
+    where = addresses(caches[0])
+    for own in caches:
+        own.reset()
+    close(steps(caches, token_ids(4, 100, seed=5), [90, 91]))
+    assert addresses(caches[0]) == where
+    assert int(caches[0].get_seq_length()) == 100
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}], ids=["greedy", "beams", "lookup"]
+)
+@pytest.mark.parametrize("prompt", [90, 3])
+def test_generate(prompt: int, options: dict[str, Any], calls: list[int]) -> None:
+    """Its masks have four dimensions for such caches."""
+    ids = token_ids(1, 30, seed=4).repeat(1, 3)[:, :prompt]
+    found = [generated(own, ids, max_new_tokens=50, **options) for own in both()]
+    assert found[0] == found[1] and calls
+
+
+def test_a_padded_batch_generates_what_its_rows_do(calls: list[int]) -> None:
+    ids, mask = token_ids(2, 90, seed=5), left_mask([90, 50])
+    ids = ids.masked_fill(mask == 0, 0)
+    caches = both()
+    found = [generated(own, ids, attention_mask=mask) for own in caches]
+    assert found[0] == found[1]
+    assert caches[0].ledger.valid.equal(caches[1].ledger.valid) or caches[0].settle() is None
+    assert caches[0].ledger.sink.tolist() == [4, 4] and caches[0].ledger.blocks.tolist() == [2, 1]
+
+
+# Nothing in a step depends on a number that the host would have to know.
+
+
+def test_compiled_steps_are_one_graph() -> None:
+    """No break, no second compilation, over two flushes; then the host goes on from where the device is."""
+    ids = token_ids(1, 180, seed=6)
+    own, plain = both()
+    for cache in (own, plain):
+        with torch.no_grad():
+            cache.model(ids[:, :80], past_key_values=cache)
+    torch._dynamo.reset()
+    step = torch.compile(own.model, fullgraph=True, backend="eager")
+    apart = []
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(80, 150):
+            given = {"position_ids": torch.tensor([[i]]), "attention_mask": torch.ones(1, 1, 1, 256, dtype=torch.bool)}
+            found = step(ids[:, i : i + 1], past_key_values=own, **given).logits
+            wanted = plain.model(ids[:, i : i + 1], past_key_values=plain).logits
+            apart.append((found - wanted).norm() / wanted.norm())
+    close(apart)
+    own.settle()
+    assert own.ledger.columns == 150 and own.ledger.blocks.tolist() == plain.ledger.blocks.tolist() == [3]
+    assert same(first_layer(own, 0), first_layer(plain, 0))
+    close(steps((own, plain), ids[:, 150:], [2, 19]))
+
+
+def test_generate_with_a_compiled_forward() -> None:
+    from transformers import CompileConfig
+
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    ids, mask = token_ids(2, 90, seed=7), left_mask([90, 45])
+    ids = ids.masked_fill(mask == 0, 0)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    own, plain = both()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found = generated(own, ids, attention_mask=mask, compile_config=compiled, max_new_tokens=45)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert found == generated(plain, ids, attention_mask=mask, max_new_tokens=45)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_reads_no_value(name: str) -> None:
+    """Traced with tensors that have none: whatever asked for one would raise."""
+    own = fixed(name)
+    with torch.no_grad():
+        own.model(token_ids(2, 80), past_key_values=own)
+    layer = own.layers[1]
+    assert isinstance(layer, FixedLayer) and layer.room is not None
+    room = layer.room
+    with FakeTensorMode() as mode:
+
+        def fake(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return mode.from_tensor(x)
+            return [fake(y) for y in x] if isinstance(x, list) else {k: fake(y) for k, y in x.items()}
+
+        layer.room = type(room)(**{key: fake(value) for key, value in vars(room).items()})
+        for statistic in layer.statistics.values():
+            statistic.state = fake(statistic.state)
+        new = [torch.empty(2, heads, 1, 64) for heads in (4, 2, 2)]
+        out = layer.attend(*new, 0.125)
+        assert out.shape == (2, 4, 1, 64)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            bool(layer.room.length > 3)
+
+
+def test_a_row_that_is_not_due_keeps_its_bytes_and_one_that_is_gets_the_codecs_own() -> None:
+    own = fixed("kivi-4")
+    ids, mask = token_ids(2, 110, seed=8), left_mask([110, 100])
+    with torch.no_grad():
+        own.model(ids[:, :99], past_key_values=own, attention_mask=mask[:, :99])
+    layer = own.layers[0]
+    assert isinstance(layer, FixedLayer) and layer.room is not None
+    before = copy.deepcopy(layer.room)
+    with torch.no_grad():
+        own.model(ids[:, 99:100], past_key_values=own, attention_mask=mask[:, :100])
+    assert (layer.room.blocks - before.blocks).tolist() == [1, 0]
+    made = layer.codecs.key.encode(before.recent[0][:, :, :32])
+    for name, held in layer.room.packed[0].items():
+        assert torch.equal(held[0, :, 1], made[name][0, :, 0]) and torch.equal(held[1], before.packed[0][name][1])
+
+
+# What goes wrong.
+
+
+def test_what_steps_could_not_say_is_said_afterwards() -> None:
+    own = fixed()
+    ids = token_ids(1, 100)
+    with torch.no_grad():
+        own.model(ids[:, :80], past_key_values=own)
+        room = own.layers[1].room
+        room.recent[0][0, 1, 3, 5] = torch.inf  # packed with 4 + 32 + 32 + 32 tokens
+        for layer in own.layers:
+            for _ in range(20):
+                layer.attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1)
+    with pytest.raises(KVCalError, match="layer 1: a NaN, an infinity or a number beyond float16 reached"):
+        own.settle()
+    own.reset()
+    with torch.no_grad():
+        bad = model().model.embed_tokens(ids)
+        bad[0, 7] = torch.nan
+        with pytest.raises(NonFiniteError, match="layer 0"):
+            own.model(inputs_embeds=bad, past_key_values=own)
+
+
+def test_no_token_beyond_max_length() -> None:
+    own = fixed(length=96)
+    with torch.no_grad():
+        own.model(token_ids(1, 90), past_key_values=own)
+        with pytest.raises(KVCalError, match="20 tokens behind 90: the cache was made for max_length=96"):
+            own.model(token_ids(1, 20), past_key_values=own)
+        for _ in range(6):
+            own.model(token_ids(1, 1), past_key_values=own)
+        with pytest.raises(KVCalError, match="1 tokens behind 96"):
+            own.model(token_ids(1, 1), past_key_values=own)
+        layer = own.layers[0]
+        assert isinstance(layer, FixedLayer)
+        for _ in range(80):  # as a recorded graph would go on
+            layer.attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1)
+    with pytest.raises(KVCalError, match="layer 0: more tokens came than max_length"):
+        own.describe()
+
+
+def test_layers_that_hold_different_numbers_of_tokens() -> None:
+    own = fixed()
+    with torch.no_grad():
+        own.model(token_ids(1, 80), past_key_values=own)
+        own.layers[0].attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1)
+        with pytest.raises(KVCalError, match=r"layers hold \[80, 81\] tokens: a forward broke off"):
+            own.model(token_ids(1, 1), past_key_values=own)
+        own.reset()
+        own.model(token_ids(1, 80), past_key_values=own)
+
+
+def test_steps_with_masks_of_ones_own_and_gradients_are_the_hosts(calls: list[int]) -> None:
+    caches = both()
+    for own in caches:
+        with torch.no_grad():
+            own.model(token_ids(1, 80), past_key_values=own)
+    seen = torch.ones(1, 1, 2, 82, dtype=torch.bool).tril(80)
+    seen[..., 7] = False
+    seen[:, :, 1, 7] = True
+    with torch.no_grad():
+        out = [own.model(token_ids(1, 2), past_key_values=own, attention_mask=seen).logits for own in caches]
+    close([(out[0] - out[1]).norm() / out[1].norm()])
+    assert not calls
+    found = caches[0].model(token_ids(1, 1), past_key_values=caches[0]).logits
+    assert found.requires_grad and not calls
+    caches[1].model(token_ids(1, 1), past_key_values=caches[1])
+    close(steps(caches, token_ids(1, 3), [1]))
+    assert calls
+
+
+def test_caches_that_do_not_compile_say_why() -> None:
+    def why(made: Any, **options: Any) -> Any:
+        own = opened(made, model(), kernels="torch", **options)
+        found = own.describe()["compileable"]
+        assert own.is_compileable is (found is True)
+        return found
+
+    pair = PAIRS["inner-4"]
+    assert why(scheme(pair), max_length=100) is True
+    assert "storage grows" in why(scheme(pair))
+    assert "layer 0: its rounding follows query_subspace:5" in why(scheme(PAIRS["squat"]), max_length=100)
+    assert "keys before RoPE" in why(scheme(pair, frame="pre_rope"), max_length=100)
+    narrow = LayerCodecs(Uniform(pair.key.shape, "key", 3, 32), pair.value)
+    assert "3 bits at head_dim 64" in why(scheme(narrow), max_length=100)
+    assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
+    small = mixkvq_of(model(), "post_rope")
+    assert "no fused kernel reads mixkvq" in why(small, max_length=100)
+    left = type(scheme(pair))(WINDOWS, "post_rope", (pair, None, pair), {1: "asked for"})
+    assert "layer 1 is left to Transformers' own cache" in why(left, max_length=100)
+
+
+@pytest.mark.parametrize("name", ["squat", "inner-4"])
+def test_layers_that_cannot_be_left_to_the_device_grow(name: str, calls: list[int]) -> None:
+    made = scheme(PAIRS[name], frame="pre_rope" if name == "inner-4" else "post_rope")
+    caches = opened(made, model(), kernels="torch", max_length=128), opened(made, model(), kernels="torch")
+    close(steps(caches, token_ids(1, 90), [80, 81]))
+    assert bool(calls) == (name == "squat")
+    with pytest.raises(KVCalError, match="max_length=128"):
+        caches[0].model(token_ids(1, 60), past_key_values=caches[0])
+
+
+@pytest.mark.parametrize("length", [0, 67, 100.0, True])
+def test_lengths_that_make_no_sense(length: Any) -> None:
+    with pytest.raises(UsageError, match=r"max_length=.*must be a whole number from 68"):
+        fixed(length=length)
+
+
+def test_fixed_and_moving_storage_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="offload"):
+        opened(scheme(PAIRS["inner-4"]), model(), max_length=100, offload=True)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
+    served = copy.deepcopy(model()).half().cuda()
+    own, eager = (fixed(name, served, kernels="triton") for _ in range(2))
+    ids = token_ids(2, 200, seed=9).cuda()
+    token, place = ids[:, :1].clone(), torch.zeros(2, 1, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        for cache in (own, eager):
+            served(ids[:, :80], past_key_values=cache)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels are compiled before the graph is recorded
+            for i in (80, 81):
+                token.copy_(ids[:, i : i + 1])
+                place.fill_(i)
+                served(token, position_ids=place, past_key_values=own)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = served(token, position_ids=place, past_key_values=own).logits
+        for i in range(80, 160):
+            wanted = served(ids[:, i : i + 1], position_ids=place.clone().fill_(i), past_key_values=eager).logits
+            if i < 82:
+                continue
+            token.copy_(ids[:, i : i + 1])
+            place.fill_(i)
+            graph.replay()
+            assert torch.equal(out, wanted), i
+    for cache in (own, eager):
+        cache.settle()
+        assert cache.ledger.columns == 160 and cache.ledger.blocks.tolist() == [3, 3]
+    assert all(
+        same(packed_row(own, row) + window_row(own, row), packed_row(eager, row) + window_row(eager, row))
+        for row in (0, 1)
+    )
+
+
+@pytest.mark.gpu
+def test_generate_compiles_its_forward_on_a_gpu() -> None:
+    served = copy.deepcopy(model()).half().cuda()
+    ids = token_ids(2, 90, seed=10).cuda()
+    own = fixed("innerq", served, kernels="auto")
+    assert own.is_compileable, own.describe()["compileable"]
+    found = generated(own, ids, max_new_tokens=60)
+    plain = opened(scheme(PAIRS["innerq"]), served, kernels="auto")
+    wanted = generated(plain, ids, max_new_tokens=60)
+    alike = (torch.tensor(found) == torch.tensor(wanted))[:, 90:].double().mean()
+    assert alike > 0.8, alike  # float16 ties may fall otherwise
