@@ -135,7 +135,7 @@ def test_compiled_steps_are_one_graph() -> None:
         with torch.no_grad():
             cache.model(ids[:, :80], past_key_values=cache)
     torch._dynamo.reset()
-    step = torch.compile(own.model, fullgraph=True, backend="eager")
+    step = torch.compile(own.model, fullgraph=True, backend="aot_eager")
     apart = []
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for i in range(80, 150):
@@ -153,7 +153,7 @@ def test_compiled_steps_are_one_graph() -> None:
 def test_generate_with_a_compiled_forward() -> None:
     from transformers import CompileConfig
 
-    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compiled._compile_all_devices = True
     ids, mask = token_ids(2, 90, seed=7), left_mask([90, 45])
     ids = ids.masked_fill(mask == 0, 0)
@@ -190,6 +190,36 @@ def test_a_step_reads_no_value(name: str) -> None:
         assert out.shape == (2, 4, 1, 64)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(layer.room.length > 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_leaving_out_what_moves_nothing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.cat([left_mask([80, 40, 2]), torch.ones(3, 40, dtype=torch.long)], 1)
+    caches = fixed(name), fixed(name)
+    flushes: list[int] = []
+    own = FixedLayer._flush
+
+    def counted(layer: FixedLayer, *given: Any) -> None:
+        flushes.append(layer.index)
+        own(layer, *given)
+
+    monkeypatch.setattr(FixedLayer, "_flush", counted)
+    found = []
+    for cache, quiet in zip(caches, (True, False), strict=True):
+        if not quiet:
+            monkeypatch.setattr(KVCalCache, "step_is_quiet", False)
+        with torch.no_grad():
+            for start, stop in zip([0, *range(80, 120)], [*range(80, 121)], strict=False):
+                given = {"attention_mask": mask[:, :stop]}
+                out = cache.model(token_ids(3, 120, seed=3)[:, start:stop], past_key_values=cache, **given).logits
+        found.append((out, len(flushes)))
+        flushes.clear()
+    assert torch.equal(found[0][0], found[1][0])
+    assert 0 < found[0][1] < found[1][1] == 3 * 40
+    rooms = [vars(cache.layers[2].room) for cache in caches]
+    for part, value in rooms[0].items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, rooms[1][part])
 
 
 def test_a_row_that_is_not_due_keeps_its_bytes_and_one_that_is_gets_the_codecs_own() -> None:

@@ -544,6 +544,7 @@ class KVCalCache(Cache):
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
         self._on_device: bool | None = None
+        self._quiet = False
         self._masks: dict[torch.device, Tensor | None] = {}
         self._counts: tuple[Tensor, Tensor, Tensor] | None = None
         self._workspaces: dict[torch.device, Any] = {}
@@ -590,6 +591,8 @@ class KVCalCache(Cache):
         """Whether this forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
         if self._on_device is None:
             self._on_device = self._can_step(keys)
+            known = self._on_device and not hf.capturing()
+            self._quiet = known and self.ledger.is_quiet(keys.shape[2])
         return self._on_device
 
     def _can_step(self, keys: Tensor) -> bool:
@@ -605,6 +608,11 @@ class KVCalCache(Cache):
             return False
         self._check_room(query)
         return valid is None or bool(valid.all())
+
+    @property
+    def step_is_quiet(self) -> bool:
+        """Whether this forward's step on the device neither fills a sink nor packs a block of any row, as far as is known."""
+        return self._quiet
 
     def _check_room(self, query: int) -> None:
         if self.max_length is not None and self.ledger.columns + query > self.max_length:

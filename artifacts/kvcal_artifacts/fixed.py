@@ -66,6 +66,7 @@ class FixedLayer(KVCalLayer):
     grows = None
     room: Room | None = None
     ready = False  # room holds what the layer holds
+    _quiet = False  # of the next step alone: the host, which is on the way, knows that no token moves
 
     def _clear(self) -> None:
         super()._clear()
@@ -80,6 +81,8 @@ class FixedLayer(KVCalLayer):
                 f"layer {self.index}: a compiled call brings {key_states.shape[2]} tokens to a cache of {self.columns}: "
                 f"only steps of up to {fused.QUERIES} tokens behind a prompt can be compiled; run the prompt uncompiled"
             )
+        if not torch.compiler.is_compiling():
+            self._quiet = self._cache.step_is_quiet
         hf.turn_of(self.site).leave(self.handle)
         return key_states, value_states
 
@@ -188,8 +191,10 @@ class FixedLayer(KVCalLayer):
 
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """A whole step: append, attend, pack what is due, count. No shape and no value is looked at on the host."""
-        room = self.room
+        """A whole step: append, attend, pack what is due, count. No value is looked at on the host. What moves nothing is left
+        out where Python runs step by step and update() has seen the host's counts; graphs and compiled code have it all.
+        """
+        room, quiet, self._quiet = self.room, self._quiet, False
         assert room is not None
         with torch.autocast(q.device.type, enabled=False):
             after = room.recents + k.shape[2]
@@ -205,7 +210,10 @@ class FixedLayer(KVCalLayer):
                 (room.recent[0], room.recent[1], after), scaling, factor, self._cache.workspace(q.device),
             )  # fmt: skip
             self._observe_peak(room, k)
-            self._flush(room, after)
+            if quiet:
+                room.recents.copy_(after)
+            else:
+                self._flush(room, after)
             room.length.add_(k.shape[2])
         return out.to(q.dtype)
 
