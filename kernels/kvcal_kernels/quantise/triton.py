@@ -13,6 +13,7 @@ as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so ch
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -38,7 +39,17 @@ def _divide(y, s, inverse, ASM: tl.constexpr):
     if ASM:
         q = y * inverse
         return tl.fma(tl.fma(-q, s, y), inverse, q)
-    return y / s  # the interpreter's is, and its fma is not fused
+    else:  # noqa: RET505: both are compiled otherwise
+        return y / s  # the interpreter's is IEEE's, and its fma is not fused
+
+
+@triton.jit
+def _reciprocal(s, ASM: tl.constexpr):
+    """1 / s of a scale, within one unit of its last place."""
+    if ASM:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return 1.0 / s
 
 
 @triton.jit
@@ -60,11 +71,13 @@ def _tree(x, NW: tl.constexpr, ALONG: tl.constexpr):
         x = tl.sum(tl.reshape(x, [NW, 2, 8, 16]), 1)
         x = tl.sum(tl.reshape(x, [NW, 2, 4, 16]), 1)
         x = tl.sum(tl.reshape(x, [NW, 2, 2, 16]), 1)
-        return tl.sum(x, 1)
-    x = tl.sum(tl.reshape(x, [NW, 16, 2, 8]), 2)
-    x = tl.sum(tl.reshape(x, [NW, 16, 2, 4]), 2)
-    x = tl.sum(tl.reshape(x, [NW, 16, 2, 2]), 2)
-    return tl.sum(x, 2)
+        x = tl.sum(x, 1)
+    else:
+        x = tl.sum(tl.reshape(x, [NW, 16, 2, 8]), 2)
+        x = tl.sum(tl.reshape(x, [NW, 16, 2, 4]), 2)
+        x = tl.sum(tl.reshape(x, [NW, 16, 2, 2]), 2)
+        x = tl.sum(x, 2)
+    return x
 
 
 @triton.jit
@@ -82,7 +95,7 @@ def _error(
 ):  # fmt: skip
     """Squared error of a group [NW, 16]; low, high: of its integers."""
     b_s, b_base = _along(scale, ALONG), _along(base, ALONG)
-    inverse = _along(1.0 / scale, ALONG)
+    inverse = _along(_reciprocal(scale, ASM), ALONG)
     squares = ()
     for i in tl.static_range(len(xs)):
         q = _rounded(xs[i], b_base, b_s, inverse, low, high, SHIFTED, ASM)
@@ -91,24 +104,23 @@ def _error(
             off = off + b_base
         off = off - xs[i]
         squares = squares + (off * off,)
-    COUNT: tl.constexpr = len(xs)
-    for step in tl.static_range(3):  # 8 pieces at most: the pieces of a group are its outermost halves
-        WIDE: tl.constexpr = COUNT >> step
-        if WIDE > 1:
+    for _ in tl.static_range(3):  # 8 pieces at most: the pieces of a group are its outermost halves
+        if len(squares) > 1:
             folded = ()
-            for i in tl.static_range(WIDE // 2):
-                folded = folded + (squares[i] + squares[i + WIDE // 2],)
+            for i in tl.static_range(len(squares) // 2):
+                folded = folded + (squares[i] + squares[i + len(squares) // 2],)
             squares = folded
     return _tree(squares[0], NW, ALONG)
 
 
 @triton.jit
 def _choose(
-    xs, p_table, bad,
+    xs, p_table, worst, lows, peaks,
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scale, zero point (as they are stored), whether asymmetric, and the flags so far, of a group of pieces: [NW, 16] each.
+    """Scale, zero point, whether it is asymmetric, of a group of pieces; then what must fit float16, the largest so far: plain scales,
+    magnitudes of minima and, in hybrid mode, of numbers. [NW, 16] each.
 
     MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
     """
@@ -116,18 +128,13 @@ def _choose(
     TOP: tl.constexpr = 2.0**BITS - 1
     AXIS: tl.constexpr = 1 if ALONG else 2
     COMPARE: tl.constexpr = ALL > 1
-    nothing = xs[0] * 0.0
-    for i in tl.static_range(1, len(xs)):
-        nothing = nothing + xs[i] * 0.0  # a NaN where any is not finite
-    finite = tl.min((nothing == nothing).to(tl.int32), AXIS)
-    bad = bad | tl.where(finite == 0, NONFINITE, 0)
     if MODE != 1:
         b_peak = tl.abs(xs[0])
         for i in tl.static_range(1, len(xs)):
             b_peak = tl.maximum(b_peak, tl.abs(xs[i]))
         peak = tl.max(b_peak, AXIS)
         plain = peak * (1.0 / HALF)
-        bad = bad | tl.where(plain <= HALF_MAX, 0, SCALE)
+        worst = tl.maximum(worst, plain)
         size = _fit(plain)
         best = size
         base = best * 0.0
@@ -148,7 +155,7 @@ def _choose(
         low, high = tl.min(b_low, AXIS), tl.max(b_high, AXIS)
         spread = high - low
         plain = _divide(spread, TOP, 1.0 / TOP, ASM)
-        bad = bad | tl.where(plain <= HALF_MAX, 0, SCALE) | tl.where(tl.abs(low) <= HALF_MAX, 0, MINIMUM)
+        worst, lows = tl.maximum(worst, plain), tl.maximum(lows, tl.abs(low))
         other = _fit(plain)
         under = (low + 0.0).to(tl.float16).to(tl.float32)
         if MODE == 1:
@@ -156,7 +163,7 @@ def _choose(
             if COMPARE:
                 lowest = _error(xs, best, base, 0.0, TOP, NW, ALONG, True, ASM)
         else:
-            bad = bad | tl.where(peak <= HALF_MAX, 0, ZERO)
+            peaks = tl.maximum(peaks, peak)
             error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
             better = error < lowest
             best, base = tl.where(better, other, best), tl.where(better, under, base)
@@ -171,7 +178,7 @@ def _choose(
                 better = error < lowest
                 best, base = tl.where(better, other, best), tl.where(better, under, base)
                 shifted, lowest = shifted | better, tl.where(better, error, lowest)
-    return best, base, shifted, bad
+    return best, base, shifted, worst, lows, peaks
 
 
 @triton.jit
@@ -189,7 +196,7 @@ def _coded(
         low = -HALF if MODE == 0 else 0.0
         high, up = low + TOP, ROUND - low
     scale, b_base = _along(best, ALONG), _along(base, ALONG)
-    inverse = _along(1.0 / best, ALONG)
+    inverse = _along(_reciprocal(best, ASM), ALONG)
     codes = ()
     for i in tl.static_range(len(xs)):
         q = _rounded(xs[i], b_base, scale, inverse, low, high, MODE != 0, ASM)
@@ -197,51 +204,85 @@ def _coded(
     return codes
 
 
+@triton.constexpr_function
+def _bits(block, piece, i, tiles, extra, bits):
+    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece adds to tile i of a unit's words;
+    None where it adds nothing.
+    """
+    plane = 2 if bits == 3 else bits
+    tile, field = divmod(piece, 16 // plane)
+    i -= block * (tiles + extra)
+    if i == tile:
+        return 0, 3 if bits == 3 else 0, field * plane, plane
+    if bits == 3 and i == tiles + tile // 2:
+        return 2, 1, 2 * field + tile % 2, 2
+    return None
+
+
 @triton.jit
-def _put(words, code, PIECE: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr):
-    """Words of one block with the code of piece PIECE put into its field: see attention/reference.py."""
-    PLANE: tl.constexpr = 2 if BITS == 3 else BITS
-    FIELDS_: tl.constexpr = 16 // PLANE
-    TILE: tl.constexpr = PIECE // FIELDS_
-    FIELD: tl.constexpr = PIECE % FIELDS_
+def _put(
+    words, code, further, BLOCK_: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Words of a unit with the code of a piece put into its fields (attention/reference.py): that of PIECE, `further` fields on."""
     made = ()
     for i in tl.static_range(len(words)):
-        if i == TILE:
-            part = code & 3 if BITS == 3 else code
-            made = made + (words[i] + (part << (FIELD * PLANE)),)
-        elif BITS == 3 and i == TILES + TILE // 2:
-            part = (code >> 2) & 1
-            made = made + (words[i] + (part << (2 * FIELD + TILE % 2)),)
-        else:
+        if _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS) is None:
             made = made + (words[i],)
+        else:
+            made = made + (words[i] + _field(code, further, _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS)),)
     return made
 
 
 @triton.jit
-def _load_piece(p_new, p_ring, o_new, o_ring, from_ring, live, column, STORED: tl.constexpr):
-    """[NW, 16, 16] as they lie; from the ring where the tokens are older than the call."""
-    if STORED:
-        p = tl.where(from_ring[:, :, None], p_ring + o_ring[:, :, None], p_new + o_new[:, :, None])
-        return tl.load(p + column, mask=live[:, :, None], other=0.0)
-    return tl.load(p_new + o_new[:, :, None] + column, mask=live[:, :, None], other=0.0)
+def _field(code, further, BITS: tl.constexpr):
+    part = code >> BITS[0]
+    if BITS[1] != 0:
+        part = part & BITS[1]
+    return part << (BITS[2] + further * BITS[3])
+
+
+@triton.constexpr_function
+def _spans(slices, pieces, each, bits):
+    """(fields of a word, slices handled before words are stored): words fill up while a runtime loop runs over whole fields."""
+    fields = 16 // (2 if bits == 3 else bits)
+    return fields, max(each, math.gcd(pieces, fields))
 
 
 @triton.jit
 def _store_scales(
-    p_scale, o_unit, live, scale, zero, COLUMN: tl.constexpr,
-    COLUMNS: tl.constexpr, TOGETHER: tl.constexpr, INNER: tl.constexpr, BOTH: tl.constexpr,
-):  # fmt: skip
-    """A group's scale and, with BOTH, its zero point, [NW, 16] float16, as columns COLUMN and COLUMN + 1."""
+    p_scale, o_unit, live, scale, zero, column, TOGETHER: tl.constexpr, INNER: tl.constexpr, BOTH: tl.constexpr
+):
+    """A group's scale and, with BOTH, its zero point, [NW, 16] float16, as columns `column` and the next one."""
     r = tl.arange(0, 16)[None, :]
     if INNER:
-        first = o_unit[:, None] + COLUMN // TOGETHER * 16 * TOGETHER + r * TOGETHER + COLUMN % TOGETHER
+        first = o_unit[:, None] + column // TOGETHER * (16 * TOGETHER) + r * TOGETHER + column % TOGETHER
         tl.store(p_scale + first, scale, mask=live[:, None])
         if BOTH:
             tl.store(p_scale + first + 1, zero, mask=live[:, None])
     else:
-        first = o_unit[:, None] + COLUMN // 2 * 32 + r // 2 * 4 + r % 2
+        first = o_unit[:, None] + column // 2 * 32 + r // 2 * 4 + r % 2
         tl.store(p_scale + first, scale, mask=live[:, None])
         tl.store(p_scale + first + 2, zero, mask=live[:, None])
+
+
+@triton.jit
+def _load(
+    p_new, p_ring, news, rings, olds, live, piece,
+    HALVES: tl.constexpr, EACH: tl.constexpr, SLICES: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
+    r = tl.arange(0, 16)
+    inside = live[:, :, None] & (piece < SLICES)
+    made = ()
+    for h in tl.static_range(HALVES):
+        for e in tl.static_range(EACH):
+            column = (piece + e) * 16 + r[None, None, :]
+            p = p_new + news[h][:, :, None] + column
+            if STORED:
+                p = tl.where(olds[h][:, :, None], p_ring + rings[h][:, :, None] + column, p)
+            made = made + (tl.load(p, mask=inside, other=0.0),)
+    return made
 
 
 @triton.jit
@@ -250,22 +291,26 @@ def _pack(
     token_stride,
     SLICES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, AHEAD: tl.constexpr, VALUE: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Units first to first + NW - 1 of the blocks that a row packs now; their flags [NW, 16].
+    """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
 
     o_new: of the first new token that waits. before: how many wait in the ring. slot: of the first block packed now.
-    AHEAD: pieces loaded before the first is used, the whole unit or one slice of it.
     """
     UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
     HALVES: tl.constexpr = 2 * UNIT
+    EACH: tl.constexpr = 1 if ALONG else GROUP // 16  # slices of a group
     BOTH: tl.constexpr = MODE != 0
     EXTRA: tl.constexpr = (TILES + 1) // 2 if BITS == 3 else 0
+    ALL_TILES: tl.constexpr = TILES + EXTRA
+    FIELDS_OF: tl.constexpr = _spans(SLICES, PIECES, EACH, BITS)[0]
+    SPAN: tl.constexpr = _spans(SLICES, PIECES, EACH, BITS)[1]
+    EAGER: tl.constexpr = BITS != 3 and PIECES % FIELDS_OF == 0
     r = tl.arange(0, 16)
     unit = first + tl.arange(0, NW)
     fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
-    bad = tl.where((unit * UNIT < flush) & (fits == 0), ROOM, 0)[:, None] + tl.zeros([NW, 16], tl.int32)
+    live = tl.broadcast_to(fits[:, None], [NW, 16])
     news, rings, olds = (), (), ()
     for h in tl.static_range(HALVES):
         token = unit[:, None] * (UNIT * 32) + h * 16 + r[None, :]
@@ -273,86 +318,65 @@ def _pack(
         rings = rings + ((i_head * ring_room + tl.where(at >= ring_room, at - ring_room, at)) * (SLICES * 16),)
         news = news + (o_new + (token - before).to(tl.int64) * token_stride,)
         olds = olds + (token < before,)
-    live = tl.broadcast_to(fits[:, None], [NW, 16])
-    raw = ()
-    if AHEAD:
-        for h in tl.static_range(HALVES):
-            for i in tl.static_range(SLICES):
-                column = (i * 16 + r)[None, None, :]
-                raw = raw + (_load_piece(p_new, p_ring, news[h], rings[h], olds[h], live, column, STORED),)
-    words = ()
-    for _ in tl.static_range(UNIT * (TILES + EXTRA)):
-        words = words + (tl.zeros([NW, 16, 16], tl.int32),)
-    scales, zeros = (), ()
-    GROUPS: tl.constexpr = SLICES if ALONG else HALVES * (SLICES * 16 // GROUP)
-    EACH: tl.constexpr = HALVES if ALONG else GROUP // 16
-    for g in tl.static_range(GROUPS):
-        xs = ()
-        for e in tl.static_range(EACH):
-            H: tl.constexpr = e if ALONG else g // (GROUPS // HALVES)
-            I: tl.constexpr = g if ALONG else g % (GROUPS // HALVES) * EACH + e
-            column = (I * 16 + r)[None, None, :]
-            if AHEAD:
-                x = raw[H * SLICES + I]
-            else:
-                x = _load_piece(p_new, p_ring, news[H], rings[H], olds[H], live, column, STORED)
-            x = x.to(tl.float32)
-            if FACTOR:
-                divisor = tl.load(p_factor + i_kv * (SLICES * 16) + column).to(tl.float32)
-                x = tl.div_rn(x, tl.broadcast_to(divisor, [NW, 16, 16])) if ASM else x / divisor
-            xs = xs + (x,)
-        best, base, shifted, bad = _choose(xs, p_table, bad, BITS, MODE, ALONG, FIRST, ALL, NW, ASM)
-        codes = _coded(xs, best, base, shifted, BITS, MODE, ALONG, ASM)
-        scales = scales + (best.to(tl.float16),)
-        if MODE == 2:
-            base = tl.where(shifted, base, best * (-(2.0 ** (BITS - 1))))
-        zeros = zeros + (base.to(tl.float16),)
-        for e in tl.static_range(EACH):
-            H: tl.constexpr = e if ALONG else g // (GROUPS // HALVES)
-            I: tl.constexpr = g if ALONG else g % (GROUPS // HALVES) * EACH + e
-            if UNIT == 1:
-                words = _put(words, codes[e], H * PIECES + I, TILES, BITS)
-            else:
-                words = _put_in(words, codes[e], H // 2, H % 2 * PIECES + I, UNIT, TILES, EXTRA, BITS)
     block = i_head * room + slot + unit * UNIT
-    for i in tl.static_range(UNIT * (TILES + EXTRA)):
-        word = words[i].to(tl.int16)
-        if VALUE:
-            word = tl.trans(word, 0, 2, 1)
-        o_words = (block + i // (TILES + EXTRA)) * WORDS + i % (TILES + EXTRA) * 256
-        o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
-        tl.store(p_words + o_word, word, mask=fits[:, None, None])
     o_scale = block // UNIT * (COLUMNS * 16 * (1 if ALONG else 2))
-    for g in tl.static_range(GROUPS):
-        if ALONG:
-            _store_scales(
-                p_scale, o_scale, fits, scales[g], zeros[g], g * (1 + BOTH), COLUMNS, TOGETHER, INNER, BOTH
-            )  # fmt: skip
-        else:
-            _store_scales(
-                p_scale, o_scale + g // (GROUPS // HALVES) * (COLUMNS * 16), fits, scales[g], zeros[g],
-                g % (GROUPS // HALVES) * (1 + BOTH), COLUMNS, TOGETHER, INNER, BOTH,
-            )  # fmt: skip
-    return tl.where(live, bad, bad & ROOM)
+    worst = tl.zeros([NW, 16], tl.float32)
+    lows, peaks = worst, worst
+    nothing = tl.zeros([NW, 16, 16], tl.float32)
+    words = ()
+    for _ in tl.static_range(UNIT * ALL_TILES):
+        words = words + (tl.zeros([NW, 16, 16], tl.int32),)
+    raw = _load(p_new, p_ring, news, rings, olds, live, 0, HALVES, EACH, SLICES, STORED)
+    for start in tl.static_range(0, SLICES, SPAN):
+        for piece in range(start, min(start + SPAN, SLICES), EACH):
+            xs = ()
+            for i in tl.static_range(HALVES * EACH):
+                x = raw[i].to(tl.float32)
+                if FACTOR:
+                    divisor = tl.load(p_factor + i_kv * (SLICES * 16) + (piece + i % EACH) * 16 + r).to(tl.float32)
+                    divisor = tl.broadcast_to(divisor[None, None, :], [NW, 16, 16])
+                    x = tl.div_rn(x, divisor) if ASM else x / divisor
+                nothing = tl.fma(x, 0.0, nothing) if ASM else nothing + x * 0.0  # a NaN where any is not finite
+                xs = xs + (x,)
+            raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
+            for g in tl.static_range(1 if ALONG else HALVES):
+                group = ()
+                for i in tl.static_range(HALVES if ALONG else EACH):
+                    group = group + (xs[g * EACH + i],)
+                best, base, shifted, worst, lows, peaks = _choose(
+                    group, p_table, worst, lows, peaks, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
+                )  # fmt: skip
+                codes = _coded(group, best, base, shifted, BITS, MODE, ALONG, ASM)
+                for i in tl.static_range(HALVES if ALONG else EACH):
+                    words = _put(
+                        words, codes[i], piece - start, i // 2 if ALONG else 0,
+                        (i % 2 if ALONG else g) * PIECES + start + (0 if ALONG else i), TILES, EXTRA, BITS,
+                    )  # fmt: skip
+                if MODE == 2:
+                    base = tl.where(shifted, base, best * (-(2.0 ** (BITS - 1))))
+                _store_scales(
+                    p_scale, o_scale + g * (COLUMNS * 16), fits, best.to(tl.float16), base.to(tl.float16),
+                    piece // EACH * (1 + BOTH), TOGETHER, INNER, BOTH,
+                )  # fmt: skip
+        for i in tl.static_range(UNIT * ALL_TILES):
+            if _complete(i % ALL_TILES, start, SPAN, SLICES, PIECES, FIELDS_OF, EAGER):
+                word = words[i].to(tl.int16)
+                if VALUE:
+                    word = tl.trans(word, 0, 2, 1)
+                o_words = (block + i // ALL_TILES) * WORDS + i % ALL_TILES * 256
+                o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
+                tl.store(p_words + o_word, word, mask=fits[:, None, None])
+    bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
+    bad = bad | tl.where(peaks <= HALF_MAX, 0, ZERO) | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
+    return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
 
 
-@triton.jit
-def _put_in(
-    words, code, BLOCK_: tl.constexpr, PIECE: tl.constexpr,
-    UNIT: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """`_put` into block BLOCK_ of UNIT."""
-    mine = ()
-    for i in tl.static_range(TILES + EXTRA):
-        mine = mine + (words[BLOCK_ * (TILES + EXTRA) + i],)
-    mine = _put(mine, code, PIECE, TILES, BITS)
-    made = ()
-    for i in tl.static_range(UNIT * (TILES + EXTRA)):
-        if i // (TILES + EXTRA) == BLOCK_:
-            made = made + (mine[i % (TILES + EXTRA)],)
-        else:
-            made = made + (words[i],)
-    return made
+@triton.constexpr_function
+def _complete(tile, start, span, slices, pieces, fields, eager):
+    """Whether words of a block's tile are stored after the slices from `start` on."""
+    if not eager:
+        return start + span >= slices
+    return start <= tile * fields % pieces < start + span
 
 
 @triton.jit
@@ -387,7 +411,7 @@ def _role(
     HEADS: tl.constexpr, SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, AHEAD: tl.constexpr, VALUE: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """All that one program does for keys or values."""
@@ -416,7 +440,7 @@ def _role(
             bad = _pack(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
                 window, before, room, ring_room, token_stride,
-                SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL, AHEAD,
+                SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
                 VALUE, FACTOR, STORED, NW, ASM,
             )  # fmt: skip
             if tl.max(tl.max(bad, 1), 0) != 0:
@@ -433,10 +457,10 @@ def append_kernel(
     FACTOR: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
     K_PIECES: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr, K_COLUMNS: tl.constexpr,
-    K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr, K_AHEAD: tl.constexpr,
+    K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_ALONG: tl.constexpr, V_INNER: tl.constexpr, V_GROUP: tl.constexpr,
     V_PIECES: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr, V_COLUMNS: tl.constexpr,
-    V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr, V_AHEAD: tl.constexpr,
+    V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what is due.
@@ -450,7 +474,7 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             k_batch, k_head, k_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
             K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
-            K_FIRST, K_ALL, K_AHEAD, False, FACTOR, NW, ASM,
+            K_FIRST, K_ALL, False, FACTOR, NW, ASM,
         )  # fmt: skip
     else:
         _role(
@@ -458,7 +482,7 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             v_batch, v_head, v_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
             V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
-            V_FIRST, V_ALL, V_AHEAD, True, False, NW, ASM,
+            V_FIRST, V_ALL, True, False, NW, ASM,
         )  # fmt: skip
 
 
@@ -491,16 +515,15 @@ WARPS = 4  # units at a time of a program that packs a prompt; those of a decode
 PROGRAMS = 8  # that write the windows of a long call
 
 
-def settings(key: Rule, value: Rule, size: int) -> dict[str, Any]:
-    """Compile-time constants of append_kernel that follow from the rules; size: bytes of an input number."""
+def settings(key: Rule, value: Rule) -> dict[str, Any]:
+    """Compile-time constants of append_kernel that follow from the rules."""
     made: dict[str, Any] = {"D": key.form.dim}
     for name, rule in (("K", key), ("V", value)):
         form = rule.form
-        fits = 2 * form.scale_blocks * form.dim // 16 * size <= 32  # what is loaded ahead takes 64 registers a thread
         own = {
             "BITS": form.bits, "MODE": KERNEL_MODES[rule.mode], "ALONG": form.along_tokens, "INNER": form.inner,
             "GROUP": form.group, "PIECES": form.pieces, "TILES": form.tiles, "WORDS": form.words, "COLUMNS": form.columns,
-            "TOGETHER": together(form.columns), "FIRST": len(rule._symmetric), "ALL": len(rule.factors), "AHEAD": fits,
+            "TOGETHER": together(form.columns), "FIRST": len(rule._symmetric), "ALL": len(rule.factors),
         }  # fmt: skip
         made |= {f"{name}_{what}": number for what, number in own.items()}
     return made
@@ -593,7 +616,7 @@ def _launch(
         programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
         *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
         HEADS=heads, WRITE=write, PACK=pack, STORED=stored, FACTOR=factor is not None,
-        **settings(key, value, k.itemsize), NW=warps, ASM=not interpreted(), num_warps=warps, num_stages=1,
+        **settings(key, value), NW=warps, ASM=not interpreted(), num_warps=warps, num_stages=1,
         enable_fp_fusion=False,
     )  # fmt: skip
 
