@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -511,8 +512,18 @@ def advance_kernel(
 
 
 KERNEL_MODES = {"symmetric": 0, "asymmetric": 1, "hybrid": 2}
-WARPS = 4  # units at a time of a program that packs a prompt; those of a decode step have one warp
 PROGRAMS = 8  # that write the windows of a long call
+
+
+@dataclass(frozen=True)
+class Launch:
+    """warps: units at a time of a program. registers: a thread at most, 0: as the compiler likes."""
+
+    warps: int = 4
+    registers: int = 0
+
+
+STEP = Launch(warps=1)  # a decode step's: a row packs one unit at most
 
 
 def settings(key: Rule, value: Rule) -> dict[str, Any]:
@@ -556,15 +567,21 @@ def append(
     _check_layer(layer, counts, k, v, key, value)
     launch = functools.partial(_launch, layer, counts.data, k, v, key, value, factor)
     if queries <= room - (windows.recent + windows.block - 1):
-        launch(1, 1, write=True, pack=True)
+        launch(1, STEP, write=True, pack=True)
         return
-    programs = -(-(queries + room) // (BLOCK * WARPS))
-    launch(programs, WARPS, write=False, pack=True)
-    launch(PROGRAMS, WARPS, write=True, pack=False)
+    programs = -(-(queries + room) // (BLOCK * Launch.warps))
+    launch(programs, Launch(), write=False, pack=True)
+    launch(PROGRAMS, Launch(), write=True, pack=False)
 
 
 def quantise(
-    k: Tensor, v: Tensor, key: Rule, value: Rule, factor: Tensor | None = None, flags: Tensor | None = None
+    k: Tensor,
+    v: Tensor,
+    key: Rule,
+    value: Rule,
+    factor: Tensor | None = None,
+    flags: Tensor | None = None,
+    launch: Launch | None = None,
 ) -> tuple[Blocks, Blocks, Tensor]:
     """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,), those of values
     shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1.
@@ -587,7 +604,8 @@ def quantise(
     data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=k.device)
     data[3], data[7] = tokens, count
     layer = Layer(made[0], made[1], (k, v), (k, v), flags)
-    _launch(layer, data, k, v, key, value, factor, -(-count // WARPS), WARPS, write=False, pack=True, stored=False)
+    own = launch or Launch()
+    _launch(layer, data, k, v, key, value, factor, -(-count // own.warps), own, write=False, pack=True, stored=False)
     return made[0], made[1], flags
 
 
@@ -600,7 +618,7 @@ def _launch(
     value: Rule,
     factor: Tensor | None,
     programs: int,
-    warps: int,
+    launch: Launch,
     write: bool,
     pack: bool,
     stored: bool = True,
@@ -616,8 +634,8 @@ def _launch(
         programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
         *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
         HEADS=heads, WRITE=write, PACK=pack, STORED=stored, FACTOR=factor is not None,
-        **settings(key, value), NW=warps, ASM=not interpreted(), num_warps=warps, num_stages=1,
-        enable_fp_fusion=False,
+        **settings(key, value), NW=launch.warps, ASM=not interpreted(), num_warps=launch.warps,
+        num_stages=1, enable_fp_fusion=False, **({"maxnreg": launch.registers} if launch.registers else {}),
     )  # fmt: skip
 
 
