@@ -28,8 +28,8 @@ SETTINGS: dict[str, tuple[int, int, bool, reference.Mode]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """cuts: tokens of each call; one whole call of blocks where there are no windows. pads: of each row, at its left. group: in the
-    place of the settings'.
+    """cuts: tokens of each call; one whole call of blocks where there are no windows. pads: of each row, at its left.
+    group: in the place of the settings'.
     """
 
     key: str = "symmetric 4"
@@ -176,7 +176,9 @@ def _misstored(
     if blocks:
         wanted, _ = reference.quantise(x[None, :, sink : sink + blocks * 32], case.rule(role), factor)
         each = case.rule(role).form.scale_blocks
-        found = Blocks(wanted.form, stored.words[row : row + 1, :, :blocks], stored.scale[row : row + 1, :, : blocks // each])
+        found = Blocks(
+            wanted.form, stored.words[row : row + 1, :, :blocks], stored.scale[row : row + 1, :, : blocks // each]
+        )
         return None if same(found, wanted) else "packed blocks differ"
     return None
 

@@ -1,5 +1,5 @@
-"""Quantise and append: the reference against the codec and the ledger, the Triton kernels against the reference in the interpreter
-and on a GPU, and what they compile to without one.
+"""Quantise and append: the reference against the codec and the ledger, the Triton kernels against the reference in the
+interpreter and on a GPU, and what they compile to without one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def test_counts_are_those_of_the_ledger(windows: Windows) -> None:
         ledger.begin(3, count, torch.arange(count)[None] >= (count - new)[:, None])
         at += count
         found = (counts.sink, counts.window, counts.blocks * 32 // windows.block)
-        assert all(torch.equal(a.long(), b) for a, b in zip(found, (ledger.sink, ledger.window, ledger.blocks), strict=True))
+        assert all(
+            torch.equal(a.long(), b) for a, b in zip(found, (ledger.sink, ledger.window, ledger.blocks), strict=True)
+        )
 
 
 class Whole:
@@ -256,8 +258,8 @@ def built(case: Case, capability: int, step: bool = False) -> Any:
 
 
 def instructions(made: Any, case: Case, folder: Path) -> list[float]:
-    """Of a thread for each number of keys, then of values: the loop over slices and, shared out, what a unit takes besides. Each role
-    has two loops here, over units and over the slices of one; a slice of a half block is 8 numbers.
+    """Of a thread for each number of keys, then of values: the loop over slices and, shared out, what a unit takes
+    besides. Each role has two loops here, over units and over the slices of one; a slice of a half block is 8 numbers.
     """
     per = []
     for form in (case.rule("key").form, case.rule("value").form):
@@ -271,8 +273,9 @@ def instructions(made: Any, case: Case, folder: Path) -> list[float]:
     ]
 
 
-# Formats, compute capability, ceilings: registers, instructions a number of keys and of values. Half of the copy bandwidth of an
-# H200 leaves 34 instructions a number: 2.5 bytes at 2.14 TB/s against 132 multiprocessors of 128 lanes at 1.76 GHz.
+# Formats, compute capability, ceilings: registers, instructions a number of keys and of values. Half of the copy
+# bandwidth of an H200 leaves 34 instructions a number: 2.5 bytes at 2.14 TB/s against 132 multiprocessors of 128 lanes
+# at 1.76 GHz.
 BUDGET = [
     ("symmetric 3", "symmetric 3", 90, 128, 20.0, 28.9),
     ("symmetric 3", "hybrid 2", 90, 168, 19.9, 80.6),

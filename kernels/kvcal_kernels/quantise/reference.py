@@ -1,8 +1,8 @@
 """Keys and values to packed blocks in the order that attention reads (attention/reference.py), and the windows before them.
 
-Numbers are those of the codec `uniform` (kvcal_artifacts/codecs/uniform.py), bit for bit as it gives them on a CPU: float32, halves
-to even, scale and minimum rounded to float16 before codes. Hybrid groups (InnerQ section 4.1.2) are stored as asymmetric ones: a
-symmetric group's zero point is what its lowest code stands for, as in attention.Blocks.
+Numbers are those of the codec `uniform` (kvcal_artifacts/codecs/uniform.py), bit for bit as it gives them on a CPU:
+float32, halves to even, scale and minimum rounded to float16 before codes. Hybrid groups (InnerQ section 4.1.2) are
+stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in attention.Blocks.
 
 A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags are
 only ever set; blocks of a head with one are not to be used.
@@ -47,8 +47,8 @@ RANGES = tuple(i / 20 for i in range(20, 5, -1))
 
 @dataclass(frozen=True)
 class Rule:
-    """How numbers become codes of a form. search: the best of SCALES and RANGES instead of the plain scale. ValueError where form and
-    mode do not fit, or where a group is no power of two and errors must be compared.
+    """How numbers become codes of a form. search: the best of SCALES and RANGES instead of the plain scale. ValueError
+    where form and mode do not fit, or where a group is no power of two and errors must be compared.
     """
 
     form: Form
@@ -64,8 +64,8 @@ class Rule:
 
     @property
     def factors(self) -> list[tuple[float, float]]:
-        """What is tried, in the codec's order: (factor of the scale, 0) of symmetric ones, (factor of the range, part of the range
-        that is left out below) of asymmetric ones.
+        """What is tried, in the codec's order: (factor of the scale, 0) of symmetric ones, (factor of the range, part
+        of the range that is left out below) of asymmetric ones.
         """
         return self._symmetric + self._asymmetric
 
@@ -200,9 +200,9 @@ FIELDS = ("sink_before", "window_before", "blocks_before", "new", "sink", "seen"
 
 
 class Counts:
-    """Of every row, int32 (B,), views of one tensor `data` (8, B): tokens of sink and window and packed blocks of 32, before and after
-    the current call; `new`: its real tokens, the last ones of its columns; `seen`: window_before and the new tokens that the
-    sink did not take, packed or not.
+    """Of every row, int32 (B,), views of one tensor `data` (8, B): tokens of sink and window and packed blocks of 32,
+    before and after the current call; `new`: its real tokens, the last ones of its columns; `seen`: window_before and
+    the new tokens that the sink did not take, packed or not.
 
     Attention over (sink, blocks_before, seen) gives what the cache gives, new tokens exact; (sink, blocks, window) what is
     stored. Both may run after `append`: a ring keeps what was just packed.
@@ -231,8 +231,8 @@ def advance(counts: Counts, new: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer stores. keys, values: room for N blocks. sink (2 tensors), recent (2 tensors, a ring): keys and values (B, H, room, D)
-    of the model's dtype. flags (H,) int32.
+    """What a layer stores. keys, values: room for N blocks. sink (2 tensors), recent (2 tensors, a ring): keys and
+    values (B, H, room, D) of the model's dtype. flags (H,) int32.
     """
 
     keys: Blocks
@@ -245,8 +245,9 @@ class Layer:
 def append(
     layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule, factor: Tensor | None = None
 ) -> None:
-    """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its window, and the
-    window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of `quantise`.
+    """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its
+    window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of
+    `quantise`.
     """
     for row in range(len(k)):
         here = {name: int(counts.data[i, row]) for i, name in enumerate(FIELDS)}
@@ -258,7 +259,14 @@ def append(
 
 
 def _append_row(
-    layer: Layer, role: int, row: int, here: dict[str, int], x: Tensor, rule: Rule, stored: Blocks, factor: Tensor | None
+    layer: Layer,
+    role: int,
+    row: int,
+    here: dict[str, int],
+    x: Tensor,
+    rule: Rule,
+    stored: Blocks,
+    factor: Tensor | None,
 ) -> Tensor:
     """x (H, Q, D) -> flags (H,)."""
     sink, ring = layer.sink[role][row], layer.recent[role][row]

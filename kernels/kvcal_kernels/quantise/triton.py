@@ -1,13 +1,15 @@
-"""`quantise` and `append` of reference.py for NVIDIA GPUs: one read of keys and values, one write of words and scales, one launch.
+"""`quantise` and `append` of reference.py for NVIDIA GPUs: one read of keys and values, one write of words and scales,
+one launch.
 
 A warp takes a unit: the blocks that share scales, 1, 2 or 4. It loads them piece by piece (16 tokens x 16 channels), so that
 a thread has the same place of every piece and a word is a sum of its own shifted codes: packing moves nothing between
 threads. Value words are transposed after packing, 16 / bits numbers at a time.
 
-Rounding: x / s to nearest is q = x / s within 2 units of its last place, then q + (x - q s) / s in two fused operations. As s has
-11 bits, no quotient of a 24-bit x lies within 2^-12 units of a tie, so this is the IEEE quotient (Markstein 1990). Adding
-1.5 * 2^23 rounds it to an integer, halves to even, and leaves the code in the low bits of the sum. Sums of squares are added
-as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so choices between candidates are the codec's own.
+Rounding: x / s to nearest is q = x / s within 2 units of its last place, then q + (x - q s) / s in two fused
+operations. As s has 11 bits, no quotient of a 24-bit x lies within 2^-12 units of a tie, so this is the IEEE quotient
+(Markstein 1990). Adding 1.5 * 2^23 rounds it to an integer, halves to even, and leaves the code in the low bits of the
+sum. Sums of squares are added as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so choices
+between candidates are the codec's own.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _divide(y, s, inverse, ASM: tl.constexpr):
     if ASM:
         q = y * inverse
         return tl.fma(tl.fma(-q, s, y), inverse, q)
-    else:  # noqa: RET505: both are compiled otherwise
+    else:  # noqa: RET505 (both are compiled otherwise)
         return y / s  # the interpreter's is IEEE's, and its fma is not fused
 
 
@@ -90,6 +92,15 @@ def _rounded(x, base, scale, inverse, low, high, SHIFTED: tl.constexpr, ASM: tl.
 
 
 @triton.jit
+def _fold(parts):
+    """One halving of tree_sum, of pieces; one piece stays as it is."""
+    made = ()
+    for i in tl.static_range(len(parts) // 2):
+        made = made + (parts[i] + parts[i + len(parts) // 2],)
+    return parts if len(parts) == 1 else made
+
+
+@triton.jit
 def _error(
     xs, scale, base, low, high,
     NW: tl.constexpr, ALONG: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr,
@@ -105,13 +116,8 @@ def _error(
             off = off + b_base
         off = off - xs[i]
         squares = squares + (off * off,)
-    for _ in tl.static_range(3):  # 8 pieces at most: the pieces of a group are its outermost halves
-        if len(squares) > 1:
-            folded = ()
-            for i in tl.static_range(len(squares) // 2):
-                folded = folded + (squares[i] + squares[i + len(squares) // 2],)
-            squares = folded
-    return _tree(squares[0], NW, ALONG)
+    # 8 pieces at most; the pieces of a group are its outermost halves
+    return _tree(_fold(_fold(_fold(squares)))[0], NW, ALONG)
 
 
 @triton.jit
@@ -120,8 +126,8 @@ def _choose(
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scale, zero point, whether it is asymmetric, of a group of pieces; then what must fit float16, the largest so far: plain scales,
-    magnitudes of minima and, in hybrid mode, of numbers. [NW, 16] each.
+    """Scale, zero point, whether it is asymmetric, of a group of pieces; then what must fit float16, the largest so
+    far: plain scales, magnitudes of minima and, in hybrid mode, of numbers. [NW, 16] each.
 
     MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
     """
@@ -225,7 +231,9 @@ def _put(
     words, code, further, BLOCK_: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a unit with the code of a piece put into its fields (attention/reference.py): that of PIECE, `further` fields on."""
+    """Words of a unit with the code of a piece put into its fields (attention/reference.py): that of PIECE, `further`
+    fields on.
+    """
     made = ()
     for i in tl.static_range(len(words)):
         if _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS) is None:
@@ -245,7 +253,9 @@ def _field(code, further, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def _spans(slices, pieces, each, bits):
-    """(fields of a word, slices handled before words are stored): words fill up while a runtime loop runs over whole fields."""
+    """(fields of a word, slices handled before words are stored): words fill up while a runtime loop runs over whole
+    fields.
+    """
     fields = 16 // (2 if bits == 3 else bits)
     return fields, max(each, math.gcd(pieces, fields))
 
@@ -359,17 +369,31 @@ def _pack(
                     p_scale, o_scale + g * (COLUMNS * 16), fits, best.to(tl.float16), base.to(tl.float16),
                     piece // EACH * (1 + BOTH), TOGETHER, INNER, BOTH,
                 )  # fmt: skip
-        for i in tl.static_range(UNIT * ALL_TILES):
-            if _complete(i % ALL_TILES, start, SPAN, SLICES, PIECES, FIELDS_OF, EAGER):
-                word = words[i].to(tl.int16)
-                if VALUE:
-                    word = tl.trans(word, 0, 2, 1)
-                o_words = (block + i // ALL_TILES) * WORDS + i % ALL_TILES * 256
-                o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
-                tl.store(p_words + o_word, word, mask=fits[:, None, None])
+        _store_words(
+            p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, FIELDS_OF, EAGER, ALL_TILES, WORDS, VALUE
+        )
     bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
-    bad = bad | tl.where(peaks <= HALF_MAX, 0, ZERO) | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
+    bad = (
+        bad | tl.where(peaks <= HALF_MAX, 0, ZERO) | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
+    )
     return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
+
+
+@triton.jit
+def _store_words(
+    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr,
+    FIELDS_OF: tl.constexpr, EAGER: tl.constexpr, ALL_TILES: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """Those tiles that are complete after the slices from START on."""
+    r = tl.arange(0, 16)
+    for i in tl.static_range(len(words)):
+        if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, FIELDS_OF, EAGER):
+            word = words[i].to(tl.int16)
+            if VALUE:
+                word = tl.trans(word, 0, 2, 1)
+            o_words = o_unit + i // ALL_TILES * WORDS + i % ALL_TILES * 256
+            o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
+            tl.store(p_words + o_word, word, mask=fits[:, None, None])
 
 
 @triton.constexpr_function
@@ -464,8 +488,8 @@ def append_kernel(
     V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what is due.
-    STORED: there is a ring.
+    """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
+    is due. STORED: there is a ring.
     """
     i_program, i_kv = tl.program_id(0), tl.program_id(1)
     i_batch = tl.program_id(2) // 2
@@ -562,7 +586,7 @@ def append(
     """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
     decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
     """
-    batch, heads, queries, dim = k.shape
+    queries = k.shape[2]
     windows, room = counts.windows, layer.recent[0].shape[2]
     _check_layer(layer, counts, k, v, key, value)
     launch = functools.partial(_launch, layer, counts.data, k, v, key, value, factor)
@@ -583,10 +607,10 @@ def quantise(
     flags: Tensor | None = None,
     launch: Launch | None = None,
 ) -> tuple[Blocks, Blocks, Tensor]:
-    """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,), those of values
-    shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1.
+    """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
+    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1.
     """
-    batch, heads, tokens, dim = k.shape
+    batch, heads, tokens = k.shape[:3]
     for name, x, form in (("keys", k, key.form), ("values", v, value.form)):
         _check_input(name, x, k, form)
         if tokens % BLOCK or tokens % (BLOCK * form.scale_blocks):
@@ -595,9 +619,7 @@ def quantise(
     made = []
     for form in (key.form, value.form):
         words = torch.empty(batch, heads, count, form.words, dtype=torch.int16, device=k.device)
-        scale = torch.empty(
-            batch, heads, count // form.scale_blocks, form.scales, dtype=torch.float16, device=k.device
-        )
+        scale = torch.empty(batch, heads, count // form.scale_blocks, form.scales, dtype=torch.float16, device=k.device)
         made.append(Blocks(form, words, scale))
     if flags is None:
         flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
@@ -658,7 +680,9 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, 
         form = rule.form
         _check_input(name, x, k, form)
         if windows.block % (BLOCK * form.scale_blocks):
-            raise ValueError(f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}")
+            raise ValueError(
+                f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}"
+            )
         words, scales = (batch, heads, room, form.words), (batch, heads, room // form.scale_blocks, form.scales)
         if made.form != form or made.words.shape != words or made.scale.shape != scales or room % form.scale_blocks:
             seen = f"{made.form}, words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
