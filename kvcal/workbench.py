@@ -138,6 +138,7 @@ def cache_makers(
     rows: dict[str, DataFree | Bundle],
     revision: str | None = None,
     selection: HeavyHitters | None = None,
+    require_kernels: bool = False,
 ) -> dict[str, CacheMaker]:
     """A maker of caches for each row; every bundle is checked against the model.
 
@@ -150,5 +151,7 @@ def cache_makers(
         scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
         if selection is not None:
             name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
-        makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
+        makers[name] = lambda scheme=scheme: KVCalCache(  # type: ignore[misc]
+            scheme, model, require_kernels=require_kernels
+        )
     return makers

@@ -154,6 +154,17 @@ def by_torch(given: Made, dtype: torch.dtype) -> Tensor:
     return torch.stack(rows)
 
 
+def factored() -> tuple[tuple[Made, Tensor], Made]:
+    """Keys divided by a power of two of their channel, and the queries for them; and the same case without factors."""
+    plain = made(Case("outer 2", "outer 2"))
+    factor = torch.exp2(torch.arange(plain.case.dim) % 5 - 2.0)
+    scale, zero = reference.unpack_scales(plain.keys.scale, plain.keys.form)
+    assert zero is not None
+    divided = reference.pack_scales((scale / factor).half(), (zero / factor).half(), plain.keys.form)
+    keys = Blocks(plain.keys.form, plain.keys.words, divided)
+    return (replace(plain, keys=keys), (plain.q * factor).to(plain.q.dtype)), plain
+
+
 def off(found: Tensor, exact: Tensor) -> float:
     """Relative error; not a number where `found` has one that is not."""
     return float((found.double() - exact.double()).norm() / exact.double().norm())
@@ -239,6 +250,10 @@ def main(cases: list[Case]) -> None:
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):
             print(f"{case}: {why}")
+    (given, packed_q), plain = factored()
+    found = triton.attend(*given.arguments(), triton.Launch(2, 1, 1, 1), space, packed_q)
+    if why := wrong(plain, found):
+        print(f"factors of keys: {why}")
     print(len(cases))
 
 

@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import attention_cases
 from attention_cases import SCHEMES, SETTINGS, Case, by_torch, exhaustive, made, off, random_codes, small, wrong
 from compiled import compiled, loops, resources
-from kvcal.bench.fused import blocks_of, form_of
 from kvcal_artifacts.codecs import Shape, Uniform
 from kvcal_kernels.attention import Blocks, Form, decode, pack, reference, unpack
 
@@ -121,15 +121,23 @@ def test_forms_are_refused_in_one_line(settings: Any, says: str) -> None:
 )
 def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode: Any) -> None:
     axis = ("channel" if role == "key" else "token") if axis == "inner" else axis
-    codec = Uniform(Shape(2, 64, 32), role, bits, 32, axis, mode)
-    x = torch.randn(2, 2, 96, 64, generator=torch.Generator().manual_seed(bits)) * 3 + 1
+    dim = 128 if bits == 3 else 64  # 64 channels of 3 bits do not fill tiles
+    codec = Uniform(Shape(2, dim, 32), role, bits, 32, axis, mode)
+    x = torch.randn(2, 2, 96, dim, generator=torch.Generator().manual_seed(bits)) * 3 + 1
     x[..., ::3] -= 2
     packed = codec.encode(x)
     if mode == "hybrid":
         assert 0.05 < codec.symmetric_share(packed) < 0.95
-    made = blocks_of(codec, packed)
-    assert made.form == form_of(codec)
-    assert torch.equal(decode(made), codec.decode(packed))
+    made, form = codec.as_blocks(packed), codec.fused()
+    assert isinstance(form, Form) and made.form == form
+    assert all(
+        t.untyped_storage().data_ptr() == packed[n].untyped_storage().data_ptr()
+        for n, t in (("words", made.words), ("scale", made.scale))
+    )
+    codec._form = "as it was stored before there was a kernel"
+    other = codec.encode(x)
+    assert set(other) == {"codes", "scale"} | ({"min"} if mode != "symmetric" else set())
+    assert torch.equal(decode(made), codec.decode(other))
 
 
 # The reference.
@@ -144,6 +152,11 @@ def test_the_reference_is_attention_over_what_a_row_holds(case: Case) -> None:
     found = reference.attend(own.q.float(), *own.arguments()[1:])
     assert off(found, by_torch(own, torch.float64)) < 2e-6
     assert reference.attend(*own.arguments()).dtype == case.dtype
+
+
+def test_queries_of_packed_keys_take_the_factors_that_keys_were_divided_by() -> None:
+    factored, plain = attention_cases.factored()
+    assert torch.equal(reference.attend(*plain.arguments()), reference.attend(*factored[0].arguments(), factored[1]))
 
 
 def test_the_test_of_errors_can_fail() -> None:
@@ -267,7 +280,7 @@ def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
 
 # Compiled without a GPU.
 
-EXACT = ["p_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
+EXACT = ["p_q", "p_exact_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
 TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",

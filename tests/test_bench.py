@@ -329,8 +329,8 @@ import torch
 from kvcal.bench import fused, schemes
 from kvcal.bench.layer import Case
 from kvcal.catalogue import CATALOGUE
-geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=64)
-for name in ("kivi-2", "innerq-hybrid-plain"):
+geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
+for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
     print(fused.refuses_fused(case), fused.fused_attention(case).check())
 """
@@ -343,7 +343,7 @@ def test_fused_attention_in_the_interpreter_passes_its_check() -> None:
         [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["None None", "None None"]
+    assert done.stdout.splitlines() == ["None None"] * 3
 
 
 def test_hybrid_shares_are_what_they_are_named_after() -> None:
@@ -388,7 +388,7 @@ def test_generation_rows() -> None:
     geometry, tiny = GEOMETRY, LLAMA
     every = generation.kinds(tiny, geometry, [schemes.named("kivi-2", geometry)])
     found = generation.generate_rows("tiny", tiny, geometry, every, [(2, 200)], "cpu")
-    full, ours = [row for row in found if row.path in ("DynamicCache", "reference: decode, then the model's attention")]
+    full, ours = [row for row in found if row.path == "DynamicCache" or row.path.startswith("reference: decode, then")]
     assert full.ratio_to_fp16 == 1
     assert ours.more["tokens_per_second"] == pytest.approx(2e6 / ours.microseconds)  # type: ignore[operator]
     assert ours.more["peak_bytes"] > 0

@@ -350,7 +350,7 @@ def check_exact(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: fl
 def check_uniform(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: float, factor: float) -> None:
     assert isinstance(codec, Uniform)
     x, made = grouped(codec, x), grouped(codec, made)
-    error, scale = (made - x).abs(), packed["scale"].float()[..., None]
+    error, scale = (made - x).abs(), codec.groups(packed)[1].float()[..., None]
     low, high, largest = x.amin(-1, True), x.amax(-1, True), x.abs().amax(-1, True)
     slack_here = slack + 2.0**-20 * largest  # float32 arithmetic of encoder and decoder
     if codec.mode == "hybrid" or codec.search:
@@ -1064,18 +1064,27 @@ def test_uniform_error_on_gaussian_groups_of_32(bits: int, search: bool) -> None
 
 
 def test_hybrid_takes_the_mode_that_fits_the_group() -> None:
-    """InnerQ section 4.1.2's example, one-sided groups, beside centred ones; the sign bit says which, minima are dense."""
-    x = normal(1, 1, 64, 32)
-    x[:, :, :32] = x[:, :, :32].clamp(-1, 1)
-    x[:, :, :32, 5] = -2.0  # the symmetric codes -2 to 1 fit these groups
-    x[:, :, 32:] = 3 + x[:, :, 32:].abs()
-    codec = Uniform(Shape(1, 32, 32), "key", 2, 32, mode="hybrid")
-    packed = codec.encode(x)
-    shifted = torch.signbit(packed["scale"])[0, 0, :, :, 0]
-    assert not shifted[0].any() and shifted[1].all()
-    assert codec.symmetric_share(packed) == 0.5
-    assert packed["min"].shape == packed["scale"].shape
-    assert bool((packed["min"][0, 0, 0] == 0).all()) and bool((packed["min"][0, 0, 1] >= 3).all())
+    """InnerQ section 4.1.2's example, one-sided groups, beside centred ones; minima are dense. As the sign bit says which, and
+    where a kernel reads the blocks the zero point.
+    """
+    for dim in (32, 64):
+        x = normal(1, 1, 64, dim)
+        x[:, :, :32] = x[:, :, :32].clamp(-1, 1)
+        x[:, :, :32, 5::32] = -2.0  # the symmetric codes -2 to 1 fit these groups
+        x[:, :, 32:] = 3 + x[:, :, 32:].abs()
+        codec = Uniform(Shape(1, dim, 32), "key", 2, 32, mode="hybrid")
+        packed = codec.encode(x)
+        assert ("words" in packed) == (dim == 64)
+        _, scale, low = codec.groups(packed)
+        assert low is not None and low.shape == scale.shape == (1, 1, 2, 32, dim // 32)
+        assert codec.symmetric_share(packed) == 0.5
+        assert codec.bits_per_value() == 3.0 == sum(t.nbytes for t in packed.values()) * 8 / x.numel()
+        if dim == 32:
+            assert torch.signbit(scale).flatten(2).unique(dim=-1).numel() == 2
+            assert bool((low[0, 0, 0] == 0).all())
+        else:
+            assert bool((scale > 0).all()) and torch.equal(low[0, 0, 0], -2 * scale[0, 0, 0])
+        assert bool((low[0, 0, 1] >= 3).all())
 
 
 def test_bundles_that_say_symmetric() -> None:

@@ -93,6 +93,65 @@ def uniform(state: dict[str, Any], role: str, block: int, packed: dict[str, ndar
     return np.where(np.signbit(scale), q * np.abs(scale) + spread(packed["min"]), centred * np.abs(scale))
 
 
+def uniform_words(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray]) -> ndarray:
+    """Number by number: (B, H, T, D) of the fused kernel's words and scales."""
+    c, (_, dim) = state["config"], state["shape"]
+    bits, group, tokens_too = c["bits"], c["group"], c["axis"] == "token"
+    plane, symmetric = (2 if bits == 3 else bits), c["mode"] == "symmetric"
+    fields, pieces = 16 // plane, dim // 16
+    kinds, inner = (1 if symmetric else 2), tokens_too == (role == "value")
+    per = pieces if tokens_too else dim // group  # columns of scales: of a group of tokens, or of a half block
+    blocks = packed["words"].shape[2] * block // 32
+    words = packed["words"].astype(np.uint16).reshape(*packed["words"].shape[:2], blocks, -1, 16, 16).astype(np.int64)
+    shared = group // 32 if tokens_too else 1
+    scales = packed["scale"].reshape(*words.shape[:2], blocks // shared, -1).astype(np.float32)
+    made = np.zeros((*words.shape[:2], blocks * 32, dim), np.float32)
+    tiles = -(-2 * pieces // fields)
+    for t, d in np.ndindex(blocks * 32, dim):
+        n, half, row, piece, column = t // 32, t % 32 // 16, t % 16, d // 16, d % 16
+        tile, field = divmod(half * pieces + piece, fields)
+        at = (row, column) if role == "key" else (column, row)
+        q = words[:, :, n, tile, *at] >> field * plane & (1 << plane) - 1
+        if bits == 3:
+            q = q | (words[:, :, n, tiles + tile // 2, *at] >> 2 * field + tile % 2 & 1) << 2
+        place = row if not tokens_too else column  # in a column
+        first = 0 if tokens_too else half * per * kinds
+        number = piece if tokens_too else d // group
+        found = []
+        for kind in range(kinds):
+            if inner:
+                count = per * kinds
+                wide = 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
+                i, j = divmod(number * kinds + kind, wide)
+                index = first * 16 + i * 16 * wide + place * wide + j
+            else:
+                index = (first // 2 + number) * 32 + place // 2 * 4 + kind * 2 + place % 2
+            found.append(scales[:, :, n // shared, index])
+        made[:, :, t, d] = (q - 2 ** (bits - 1)) * found[0] if symmetric else q * found[0] + found[1]
+    return made
+
+
+WORDS = [
+    ("key", 4, 128, 32, "channel", "symmetric", 32), ("key", 3, 128, 32, "channel", "asymmetric", 32),
+    ("value", 2, 64, 32, "token", "hybrid", 32), ("value", 3, 128, 32, "token", "symmetric", 64),
+    ("key", 2, 64, 64, "token", "asymmetric", 128), ("value", 8, 96, 16, "channel", "asymmetric", 32),
+    ("value", 4, 64, 64, "token", "asymmetric", 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "bits", "dim", "group", "axis", "mode", "block"), WORDS)
+def test_words_of_the_fused_kernel_are_as_the_page_says(
+    role: Any, bits: int, dim: int, group: int, axis: Any, mode: Any, block: int
+) -> None:
+    codec = Uniform(Shape(2, dim, block), role, bits, group, axis, mode)
+    x = numbers(2, 2, 2 * block, dim, seed=bits) + 1
+    packed = codec.encode(x)
+    assert set(packed) == {"words", "scale"}
+    state = {"config": codec.config(), "shape": [2, dim]}
+    found = uniform_words(state, role, block, {name: t.numpy() for name, t in packed.items()})
+    assert np.array_equal(found, codec.decode(packed).numpy())
+
+
 def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:
     c, (heads, dim), d = state["config"], state["shape"], state["config"]["d"]
     tokens, bits, norm = c["axis"] == "token", (c["n"] - 1).bit_length(), packed["norm"].astype(np.float32)

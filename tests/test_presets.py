@@ -14,8 +14,7 @@ from torch import Tensor
 from kvcal.methods.backbones import backbone
 from kvcal.methods.plain import PRESETS, preset
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.codecs import Higgs, Shape
-from kvcal_kernels.packing import unpack
+from kvcal_artifacts.codecs import Higgs, Shape, Uniform
 from models_fixture import SUFFIX, kvcal, write_model
 from schemes import numbers, tiny
 
@@ -40,8 +39,12 @@ def test_kivi_keys_per_channel_and_values_per_token(bits: int) -> None:
     for role in ("key", "value"):
         codec = backbone(f"kivi-{bits}")(SHAPE, role)  # type: ignore[arg-type]
         packed = codec.encode(x)
-        count = SHAPE.dim if role == "key" else SHAPE.block
-        codes = unpack(packed["codes"], bits, count)[0]  # (H, N, b, D) for keys, (H, N, D, b) for values
+        assert isinstance(codec, Uniform)
+        found, scale, low = codec.groups(packed)
+        assert low is not None
+        codes = (
+            found[0] if role == "key" else found[0].transpose(-1, -2)
+        )  # (H, N, b, D) for keys, (H, N, D, b) for values
         for head in range(SHAPE.heads):
             for block in range(3):
                 part = x[0, head, 32 * block : 32 * block + 32].numpy()  # 32 tokens
@@ -55,8 +58,8 @@ def test_kivi_keys_per_channel_and_values_per_token(bits: int) -> None:
                         own = codes[head, block][32 * half : 32 * half + 32, token]
                     wanted, s, z = kivi_group(list(group), bits)
                     assert own.tolist() == wanted
-                    assert packed["scale"][0, head, block][at] == float(s)
-                    assert packed["min"][0, head, block][at] == float(z)
+                    assert scale[0, head, block][at] == float(s)
+                    assert low[0, head, block][at] == float(z)
 
 
 def test_turboquant_is_a_scalar_grid_with_a_norm_a_head() -> None:

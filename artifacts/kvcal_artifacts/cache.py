@@ -1,7 +1,8 @@
 """KVCalCache: a Transformers cache whose tokens are sinks, packed blocks and a recent window.
 
-Reference path: packed blocks are decoded for the attention of the current call and dropped again. Prefill attends to the
-exact keys and values of the current call; what leaves the recent window is packed in the same update, for later calls.
+Prefill attends to the exact keys and values of the current call; what leaves the recent window is packed in the same
+update, for later calls. Decode steps read packed blocks by the fused kernel where fused.py says so; else, on the reference
+path, blocks are decoded for the attention of the current call and dropped again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from . import hf, store
+from . import fused, hf, store
 from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError
@@ -50,6 +51,11 @@ class KVCalLayer(CacheLayerMixin):
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
+        self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
+        self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
+        if self.refused is None:
+            device, dtype = site.placed
+            self.refused = fused.absence(cache.kernels, codecs, site.ratio, dtype, device)
         self._clear()
 
     def _clear(self) -> None:
@@ -58,6 +64,7 @@ class KVCalLayer(CacheLayerMixin):
         self.packed: list[Packed] = [{}, {}]
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
+        self._due = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -70,6 +77,9 @@ class KVCalLayer(CacheLayerMixin):
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device)
+        if self.refused is None and (self.device, self.dtype) != self.site.placed:
+            ratio, kernels = self.site.ratio, self._cache.kernels
+            self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
         for role, codec in enumerate(self._pair):
             self.packed[role] = codec.empty(key_states.shape[0], key_states.device)
         self.is_initialized = True
@@ -93,12 +103,67 @@ class KVCalLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._move(key_states.device)
         stored = [self._frame_keys(key_states), value_states]
+        if self._is_for_kernel(plan, key_states):
+            self._due = plan, stored
+            hf.turn_of(self.site).leave(self.handle)
+            return key_states, value_states
         out = self._materialise(plan, key_states, value_states)
+        self._finish(plan, stored)
+        return out
+
+    def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
         self._store(plan, stored, self._observe(plan, stored[0]))
         self.columns += plan.query
         if self._cache.offloading_layers:
             self.offload()
-        return out
+
+    def _is_for_kernel(self, plan: Plan, keys: Tensor) -> bool:
+        """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
+        return (
+            self.refused is None
+            and plan.query <= fused.QUERIES
+            and self._blocks > 0
+            and (plan.valid is None or bool(plan.valid.all()))
+            and not self._cache.has_custom_mask
+            and not self.site.module.training
+            and not (torch.is_grad_enabled() and keys.requires_grad)
+        )
+
+    def drop_turn(self) -> None:
+        """Of a forward that broke off between update() and its attention."""
+        if self._due is not None:
+            self._due = None
+            hf.turn_of(self.site).take()
+
+    @torch.no_grad()
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """What the operator of fused.py does: attention of the call that update() was told of, then its tokens are stored."""
+        due, self._due = self._due, None
+        if due is None:
+            raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
+        plan, stored = due
+        with torch.autocast(q.device.type, enabled=False):
+            sink, blocks, recent = self._cache.counts(plan, q.device)
+            kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
+            context = Context(self.index, stats=self._current())
+            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
+            out = fused.attention(
+                self._cache.kernels, q.to(self.dtype).contiguous(), keys, values, blocks * fused.kernel_blocks(self.codecs),
+                (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent), scaling,
+                self.codecs.key.key_factor(context), self._cache.workspace(q.device),
+            )  # fmt: skip
+            if self._cache.watch is not None:
+                self._cache.watch.read(self.index, self._blocks * q.shape[0])
+            self._finish(plan, stored)
+        return out.to(q.dtype)
+
+    def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
+        """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
+        wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
+        if plan.past_index is None:
+            return wide
+        slots = (recent.long() - plan.query)[:, None] + torch.arange(plan.query, device=new.device)
+        return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
 
     def _frame_keys(self, handed: Tensor) -> Tensor:
         """The current call's keys in the frame they are stored in."""
@@ -177,10 +242,14 @@ class KVCalLayer(CacheLayerMixin):
         return keys, values
 
     def _decoded(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]:
-        context.stats = {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
+        context.stats = self._current()
         keys = self.codecs.key.decode(packed[0], context)
         context.k0 = keys
         return keys, self.codecs.value.decode(packed[1], context)
+
+    def _current(self) -> dict[str, Tensor]:
+        """Run-time statistics that decoding needs."""
+        return {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
 
     @property
     def _blocks(self) -> int:
@@ -301,6 +370,11 @@ class KVCalLayer(CacheLayerMixin):
     def reset(self) -> None:
         self._clear()
 
+    @property
+    def path(self) -> str:
+        """How decode steps of this layer read its packed blocks, and why not otherwise."""
+        return fused.path(self.refused, self._cache.kernels)
+
     def get_seq_length(self) -> int:
         return self.columns
 
@@ -397,12 +471,26 @@ class KVCalCache(Cache):
     scheme: windows, frame and codecs of each layer. model: the model it will serve; hooks are put on it until close(),
     the end of a `with` block, or the cache's own end of life. strict: a crop that reaches into packed blocks raises
     before anything changes. offload: each layer's storage rests in host memory between its turns.
+
+    kernels: "auto": decode steps of 1 to 16 tokens read packed blocks by the fused Triton kernel on a GPU where it passes its
+    check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
+    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel.
     """
 
     layers: list[Any]
     watch: Watch | None = None
 
-    def __init__(self, scheme: Scheme, model: nn.Module, *, strict: bool = False, offload: bool = False) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        model: nn.Module,
+        *,
+        strict: bool = False,
+        offload: bool = False,
+        kernels: str = "auto",
+        require_kernels: bool = False,
+    ) -> None:
+        fused.check_choice(kernels)
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
@@ -413,7 +501,7 @@ class KVCalCache(Cache):
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
-        self.scheme, self.strict, self.offloading_layers = scheme, strict, offload
+        self.scheme, self.strict, self.offloading_layers, self.kernels = scheme, strict, offload, kernels
         self.model = model
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
@@ -423,6 +511,8 @@ class KVCalCache(Cache):
             for i, pair in enumerate(scheme.layers)
         ]
         super().__init__(layers=layers)
+        if require_kernels:
+            fused.require([(layer.index, layer.refused) for layer in self.own_layers if layer.refused])
         self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
         if scheme.selection is not None:
             self.ledger = SelectedLedger(scheme.windows, scheme.selection)
@@ -442,7 +532,10 @@ class KVCalCache(Cache):
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
         self._masks: dict[torch.device, Tensor | None] = {}
+        self._counts: tuple[Tensor, Tensor, Tensor] | None = None
+        self._workspaces: dict[torch.device, Any] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
+        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.refused is None])
 
     @property
     def own_layers(self) -> list[KVCalLayer]:
@@ -459,6 +552,9 @@ class KVCalCache(Cache):
                 "evicted tokens are not there to be masked"
             )
         self._masks = {}
+        for layer in self.own_layers:
+            layer.drop_turn()
+        self._counts = None
         self._plan = self._rope = self._rope_now = self._positions = None
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -548,6 +644,27 @@ class KVCalCache(Cache):
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
         self._chain = {"old": {}, "new": {}}
         return plan
+
+    @property
+    def has_custom_mask(self) -> bool:
+        """Whether the current forward was given a mask that is not (batch, tokens)."""
+        return self._custom_mask
+
+    def counts(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Sink tokens, packed blocks, recent tokens with the new ones, of each row: (B,) int32; once a forward."""
+        if self._counts is None or self._counts[0].device != device:
+            assert plan.seen is not None and plan.packed is not None
+            sink = plan.seen.clamp_max(self.scheme.windows.sink)
+            recent = plan.seen - sink - plan.packed * self.scheme.windows.block + plan.query
+            sinks, blocks, recents = torch.stack([sink, plan.packed, recent]).int().to(device).unbind()
+            self._counts = sinks, blocks, recents
+        return self._counts
+
+    def workspace(self, device: torch.device) -> Any:
+        """Memory that the launches of this cache's layers share on a device."""
+        if device not in self._workspaces:
+            self._workspaces[device] = fused.workspace(self.kernels, device)
+        return self._workspaces[device]
 
     def _new_valid(self, past: int, query: int) -> Tensor | None:
         """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""
@@ -679,6 +796,7 @@ class KVCalCache(Cache):
     def close(self) -> None:
         """Remove every hook from the model. The cache cannot be used afterwards."""
         self._hooks.close()
+        self._seams.close()
 
     def __enter__(self) -> KVCalCache:
         return self
@@ -688,13 +806,15 @@ class KVCalCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCalCache:
         """An independent cache on the same model with the same contents, for reusing a prompt."""
-        twin = KVCalCache(self.scheme, self.model, strict=self.strict, offload=self.offloading_layers)
+        twin = KVCalCache(
+            self.scheme, self.model, strict=self.strict, offload=self.offloading_layers, kernels=self.kernels
+        )
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
         twin.unforgotten = dict(self.unforgotten)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
-                held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs")}
+                held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs", "handle")}
                 other.__dict__.update(copy.deepcopy(held, memo))
                 other.codecs = mine.codecs
             else:
@@ -752,7 +872,7 @@ class KVCalCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVCalLayer):
                 key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
-                rows.append({"layer": index, "state": "applied", "key": key, "value": value, "path": "reference"})
+                rows.append({"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path})
             else:
                 rows.append({"layer": index, "state": "skipped", "why": self.scheme.skipped[index]})
         return {
@@ -765,7 +885,7 @@ class KVCalCache(Cache):
             "returned_by_crop": self.returned_tokens,
             "unforgotten_by_statistics": dict(self.unforgotten),
             "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
-            "path": "reference: decode, then the model's own attention (fused kernels are not in this version)",
+            "path": fused.summary([layer.refused for layer in self.own_layers], self.kernels),
             "nbytes": {name: self.nbytes(name) for name in PARTS},
             "bits_per_value": self.bits_per_value(),
             "resident_bytes": self.resident_bytes(),

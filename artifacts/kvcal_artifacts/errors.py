@@ -53,6 +53,12 @@ class OutOfMemory(KVCalError):
     exit_code = 6
 
 
+class KernelsUnavailable(KVCalError):
+    """Kernels were required, and a layer cannot take one: no such GPU, a format or shape none reads, or a failed check."""
+
+    exit_code = 8
+
+
 class TextError(KVCalError):
     """Text that cannot be used: missing, empty, undecodable, or too little of it."""
 

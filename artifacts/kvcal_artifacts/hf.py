@@ -6,10 +6,15 @@ hook a layer hands out keys before RoPE (the output of `k_norm`, `k_proj` or the
 rotary module hands out positions, cos and sin, and one pre-hook on the decoder hands out the 2-D attention mask. Where
 tokens were evicted, the model's mask of all columns does not fit what the cache gives back: one pre-hook an attention module
 then puts ours in its place.
+
+Attention over packed blocks: a module finds its attention function by the name in its own `config`. A module whose cache
+may take the kernel gets a copy of that config with our name in it; our function is the model's own one, unless the cache
+has just left word (`Turn`) that this call's keys are not all there and the operator is to be called.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
@@ -20,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .codecs.base import Shape
 from .errors import KVCalError
@@ -38,6 +44,18 @@ class AttentionSite:
     kv_heads: int
     head_dim: int
     rope: bool
+
+    @property
+    def ratio(self) -> int:
+        """Query heads a kv head."""
+        config: Any = self.module.config
+        return int(config.num_attention_heads) // self.kv_heads
+
+    @property
+    def placed(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the layer's weights."""
+        own = [p for p in self.module.parameters() if p.is_floating_point()]
+        return (own[0].device, own[0].dtype) if own else (torch.device("cpu"), torch.float32)
 
     def keys_from(self, output: Tensor) -> Tensor:
         """The source's output (B, T, C) or (B, T, H, D) as keys (B, H, T, D), before RoPE."""
@@ -175,18 +193,123 @@ IMPLEMENTATIONS = ("sdpa", "eager")  # attention that takes any mask (B, 1, quer
 
 def check_selectable(site: AttentionSite) -> None:
     """Raises KVCalError where the layer's attention weights cannot be computed again, or its mask not be replaced."""
-    module: Any = site.module
-    name = f"layer {site.index} ({type(module).__name__})"
-    kind = getattr(module.config, "_attn_implementation", None) or "eager"
+    name = f"layer {site.index} ({type(site.module).__name__})"
+    kind = implementation(site)
     if kind not in IMPLEMENTATIONS:
         raise KVCalError(
             f"{name}: token selection needs attn_implementation {' or '.join(IMPLEMENTATIONS)}, the model has {kind!r}: "
             "load it with one of these"
         )
+    if why := _odd_weights(site):
+        raise KVCalError(f"{name}: token selection does not know this layer's attention weights: {why}")
+
+
+def implementation(site: AttentionSite) -> str:
+    """The model's own attention implementation: sdpa, eager, ..."""
+    module: Any = site.module
+    return getattr(_plain(module.config), "_attn_implementation", None) or "eager"
+
+
+def _odd_weights(site: AttentionSite) -> str | None:
+    """Why a layer's attention weights are not softmax(scaling q k); None if they are."""
+    module: Any = site.module
     odd = [part for part in ("sinks", "softcap", "attn_logit_softcapping") if getattr(module, part, None) is not None]
     if odd or not isinstance(getattr(module, "scaling", None), (int, float)):
-        why = f"its attention has {odd[0]}" if odd else "it has no `scaling`"
-        raise KVCalError(f"{name}: token selection does not know this layer's attention weights: {why}")
+        return f"its attention has {odd[0]}" if odd else "it has no `scaling`"
+    return None
+
+
+def odd_attention(site: AttentionSite) -> str | None:
+    """Why nothing but the model's own attention function computes this layer's attention; None if others may."""
+    if not hasattr(site.module, "config"):
+        return "its attention has no config that names an attention function"
+    kind = implementation(site)
+    if kind not in IMPLEMENTATIONS:
+        return f"attn_implementation {kind!r}: the fused kernel takes the place of {' and '.join(IMPLEMENTATIONS)}"
+    return _odd_weights(site)
+
+
+OURS = "kvcal"
+
+
+class Turn:
+    """What a layer's update() leaves for the attention call that follows it: the handle for the operator, or None.
+
+    Eagerly for each thread, as several may run the model with caches of their own; what is traced has one.
+    """
+
+    def __init__(self) -> None:
+        self._threads = threading.local()
+        self._traced: int | None = None
+
+    def leave(self, handle: int) -> None:
+        if torch.compiler.is_compiling():
+            self._traced = handle
+        else:
+            self._threads.handle = handle
+
+    def take(self) -> int | None:
+        if torch.compiler.is_compiling():
+            handle, self._traced = self._traced, None
+        else:
+            handle = getattr(self._threads, "handle", None)
+            self._threads.handle = None
+        return handle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
+        return Turn()
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
+    """The model's own attention function, or the operator over what the layer's cache holds."""
+    handle = module.config.kvcal_turn.take()
+    if handle is None:
+        kind = _plain(module.config)._attn_implementation or "eager"
+        own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)(module, query, key, value, attention_mask, **given)
+    odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
+    if odd:
+        raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
+    out = torch.ops.kvcal.decode_attention(query, key, value, float(given["scaling"]), handle)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _plain(config: Any) -> Any:
+    """The config that the model was given."""
+    return getattr(config, "kvcal_plain", config)
+
+
+_SEAMS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # caches that use a module's
+
+
+class Seams:
+    """Lets a cache's layers answer for their attention, until close(). Caches of one model share the seam of a module."""
+
+    def __init__(self, owner: object, sites: list[AttentionSite]) -> None:
+        ALL_ATTENTION_FUNCTIONS.register(OURS, _attention)
+        self._modules: list[Any] = [site.module for site in sites]
+        for module in self._modules:
+            _SEAMS[module] = _SEAMS.get(module, 0) + 1
+            if _SEAMS[module] == 1:
+                own = copy.copy(module.config)
+                own._attn_implementation_internal = OURS
+                own.kvcal_plain, own.kvcal_turn = _plain(module.config), Turn()
+                module.config = own
+        weakref.finalize(owner, self.close)
+
+    def close(self) -> None:
+        while self._modules:
+            module = self._modules.pop()
+            _SEAMS[module] -= 1
+            if not _SEAMS[module]:
+                module.config = _plain(module.config)
+
+
+def turn_of(site: AttentionSite) -> Turn:
+    """Where a layer's update() leaves word."""
+    module: Any = site.module
+    turn: Turn = module.config.kvcal_turn
+    return turn
 
 
 def output_projection(site: AttentionSite) -> Tensor | None:
@@ -206,9 +329,8 @@ def score_scaling(site: AttentionSite) -> float:
 
 def mask_for(site: AttentionSite, allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """allowed (B, Q, keys) bool -> (B, 1, Q, keys) as the layer's attention takes it."""
-    module: Any = site.module
     mask = allowed[:, None]
-    if (module.config._attn_implementation or "eager") == "sdpa":
+    if implementation(site) == "sdpa":
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 

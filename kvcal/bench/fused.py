@@ -1,35 +1,43 @@
-"""Fused decode attention of kvcal_kernels.attention over uniform integers, as an operation.
-
-Packed tensors of the codecs are put into the order that the kernel reads, which no timed part of the operation does.
-"""
+"""Fused decode attention of kvcal_kernels.attention over packed blocks as codecs store them, as an operation."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Uniform
-from kvcal_artifacts.codecs.base import Packed
-from kvcal_kernels.attention import Blocks, Form, pack
-from kvcal_kernels.packing import unpack
+from kvcal_artifacts.errors import KernelsUnavailable
+from kvcal_artifacts.fused import absence, queries_for
 
+from ..catalogue import Geometry
 from .layer import Case, fill, nbytes
 from .operation import Prepared, needs_blocks
 from .peers import wrong
+from .schemes import Benched
 
 
 def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
     if case.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "needs a CUDA GPU"
-    try:
-        for codec in (case.scheme.codecs.key, case.scheme.codecs.value):
-            form_of(codec)
-    except ValueError as error:
-        return str(error)
-    return needs_blocks(case)
+    return _unreadable(case.scheme) or needs_blocks(case)
+
+
+def _unreadable(one: Benched) -> str | None:
+    for codec in (one.codecs.key, one.codecs.value):
+        if isinstance(why := codec.fused(), str):
+            return f"{codec.role}s: {why}"
+    return "keys before RoPE: the fused kernel does not rotate" if one.frame == "pre_rope" else None
+
+
+def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises KernelsUnavailable naming the first scheme that the kernel does not serve on this device."""
+    for one in schemes:
+        ratio = geometry.heads // geometry.kv_heads
+        if why := _unreadable(one) or absence("auto", one.codecs, ratio, dtype, device):
+            raise KernelsUnavailable(f"--require-kernels, scheme {one.name}: {why}; use another scheme or device")
 
 
 def fused_attention(case: Case) -> Prepared:
@@ -37,49 +45,21 @@ def fused_attention(case: Case) -> Prepared:
     from kvcal_kernels.attention import triton as kernel  # not installed everywhere
 
     filled, queries = fill(case), case.queries()
-    keys, values = (blocks_of(codec, packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
+    keys, values = (codec.as_blocks(packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
 
     def rows(count: int) -> Tensor:
         return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
 
     sink, recent = ((k.contiguous(), v.contiguous(), rows(k.shape[2])) for k, v in (filled.sink, filled.window))
     blocks, space = rows(keys.words.shape[2]), kernel.Workspace(case.device)
-    scaling = case.geometry.head_dim**-0.5
+    scaling, factor = case.geometry.head_dim**-0.5, filled.codecs.key.key_factor(filled.decoding)
 
     def run() -> Tensor:
-        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space)
+        packed_q = queries_for(queries, factor)
+        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q)
 
     size = sum(nbytes(t) for made in (keys, values) for t in (made.words, made.scale)) + filled.window_bytes
     return Prepared(
         run, size, lambda: wrong(run(), queries, *filled.materialised()), "triton: fused",
         more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes},
     )  # fmt: skip
-
-
-def form_of(codec: Codec) -> Form:
-    """The kernel's description of this storage; ValueError if it has none."""
-    if not isinstance(codec, Uniform):
-        raise ValueError(f"the fused kernel reads uniform integers, not {codec.name}")
-    inner = (codec.axis == "channel") == (codec.role == "key")
-    return Form(codec.role, codec.shape.dim, codec.bits, codec.group, inner, codec.mode == "symmetric")
-
-
-def blocks_of(codec: Codec, packed: Packed) -> Blocks:
-    """A codec's packed tensors in the kernel's order. Hybrid groups become asymmetric ones: a symmetric group's zero point is
-    what its lowest code stands for.
-    """
-    assert isinstance(codec, Uniform)
-    count = codec.shape.block if codec.role == "value" else codec.shape.dim
-    codes = unpack(packed["codes"], codec.bits, count)
-    codes = codes.transpose(-1, -2) if codec.role == "value" else codes
-    scale, base = packed["scale"], packed.get("min")
-    if codec.mode == "hybrid":
-        assert base is not None
-        lowest = -(2 ** (codec.bits - 1)) * scale.abs()
-        scale, base = scale.abs(), torch.where(torch.signbit(scale), base, lowest)
-
-    def by_token(x: Tensor) -> Tensor:
-        return (x.transpose(-1, -2) if codec.axis == "token" else x).flatten(2, 3).contiguous()
-
-    zero = None if base is None else by_token(base)
-    return pack(codes.flatten(2, 3), by_token(scale), zero, form_of(codec))

@@ -20,7 +20,7 @@ from kvcal_artifacts.cache import KVCalCache
 
 from ..catalogue import Geometry
 from ..models import is_oom
-from .filled import filled_cache, tokens
+from .filled import filled_cache, scheme_of, tokens
 from .layer import fill
 from .memory import vqkv_beside
 from .rows import Row
@@ -44,7 +44,7 @@ class Kind:
     why_not: str | None = None
 
 
-def kinds(model: Any, geometry: Geometry, schemes: Sequence[Benched]) -> list[Kind]:
+def kinds(model: Any, geometry: Geometry, schemes: Sequence[Benched], require_kernels: bool = False) -> list[Kind]:
     """FP16, Transformers' QuantizedCache where optimum-quanto is installed, and each scheme."""
     plain = "fp32" if model.dtype == torch.float32 else "fp16"
     found = [Kind(plain, lambda batch, length: _dynamic(model, geometry, batch, length), None, "DynamicCache")]
@@ -58,7 +58,9 @@ def kinds(model: Any, geometry: Geometry, schemes: Sequence[Benched]) -> list[Ki
         def maker(batch: int, length: int, one: Benched = one) -> KVCalCache:
             return filled_cache(model, geometry, one, batch, length)
 
-        found.append(Kind(one.name, maker, one.stored_bits, "reference: decode, then the model's attention"))
+        with KVCalCache(scheme_of(model, one), model, require_kernels=require_kernels) as empty:
+            path: str = empty.describe()["path"]
+        found.append(Kind(one.name, maker, one.stored_bits, path))
     return found
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import MixKVQ, Uniform
+from kvcal_artifacts.codecs.base import Packed
+from kvcal_kernels.attention import Form, pack_scales, unpack_scales
 
 from . import paper
 from .layer import Case, Filled, fill, nbytes
@@ -53,11 +55,10 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
     def build(case: Case) -> Prepared:
         filled = fill(case)
         values = filled.codecs.value
+        assert isinstance(values, Uniform)
         packed = dict(filled.packed[1])
         generator = torch.Generator(case.device).manual_seed(case.seed)
-        scale = packed["scale"].abs()
-        shifted = torch.rand(scale.shape, generator=generator, device=case.device) * 100 >= percent
-        packed["scale"] = torch.where(shifted, -scale, scale)
+        packed["scale"] = _with_share(values, packed, percent, generator)
         tokens = packed_blocks(case) * case.scheme.windows.block
         weights = torch.rand(
             case.batch, case.geometry.kv_heads, case.group, tokens, generator=generator, device=case.device
@@ -72,7 +73,7 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
             allowed = 8 * float(torch.finfo(case.dtype).eps)
             return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
 
-        share = 100 * float((~torch.signbit(packed["scale"])).double().mean())
+        share = 100 * values.symmetric_share(packed)
         more: dict[str, Any] = {"symmetric_percent": round(share, 2)}
         if case.length in paper.TABLE_6[percent] and case.batch == 1:
             more |= {"paper_microseconds": paper.TABLE_6[percent][case.length], "paper_device": "Jetson Xavier NX"}
@@ -80,6 +81,20 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
         return Prepared(run, size, check, "reference: decode, then multiply", more=more)
 
     return build
+
+
+def _with_share(values: Uniform, packed: Packed, percent: int, generator: torch.Generator) -> Tensor:
+    """Stored scales of which so many groups are symmetric, at random."""
+    fused = isinstance(values.fused(), Form)
+    scale = packed["scale"].abs()
+    if fused:
+        blocks = values.as_blocks(packed)
+        scale = unpack_scales(blocks.scale, blocks.form)[0]
+    shifted = torch.rand(scale.shape, generator=generator, device=scale.device) * 100 >= percent
+    if not fused:
+        return torch.where(shifted, -scale, scale)
+    lowest = -(2.0 ** (values.bits - 1)) * scale
+    return pack_scales(scale, torch.where(shifted, lowest / 2, lowest), blocks.form).view_as(packed["scale"])
 
 
 def needs_hybrid(case: Case) -> str | None:

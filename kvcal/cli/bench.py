@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Bundles, Json, Revision
+from kvcal.cli.options import Bundles, Json, RequireKernels, Revision
 from kvcal.cli.output import note, print_json, print_table
 
 Names = Annotated[
@@ -44,6 +44,7 @@ def bench(
     recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept exact. Default: 96.")] = None,
     dtype: Annotated[str, typer.Option(help="Of windows, queries and peers: float16, bfloat16, float32.")] = "auto",
     memory: Annotated[float | None, typer.Option(help="GiB that longest-generation may fill.")] = None,
+    require_kernels: RequireKernels = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of an operation, at most.")] = 50,
     seconds: Annotated[float, typer.Option(help="Seconds for timing an operation, at most.")] = 2.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of the random data and weights.")] = 0,
@@ -90,3 +91,7 @@ def doctor(json: Json = False) -> None:
         print(f"{name}: {value if value is not None else 'none'}")
     for row in found["kernels"]:
         print(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}")
+    checked = found["preflight"]
+    print(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}")
+    for name, why in checked["verdicts"].items():
+        print(f"  {'passes' if why is None else f'fails, {why}'}: {name}")

@@ -19,6 +19,7 @@ from kvcal.cli.options import (
     Model,
     Presets,
     Random,
+    RequireKernels,
     Revision,
     Seed,
     Step,
@@ -49,6 +50,7 @@ def compare(
     block: Annotated[int, typer.Option(min=1, help="Of the pairs.")] = 32,
     keep: Keep = None,
     heavy: Heavy = None,
+    require_kernels: RequireKernels = False,
     max_bits: Annotated[
         float | None, typer.Option(min=0, max=32, help="Name the best row of at most so many bits.")
     ] = None,

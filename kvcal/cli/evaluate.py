@@ -20,6 +20,7 @@ from kvcal.cli.options import (
     Model,
     Presets,
     Random,
+    RequireKernels,
     Revision,
     Seed,
     Step,
@@ -42,6 +43,7 @@ def evaluate(
     preset: Presets = None,
     keep: Keep = None,
     heavy: Heavy = None,
+    require_kernels: RequireKernels = False,
     subspace: Subspace = None,
     batch: Batch = None,
     max_ppl_increase: Annotated[
@@ -126,6 +128,7 @@ def generate(
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
     keep: Keep = None,
     heavy: Heavy = None,
+    require_kernels: RequireKernels = False,
     subspace: Subspace = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 100,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,

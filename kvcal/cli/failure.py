@@ -21,6 +21,7 @@ EXIT_CODES = {
     5: "a model, data set or repository on the hub is not available: gated, offline, no permission, no such name or revision",
     6: "out of memory, on the host or on the device",
     DIFFERENT: "`kvcal diff` or `kvcal reproduce` found a difference (1, which diff uses for it, is an error here)",
+    8: "--require-kernels, and a layer cannot take the fused kernel",
     INTERRUPTED: "interrupted (Ctrl-C)",
 }
 

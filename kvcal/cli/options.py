@@ -39,6 +39,9 @@ Subspace = Annotated[
     str | None,
     typer.Option(help="Of SQuat bundles: prompt (the row's own queries), calibrated or both. Default: the bundle's."),
 ]
+RequireKernels = Annotated[
+    bool, typer.Option("--require-kernels", help="Fail, with exit code 8, where a layer cannot take the fused kernel.")
+]
 Holdout = Annotated[int | None, typer.Option(min=1, help="How many of them are held out (default: 1 in 8).")]
 WindowLength = Annotated[int | None, typer.Option(min=2, help="Tokens a window; default: the model's preset.")]
 WindowSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Which windows are drawn.")]

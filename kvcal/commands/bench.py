@@ -15,6 +15,7 @@ from kvcal_artifacts.scheme import Windows
 
 from .. import __version__, models
 from ..bench import devices, generation, jetson, measure, memory, paper, schemes
+from ..bench.fused import require_fused
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import Row, compared, read_earlier, to_csv
@@ -214,6 +215,8 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     dtype = _dtype(o, torch.float16)
     kernels: list[Operation] = [OPERATIONS[name] for name in wanted if name in OPERATIONS]
     rows: list[Row] = []
+    if o["require_kernels"]:
+        require_fused(own, geometry, dtype, where.device)
     if kernels:
         rows += measure.rows_of(source.name, geometry, own, kernels, shapes, clock, dtype, where.name, say, o["seed"])
     rows = _with_shares(rows)
@@ -273,7 +276,7 @@ def _generation(
         torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), where.device)
     say(f"making {source.label} with random weights")
     model = models.load_model(source, dtype=dtype, device=where.device, random_weights=True, seed=o["seed"]).model
-    every = generation.kinds(model, geometry, own)
+    every = generation.kinds(model, geometry, own, o["require_kernels"])
     if "generate" in wanted:
         say("decode steps from caches filled with random packed data")
         rows += generation.generate_rows(source.name, model, geometry, every, shapes, where.name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.fused import QUERIES
 from kvcal_artifacts.scheme import HeavyHitters
 
 from .. import corpus, models
@@ -46,6 +47,17 @@ def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Pa
     output = Path(o["output"] or default_output(source, method))
     check_output(output)
     return output
+
+
+def given_kernels(o: Mapping[str, Any]) -> bool:
+    """Whether kernels are required; UsageError where the step is one that no kernel serves."""
+    wanted = bool(o.get("require_kernels"))
+    if wanted and o.get("step", 1) > QUERIES:
+        raise UsageError(
+            f"--require-kernels: the fused kernel serves up to {QUERIES} tokens a call, --step is {o['step']}; "
+            f"give --step {QUERIES} or less"
+        )
+    return wanted
 
 
 def given_selection(o: dict[str, Any]) -> HeavyHitters | None:

@@ -28,7 +28,7 @@ from ..methods.base import settings_of
 from ..methods.composition import Composition
 from ..methods.plain import DataFree, Preset, preset
 from ..workbench import cache_makers, open_model
-from .common import Say, calibration_windows, check_context, evaluation_text, given_selection, text_for
+from .common import Say, calibration_windows, check_context, evaluation_text, given_kernels, given_selection, text_for
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .guard import outlier_warnings, unmeasured
@@ -87,7 +87,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
     """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits."""
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    rows, selection = candidates(o, fit_options), given_selection(o)
+    rows, selection, require = candidates(o, fit_options), given_selection(o), given_kernels(o)
     for name in ("output", "csv"):
         if o[name] is not None:
             check_output(o[name])
@@ -128,7 +128,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
         what = _fitted(row.what, loaded, fitting) if isinstance(row.what, AquaKV) else row.what
-        makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection)
+        makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection, require)
         ledger.add(row.key, *measure(loaded, text.ids, makers, settings, o["batch"]).values())
     found = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(found)

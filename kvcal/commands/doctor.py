@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kvcal_kernels
+from kvcal_artifacts import preflight
 
 from .. import __version__
 from ..bench import devices
@@ -22,9 +23,15 @@ PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python
 
 
 def run_doctor() -> dict[str, Any]:
-    """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not)."""
+    """Versions, device and memory; each kernel family with whether its Triton kernels run here and why (not); and what was
+    found when they were first used on a GPU.
+    """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return {"machine": machine(), "kernels": kernels(capability, version("triton"))}
+    return {
+        "machine": machine(),
+        "kernels": kernels(capability, version("triton")),
+        "preflight": {"file": str(preflight.folder() / preflight.FILE), "verdicts": preflight.read()},
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..methods.plain import DataFree
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
 from .bundles import file_sha256
-from .common import Say, check_context, evaluation_text, given_selection, known, text_for
+from .common import Say, check_context, evaluation_text, given_kernels, given_selection, known, text_for
 from .guard import guard_window, outlier_warnings, unmeasured
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
@@ -37,6 +37,7 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     say(f"text: {origin}")
+    require = given_kernels(o)
     common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
     methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     files = {name: what.path for name, what in methods.items() if isinstance(what, Bundle) and what.path is not None}
@@ -54,7 +55,8 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)
-    makers = cache_makers(loaded.model, methods, loaded.revision, selection)  # refuses bundles of other models
+    # refuses bundles of other models
+    makers = cache_makers(loaded.model, methods, loaded.revision, selection, require)
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
     started = time.monotonic()
@@ -207,7 +209,8 @@ def run_generate(o: dict[str, Any], say: Say) -> dict[str, Any]:
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    name, maker = next(iter(cache_makers(loaded.model, methods, loaded.revision, selection).items()))
+    made = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
+    name, maker = next(iter(made.items()))
     tokenizer = known(loaded.tokenizer)
     if not o["random_weights"] and (schemes := unmeasured(loaded.model, methods)):
         for line in outlier_warnings(loaded.model, guard_window(tokenizer, schemes), schemes):

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kvcal_kernels.attention import Blocks, Form
+
 from ..errors import KVCalError, NonFiniteError
 
 Packed = dict[str, Any]  # Tensor, or store.Ragged where items differ in size
@@ -110,6 +112,18 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         """Packed tensors of N blocks -> (B, H, N * b, D) float32."""
+
+    def fused(self) -> Form | str:
+        """How the fused decode-attention kernel reads the packed tensors as they lie; else, in one line, why it cannot."""
+        return f"no fused kernel reads {self.name}"
+
+    def as_blocks(self, packed: Packed) -> Blocks:
+        """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), without a copy."""
+        raise KVCalError(f"codec {self.name!r}: {self.fused()}")
+
+    def key_factor(self, context: Context = EMPTY) -> Tensor | None:
+        """What decoded keys are multiplied by after as_blocks, (H, 1, D) or (B, H, 1, D) float32: the query takes it."""
+        return None
 
     def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
         """encode(x), and what it decodes to (B, H, T, D) float32: as invariant as encode, because other layers' packed

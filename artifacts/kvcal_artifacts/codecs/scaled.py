@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels.attention import Blocks, Form
+
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
 
@@ -65,6 +67,18 @@ class Scaled(Codec):
         if STATISTIC not in context.stats:
             raise KVCalError(f"layer {context.layer}: run-time statistic {STATISTIC} is missing")
         return context.stats[STATISTIC]
+
+    def fused(self) -> Form | str:
+        if self.role == "value":
+            return "values divided by factors: the fused kernel adds packed and exact ones into one output"
+        return self.inner.fused()
+
+    def as_blocks(self, packed: Packed) -> Blocks:
+        return self.inner.as_blocks(packed)
+
+    def key_factor(self, context: Context = EMPTY) -> Tensor:
+        below = self.inner.key_factor(context)
+        return self._factor(context) if below is None else self._factor(context) * below
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.hadamard import tree_sum
 
 from ..errors import KVCalError
@@ -152,6 +153,15 @@ class Squat(Codec):
         for start, stop in pairwise([0, *changes.tolist(), keys.shape[2]]):
             if start < stop:
                 yield slice(start, stop), torch.cat([own[:, :, start].double() * root, *fixed], 2)
+
+    def fused(self) -> Form | str:
+        return self.inner.fused()
+
+    def as_blocks(self, packed: Packed) -> Blocks:
+        return self.inner.as_blocks(packed)
+
+    def key_factor(self, context: Context = EMPTY) -> Tensor | None:
+        return self.inner.key_factor(context)
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         return self.inner.decode(packed, context)

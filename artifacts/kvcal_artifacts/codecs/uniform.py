@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvcal_kernels import attention
+from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
@@ -49,8 +51,8 @@ class _Coded:
 
 class Uniform(Codec):
     """axis "channel": a group is `group` consecutive channels of one token ("per token"); "token": `group` consecutive
-    tokens of one channel ("per channel"). Key codes are packed along channels, value codes along tokens, the order in
-    which a fused kernel contracts them.
+    tokens of one channel ("per channel"). Where `fused` gives a form, blocks are stored as the fused kernel reads them;
+    else key codes are packed along channels, value codes along tokens.
 
     search: in mode "symmetric" the factors are also tried with a negative sign, which turns the longer end of the code range
     to the side where the group needs it; stored scales are then negative in about half of the groups.
@@ -83,10 +85,47 @@ class Uniform(Codec):
         if search not in (False, True):
             raise KVCalError(f"uniform codec, search {search!r}: must be true or false")
         self.bits, self.group, self.axis, self.mode, self.search = bits, group, axis, mode, bool(search)
+        self._form = self._find_form()
+
+    def fused(self) -> Form | str:
+        return self._form
+
+    def _find_form(self) -> Form | str:
+        inner = (self.axis == "channel") == (self.role == "key")
+        if self.shape.block % attention.BLOCK:
+            return f"blocks of {self.shape.block} tokens: the fused kernel reads multiples of {attention.BLOCK}"
+        try:
+            form = Form(self.role, self.shape.dim, self.bits, self.group, inner, self.mode == "symmetric")
+        except ValueError as error:
+            return f"the fused kernel cannot read {error}"
+        nominal = self.bits + (16 if form.symmetric else 32) / self.group
+        if form.stored_bits > nominal:
+            return (
+                f"{self.bits} bits at head_dim {self.shape.dim} would take {form.stored_bits:g} bits in the fused "
+                f"kernel's layout, {nominal:g} as stored"
+            )
+        return form
+
+    def as_blocks(self, packed: Packed) -> Blocks:
+        if isinstance(self._form, str):
+            return super().as_blocks(packed)
+        words, scale = packed["words"], packed["scale"]
+        return Blocks(
+            self._form,
+            words.flatten(2).unflatten(2, (-1, self._form.words)),
+            scale.flatten(2).unflatten(2, (-1, self._form.scales)),
+        )
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         best = self._best(self._grouped(self.shape.blocks(x.float())))
         flat = self._ungrouped(best.codes)
+        if isinstance(self._form, Form):
+            zero = None if best.base is None else self._by_token(self._zero(best.scale, best.base))
+            scale = best.scale.abs() if self.mode == "hybrid" else best.scale
+            made = attention.pack(flat.flatten(2, 3), self._by_token(scale), zero, self._form)
+            return {
+                name: getattr(made, name).unflatten(2, (flat.shape[2], -1)).flatten(3) for name in ("words", "scale")
+            }
         if self.role == "value":
             flat = flat.transpose(-1, -2)
         packed = {"codes": pack(flat, self.bits), "scale": best.scale}
@@ -95,18 +134,43 @@ class Uniform(Codec):
             packed["min"] = best.base
         return packed
 
+    def _by_token(self, x: Tensor) -> Tensor:
+        """Scales of groups as `_grouped` makes them, as attention.pack takes them: (B, H, T, D/g) or (B, H, T/g, D)."""
+        return (x.transpose(-1, -2) if self.axis == "token" else x).flatten(2, 3)
+
+    def _zero(self, scale: Tensor, base: Tensor) -> Tensor:
+        """Zero points: of symmetric groups of the hybrid mode what their lowest code stands for."""
+        return torch.where(torch.signbit(scale), base, self._lowest(scale)) if self.mode == "hybrid" else base
+
+    def _lowest(self, scale: Tensor) -> Tensor:
+        return -(2.0 ** (self.bits - 1)) * scale
+
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        count = self.shape.block if self.role == "value" else self.shape.dim
-        codes = unpack(packed["codes"], self.bits, count)
-        if self.role == "value":
-            codes = codes.transpose(-1, -2)
-        out = self._restore(self._grouped(codes.float()), packed["scale"], packed.get("min"))
-        return self._ungrouped(out).flatten(2, 3)
+        if isinstance(self._form, Form):
+            return attention.decode(self.as_blocks(packed))
+        codes, scale, base = self.groups(packed)
+        return self._ungrouped(self._restore(self._grouped(codes.float()), scale, base)).flatten(2, 3)
+
+    def groups(self, packed: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes (B, H, N, b, D); scales and zero points float16, (B, H, N, b, D/g), of groups of tokens (B, H, N, D, b/g)."""
+        s = self.shape
+        if isinstance(self._form, Form):
+            codes, *parts = attention.unpack(self.as_blocks(packed))
+            tokens = s.block if self.axis == "channel" else s.block // self.group
+            wide = [None if x is None else x.unflatten(2, (-1, tokens)) for x in parts]
+            scale, base = (x if x is None or self.axis == "channel" else x.transpose(-1, -2) for x in wide)
+            assert scale is not None
+            return s.blocks(codes), scale, base
+        codes = unpack(packed["codes"], self.bits, s.block if self.role == "value" else s.dim)
+        return codes.transpose(-1, -2) if self.role == "value" else codes, packed["scale"], packed.get("min")
 
     def symmetric_share(self, packed: Packed) -> float:
         """Share of the groups that are symmetric: InnerQ's sparsity of the mode mask (section 6.2)."""
         if self.mode == "hybrid":
-            return float((~torch.signbit(packed["scale"])).double().mean())
+            _, scale, base = self.groups(packed)
+            assert base is not None
+            same = base == self._lowest(scale) if isinstance(self._form, Form) else ~torch.signbit(scale)
+            return float(same.double().mean())
         return float(self.mode == "symmetric")
 
     def _restore(self, codes: Tensor, scale: Tensor, base: Tensor | None) -> Tensor:
@@ -148,10 +212,11 @@ class Uniform(Codec):
     def _symmetric(self, x: Tensor, factors: list[float]) -> Iterator[_Coded]:
         base = torch.zeros(x.shape[:-1], dtype=torch.float16, device=x.device) if self.mode == "hybrid" else None
         half = 2 ** (self.bits - 1)
+        limit = HALF_MAX if base is None else HALF_MAX / half  # hybrid: the lowest code must fit float16 too
         plain = tree_sum(x.abs()) / self.group if self.bits == 1 else x.abs().amax(-1) / half
         to_half(plain, "scale")  # refuses before a factor below 1 could hide it
         for factor in factors:
-            size = (plain * abs(factor)).clamp(HALF_FLOOR, HALF_MAX).to(torch.float16)
+            size = (plain * abs(factor)).clamp(HALF_FLOOR, limit).to(torch.float16)
             scale = size if factor > 0 else -size
             if self.bits == 1:
                 yield _Coded((x >= 0).float(), scale, base)
@@ -192,6 +257,12 @@ class Uniform(Codec):
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape
+        if isinstance(self._form, Form):
+            kernel_blocks = s.block // attention.BLOCK
+            return {
+                "words": ((s.heads, kernel_blocks * self._form.words), torch.int16),
+                "scale": ((s.heads, kernel_blocks // self._form.scale_blocks * self._form.scales), torch.float16),
+            }
         rows, count = (s.dim, s.block) if self.role == "value" else (s.block, s.dim)
         groups = (s.block, s.dim // self.group) if self.axis == "channel" else (s.dim, s.block // self.group)
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -228,16 +228,19 @@ def attend(
     sink: tuple[Tensor, Tensor, Tensor],
     recent: tuple[Tensor, Tensor, Tensor],
     scaling: float,
+    packed_q: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last up to
     the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is packed.
+    packed_q: queries for the packed keys, where these are stored divided by a factor of their channel.
 
     q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how many
     count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype; computed
     in float32.
     """
     ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
-    k = torch.cat([sink[0].float(), decode(keys), recent[0].float()], 2).repeat_interleave(ratio, 1)
+    parts = [(q, sink[0]), (q if packed_q is None else packed_q, decode(keys)), (q, recent[0])]
+    products = [own.float() @ k.float().repeat_interleave(ratio, 1).transpose(-1, -2) for own, k in parts]
     v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
     behind = queries - 1 - torch.arange(queries, device=q.device)
     reach = recent[2][:, None] - behind
@@ -247,7 +250,7 @@ def attend(
         _seen(recent[0].shape[2], reach),
     ]
     mask = torch.cat(seen, -1)[:, None]
-    scores = (q.float() @ k.transpose(-1, -2) * scaling).masked_fill(~mask, -torch.inf)
+    scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
     kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
     return (scores.softmax(-1) @ v.masked_fill(~kept, 0)).to(q.dtype)
 

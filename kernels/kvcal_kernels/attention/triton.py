@@ -458,7 +458,7 @@ def _exact(
 
 @triton.jit(do_not_specialize=["room", "sink_room", "recent_room", "splits"])
 def attend_kernel(
-    p_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
+    p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, room, sink_room, recent_room, splits, factor,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
@@ -469,7 +469,7 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e)."""
+    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent."""
     SLICES: tl.constexpr = D // 16
     ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
     i_split, i_batch = tl.program_id(0), tl.program_id(2)
@@ -541,11 +541,11 @@ def attend_kernel(
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     own = i_split == splits
     b_m, b_l, out = _exact(
-        p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, sink + tl.minimum(recent - b_behind, 0),
+        p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, sink + tl.minimum(recent - b_behind, 0),
         tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
     )  # fmt: skip
     b_m, b_l, out = _exact(
-        p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, recent - b_behind,
+        p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, recent - b_behind,
         tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
     )  # fmt: skip
 
@@ -656,12 +656,15 @@ def attend(
     scaling: float,
     launch: Launch | None = None,
     workspace: Workspace | None = None,
+    packed_q: Tensor | None = None,
 ) -> Tensor:
     """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
     says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
     overlap, and under a CUDA graph. Scales of outer groups of keys multiply queries in float16: above 2047 they overflow.
     """
-    _check(q, keys, values, blocks, sink, recent)
+    packed_q = q if packed_q is None else packed_q
+    for given in (q, packed_q):
+        _check(given, keys, values, blocks, sink, recent)
     launch = launch or Launch()
     batch, heads, room = keys.words.shape[:3]
     fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps)
@@ -672,8 +675,8 @@ def attend(
     part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
     out = torch.empty_like(q)
     attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
-        q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
-        part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], count,
+        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
+        blocks, sink[2], recent[2], part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], count,
         scaling * 1.4426950408889634, **fixed,
         STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
         num_warps=launch.warps, num_stages=launch.stages,

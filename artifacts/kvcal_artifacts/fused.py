@@ -1,0 +1,186 @@
+"""Decode attention straight from packed blocks: which layers take it and why others do not, and the attention itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.attention import BLOCK, Blocks, Form, fast, reference
+
+from . import hf, preflight
+from .errors import KernelsUnavailable, KVCalError, UsageError
+from .scheme import LayerCodecs, Scheme
+
+CHOICES = ("auto", "off", "torch", "triton")
+QUERIES = 16  # new tokens a call, at most
+RATIO = 16  # query heads a kv head, at most
+
+Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of each row (B,) int32
+
+
+def check_choice(kernels: str) -> None:
+    if kernels not in CHOICES:
+        raise UsageError(f"kernels={kernels!r}: allowed are {', '.join(map(repr, CHOICES))}")
+    if kernels == "triton" and preflight.triton_version() is None:
+        raise UsageError("kernels='triton': triton is not installed")
+
+
+def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite) -> str | None:
+    """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them."""
+    if kernels == "off":
+        return "kernels='off'"
+    if scheme.selection is not None:
+        return "token selection needs the weights of the model's own attention"
+    if scheme.chained:
+        return "layers are predicted from reconstructions of others, which decoding makes"
+    if scheme.frame == "pre_rope" and site.rope:
+        return "keys before RoPE are rotated after they are decoded"
+    for codec in (pair.key, pair.value):
+        if isinstance(why := codec.fused(), str):
+            return f"{codec.role}s: {why}"
+    return hf.odd_attention(site) or _odd_ratio(site)
+
+
+def _odd_ratio(site: hf.AttentionSite) -> str | None:
+    return (
+        None if site.ratio <= RATIO else f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
+    )
+
+
+def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel does not run for this layer where it is; None if it does. On a GPU that is tried out once."""
+    if kernels == "torch":
+        return None
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the fused kernel takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if why := preflight.unsupported(device):
+        if device.type == "cuda":
+            _warn(f"fused kernel: {why}")
+        return why
+    keys, values = pair.key.fused(), pair.value.fused()
+    assert isinstance(keys, Form) and isinstance(values, Form)
+    if why := preflight.verdict(keys, values, ratio, dtype, device):
+        why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+        _warn(why)
+    return why
+
+
+def path(refused: str | None, kernels: str) -> str:
+    """One line for describe()."""
+    if refused is not None:
+        return f"reference: {refused}"
+    return "fused: the kernel's reference in torch (kernels='torch')" if kernels == "torch" else "fused: Triton kernel"
+
+
+def summary(refused: list[str | None], kernels: str) -> str:
+    """All layers in one line."""
+    if not any(why is None for why in refused):
+        why = f" ({refused[0]})" if refused and len(set(refused)) == 1 else ""
+        return f"reference: decode, then the model's own attention{why}"
+    own = sum(why is None for why in refused)
+    return (
+        f"{path(None, kernels)} for steps of up to {QUERIES} tokens in {own} of {len(refused)} layers; else reference"
+    )
+
+
+def require(refused: list[tuple[int, str]]) -> None:
+    """Raises KernelsUnavailable naming the first layer that does not take the kernel."""
+    if refused:
+        index, why = refused[0]
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise KernelsUnavailable(
+            f"layer {index}{more}: no fused kernel for its decode steps: {why}; "
+            "use another scheme or device, or do without require_kernels (--require-kernels)"
+        )
+
+
+_WARNED: set[str] = set()
+
+
+def _warn(line: str) -> None:
+    """Once a process: a model has many layers, and a program many caches."""
+    if line not in _WARNED:
+        _WARNED.add(line)
+        warnings.warn(f"{line}; packed blocks are decoded for the model's own attention instead", stacklevel=2)
+
+
+class Layer(Protocol):
+    """What the operator finds behind a handle."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """The call's queries (B, Hq, Q, D), keys and values (B, H, Q, D) -> (B, Hq, Q, D); stores the new tokens."""
+
+
+_LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+def register(layer: Layer) -> int:
+    """A number by which compiled code finds the layer: Python attributes do not survive compilation."""
+    number = next(_NUMBERS)
+    _LAYERS[number] = layer
+    return number
+
+
+@torch.library.custom_op("kvcal::decode_attention", mutates_args=())
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int) -> Tensor:
+    """Attention of the new tokens over everything that the layer behind `handle` holds, these included; it holds them then.
+
+    q (B, Hq, Q, D), k, v (B, H, Q, D), keys after RoPE -> (B, Hq, Q, D).
+    """
+    layer = _LAYERS.get(handle)
+    if layer is None:
+        raise KVCalError("the cache that this forward was compiled for is gone; compile it again with the one in use")
+    return layer.attend(q, k, v, scaling)
+
+
+@decode_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int) -> Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def attention(
+    kernels: str,
+    q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: Exact,
+    recent: Exact,
+    scaling: float,
+    factor: Tensor | None,
+    workspace: Any,
+) -> Tensor:
+    """As attention.reference.attend; factor: what packed keys were divided by, (H, 1, D) or (B, H, 1, D)."""
+    packed_q = queries_for(q, factor)
+    if kernels == "torch":
+        return reference.attend(q, keys, values, blocks, sink, recent, scaling, packed_q)
+    out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q)
+    return out
+
+
+def workspace(kernels: str, device: torch.device) -> Any:
+    """Memory for the kernel's launches on a device; None where it needs none."""
+    return None if kernels == "torch" else fast().Workspace(device)
+
+
+def kernel_blocks(pair: LayerCodecs) -> int:
+    """Blocks of the kernel in one of the scheme."""
+    return pair.key.shape.block // BLOCK
+
+
+def queries_for(q: Tensor, factor: Tensor | None) -> Tensor | None:
+    """q (B, Hq, Q, D) times the factor of its kv head's channels, (H, 1, D) or (B, H, 1, D): in float32, then q's dtype."""
+    if factor is None:
+        return None
+    heads = factor.shape[-3]
+    shared: Tensor = q.float().unflatten(1, (heads, -1)) * factor.unsqueeze(-3)
+    return shared.flatten(1, 2).to(q.dtype)

@@ -1,0 +1,153 @@
+"""Whether the fused kernel gives on this GPU what its reference gives: tried once, the verdict kept in a file of the user's.
+
+The file is preflight.json in $KVCAL_CACHE_DIR, else in kvcal/ of the user's cache directory ($XDG_CACHE_HOME or ~/.cache;
+~/Library/Caches on macOS, %LOCALAPPDATA% on Windows). Delete it to have everything tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels import attention
+from kvcal_kernels.attention import BLOCK, Form, reference
+
+LEAST_CAPABILITY = (8, 0)  # what Triton supports
+FILE = "preflight.json"
+BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
+SINK, RECENT = (4, 2, 4), (131, 3, 40)
+QUERIES = (1, 3)
+
+
+def folder() -> Path:
+    if own := os.environ.get("KVCAL_CACHE_DIR"):
+        return Path(own)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "kvcal"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvcal"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcal"
+
+
+@cache
+def triton_version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def source_hash() -> str:
+    """Of the kernel and its reference."""
+    own = Path(reference.__file__).parent
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(own.glob("*.py")))).hexdigest()[:16]
+
+
+def unsupported(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on this device, whatever its shapes; None if they may."""
+    if device.type != "cuda":
+        return f"the layer is on {device.type}; the fused kernel needs a CUDA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        name, least = torch.cuda.get_device_name(device), ".".join(map(str, LEAST_CAPABILITY))
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; Triton needs {least}"
+    if triton_version() is None:
+        return "triton is not installed"
+    return None
+
+
+def verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head."""
+    if why := unsupported(device):
+        return why
+    return _verdict(keys, values, ratio, dtype, device)
+
+
+@cache
+def _verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    name = key_of(keys, values, ratio, dtype, torch.cuda.get_device_name(device))
+    known = read()
+    if name in known:
+        return known[name]
+    try:
+        why = trial(keys, values, ratio, dtype, device)
+    except torch.OutOfMemoryError as error:  # says nothing of the kernel
+        return f"its check ran out of memory: {error}"
+    except Exception as error:
+        why = f"its check failed: {type(error).__name__}: {error}".splitlines()[0]
+    write(read() | {name: why})
+    return why
+
+
+def key_of(keys: Form, values: Form, ratio: int, dtype: torch.dtype, gpu: str) -> str:
+    forms = [
+        f"{f.bits}b g{f.group} {'inner' if f.inner else 'outer'} {'sym' if f.symmetric else 'asym'}"
+        for f in (keys, values)
+    ]
+    parts = ["decode_attention", *forms, f"d{keys.dim}", f"r{ratio}", str(dtype), gpu, source_hash()]
+    return " | ".join([*parts, f"triton {triton_version()}", f"torch {torch.__version__}"])
+
+
+def read() -> dict[str, str | None]:
+    """Known verdicts; nothing where the file is missing or not ours."""
+    try:
+        found = json.loads((folder() / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write(verdicts: dict[str, str | None]) -> None:
+    """To a temporary name, then renamed. A directory that cannot be written means that the next process tries again."""
+    with contextlib.suppress(OSError):
+        folder().mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder(), suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(verdicts, file, indent=1, sort_keys=True)
+        Path(name).replace(folder() / FILE)
+
+
+def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The kernel on random rows of different lengths against the reference in float32: None, or by how much it is off.
+
+    Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    held = [_blocks(form, device, generator) for form in (keys, values)]
+    counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
+
+    def random(heads: int, tokens: int) -> Tensor:
+        size = (len(BLOCKS), heads, tokens, keys.dim)
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    exact = [(random(2, max(n)), random(2, max(n)), count) for n, count in zip((SINK, RECENT), counts[1:], strict=True)]
+    scaling, allowed = keys.dim**-0.5, 4 * torch.finfo(dtype).eps
+    for queries in QUERIES:
+        q = random(2 * ratio, queries)
+        found = attention.fast().attend(q, held[0], held[1], counts[0], exact[0], exact[1], scaling)
+        wanted = reference.attend(q.float(), held[0], held[1], counts[0], exact[0], exact[1], scaling)
+        off = float((found.double() - wanted.double()).norm() / wanted.double().norm())
+        if not off <= allowed:
+            return f"{queries} new tokens: off by {off:.2g} of the reference, allowed {allowed:.2g}"
+    return None
+
+
+def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> attention.Blocks:
+    """Random blocks of two kv heads, numbers of variance about 1."""
+    rows, tokens = len(BLOCKS), -(-max(BLOCKS) // form.scale_blocks) * form.scale_blocks * BLOCK
+    codes = torch.randint(0, 1 << form.bits, (rows, 2, tokens, form.dim), generator=generator, device=device)
+    along = (tokens // form.group, form.dim) if form.along_tokens else (tokens, form.dim // form.group)
+    noise = torch.rand(rows, 2, *along, generator=generator, device=device)
+    scale = ((noise + 0.5) * 3.4 / (1 << form.bits)).half()
+    return attention.pack(codes, scale, None if form.symmetric else (noise.half() - 2.2), form)

@@ -1,0 +1,520 @@
+"""Decode steps through the fused attention operator: against the reference path, in every way a cache is used."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from architectures import build
+from kvcal.methods.plain import Preset
+from kvcal_artifacts import fused, preflight
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.codecs import Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from models_fixture import kvcal
+from schemes import close_all, left_mask, numbers, opened, token_ids
+
+WINDOWS = Windows(4, 32, 32)
+SHAPE = Shape(2, 64, 32)
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    close_all()
+
+
+@cache
+def model(family: str = "Llama", **overrides: Any) -> Any:
+    return build(family, head_dim=64, **overrides)
+
+
+def uniform(role: Any, bits: int, inner: bool = True, mode: Any = "asymmetric") -> Uniform:
+    axis: Any = "channel" if inner == (role == "key") else "token"
+    return Uniform(SHAPE, role, bits, 32, axis, mode)
+
+
+def factor() -> Tensor:
+    return numbers(2, 64, seed=3).mul(0.7).exp().half()
+
+
+PAIRS: dict[str, LayerCodecs] = {
+    "inner-4": LayerCodecs(uniform("key", 4, mode="symmetric"), uniform("value", 4, mode="symmetric")),
+    "kivi-4": LayerCodecs(uniform("key", 4, inner=False), uniform("value", 4, inner=False)),
+    "innerq": LayerCodecs(
+        Scaled(uniform("key", 4, mode="symmetric"), factor()), uniform("value", 2, mode="hybrid")
+    ),
+    "innerq-prefill": LayerCodecs(
+        Scaled(uniform("key", 4, mode="symmetric"), None, "prefill"), uniform("value", 2, mode="hybrid")
+    ),
+    "squat": LayerCodecs(Squat(uniform("key", 4, inner=False), channels=32), uniform("value", 8)),
+}  # fmt: skip
+
+
+def scheme(pair: LayerCodecs, layers: int = 3, frame: Any = "post_rope", windows: Windows = WINDOWS) -> Scheme:
+    return Scheme(windows, frame, (pair,) * layers)
+
+
+def both(
+    name: str, served: nn.Module | None = None, kernels: str = "torch", **options: Any
+) -> tuple[KVCalCache, KVCalCache]:
+    """The fused path and the reference path on one model."""
+    own = model() if served is None else served
+    made = scheme(PAIRS[name], own.config.num_hidden_layers)
+    return opened(made, own, kernels=kernels, **options), opened(made, own, kernels="off", **options)
+
+
+def steps(
+    caches: tuple[KVCalCache, KVCalCache], ids: Tensor, cuts: list[int], mask: Tensor | None = None
+) -> list[Tensor]:
+    """The same ids in the same pieces through both: how far apart logits are in each piece, over their size."""
+    apart = []
+    for start, stop in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
+        out = []
+        for own in caches:
+            given: dict[str, Any] = {}
+            if mask is not None:
+                at = (mask.cumsum(1) - 1).clamp_min(0)
+                given = {"attention_mask": mask[:, :stop], "position_ids": at[:, start:stop]}
+            with torch.no_grad():
+                out.append(own.model(ids[:, start:stop], past_key_values=own, **given).logits)
+        real = out if mask is None else [x[mask[:, start:stop].bool()] for x in out]
+        apart.append((real[0] - real[1]).norm() / real[1].norm())
+    return apart
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of new tokens of each attention that a kernel computed."""
+    seen: list[int] = []
+    own = fused.attention
+
+    def counted(kernels: str, q: Tensor, *rest: Any) -> Tensor:
+        seen.append(q.shape[2])
+        return own(kernels, q, *rest)
+
+    monkeypatch.setattr(fused, "attention", counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_are_those_of_the_reference_path(name: str, calls: list[int]) -> None:
+    """Prefill, single tokens over a flush, 16 and 17 tokens at a time (17 are none of the kernel's)."""
+    cuts = [80, *range(81, 105), 120, 137]
+    caches = both(name)
+    close(steps(caches, token_ids(2, 140, seed=1), cuts))
+    assert calls == [q for q in [*[1] * 24, 16, 3] for _ in range(3)]
+    assert caches[0].ledger.blocks.tolist() == caches[1].ledger.blocks.tolist() == [3, 3]
+
+
+def close(apart: list[float]) -> None:
+    """Float32 rounding; where it moves a code that lies between two, a little more from there on."""
+    assert sorted(apart)[len(apart) // 2] < 2e-6 or max(apart) < 2e-5
+    assert max(apart) < 3e-3
+
+
+def test_the_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fused.queries_for
+    monkeypatch.setattr(fused, "queries_for", lambda q, factor: None)
+    with pytest.raises(AssertionError):
+        close(steps(both("innerq"), token_ids(1, 83), [80, 81, 82]))
+    monkeypatch.setattr(fused, "queries_for", own)
+    close(steps(both("innerq"), token_ids(1, 83), [80, 81, 82]))
+
+
+FAMILIES = ["Llama", "Qwen2", "Qwen3", "Phi3", "Mistral"]
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_architectures(family: str, kind: str, calls: list[int]) -> None:
+    more = {"sliding_window": None} if family in ("Mistral", "Phi3") else {}
+    own = model(family, attn_implementation=kind, **more)
+    close(steps(both("kivi-4", own), token_ids(2, 90), [80, 81, 84]))
+    assert len(calls) == 9
+    close_all()
+    assert own.model.layers[0].self_attn.config is own.config  # nothing is left behind
+    assert own.config._attn_implementation == kind
+
+
+def test_layers_without_rope_take_the_kernel_before_rope_too(calls: list[int]) -> None:
+    own = build("SmolLM3", head_dim=64, num_hidden_layers=4, no_rope_layer_interval=2)
+    caches = tuple(opened(scheme(PAIRS["inner-4"], 4, "pre_rope"), own, kernels=k) for k in ("torch", "off"))
+    close(steps(caches, token_ids(1, 85), [80, 81]))  # type: ignore[arg-type]
+    assert len(calls) == 4
+    paths = [row["path"].split(":")[0] for row in caches[0].describe()["layers"]]
+    assert sorted(paths) == ["fused", "fused", "reference", "reference"]
+
+
+@pytest.mark.parametrize("name", ["innerq-prefill", "squat"])
+def test_left_padding_and_rows_that_pack_nothing(name: str, calls: list[int]) -> None:
+    mask = left_mask([120, 90, 40, 3])
+    mask = torch.cat([mask, torch.ones(4, 40, dtype=mask.dtype)], 1)
+    caches = both(name)
+    close(steps(caches, token_ids(4, 160, seed=2), [120, *range(121, 150), 155], mask))
+    assert len(calls) == 3 * 31
+    assert caches[0].ledger.blocks.tolist() == [3, 2, 1, 0]
+
+
+def test_pads_among_new_tokens_and_custom_masks_take_the_reference_path(calls: list[int]) -> None:
+    mask = left_mask([100, 100])
+    mask[1, 90] = 0
+    mask[0, 82] = 0
+    close(steps(both("inner-4"), token_ids(2, 100), [80, 81, 83, 85, 88, 92], mask))
+    assert calls == [1, 1, 1, 2, 2, 2, 3, 3, 3, 8, 8, 8]
+    calls.clear()
+    for own in both("inner-4"):
+        with torch.no_grad():
+            own.model(token_ids(1, 80), past_key_values=own)
+            seen = torch.ones(1, 1, 2, 82, dtype=torch.bool).tril(80)
+            own.model(token_ids(1, 2), past_key_values=own, attention_mask=seen)
+    assert not calls
+
+
+def generated(own: KVCalCache, ids: Tensor, **options: Any) -> list[int]:
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+    out: list[int] = own.model.generate(ids, past_key_values=own, **options).tolist()
+    return out
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 5}], ids=["greedy", "beams", "lookup"]
+)
+def test_generate(options: dict[str, Any], calls: list[int]) -> None:
+    ids = token_ids(1, 30, seed=4).repeat(1, 3)
+    found = [generated(own, ids, **options) for own in both("inner-4")]
+    assert found[0] == found[1]
+    assert len(calls) >= 3 * 10
+    if "prompt_lookup_num_tokens" in options:
+        assert max(calls) > 1
+
+
+def test_a_padded_batch_generates_what_its_rows_do(calls: list[int]) -> None:
+    ids, mask = token_ids(2, 90, seed=5), left_mask([90, 70])
+    ids = ids.masked_fill(mask == 0, 0)
+    found = [generated(own, ids, attention_mask=mask) for own in both("inner-4")]
+    assert found[0] == found[1] and calls
+
+
+def test_crop_and_copies(calls: list[int]) -> None:
+    ids = token_ids(1, 120, seed=6)
+    caches = both("inner-4")
+    steps(caches, ids[:, :100], [90, 95])
+    twins = copy.deepcopy(caches[0]), copy.deepcopy(caches[1])
+    assert twins[0].own_layers[0].handle != caches[0].own_layers[0].handle
+    for own in (*caches, *twins):
+        own.crop(-7)
+    for pair in (caches, twins):
+        count = len(calls)
+        close(steps(pair, ids[:, 93:], [1, 2]))
+        assert len(calls) == count + 6
+    for own in (*caches, *twins):
+        own.crop(-60)  # into packed blocks
+    close(steps(caches, ids[:, :70], [1, 2]))
+    for twin in twins:
+        twin.close()
+
+
+def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paths(made: Scheme, own: Any = None, kernels: str = "torch") -> str:
+        found = opened(made, own or model(), kernels=kernels).describe()
+        one: str = found["layers"][0]["path"]
+        return one
+
+    pair, shape16 = PAIRS["inner-4"], Shape(2, 16, 8)
+    assert paths(scheme(pair)).startswith("fused: the kernel's reference in torch")
+    assert "kernels='off'" in paths(scheme(pair), kernels="off")
+    assert "before RoPE" in paths(scheme(pair, frame="pre_rope"))
+    assert "token selection" in paths(scheme(pair).keeping(HeavyHitters()))
+    plain = Preset("higgs-2", "higgs-2", "post_rope", 4, 32, 32).scheme(model())
+    assert "keys: no fused kernel reads higgs" in paths(plain)
+    factors = Scaled(uniform("value", 4, mode="symmetric"), factor())
+    assert "values: values divided by factors" in paths(scheme(LayerCodecs(pair.key, factors)))
+    narrow = LayerCodecs(Uniform(SHAPE, "key", 3, 32), pair.value)
+    assert "keys: 3 bits at head_dim 64 would take" in paths(scheme(narrow))
+    small = LayerCodecs(Uniform(shape16, "key", 4, 16), Uniform(shape16, "value", 4, 16))
+    assert "keys: blocks of 8 tokens" in paths(scheme(small, windows=Windows(4, 16, 8)), build("Llama"))
+    assert "takes float16 and bfloat16, not float32" in paths(scheme(pair), kernels="auto")
+    half = copy.deepcopy(model()).half()
+    assert "the layer is on cpu; the fused kernel needs a CUDA GPU" in paths(scheme(pair), half, "auto")
+    monkeypatch.setattr(model().model.layers[0].self_attn, "softcap", 30.0, raising=False)
+    assert "softcap" in paths(scheme(pair))
+    with pytest.raises(UsageError, match="kernels='fast': allowed are 'auto', 'off', 'torch', 'triton'"):
+        opened(scheme(pair), model(), kernels="fast")
+
+
+def test_kernels_can_be_required() -> None:
+    made = scheme(PAIRS["inner-4"])
+    with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*not float32.*require_kernels") as found:
+        KVCalCache(made, model(), require_kernels=True)
+    assert found.value.exit_code == 8
+    assert model().model.layers[0].self_attn.config is model().config
+    opened(made, model(), kernels="torch", require_kernels=True)
+
+
+def test_threads_with_caches_of_their_own_do_not_take_each_others_turn() -> None:
+    ids, wanted = token_ids(1, 100, seed=7), []
+    for own in both("inner-4")[:1]:
+        wanted = generated(own, ids, max_new_tokens=12)
+    found: list[Any] = [None] * 3
+    caches = [both("inner-4")[0] for _ in found]
+
+    def run(i: int) -> None:
+        found[i] = generated(caches[i], ids, max_new_tokens=12)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 3
+
+
+def test_a_forward_that_breaks_off_before_its_attention_leaves_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = both("inner-4")[0]
+    with torch.no_grad():
+        own.model(token_ids(1, 80), past_key_values=own)
+        monkeypatch.setattr(fused, "attention", lambda *rest: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            own.model(token_ids(1, 1), past_key_values=own)
+        monkeypatch.undo()
+        with pytest.raises(KVCalError, match="broke off"):
+            own.model(token_ids(1, 1), past_key_values=own)
+        own.reset()
+        own.model(token_ids(1, 80), past_key_values=own)
+        layer = own.own_layers[0]
+        own.on_forward(None)
+        monkeypatch.setattr(own._hooks._state, "active", True, raising=False)
+        layer.update(*(torch.randn(1, 2, 1, 64) for _ in range(2)))  # and no attention
+        monkeypatch.undo()
+        with pytest.raises(KVCalError, match="broke off"):
+            own.model(token_ids(1, 1), past_key_values=own)
+        plain = own.model(token_ids(1, 5, seed=9)).logits
+    assert torch.equal(plain, both("inner-4")[1].model(token_ids(1, 5, seed=9)).logits)
+
+
+def test_gradients_and_training_take_the_reference_path(calls: list[int]) -> None:
+    own = both("inner-4")[0]
+    own.model(token_ids(1, 80), past_key_values=own)
+    out = own.model(token_ids(1, 1), past_key_values=own).logits
+    assert not calls and out.requires_grad
+    with torch.no_grad():
+        own.model(token_ids(1, 1), past_key_values=own)
+    assert len(calls) == 3
+
+
+def test_an_operator_whose_cache_is_gone_says_so() -> None:
+    own = KVCalCache(scheme(PAIRS["inner-4"]), model(), kernels="torch")
+    handle = own.own_layers[0].handle
+    own.close()
+    del own
+    gc.collect()
+    x = torch.zeros(1, 4, 1, 64)
+    with pytest.raises(KVCalError, match="is gone"):
+        torch.ops.kvcal.decode_attention(x, x[:, :2], x[:, :2], 1.0, handle)
+
+
+def test_the_operator_keeps_the_rules_of_torch_library() -> None:
+    """Schema and shapes; that it changes what the handle stands for is outside of what opcheck sees."""
+    own = both("inner-4")[0]
+    with torch.no_grad():
+        own.model(token_ids(1, 80), past_key_values=own)
+    layer = own.own_layers[0]
+
+    class Same:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+            return q * scaling
+
+    same = Same()
+    handle = fused.register(same)
+    x = torch.zeros(1, 4, 1, 64)
+    torch.library.opcheck(
+        torch.ops.kvcal.decode_attention.default, (x, x[:, :2], x[:, :2], 0.5, handle),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    assert layer.handle != handle
+
+
+# Triton's interpreter, which has to be asked for before triton is imported.
+
+INTERPRETED = """
+import torch
+import test_fused as t
+own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
+mask = t.left_mask([75, 72])
+for name in ("innerq", "kivi-4"):
+    caches = t.both(name, own, "triton")
+    print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75), [72, 73], mask)))
+    print(caches[0].describe()["layers"][0]["path"])
+t.preflight.BLOCKS, t.preflight.RECENT, t.preflight.QUERIES = (2, 0), (40, 3), (2,)
+t.preflight.SINK = (4, 2)
+forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
+print(t.preflight.trial(*forms, 2, torch.float16, torch.device("cpu")))
+t.preflight.reference.attend = lambda q, *rest: q
+print(t.preflight.trial(*forms, 2, torch.float16, torch.device("cpu")))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(float(line) < 2e-3 for line in lines[:4:2]), lines  # of float16
+    assert lines[1] == lines[3] == "fused: Triton kernel"
+    assert lines[4] == "None" and lines[5].startswith("2 new tokens: off by"), lines
+
+
+# The check before the first use.
+
+
+class Card:
+    """What torch says of a GPU that is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, capability: tuple[int, int] = (9, 0)) -> None:
+        monkeypatch.setenv("KVCAL_CACHE_DIR", str(folder))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Card 1")
+        monkeypatch.setattr(preflight, "triton_version", lambda: "3.7.1")
+        monkeypatch.setattr(preflight, "trial", self._trial)
+        monkeypatch.setattr(fused, "_WARNED", set())
+        self.tried: list[Any] = []
+        self.says: Any = None
+        self.file = folder / "preflight.json"
+        self.forget()
+
+    def _trial(self, *given: Any) -> Any:
+        self.tried.append(given)
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    @staticmethod
+    def forget() -> None:
+        """As a new process."""
+        preflight._verdict.cache_clear()
+
+    def ask(self, name: str = "inner-4", dtype: torch.dtype = torch.float16, ratio: int = 2) -> str | None:
+        return fused.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
+
+
+def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = Card(monkeypatch, tmp_path / "new" / "folder")
+    assert [card.ask() for _ in range(3)] == [None] * 3 and len(card.tried) == 1
+    card.forget()
+    assert card.ask() is None and len(card.tried) == 1
+    for other in ({"name": "kivi-4"}, {"dtype": torch.bfloat16}, {"ratio": 4}):
+        assert card.ask(**other) is None  # type: ignore[arg-type]
+    assert len(card.tried) == 4
+    kept = json.loads(card.file.read_text())
+    assert len(kept) == 4 and set(kept.values()) == {None}
+    assert [path.name for path in card.file.parent.iterdir()] == ["preflight.json"]
+    assert all("Card 1" in key and preflight.source_hash() in key and "triton 3.7.1" in key for key in kept)
+    card.forget()
+    monkeypatch.setattr(preflight, "source_hash", lambda: "another kernel")
+    assert card.ask() is None and len(card.tried) == 5
+
+
+def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = Card(monkeypatch, tmp_path)
+    card.says = "1 new tokens: off by 0.3 of the reference, allowed 0.004"
+    with pytest.warns(UserWarning, match="does not pass on Card 1: 1 new tokens: off by 0.3.*decoded for") as seen:
+        assert {card.ask() for _ in range(3)} == {f"the fused kernel does not pass on Card 1: {card.says}"}
+    assert len(seen) == 1
+    card.says = RuntimeError("no such instruction\nmore")
+    with pytest.warns(UserWarning, match="RuntimeError: no such instruction;"):
+        card.ask("kivi-4")
+    card.forget()
+    assert "no such instruction" in str(card.ask("kivi-4")) and len(card.tried) == 2
+    card.says = torch.OutOfMemoryError("5 GiB")
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        card.ask("squat")
+    card.forget()
+    card.says = None
+    assert card.ask("squat") is None  # that was no verdict
+
+
+def test_files_that_cannot_be_read_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = Card(monkeypatch, tmp_path)
+    for text in ("{", "[1]", ""):
+        card.file.write_text(text)
+        card.forget()
+        assert card.ask() is None
+    assert len(card.tried) == 3
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "file"))
+    for _ in range(2):
+        card.forget()
+        assert card.ask() is None
+    assert len(card.tried) == 5
+
+
+def test_gpus_that_triton_does_not_support(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = Card(monkeypatch, tmp_path, (7, 2))
+    with pytest.warns(UserWarning, match=r"Card 1 has compute capability 7\.2; Triton needs 8\.0"):
+        assert "7.2" in str(card.ask())
+    Card(monkeypatch, tmp_path)
+    monkeypatch.setattr(preflight, "triton_version", lambda: None)
+    with pytest.warns(UserWarning, match="triton is not installed; packed blocks are decoded"):
+        card.ask()
+    assert not card.tried
+
+
+def test_the_folder_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVCAL_CACHE_DIR", raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert preflight.folder() == tmp_path / "kvcal"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert preflight.folder() == Path.home() / ".cache" / "kvcal"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (["generate", "--prompt", "hello", "--preset", "kivi-2"], 8, "layer 0 and 7 more: no fused kernel"),
+        (["eval", "--preset", "kivi-2", "--windows", "1", "--length", "200", "--step", "16"], 8, "no fused kernel for"),
+        (
+            ["compare", "--preset", "kivi-2", "--windows", "1", "--length", "200", "--step", "16"],
+            8,
+            "no fused kernel for",
+        ),
+        (["eval", "--preset", "kivi-2"], 2, "up to 16 tokens a call, --step is 32; give --step 16 or less"),
+        (
+            ["bench", "--device", "cpu", "--preset", "kivi-2", "--length", "200"],
+            8,
+            "scheme kivi-2: the layer is on cpu",
+        ),
+    ],
+)
+def test_commands_can_require_kernels(command: list[str], code: int, says: str) -> None:
+    done = kvcal(*command, "--require-kernels")
+    assert (done.code, says in done.err) == (code, True), done.err
+
+
+def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Card(monkeypatch, tmp_path)
+    preflight.write({"this kernel": None, "that kernel": "off by 1"})
+    found = kvcal("doctor").out
+    assert f"kernels checked on first use: 2 in {tmp_path / 'preflight.json'}" in found
+    assert "passes: this kernel" in found and "fails, off by 1: that kernel" in found
