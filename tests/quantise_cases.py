@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Shape, Uniform
-from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.attention import Blocks, Form, decode
 from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
 
 # bits, group, inner, mode
@@ -183,6 +183,35 @@ def _misstored(
     return None
 
 
+def misattended(attend: Any, case: Case, seed: int = 0) -> str | None:
+    """None if attention over what a row stores, read from the ring, is that over the same tokens laid side by side."""
+    assert case.windows is not None
+    made, counts = appended(reference, case, seed=seed)
+    for ring in made.recent:  # slots that nothing was put in: not to be read
+        ring.nan_to_num_(nan=torch.inf)
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(len(case.pads), case.heads * 2, 2, case.dim, generator=g).to(case.dtype)
+    sink, recent = (*made.sink, counts.sink), (*made.recent, counts.window)
+    found = attend(q, made.keys, made.values, counts.blocks, sink, recent, case.dim**-0.5, ring=True)
+    k, v, _ = inputs(case, seed)
+    for row, pad in enumerate(case.pads):
+        tokens = [x[row, :, pad:].clone() for x in (k, v)]
+        first, stop = int(counts.sink[row]), int(counts.sink[row] + counts.blocks[row] * 32)
+        for x, stored in zip(tokens, (made.keys, made.values), strict=True):
+            x[:, first:stop] = decode(stored)[row, :, : stop - first].to(case.dtype)
+        wide = [x[None].repeat_interleave(2, 1).float() for x in tokens]
+        count = wide[0].shape[2]
+        seen = torch.ones(2, count, dtype=torch.bool).tril(count - 2)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q[row : row + 1].float(), *wide, attn_mask=seen)
+        off = float((found[row].float() - wanted[0]).norm() / wanted.norm())
+        if not off < 2e-3:
+            return f"attention of row {row} is off by {off:.2e}"
+    return None
+
+
+ATTENDED = Case(windows=Windows(5, 33), cuts=(230,), pads=(0, 43, 150), heads=1)
+
+
 def small() -> list[Case]:
     """Every format, head_dim and dtype at least once, odd groups, ragged rows, calls of every kind."""
     bf, windows = torch.bfloat16, Windows(5, 33)
@@ -233,6 +262,10 @@ def main(cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         if why := wrong(triton, case, number):
             print(f"{case}: {why}")
+    from kvcal_kernels.attention import triton as attention
+
+    if why := misattended(attention.attend, ATTENDED):
+        print(f"{ATTENDED}: {why}")
     print(len(cases))
 
 

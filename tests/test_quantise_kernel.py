@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from compiled import compiled, loops, resources
-from kvcal.bench.fused import blocks_of
 from kvcal_artifacts import scheme
 from kvcal_artifacts.codecs import uniform
 from kvcal_artifacts.ledger import Ledger
 from kvcal_kernels.attention import Form, unpack
+from kvcal_kernels.attention.reference import attend
 from kvcal_kernels.quantise import Counts, Rule, Windows, reference
-from quantise_cases import SETTINGS, Case, appended, codec, exhaustive, inputs, layer, same, small, wrong
+from quantise_cases import (
+    ATTENDED, SETTINGS, Case, appended, codec, exhaustive, inputs, layer, misattended, same, small, wrong,
+)  # fmt: skip
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 WINDOWS = Windows(5, 33)
@@ -36,13 +38,16 @@ WINDOWS = Windows(5, 33)
 def test_numbers_are_those_of_the_codec(name: str, search: bool) -> None:
     if search and name.startswith("outer"):
         name = name.replace("outer", "asymmetric")
-    case = Case(name, name, search=search, kind="odd", cuts=(96,))
+    case = Case(name, name, 128, search=search, kind="odd", heads=1, dtype=torch.float32)
     k, v, _ = inputs(case)
+    if name in ("symmetric 8", "hybrid 8"):
+        k, v = k.abs() * 20, v.abs() * 20  # beyond 65504, where scale and minimum are not
+        assert k.abs().max() > reference.HALF_MAX
     for role, x in (("key", k), ("value", v)):
         rule = case.rule(role)
         own = codec(rule, case.heads)
         made, flags = reference.quantise(x, rule)
-        assert same(made, blocks_of(own, own.encode(x)))
+        assert same(made, own.as_blocks(own.encode(x)))
         assert not flags.any()
 
 
@@ -68,8 +73,8 @@ def test_a_factor_divides_keys_first() -> None:
         ("symmetric 2", 2.0**18, reference.SCALE),
         ("asymmetric 8", 2.0**24, reference.SCALE),
         ("asymmetric 8", -(2.0**17), reference.MINIMUM),
-        ("hybrid 8", 2.0**17, reference.ZERO),
         ("symmetric 8", 2.0**17, 0),  # its scale is 2^10
+        ("hybrid 8", 2.0**17, 0),
     ],
 )
 @pytest.mark.parametrize("role", ["key", "value"])
@@ -148,6 +153,11 @@ def test_a_block_without_a_slot_is_dropped_and_flagged() -> None:
     assert made.flags.tolist() == [reference.ROOM * 257] * 2
     assert torch.equal(made.keys.words[1], before[1])
     assert not torch.equal(made.keys.words[0, :, 1], before[0, :, 1])
+
+
+def test_attention_reads_the_ring() -> None:
+    assert misattended(attend, ATTENDED) is None
+    assert "is off" in str(misattended(lambda *given, ring: attend(*given), ATTENDED))
 
 
 # The kernels in Triton's interpreter.

@@ -30,14 +30,12 @@ Mode = Literal["symmetric", "asymmetric", "hybrid"]
 NONFINITE = 1  # a NaN or an infinity in the input; the other bits then mean nothing
 SCALE = 2  # a scale beyond float16: smaller groups help
 MINIMUM = 4  # a group's minimum beyond float16
-ZERO = 8  # hybrid: the zero point of a symmetric group beyond float16, its largest magnitude above 65504
-ROOM = 16  # a block that the packed buffer has no slot for; it was dropped
+ROOM = 8  # a block that the packed buffer has no slot for; it was dropped
 VALUES = 8  # bits by which the flags of values are shifted
 MEANING = {
     NONFINITE: "a NaN or infinity reached the cache",
     SCALE: "a scale does not fit float16 (largest 65504)",
     MINIMUM: "a group minimum does not fit float16 (largest 65504)",
-    ZERO: "a hybrid group has a magnitude above 65504",
     ROOM: "there is no slot left",
 }
 HALF_MAX, HALF_FLOOR = 65504.0, 2.0**-24
@@ -116,8 +114,11 @@ def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
     """Symmetric ones first; the first is plain."""
     half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
     plain = x.abs().amax(-1) / half
+    limit = (
+        HALF_MAX / half if rule.mode == "hybrid" else HALF_MAX
+    )  # hybrid: what the lowest code stands for is stored too
     for factor, _ in rule._symmetric:
-        size = (plain * abs(factor)).clamp(HALF_FLOOR, HALF_MAX).half()
+        size = (plain * abs(factor)).clamp(HALF_FLOOR, limit).half()
         scale = size if factor > 0 else -size
         step = scale.float()[..., None]
         codes = (x / step).round().clamp(-half, half - 1)
@@ -158,8 +159,6 @@ def _flags(x: Tensor, rule: Rule) -> Tensor:
     if rule.mode != "symmetric":
         found[SCALE] = found.get(SCALE, False) | ~((high - low) / top <= HALF_MAX)
         found[MINIMUM] = ~(low.abs() <= HALF_MAX)
-    if rule.mode == "hybrid":
-        found[ZERO] = ~(peak <= HALF_MAX)
     flags = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
     for bit, where in found.items():
         flags |= where.flatten(2).any(-1).any(0) * bit

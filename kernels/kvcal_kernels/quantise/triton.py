@@ -32,7 +32,7 @@ HALF_MAX = tl.constexpr(reference.HALF_MAX)
 HALF_FLOOR = tl.constexpr(reference.HALF_FLOOR)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
-ZERO, ROOM = (tl.constexpr(i) for i in (reference.ZERO, reference.ROOM))
+ROOM = tl.constexpr(reference.ROOM)
 VALUES = tl.constexpr(reference.VALUES)
 
 
@@ -56,9 +56,9 @@ def _reciprocal(s, ASM: tl.constexpr):
 
 
 @triton.jit
-def _fit(x):
+def _fit(x, LIMIT: tl.constexpr):
     """A scale as float16 holds it, as float32; never zero, never infinite."""
-    return tl.minimum(tl.maximum(x, HALF_FLOOR), HALF_MAX).to(tl.float16).to(tl.float32)
+    return tl.minimum(tl.maximum(x, HALF_FLOOR), LIMIT).to(tl.float16).to(tl.float32)
 
 
 @triton.jit
@@ -122,12 +122,12 @@ def _error(
 
 @triton.jit
 def _choose(
-    xs, p_table, worst, lows, peaks,
+    xs, p_table, worst, lows,
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scale, zero point, whether it is asymmetric, of a group of pieces; then what must fit float16, the largest so
-    far: plain scales, magnitudes of minima and, in hybrid mode, of numbers. [NW, 16] each.
+    far: plain scales, magnitudes of minima. [NW, 16] each.
 
     MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
     """
@@ -135,6 +135,7 @@ def _choose(
     TOP: tl.constexpr = 2.0**BITS - 1
     AXIS: tl.constexpr = 1 if ALONG else 2
     COMPARE: tl.constexpr = ALL > 1
+    LIMIT: tl.constexpr = HALF_MAX / HALF if MODE == 2 else HALF_MAX  # hybrid: the lowest code's number is stored
     if MODE != 1:
         b_peak = tl.abs(xs[0])
         for i in tl.static_range(1, len(xs)):
@@ -142,7 +143,7 @@ def _choose(
         peak = tl.max(b_peak, AXIS)
         plain = peak * (1.0 / HALF)
         worst = tl.maximum(worst, plain)
-        size = _fit(plain)
+        size = _fit(plain, LIMIT)
         best = size
         base = best * 0.0
         shifted = best < 0.0
@@ -150,7 +151,7 @@ def _choose(
             lowest = _error(xs, best, base, -HALF, HALF - 1, NW, ALONG, False, ASM)
             for i in range(1, FIRST):
                 factor = tl.load(p_table + 2 * i)
-                size = _fit(plain * tl.abs(factor))
+                size = _fit(plain * tl.abs(factor), LIMIT)
                 scale = tl.where(factor > 0, size, -size)
                 error = _error(xs, scale, base, -HALF, HALF - 1, NW, ALONG, False, ASM)
                 best = tl.where(error < lowest, scale, best)
@@ -163,14 +164,13 @@ def _choose(
         spread = high - low
         plain = _divide(spread, TOP, 1.0 / TOP, ASM)
         worst, lows = tl.maximum(worst, plain), tl.maximum(lows, tl.abs(low))
-        other = _fit(plain)
+        other = _fit(plain, HALF_MAX)
         under = (low + 0.0).to(tl.float16).to(tl.float32)
         if MODE == 1:
             best, base, shifted = other, under, other > 0.0
             if COMPARE:
                 lowest = _error(xs, best, base, 0.0, TOP, NW, ALONG, True, ASM)
         else:
-            peaks = tl.maximum(peaks, peak)
             error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
             better = error < lowest
             best, base = tl.where(better, other, best), tl.where(better, under, base)
@@ -179,13 +179,13 @@ def _choose(
             for i in range(FIRST + 1, ALL):
                 factor, below = tl.load(p_table + 2 * i), tl.load(p_table + 2 * i + 1)
                 other = _divide(spread * factor, TOP, 1.0 / TOP, ASM)
-                other = _fit(other)
+                other = _fit(other, HALF_MAX)
                 under = (low + spread * below).to(tl.float16).to(tl.float32)
                 error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
                 better = error < lowest
                 best, base = tl.where(better, other, best), tl.where(better, under, base)
                 shifted, lowest = shifted | better, tl.where(better, error, lowest)
-    return best, base, shifted, worst, lows, peaks
+    return best, base, shifted, worst, lows
 
 
 @triton.jit
@@ -332,7 +332,7 @@ def _pack(
     block = i_head * room + slot + unit * UNIT
     o_scale = block // UNIT * (COLUMNS * 16 * (1 if ALONG else 2))
     worst = tl.zeros([NW, 16], tl.float32)
-    lows, peaks = worst, worst
+    lows = worst
     nothing = tl.zeros([NW, 16, 16], tl.float32)
     words = ()
     for _ in tl.static_range(UNIT * ALL_TILES):
@@ -354,8 +354,8 @@ def _pack(
                 group = ()
                 for i in tl.static_range(HALVES if ALONG else EACH):
                     group = group + (xs[g * EACH + i],)
-                best, base, shifted, worst, lows, peaks = _choose(
-                    group, p_table, worst, lows, peaks, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
+                best, base, shifted, worst, lows = _choose(
+                    group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
                 )  # fmt: skip
                 codes = _coded(group, best, base, shifted, BITS, MODE, ALONG, ASM)
                 for i in tl.static_range(HALVES if ALONG else EACH):
@@ -373,9 +373,7 @@ def _pack(
             p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, FIELDS_OF, EAGER, ALL_TILES, WORDS, VALUE
         )
     bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
-    bad = (
-        bad | tl.where(peaks <= HALF_MAX, 0, ZERO) | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
-    )
+    bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
     return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
 
 
