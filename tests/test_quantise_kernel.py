@@ -23,7 +23,18 @@ from kvcal_kernels.attention import Form, unpack
 from kvcal_kernels.attention.reference import attend
 from kvcal_kernels.quantise import Counts, Rule, Windows, reference
 from quantise_cases import (
-    ATTENDED, SETTINGS, Case, appended, codec, exhaustive, inputs, layer, misattended, same, small, wrong,
+    ATTENDED,
+    SETTINGS,
+    Case,
+    appended,
+    codec,
+    exhaustive,
+    inputs,
+    layer,
+    misattended,
+    same,
+    small,
+    wrong,
 )  # fmt: skip
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
