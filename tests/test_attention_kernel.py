@@ -295,7 +295,7 @@ def built(case: Case, capability: int, registers: int) -> Any:
 
     launch = fused.Launch(registers=registers)
     fixed = fused.settings(case.form("key"), case.form("value"), 8, case.ratio, case.queries, launch.warps)
-    constants = {**fixed, "STAGES": launch.stages, "TURNS": launch.turns, "ASM": True}
+    constants = {**fixed, "STAGES": launch.stages, "TURNS": launch.turns, "ASM": True, "RING": False}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")
     types = {name: types[name] for name in fused.attend_kernel.arg_names if name in types}
     options = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"maxnreg": registers} if registers else {})
@@ -387,7 +387,7 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
     constants = {p.name for p in fused.attend_kernel.params if p.is_constexpr}
     form = Case().form
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
-    assert constants == {*fixed, "STAGES", "TURNS", "ASM"}
+    assert constants == {*fixed, "STAGES", "TURNS", "ASM", "RING"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
     assert not specialised & {"room", "sink_room", "recent_room", "splits"}
 

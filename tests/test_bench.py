@@ -326,24 +326,27 @@ def test_fused_attention_is_left_out_with_the_reason() -> None:
 INTERPRETED = """
 from dataclasses import replace
 import torch
-from kvcal.bench import fused, schemes
+from kvcal.bench import fused, kernels, schemes
 from kvcal.bench.layer import Case
 from kvcal.catalogue import CATALOGUE
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
     print(fused.refuses_fused(case), fused.fused_attention(case).check())
+case = Case(schemes.named("kivi-2", geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
+made = kernels.quantise(case), kernels.append(case)
+print(*(one.path for one in made), *(one.check() for one in made))
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_fused_attention_in_the_interpreter_passes_its_check() -> None:
+def test_kernels_in_the_interpreter_pass_their_checks() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["None None"] * 3
+    assert done.stdout.splitlines() == ["None None"] * 3 + ["triton: quantise triton: append None None"]
 
 
 def test_hybrid_shares_are_what_they_are_named_after() -> None:

@@ -1,4 +1,6 @@
-"""Operations on one layer: decode attention, storing, reading, nearest codeword. All run by the codecs' reference path."""
+"""Operations on one layer: decode attention, storing, reading, nearest codeword. By the codecs' reference path where
+no kernel is named.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.ledger import Ledger
 from kvcal_kernels import vq
 
+from . import quantising
 from .layer import Case, fill, nbytes
 from .operation import Prepared, misencoded, one_block, packed_blocks
 from .peers import wrong
@@ -43,6 +46,9 @@ def decode_then_attend(case: Case) -> Prepared:
 
 def quantise(case: Case) -> Prepared:
     """All packed tokens from keys and values to packed blocks in one call: a prefill's."""
+    own = quantising.rules(case)
+    if not isinstance(own, str):
+        return quantising.by_kernel(case, own)
     filled = fill(case)
     size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes
     return Prepared(lambda: filled.encoded(filled.raw), size, lambda: misencoded(filled), "reference")
@@ -50,6 +56,9 @@ def quantise(case: Case) -> Prepared:
 
 def append(case: Case) -> Prepared:
     """One block of every row quantised and put behind the others, over the tokens of a block: a decode step's share."""
+    own = quantising.rules(case)
+    if not isinstance(own, str):
+        return quantising.append_by_kernel(case, own)
     filled, block = fill(case), case.scheme.windows.block
     new = fill(one_block(case))
     ledger = Ledger(case.scheme.windows)

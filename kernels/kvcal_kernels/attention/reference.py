@@ -229,6 +229,7 @@ def attend(
     recent: tuple[Tensor, Tensor, Tensor],
     scaling: float,
     packed_q: Tensor | None = None,
+    ring: bool = False,
 ) -> Tensor:
     """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last up to
     the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is packed.
@@ -236,8 +237,12 @@ def attend(
 
     q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how many
     count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype; computed
-    in float32.
+    in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it.
     """
+    if ring:
+        slots = (torch.arange(recent[0].shape[2], device=q.device) + blocks[:, None] * BLOCK) % recent[0].shape[2]
+        index = slots[:, None, :, None].expand_as(recent[0])
+        recent = (recent[0].gather(2, index), recent[1].gather(2, index), recent[2])
     ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
     parts = [(q, sink[0]), (q if packed_q is None else packed_q, decode(keys)), (q, recent[0])]
     products = [own.float() @ k.float().repeat_interleave(ratio, 1).transpose(-1, -2) for own, k in parts]

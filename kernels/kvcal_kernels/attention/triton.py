@@ -417,17 +417,20 @@ def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _exact(
-    p_k, p_v, p_q, o_q, b_row, i_head, room, limit, count, factor, b_m, b_l, acc,
-    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, count, factor, b_m, b_l, acc,
+    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """`count` tokens as they are. limit (N,): how many of them a row sees."""
+    """`count` tokens as they are, with RING from slot `first` on and around. limit (N,): how many of them a row sees."""
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
     b_token = tl.arange(0, NW)[:, None] * 16 + r[None, :]
     for start in range(0, count, NW * 16):
         token = start + b_token
         live = token < count
-        o_token = (i_head * room + token) * D
+        slot = token
+        if RING:
+            slot = tl.where(first + token >= room, first + token - room, first + token)
+        o_token = (i_head * room + slot) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(SLICES):
             b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
@@ -467,7 +470,7 @@ def attend_kernel(
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_STRIDE: tl.constexpr,
     V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent."""
     SLICES: tl.constexpr = D // 16
@@ -541,12 +544,12 @@ def attend_kernel(
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     own = i_split == splits
     b_m, b_l, out = _exact(
-        p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, sink + tl.minimum(recent - b_behind, 0),
-        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
+        p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
+        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM, False,
     )  # fmt: skip
     b_m, b_l, out = _exact(
-        p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, recent - b_behind,
-        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM,
+        p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room, recent - b_behind,
+        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM, RING,
     )  # fmt: skip
 
     # the program's warps into one, then to memory
@@ -657,6 +660,7 @@ def attend(
     launch: Launch | None = None,
     workspace: Workspace | None = None,
     packed_q: Tensor | None = None,
+    ring: bool = False,
 ) -> Tensor:
     """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
     says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
@@ -676,7 +680,7 @@ def attend(
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
         blocks, sink[2], recent[2], part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], parts - 1,
         scaling * 1.4426950408889634, **fixed,
-        STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
+        STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(), RING=ring,
         num_warps=launch.warps, num_stages=launch.stages,
         **({"maxnreg": launch.registers} if launch.registers else {}),
     )  # fmt: skip

@@ -1,0 +1,291 @@
+"""Time of quantise-and-pack and of a decode step's append on a GPU: one layer of Llama-3.1-8B geometry (8 kv heads, D =
+128), FP16.
+
+    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/quantise.py [--out DIR] [--seconds 90] [--schemes 2/2,Base]
+
+Every kernel is first compared bit for bit with the reference on the CPU (words and scales that differ are printed; a kernel
+that differs gets no time), append also over calls of many lengths and in a replayed CUDA graph. Random data, L2 flushed before
+each run, CUDA events, medians; copy bandwidth is measured in the same run.
+
+prefill: 32 rows of 4096 tokens, keys and values, one launch; bytes: read and written. append: 32 rows, one new token,
+one launch; "idle": nothing is due; "due": every row packs a block. fraction: bytes over copy bandwidth, over the time
+taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
+from kvcal_kernels.quantise import triton as fused
+
+HEADS, D, BATCH, LENGTH = 8, 128, 32, 4096
+Setting = tuple[int, int, bool, reference.Mode, bool]  # bits, group, inner, mode, search
+SCHEMES: dict[str, tuple[Setting, Setting]] = {
+    "uniform 4/4": ((4, 32, True, "symmetric", False), (4, 32, True, "symmetric", False)),
+    "InnerQ Base 3/3": ((3, 32, True, "symmetric", False), (3, 32, True, "symmetric", False)),
+    "InnerQ Hybrid": ((3, 32, True, "symmetric", False), (2, 32, True, "hybrid", False)),
+    "uniform 2/2": ((2, 32, True, "symmetric", False), (2, 32, True, "symmetric", False)),
+    "KIVI 2/2 G=32": ((2, 32, False, "asymmetric", False), (2, 32, False, "asymmetric", False)),
+    "KIVI 2/2 G=128": ((2, 128, False, "asymmetric", False), (2, 128, False, "asymmetric", False)),
+    "uniform 8/8": ((8, 32, True, "symmetric", False), (8, 32, True, "symmetric", False)),
+    "InnerQ Base, search": ((3, 32, True, "symmetric", True), (3, 32, True, "symmetric", True)),
+}
+LAUNCHES = [fused.Launch(4), fused.Launch(1), fused.Launch(4, 96)]
+
+
+class Clock:
+    """Median microseconds of a call with a cold L2."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, call: Callable[[], Any], repeat: int = 15) -> float:
+        call()
+        torch.cuda.synchronize()
+        pairs = []
+        for _ in range(repeat):
+            self.flush.fill_(1)
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            stop.record()
+            pairs.append((start, stop))
+        torch.cuda.synchronize()
+        return 1e3 * statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+
+
+def rule(role: Any, setting: Setting) -> Rule:
+    bits, group, inner, mode, search = setting
+    return Rule(Form(role, D, bits, group, inner, mode == "symmetric"), mode, search)
+
+
+def rules(scheme: str) -> tuple[Rule, Rule]:
+    key, value = SCHEMES[scheme]
+    return rule("key", key), rule("value", value)
+
+
+def random(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    k, v = (torch.randn(batch, HEADS, tokens, D, device="cuda", dtype=torch.float16) for _ in range(2))
+    k.mul_(torch.rand(D, device="cuda") * 3)
+    return k, v
+
+
+def empty_layer(own: tuple[Rule, Rule], batch: int, room: int, windows: Windows, queries: int) -> Layer:
+    def blocks(form: Form) -> Blocks:
+        words = torch.zeros(batch, HEADS, room, form.words, dtype=torch.int16, device="cuda")
+        scales = (batch, HEADS, room // form.scale_blocks, form.scales)
+        return Blocks(form, words, torch.zeros(scales, dtype=torch.float16, device="cuda"))
+
+    sink, recent = (random(batch, count) for count in (windows.sink, windows.room(queries)))
+    return Layer(
+        blocks(own[0].form), blocks(own[1].form), sink, recent, torch.zeros(HEADS, dtype=torch.int32, device="cuda")
+    )
+
+
+def block_of(own: tuple[Rule, Rule]) -> int:
+    return 32 * max(one.form.scale_blocks for one in own)
+
+
+def on_cpu(layer: Layer) -> Layer:
+    def moved(x: Any) -> Any:
+        if isinstance(x, Blocks):
+            return Blocks(x.form, x.words.cpu(), x.scale.cpu())
+        return tuple(t.cpu() for t in x) if isinstance(x, tuple) else x.cpu()
+
+    return Layer(*(moved(x) for x in vars(layer).values()))
+
+
+def differing(found: Blocks, wanted: Blocks) -> int:
+    """Words and scales that are not the same bits."""
+    words = int((found.words.cpu() != wanted.words).sum())
+    return words + int((found.scale.cpu().view(torch.int16) != wanted.scale.view(torch.int16)).sum())
+
+
+def check_prefill(scheme: str, launch: fused.Launch) -> int:
+    """Of 2 rows of 512 tokens; -1 where flags are not those of the reference."""
+    own = rules(scheme)
+    k, v = random(2, 512)
+    k[1, 3, 70, 5] = torch.inf
+    found = fused.quantise(k, v, *own, launch=launch)
+    (keys, bad), (values, _) = (reference.quantise(x.cpu(), r) for x, r in zip((k, v), own, strict=True))
+    if found[2].cpu().ne(0).tolist() != bad.ne(0).tolist():
+        return -1
+    for blocks in (found[0], keys):  # what a flagged head holds is nobody's
+        blocks.words[1, 3], blocks.scale[1, 3] = 0, 0
+    return differing(found[0], keys) + differing(found[1], values)
+
+
+def check_append(scheme: str) -> int:
+    """Of calls of 150, 1, 1, 300, 4 and 40 single tokens, rows of different lengths; the last ones replay a graph."""
+    own = rules(scheme)
+    windows = Windows(32, 96, block_of(own))
+    layer, counts = empty_layer(own, 3, 64, windows, 4), Counts(3, windows, "cuda")
+    slow, slow_counts = on_cpu(layer), Counts(3, windows)
+    graph, inputs, ones = None, random(3, 1), torch.ones(3, dtype=torch.int32, device="cuda")
+    for count in [150, 1, 1, 300, 4] + [1] * 40:
+        k, v = random(3, count)
+        new = torch.tensor([count, count, max(count - 100, 1)], dtype=torch.int32)
+        reference.advance(slow_counts, new)
+        reference.append(slow, slow_counts, k.cpu(), v.cpu(), *own)
+        if count > 1 or graph is None:
+            fused.advance(counts, new.cuda())
+            fused.append(layer, counts, k, v, *own)
+        if count == 1 and graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):  # both kernels have run before; capture runs nothing
+                fused.advance(counts, ones)
+                fused.append(layer, counts, *inputs, *own)
+        elif count == 1 and graph is not None:
+            for to, x in zip(inputs, (k, v), strict=True):
+                to.copy_(x)
+            graph.replay()
+    wrong = int((counts.data.cpu() != slow_counts.data).sum()) + int(layer.flags.ne(0).sum())
+    for fast, exact in zip((*layer.sink, *layer.recent), (*slow.sink, *slow.recent), strict=True):
+        wrong += int((fast.cpu() != exact).sum())
+    return wrong + differing(layer.keys, slow.keys) + differing(layer.values, slow.values)
+
+
+def measure_prefill(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
+    own = rules(scheme)
+    k, v = random(BATCH, LENGTH)
+    bits = sum(one.form.stored_bits for one in own) / 2
+    size = 2 * k.numel() * (2 + bits / 8)
+    tried = []
+    for launch in LAUNCHES:
+        if scheme.endswith("search") and launch != LAUNCHES[0]:
+            continue
+        if wrong := check_prefill(scheme, launch):
+            tried.append((float("inf"), launch, wrong))
+            continue
+        tried.append((clock(lambda launch=launch: fused.quantise(k, v, *own, launch=launch), 9), launch, 0))
+    tried.sort(key=lambda one: one[0])
+    row: dict[str, Any] = {"operation": "quantise", "scheme": scheme, "batch": BATCH, "length": LENGTH, "bytes": size}
+    row["stored_bits"], row["differing"] = bits, [wrong for _, _, wrong in tried]
+    row["tried"] = [[t, *vars(launch).values()] for t, launch, _ in tried]
+    if tried[0][2]:
+        return row | {"microseconds": None}
+    row["microseconds"] = clock(lambda: fused.quantise(k, v, *own, launch=tried[0][1]), 15)
+    return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
+
+
+def measure_append(clock: Clock, scheme: str, copy: float, due: bool) -> dict[str, Any]:
+    """A cold L2; new tokens in it or not makes no difference, they are 128 KB."""
+    own = rules(scheme)
+    windows = Windows(32, 96, block_of(own))
+    layer, counts = empty_layer(own, BATCH, 16, windows, 1), Counts(BATCH, windows, "cuda")
+    k, v = random(BATCH, 1)
+    counts.data[0], counts.data[4], counts.data[6] = windows.sink, windows.sink, windows.recent
+    counts.data[6] += windows.block - 1 if due else 0
+    fused.advance(counts, torch.ones(BATCH, dtype=torch.int32, device="cuda"))
+    bits = sum(one.form.stored_bits for one in own) / 2
+    size = 2 * BATCH * HEADS * D * (4 + (windows.block * (2 + bits / 8) if due else 0))
+    row: dict[str, Any] = {
+        "operation": f"append {'due' if due else 'idle'}",
+        "scheme": scheme,
+        "batch": BATCH,
+        "bytes": size,
+    }
+    row["microseconds"] = clock(lambda: fused.append(layer, counts, k, v, *own), 21)
+    return row | {"stored_bits": bits, "fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
+
+
+def copy_bandwidth(clock: Clock) -> float:
+    """Bytes a second, read and written."""
+    a, b = (torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
+    return 2 * a.numel() / (clock(lambda: b.copy_(a)) * 1e-6)
+
+
+def compile_one(job: tuple[str, int]) -> str:
+    scheme, number = job
+    try:
+        if number < len(LAUNCHES):
+            fused.quantise(*random(1, 128), *rules(scheme), launch=LAUNCHES[number])
+        else:
+            check_append(scheme)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{scheme} {number}: {type(error).__name__} {str(error)[:200]}"
+    return ""
+
+
+def compile_all(schemes: list[str]) -> None:
+    """Into Triton's cache on disk, a process a core."""
+    jobs = [(scheme, number) for number in (3, 0, 1, 2) for scheme in schemes]
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        for said in pool.map(compile_one, jobs):
+            if said:
+                print(said, file=sys.stderr)
+
+
+def show(row: dict[str, Any]) -> None:
+    if row["microseconds"] is None:
+        print(f"{row['operation']:12} {row['scheme']:20}: WRONG, differing {row['differing']}", flush=True)
+        return
+    more = f", launches {row['tried']}" if "tried" in row else ""
+    print(
+        f"{row['operation']:12} {row['scheme']:20}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, of copy "
+        f"{row['fraction_of_copy']:.3f}{more}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--out", default=os.environ.get("OUT", "."))
+    options.add_argument("--schemes", default="", help="part of the names, comma-separated")
+    options.add_argument("--seconds", type=float, default=90.0)
+    chosen = options.parse_args()
+    began = time.time()
+    torch.manual_seed(0)
+    wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]
+    compile_all(wanted)
+    print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
+    clock = Clock()
+    copy = copy_bandwidth(clock)
+    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result |= {"triton": triton.__version__, "copy_bandwidth": copy, "rows": []}
+    print(
+        f"{result['device']}, torch {torch.__version__}, triton {triton.__version__}, copy {copy / 1e12:.2f} TB/s",
+        flush=True,
+    )
+    jobs: list[tuple[str, str]] = [(s, "prefill") for s in wanted] + [(s, "append") for s in wanted]
+    for scheme, what in jobs:
+        if time.time() - began > chosen.seconds:
+            print(f"{scheme} {what}: not measured, {chosen.seconds:g} s are over", flush=True)
+            continue
+        try:
+            if what == "prefill":
+                rows = [measure_prefill(clock, scheme, copy)]
+            elif differs := check_append(scheme):
+                rows = [{"operation": "append", "scheme": scheme, "microseconds": None, "differing": differs}]
+            else:
+                rows = [measure_append(clock, scheme, copy, due) for due in (False, True)]
+        except Exception as error:
+            print(f"{scheme} {what}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        for row in rows:
+            show(row)
+        result["rows"] += rows
+        Path(chosen.out, "quantise.json").write_text(json.dumps(result, indent=1))
+    print(f"{time.time() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

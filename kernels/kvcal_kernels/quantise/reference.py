@@ -1,0 +1,290 @@
+"""Keys and values to packed blocks in the order that attention reads (attention/reference.py), and the windows before them.
+
+Numbers are those of the codec `uniform` (kvcal_artifacts/codecs/uniform.py), bit for bit as it gives them on a CPU:
+float32, halves to even, scale and minimum rounded to float16 before codes. Hybrid groups (InnerQ section 4.1.2) are
+stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in attention.Blocks.
+
+A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags are
+only ever set; blocks of a head with one are not to be used.
+
+A row's tokens lie, in order, in its sink, its packed blocks and its recent window, a ring: token j of the window is in slot
+(32 * blocks + j) mod room, blocks being the packed blocks of the row. So neither packing nor cropping moves anything. Counts
+of all rows are on the device (`Counts`); one `advance` a forward moves them, every layer then carries it out (`append`).
+Letters: docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..attention.reference import BLOCK, Blocks, Form, pack
+from ..hadamard import tree_sum
+
+Mode = Literal["symmetric", "asymmetric", "hybrid"]
+
+NONFINITE = 1  # a NaN or an infinity in the input; the other bits then mean nothing
+SCALE = 2  # a scale beyond float16: smaller groups help
+MINIMUM = 4  # a group's minimum beyond float16
+ROOM = 8  # a block that the packed buffer has no slot for; it was dropped
+VALUES = 8  # bits by which the flags of values are shifted
+MEANING = {
+    NONFINITE: "a NaN or infinity reached the cache",
+    SCALE: "a scale does not fit float16 (largest 65504)",
+    MINIMUM: "a group minimum does not fit float16 (largest 65504)",
+    ROOM: "there is no slot left",
+}
+HALF_MAX, HALF_FLOOR = 65504.0, 2.0**-24
+SCALES = tuple(i / 20 for i in (*range(20, 10, -1), *range(21, 28)))  # those of the codec
+RANGES = tuple(i / 20 for i in range(20, 5, -1))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How numbers become codes of a form. search: the best of SCALES and RANGES instead of the plain scale. ValueError
+    where form and mode do not fit, or where a group is no power of two and errors must be compared.
+    """
+
+    form: Form
+    mode: Mode
+    search: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form.symmetric != (self.mode == "symmetric"):
+            raise ValueError(f"mode {self.mode!r} for {self.form}: only 'symmetric' is stored without zero points")
+        group = self.form.group
+        if group & (group - 1) and (self.search or self.mode == "hybrid"):
+            raise ValueError(f"groups of {group} with search or mode 'hybrid': must be a power of two")
+
+    @property
+    def factors(self) -> list[tuple[float, float]]:
+        """What is tried, in the codec's order: (factor of the scale, 0) of symmetric ones, (factor of the range, part
+        of the range that is left out below) of asymmetric ones.
+        """
+        return self._symmetric + self._asymmetric
+
+    @property
+    def _symmetric(self) -> list[tuple[float, float]]:
+        if self.mode == "asymmetric":
+            return []
+        signs = (1, -1) if self.search and self.mode == "symmetric" else (1,)
+        return [(sign * factor, 0.0) for factor in (SCALES if self.search else (1.0,)) for sign in signs]
+
+    @property
+    def _asymmetric(self) -> list[tuple[float, float]]:
+        if self.mode == "symmetric":
+            return []
+        return [(factor, (1 - factor) / 2) for factor in (RANGES if self.search else (1.0,))]
+
+
+@dataclass(frozen=True)
+class _Coded:
+    """Groups (..., g): codes float32 in [0, 2^bits), scale and zero point float16 (...), error: sum of squares (...)."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    error: Tensor
+
+
+def quantise(x: Tensor, rule: Rule, factor: Tensor | None = None) -> tuple[Blocks, Tensor]:
+    """x (B, H, T, D) float16, bfloat16 or float32, T whole blocks and groups -> its blocks, and flags int32 (H,), not shifted.
+
+    factor (H, 1, D) or (B, H, 1, D): x is divided by it first, in float32 (InnerQ section 4.3, codecs/scaled.py).
+    """
+    form, wide = rule.form, x.float()
+    if factor is not None:
+        wide = wide / factor.float()
+    groups = (wide.transpose(-1, -2) if form.along_tokens else wide).unflatten(-1, (-1, form.group))
+    best: _Coded | None = None
+    for other in _candidates(groups, rule):
+        best = other if best is None else _lower(best, other)
+    assert best is not None
+    codes, scale, zero = best.codes.nan_to_num().flatten(-2), best.scale, best.zero
+    if form.along_tokens:
+        codes, scale, zero = (t.transpose(-1, -2) for t in (codes, scale, zero))
+    return pack(codes.int(), scale, None if form.symmetric else zero, form), _flags(groups, rule)
+
+
+def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
+    """Symmetric ones first; the first is plain."""
+    half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
+    plain = x.abs().amax(-1) / half
+    limit = (
+        HALF_MAX / half if rule.mode == "hybrid" else HALF_MAX
+    )  # hybrid: what the lowest code stands for is stored too
+    for factor, _ in rule._symmetric:
+        size = (plain * abs(factor)).clamp(HALF_FLOOR, limit).half()
+        scale = size if factor > 0 else -size
+        step = scale.float()[..., None]
+        codes = (x / step).round().clamp(-half, half - 1)
+        yield _Coded(codes + half, scale, -half * size, _error(codes * step, x))
+    low, spread = x.amin(-1), x.amax(-1) - x.amin(-1)
+    for factor, below in rule._asymmetric:
+        scale = (spread * factor / top).clamp(HALF_FLOOR, HALF_MAX).half()
+        base = (low + spread * below).half()
+        step = scale.float()[..., None]
+        codes = torch.minimum(((x - base.float()[..., None]) / step).round().clamp_min(0), top)
+        yield _Coded(codes, scale, base, _error(codes * step + base.float()[..., None], x))
+
+
+def _like(x: Tensor, number: float) -> Tensor:
+    """On x's device: CUDA divides by a number of the host as it multiplies with the reciprocal, which is another last bit."""
+    return torch.full((), number, device=x.device)
+
+
+def _error(made: Tensor, x: Tensor) -> Tensor:
+    off = made - x
+    return tree_sum(off * off)
+
+
+def _lower(best: _Coded, other: _Coded) -> _Coded:
+    better = other.error < best.error
+    parts = [(other.scale, best.scale), (other.zero, best.zero), (other.error, best.error)]
+    codes = torch.where(better[..., None], other.codes, best.codes)
+    return _Coded(codes, *(torch.where(better, new, old) for new, old in parts))
+
+
+def _flags(x: Tensor, rule: Rule) -> Tensor:
+    """Of the plain scale: a smaller one could hide that float16 cannot hold it."""
+    half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
+    low, high, peak = x.amin(-1), x.amax(-1), x.abs().amax(-1)
+    found = {NONFINITE: ~torch.isfinite(x).all(-1)}
+    if rule.mode != "asymmetric":
+        found[SCALE] = ~(peak / half <= HALF_MAX)
+    if rule.mode != "symmetric":
+        found[SCALE] = found.get(SCALE, False) | ~((high - low) / top <= HALF_MAX)
+        found[MINIMUM] = ~(low.abs() <= HALF_MAX)
+    flags = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
+    for bit, where in found.items():
+        flags |= where.flatten(2).any(-1).any(0) * bit
+    return flags
+
+
+def check(flags: Tensor, layer: int) -> str | None:
+    """What flags (H,) int32 say, in one line naming layer and head; None where they say nothing. Waits for the device."""
+    for head, word in enumerate(flags.tolist()):
+        for role, bits in (("key", word & 255), ("value", word >> VALUES)):
+            if bits:
+                what = "; ".join(text for bit, text in MEANING.items() if bits & bit and not (bit > 1 and bits & 1))
+                return f"layer {layer}, {role} head {head}: {what}"
+    return None
+
+
+# Windows.
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Tokens: sink, recent ones that stay exact at least, and how many are packed at a time, a multiple of 32."""
+
+    sink: int = 32
+    recent: int = 96
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        if self.block % BLOCK or self.block < BLOCK or min(self.sink, self.recent) < 0:
+            raise ValueError(f"{self}: none negative, and a block a multiple of {BLOCK}")
+
+    def room(self, queries: int) -> int:
+        """Slots of the ring for calls of up to so many new tokens in one launch: a multiple of 32."""
+        return -(-(self.recent + self.block - 1 + queries) // BLOCK) * BLOCK
+
+
+FIELDS = ("sink_before", "window_before", "blocks_before", "new", "sink", "seen", "window", "blocks")
+
+
+class Counts:
+    """Of every row, int32 (B,), views of one tensor `data` (8, B): tokens of sink and window and packed blocks of 32,
+    before and after the current call; `new`: its real tokens, the last ones of its columns; `seen`: window_before and
+    the new tokens that the sink did not take, packed or not.
+
+    Attention over (sink, blocks_before, seen) gives what the cache gives, new tokens exact; (sink, blocks, window) what is
+    stored. Both may run after `append`: a ring keeps what was just packed.
+    """
+
+    def __init__(self, batch: int, windows: Windows, device: torch.device | str = "cpu") -> None:
+        self.windows = windows
+        self.data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=device)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in FIELDS:
+            return self.data[FIELDS.index(name)]
+        raise AttributeError(name)
+
+
+def advance(counts: Counts, new: Tensor) -> None:
+    """Move `counts` by a call that brings new (B,) int32 real tokens: Ledger._after of kvcal_artifacts, in blocks of 32."""
+    windows = counts.windows
+    sink, window, blocks = (counts.data[i].clone() for i in (4, 6, 7))
+    after = (sink + new).clamp_max(windows.sink)
+    seen = window + new - (after - sink)
+    flush = ((seen - windows.recent) // windows.block).clamp_min(0)
+    rows = (sink, window, blocks, new, after, seen, seen - flush * windows.block)
+    counts.data.copy_(torch.stack([*rows, blocks + flush * (windows.block // BLOCK)]))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer stores. keys, values: room for N blocks. sink (2 tensors), recent (2 tensors, a ring): keys and
+    values (B, H, room, D) of the model's dtype. flags (H,) int32.
+    """
+
+    keys: Blocks
+    values: Blocks
+    sink: tuple[Tensor, Tensor]
+    recent: tuple[Tensor, Tensor]
+    flags: Tensor
+
+
+def append(
+    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule, factor: Tensor | None = None
+) -> None:
+    """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its
+    window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of
+    `quantise`.
+    """
+    for row in range(len(k)):
+        here = {name: int(counts.data[i, row]) for i, name in enumerate(FIELDS)}
+        for role, (x, rule, stored) in enumerate(((k, key, layer.keys), (v, value, layer.values))):
+            own = factor if role == 0 else None
+            own = own[row] if own is not None and own.ndim == 4 else own
+            bits = _append_row(layer, role, row, here, x[row], rule, stored, own)
+            layer.flags.bitwise_or_(bits << VALUES * role)
+
+
+def _append_row(
+    layer: Layer,
+    role: int,
+    row: int,
+    here: dict[str, int],
+    x: Tensor,
+    rule: Rule,
+    stored: Blocks,
+    factor: Tensor | None,
+) -> Tensor:
+    """x (H, Q, D) -> flags (H,)."""
+    sink, ring = layer.sink[role][row], layer.recent[role][row]
+    real = x[:, x.shape[1] - here["new"] :]
+    bits = (~torch.isfinite(real.float())).flatten(1).any(1).int() * NONFINITE
+    taken = here["sink"] - here["sink_before"]
+    sink[:, here["sink_before"] : here["sink"]] = real[:, :taken].to(sink.dtype)
+    room, start = ring.shape[1], here["blocks_before"] * BLOCK
+    old = ring[:, (torch.arange(here["window_before"], device=x.device) + start) % room]
+    waiting = torch.cat([old.to(x.dtype), real[:, taken:]], 1)
+    kept = torch.arange(max(here["window_before"], waiting.shape[1] - room), waiting.shape[1], device=x.device)
+    ring[:, (kept + start) % room] = waiting[:, kept].to(ring.dtype)
+    flush = here["blocks"] - here["blocks_before"]
+    if flush:
+        own = None if factor is None else factor[None]
+        made, more = quantise(waiting[None, :, : flush * BLOCK], rule, own)
+        first, each = here["blocks_before"], rule.form.scale_blocks
+        fits = max(0, min(flush, stored.words.shape[2] - first))
+        stored.words[row, :, first : first + fits] = made.words[0, :, :fits]
+        stored.scale[row, :, first // each : (first + fits) // each] = made.scale[0, :, : fits // each]
+        bits = bits | more | (ROOM if fits < flush else 0)
+    return bits

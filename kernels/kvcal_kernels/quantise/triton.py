@@ -1,0 +1,708 @@
+"""`quantise` and `append` of reference.py for NVIDIA GPUs: one read of keys and values, one write of words and scales,
+one launch.
+
+A warp takes a unit: the blocks that share scales, 1, 2 or 4. It loads them piece by piece (16 tokens x 16 channels), so that
+a thread has the same place of every piece and a word is a sum of its own shifted codes: packing moves nothing between
+threads. Value words are transposed after packing, 16 / bits numbers at a time.
+
+Rounding: x / s to nearest is q = x / s within 2 units of its last place, then q + (x - q s) / s in two fused
+operations. As s has 11 bits, no quotient of a 24-bit x lies within 2^-12 units of a tie, so this is the IEEE quotient
+(Markstein 1990). Adding 1.5 * 2^23 rounds it to an integer, halves to even, and leaves the code in the low bits of the
+sum. Sums of squares are added as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so choices
+between candidates are the codec's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..attention.reference import BLOCK, Blocks, Form, together
+from . import reference
+from .reference import FIELDS, Counts, Layer, Rule
+
+HALF_MAX = tl.constexpr(reference.HALF_MAX)
+HALF_FLOOR = tl.constexpr(reference.HALF_FLOOR)
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
+NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
+ROOM = tl.constexpr(reference.ROOM)
+VALUES = tl.constexpr(reference.VALUES)
+
+
+@triton.jit
+def _divide(y, s, inverse, ASM: tl.constexpr):
+    """IEEE y / s for s of at most 11 bits; inverse: 1 / s within 2 units of its last place."""
+    if ASM:
+        q = y * inverse
+        return tl.fma(tl.fma(-q, s, y), inverse, q)
+    else:  # noqa: RET505 (both are compiled otherwise)
+        return y / s  # the interpreter's is IEEE's, and its fma is not fused
+
+
+@triton.jit
+def _reciprocal(s, ASM: tl.constexpr):
+    """1 / s of a scale, within one unit of its last place."""
+    if ASM:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [s], tl.float32, is_pure=True, pack=1)
+    else:  # noqa: RET505
+        return 1.0 / s
+
+
+@triton.jit
+def _fit(x, LIMIT: tl.constexpr):
+    """A scale as float16 holds it, as float32; never zero, never infinite."""
+    return tl.minimum(tl.maximum(x, HALF_FLOOR), LIMIT).to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _along(x, ALONG: tl.constexpr):
+    """Numbers of groups [NW, 16] against pieces [NW, 16 tokens, 16 channels]; ALONG: groups lie along tokens."""
+    return x[:, None, :] if ALONG else x[:, :, None]
+
+
+@triton.jit
+def _tree(x, NW: tl.constexpr, ALONG: tl.constexpr):
+    """tree_sum over tokens or channels of a piece: [NW, 16, 16] -> [NW, 16]."""
+    if ALONG:
+        x = tl.sum(tl.reshape(x, [NW, 2, 8, 16]), 1)
+        x = tl.sum(tl.reshape(x, [NW, 2, 4, 16]), 1)
+        x = tl.sum(tl.reshape(x, [NW, 2, 2, 16]), 1)
+        x = tl.sum(x, 1)
+    else:
+        x = tl.sum(tl.reshape(x, [NW, 16, 2, 8]), 2)
+        x = tl.sum(tl.reshape(x, [NW, 16, 2, 4]), 2)
+        x = tl.sum(tl.reshape(x, [NW, 16, 2, 2]), 2)
+        x = tl.sum(x, 2)
+    return x
+
+
+@triton.jit
+def _rounded(x, base, scale, inverse, low, high, SHIFTED: tl.constexpr, ASM: tl.constexpr):
+    """The nearest integer to (x - base) / scale in [low, high], plus ROUND."""
+    y = x - base if SHIFTED else x
+    q = _divide(y, scale, inverse, ASM)
+    return tl.minimum(tl.maximum(q, low), high)
+
+
+@triton.jit
+def _fold(parts):
+    """One halving of tree_sum, of pieces; one piece stays as it is."""
+    made = ()
+    for i in tl.static_range(len(parts) // 2):
+        made = made + (parts[i] + parts[i + len(parts) // 2],)
+    return parts if len(parts) == 1 else made
+
+
+@triton.jit
+def _error(
+    xs, scale, base, low, high,
+    NW: tl.constexpr, ALONG: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Squared error of a group [NW, 16]; low, high: of its integers."""
+    b_s, b_base = _along(scale, ALONG), _along(base, ALONG)
+    inverse = _along(_reciprocal(scale, ASM), ALONG)
+    squares = ()
+    for i in tl.static_range(len(xs)):
+        q = _rounded(xs[i], b_base, b_s, inverse, low, high, SHIFTED, ASM)
+        off = ((q + ROUND) - ROUND) * b_s
+        if SHIFTED:
+            off = off + b_base
+        off = off - xs[i]
+        squares = squares + (off * off,)
+    # 8 pieces at most; the pieces of a group are its outermost halves
+    return _tree(_fold(_fold(_fold(squares)))[0], NW, ALONG)
+
+
+@triton.jit
+def _choose(
+    xs, p_table, worst, lows,
+    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
+    NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Scale, zero point, whether it is asymmetric, of a group of pieces; then what must fit float16, the largest so
+    far: plain scales, magnitudes of minima. [NW, 16] each.
+
+    MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
+    """
+    HALF: tl.constexpr = 2.0 ** (BITS - 1)
+    TOP: tl.constexpr = 2.0**BITS - 1
+    AXIS: tl.constexpr = 1 if ALONG else 2
+    COMPARE: tl.constexpr = ALL > 1
+    LIMIT: tl.constexpr = HALF_MAX / HALF if MODE == 2 else HALF_MAX  # hybrid: the lowest code's number is stored
+    if MODE != 1:
+        b_peak = tl.abs(xs[0])
+        for i in tl.static_range(1, len(xs)):
+            b_peak = tl.maximum(b_peak, tl.abs(xs[i]))
+        peak = tl.max(b_peak, AXIS)
+        plain = peak * (1.0 / HALF)
+        worst = tl.maximum(worst, plain)
+        size = _fit(plain, LIMIT)
+        best = size
+        base = best * 0.0
+        shifted = best < 0.0
+        if COMPARE:
+            lowest = _error(xs, best, base, -HALF, HALF - 1, NW, ALONG, False, ASM)
+            for i in range(1, FIRST):
+                factor = tl.load(p_table + 2 * i)
+                size = _fit(plain * tl.abs(factor), LIMIT)
+                scale = tl.where(factor > 0, size, -size)
+                error = _error(xs, scale, base, -HALF, HALF - 1, NW, ALONG, False, ASM)
+                best = tl.where(error < lowest, scale, best)
+                lowest = tl.where(error < lowest, error, lowest)
+    if MODE != 0:
+        b_low, b_high = xs[0], xs[0]
+        for i in tl.static_range(1, len(xs)):
+            b_low, b_high = tl.minimum(b_low, xs[i]), tl.maximum(b_high, xs[i])
+        low, high = tl.min(b_low, AXIS), tl.max(b_high, AXIS)
+        spread = high - low
+        plain = _divide(spread, TOP, 1.0 / TOP, ASM)
+        worst, lows = tl.maximum(worst, plain), tl.maximum(lows, tl.abs(low))
+        other = _fit(plain, HALF_MAX)
+        under = (low + 0.0).to(tl.float16).to(tl.float32)
+        if MODE == 1:
+            best, base, shifted = other, under, other > 0.0
+            if COMPARE:
+                lowest = _error(xs, best, base, 0.0, TOP, NW, ALONG, True, ASM)
+        else:
+            error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
+            better = error < lowest
+            best, base = tl.where(better, other, best), tl.where(better, under, base)
+            shifted, lowest = better, tl.where(better, error, lowest)
+        if COMPARE:
+            for i in range(FIRST + 1, ALL):
+                factor, below = tl.load(p_table + 2 * i), tl.load(p_table + 2 * i + 1)
+                other = _divide(spread * factor, TOP, 1.0 / TOP, ASM)
+                other = _fit(other, HALF_MAX)
+                under = (low + spread * below).to(tl.float16).to(tl.float32)
+                error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
+                better = error < lowest
+                best, base = tl.where(better, other, best), tl.where(better, under, base)
+                shifted, lowest = shifted | better, tl.where(better, error, lowest)
+    return best, base, shifted, worst, lows
+
+
+@triton.jit
+def _coded(
+    xs, best, base, shifted,
+    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Codes of a group's pieces, int32 [NW, 16, 16], in the low 16 bits."""
+    HALF: tl.constexpr = 2.0 ** (BITS - 1)
+    TOP: tl.constexpr = 2.0**BITS - 1
+    if MODE == 2:
+        low = _along(tl.where(shifted, 0.0, -HALF), ALONG)
+        high, up = low + TOP, ROUND - low
+    else:
+        low = -HALF if MODE == 0 else 0.0
+        high, up = low + TOP, ROUND - low
+    scale, b_base = _along(best, ALONG), _along(base, ALONG)
+    inverse = _along(_reciprocal(best, ASM), ALONG)
+    codes = ()
+    for i in tl.static_range(len(xs)):
+        q = _rounded(xs[i], b_base, scale, inverse, low, high, MODE != 0, ASM)
+        codes = codes + ((q + up).to(tl.int32, bitcast=True),)
+    return codes
+
+
+@triton.constexpr_function
+def _bits(block, piece, i, tiles, extra, bits):
+    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece adds to tile i of a unit's words;
+    None where it adds nothing.
+    """
+    plane = 2 if bits == 3 else bits
+    tile, field = divmod(piece, 16 // plane)
+    i -= block * (tiles + extra)
+    if i == tile:
+        return 0, 3 if bits == 3 else 0, field * plane, plane
+    if bits == 3 and i == tiles + tile // 2:
+        return 2, 1, 2 * field + tile % 2, 2
+    return None
+
+
+@triton.jit
+def _put(
+    words, code, further, BLOCK_: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Words of a unit with the code of a piece put into its fields (attention/reference.py): that of PIECE, `further`
+    fields on.
+    """
+    made = ()
+    for i in tl.static_range(len(words)):
+        if _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS) is None:
+            made = made + (words[i],)
+        else:
+            made = made + (words[i] + _field(code, further, _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS)),)
+    return made
+
+
+@triton.jit
+def _field(code, further, BITS: tl.constexpr):
+    part = code >> BITS[0]
+    if BITS[1] != 0:
+        part = part & BITS[1]
+    return part << (BITS[2] + further * BITS[3])
+
+
+@triton.constexpr_function
+def _spans(slices, pieces, each, bits):
+    """(fields of a word, slices handled before words are stored): words fill up while a runtime loop runs over whole
+    fields.
+    """
+    fields = 16 // (2 if bits == 3 else bits)
+    return fields, max(each, math.gcd(pieces, fields))
+
+
+@triton.jit
+def _store_scales(
+    p_scale, o_unit, live, scale, zero, column, TOGETHER: tl.constexpr, INNER: tl.constexpr, BOTH: tl.constexpr
+):
+    """A group's scale and, with BOTH, its zero point, [NW, 16] float16, as columns `column` and the next one."""
+    r = tl.arange(0, 16)[None, :]
+    if INNER:
+        first = o_unit[:, None] + column // TOGETHER * (16 * TOGETHER) + r * TOGETHER + column % TOGETHER
+        tl.store(p_scale + first, scale, mask=live[:, None])
+        if BOTH:
+            tl.store(p_scale + first + 1, zero, mask=live[:, None])
+    else:
+        first = o_unit[:, None] + column // 2 * 32 + r // 2 * 4 + r % 2
+        tl.store(p_scale + first, scale, mask=live[:, None])
+        tl.store(p_scale + first + 2, zero, mask=live[:, None])
+
+
+@triton.jit
+def _load(
+    p_new, p_ring, news, rings, olds, live, piece,
+    HALVES: tl.constexpr, EACH: tl.constexpr, SLICES: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
+    r = tl.arange(0, 16)
+    inside = live[:, :, None] & (piece < SLICES)
+    made = ()
+    for h in tl.static_range(HALVES):
+        for e in tl.static_range(EACH):
+            column = (piece + e) * 16 + r[None, None, :]
+            p = p_new + news[h][:, :, None] + column
+            if STORED:
+                p = tl.where(olds[h][:, :, None], p_ring + rings[h][:, :, None] + column, p)
+            made = made + (tl.load(p, mask=inside, other=0.0),)
+    return made
+
+
+@triton.jit
+def _pack(
+    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room, ring_room,
+    token_stride,
+    SLICES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
+
+    o_new: of the first new token that waits. before: how many wait in the ring. slot: of the first block packed now.
+    """
+    UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
+    HALVES: tl.constexpr = 2 * UNIT
+    EACH: tl.constexpr = 1 if ALONG else GROUP // 16  # slices of a group
+    BOTH: tl.constexpr = MODE != 0
+    EXTRA: tl.constexpr = (TILES + 1) // 2 if BITS == 3 else 0
+    ALL_TILES: tl.constexpr = TILES + EXTRA
+    FIELDS_OF: tl.constexpr = _spans(SLICES, PIECES, EACH, BITS)[0]
+    SPAN: tl.constexpr = _spans(SLICES, PIECES, EACH, BITS)[1]
+    EAGER: tl.constexpr = BITS != 3 and PIECES % FIELDS_OF == 0
+    r = tl.arange(0, 16)
+    unit = first + tl.arange(0, NW)
+    fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
+    live = tl.broadcast_to(fits[:, None], [NW, 16])
+    news, rings, olds = (), (), ()
+    for h in tl.static_range(HALVES):
+        token = unit[:, None] * (UNIT * 32) + h * 16 + r[None, :]
+        at = (slot * 32) % ring_room + token
+        rings = rings + ((i_head * ring_room + tl.where(at >= ring_room, at - ring_room, at)) * (SLICES * 16),)
+        news = news + (o_new + (token - before).to(tl.int64) * token_stride,)
+        olds = olds + (token < before,)
+    block = i_head * room + slot + unit * UNIT
+    o_scale = block // UNIT * (COLUMNS * 16 * (1 if ALONG else 2))
+    worst = tl.zeros([NW, 16], tl.float32)
+    lows = worst
+    nothing = tl.zeros([NW, 16, 16], tl.float32)
+    words = ()
+    for _ in tl.static_range(UNIT * ALL_TILES):
+        words = words + (tl.zeros([NW, 16, 16], tl.int32),)
+    raw = _load(p_new, p_ring, news, rings, olds, live, 0, HALVES, EACH, SLICES, STORED)
+    for start in tl.static_range(0, SLICES, SPAN):
+        for piece in range(start, min(start + SPAN, SLICES), EACH):
+            xs = ()
+            for i in tl.static_range(HALVES * EACH):
+                x = raw[i].to(tl.float32)
+                if FACTOR:
+                    divisor = tl.load(p_factor + i_kv * (SLICES * 16) + (piece + i % EACH) * 16 + r).to(tl.float32)
+                    divisor = tl.broadcast_to(divisor[None, None, :], [NW, 16, 16])
+                    x = tl.div_rn(x, divisor) if ASM else x / divisor
+                nothing = tl.fma(x, 0.0, nothing) if ASM else nothing + x * 0.0  # a NaN where any is not finite
+                xs = xs + (x,)
+            raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
+            for g in tl.static_range(1 if ALONG else HALVES):
+                group = ()
+                for i in tl.static_range(HALVES if ALONG else EACH):
+                    group = group + (xs[g * EACH + i],)
+                best, base, shifted, worst, lows = _choose(
+                    group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
+                )  # fmt: skip
+                codes = _coded(group, best, base, shifted, BITS, MODE, ALONG, ASM)
+                for i in tl.static_range(HALVES if ALONG else EACH):
+                    words = _put(
+                        words, codes[i], piece - start, i // 2 if ALONG else 0,
+                        (i % 2 if ALONG else g) * PIECES + start + (0 if ALONG else i), TILES, EXTRA, BITS,
+                    )  # fmt: skip
+                if MODE == 2:
+                    base = tl.where(shifted, base, best * (-(2.0 ** (BITS - 1))))
+                _store_scales(
+                    p_scale, o_scale + g * (COLUMNS * 16), fits, best.to(tl.float16), base.to(tl.float16),
+                    piece // EACH * (1 + BOTH), TOGETHER, INNER, BOTH,
+                )  # fmt: skip
+        _store_words(
+            p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, FIELDS_OF, EAGER, ALL_TILES, WORDS, VALUE
+        )
+    bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
+    bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
+    return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
+
+
+@triton.jit
+def _store_words(
+    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr,
+    FIELDS_OF: tl.constexpr, EAGER: tl.constexpr, ALL_TILES: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """Those tiles that are complete after the slices from START on."""
+    r = tl.arange(0, 16)
+    for i in tl.static_range(len(words)):
+        if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, FIELDS_OF, EAGER):
+            word = words[i].to(tl.int16)
+            if VALUE:
+                word = tl.trans(word, 0, 2, 1)
+            o_words = o_unit + i // ALL_TILES * WORDS + i % ALL_TILES * 256
+            o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
+            tl.store(p_words + o_word, word, mask=fits[:, None, None])
+
+
+@triton.constexpr_function
+def _complete(tile, start, span, slices, pieces, fields, eager):
+    """Whether words of a block's tile are stored after the slices from `start` on."""
+    if not eager:
+        return start + span >= slices
+    return start <= tile * fields % pieces < start + span
+
+
+@triton.jit
+def _write(
+    p_new, p_sink, p_ring, o_new, i_head, start, sink_before, taken, sink_room, window, seen, new, first, ring_room,
+    token_stride, SLICES: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """16 * NW new tokens from number `start` on to sink and ring; 1 where one is not finite, [NW, 16, 16]."""
+    r = tl.arange(0, 16)
+    token = start + tl.arange(0, NW)[:, None] * 16 + r[None, :]
+    into_sink = token < taken
+    waits = window + token - taken
+    live = (token < new) & ((into_sink & (sink_before + token < sink_room)) | (waits >= seen - ring_room))
+    o_sink = (i_head * sink_room + sink_before + token) * (SLICES * 16)
+    o_ring = (i_head * ring_room + (first + waits) % ring_room) * (SLICES * 16)
+    p_to = tl.where(into_sink[:, :, None], p_sink + o_sink[:, :, None], p_ring + o_ring[:, :, None])
+    p_from = p_new + (o_new + token.to(tl.int64) * token_stride)[:, :, None]
+    nothing = tl.zeros([NW, 16, 16], tl.float32)
+    for i in tl.static_range(SLICES):
+        column = (i * 16 + r)[None, None, :]
+        x = tl.load(p_from + column, mask=live[:, :, None], other=0.0)
+        tl.store(p_to + column, x.to(p_ring.dtype.element_ty), mask=live[:, :, None])
+        nothing = nothing + x.to(tl.float32) * 0.0
+    return tl.where(nothing == nothing, 0, NONFINITE)
+
+
+@triton.jit
+def _role(
+    p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags,
+    i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+    batch_stride, head_stride, token_stride, factor_stride,
+    HEADS: tl.constexpr, SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """All that one program does for keys or values."""
+    i_head = (i_batch * HEADS + i_kv).to(tl.int64)
+    p_row = p_counts + i_batch
+    sink_before, window, before = tl.load(p_row), tl.load(p_row + batch), tl.load(p_row + 2 * batch)
+    new, sink, seen = tl.load(p_row + 3 * batch), tl.load(p_row + 4 * batch), tl.load(p_row + 5 * batch)
+    flush = tl.load(p_row + 7 * batch) - before
+    taken = sink - sink_before
+    o_new = i_batch.to(tl.int64) * batch_stride + i_kv.to(tl.int64) * head_stride
+    o_new += (queries - new).to(tl.int64) * token_stride
+    if WRITE:
+        start = tl.maximum(tl.where(taken > 0, 0, new - ring_room), 0) + i_program * (16 * NW)
+        for token in range(start, new, programs * (16 * NW)):
+            nothing = _write(
+                p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_room, window, seen, new,
+                before * 32, ring_room, token_stride, SLICES, NW,
+            )  # fmt: skip
+            found = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
+            if found != 0:
+                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+    if PACK:
+        UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
+        p_own = p_factor + i_batch * factor_stride
+        for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
+            bad = _pack(
+                p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
+                window, before, room, ring_room, token_stride,
+                SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
+                VALUE, FACTOR, STORED, NW, ASM,
+            )  # fmt: skip
+            if tl.max(tl.max(bad, 1), 0) != 0:
+                found = tl.reduce_or(tl.reduce_or(bad, 1), 0)
+                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+
+
+@triton.jit(do_not_specialize=["programs", "batch", "queries", "room", "sink_room", "ring_room", "factor_stride"])
+def append_kernel(
+    p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_kw, p_ks, p_vw, p_vs, p_factor, p_k_table, p_v_table, p_counts,
+    p_flags, programs, batch, queries, room, sink_room, ring_room,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
+    K_PIECES: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr, K_COLUMNS: tl.constexpr,
+    K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr,
+    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_ALONG: tl.constexpr, V_INNER: tl.constexpr, V_GROUP: tl.constexpr,
+    V_PIECES: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr, V_COLUMNS: tl.constexpr,
+    V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
+    NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
+    is due. STORED: there is a ring.
+    """
+    i_program, i_kv = tl.program_id(0), tl.program_id(1)
+    i_batch = tl.program_id(2) // 2
+    if tl.program_id(2) % 2 == 0:
+        _role(
+            p_k, p_sink_k, p_ring_k, p_kw, p_ks, p_factor, p_k_table, p_counts, p_flags,
+            i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+            k_batch, k_head, k_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
+            K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
+            K_FIRST, K_ALL, False, FACTOR, NW, ASM,
+        )  # fmt: skip
+    else:
+        _role(
+            p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags,
+            i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+            v_batch, v_head, v_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
+            V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
+            V_FIRST, V_ALL, True, False, NW, ASM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch"])
+def advance_kernel(
+    p_counts, p_new, batch, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK_: tl.constexpr, WIDE: tl.constexpr
+):
+    row = tl.arange(0, WIDE)
+    live = row < batch
+    p_row = p_counts + row
+    new = tl.load(p_new + row, mask=live, other=0)
+    sink = tl.load(p_row + 4 * batch, mask=live, other=0)
+    window = tl.load(p_row + 6 * batch, mask=live, other=0)
+    blocks = tl.load(p_row + 7 * batch, mask=live, other=0)
+    after = tl.minimum(sink + new, SINK)
+    seen = window + new - (after - sink)
+    flush = tl.maximum(seen - RECENT, 0) // BLOCK_
+    tl.store(p_row, sink, mask=live)
+    tl.store(p_row + batch, window, mask=live)
+    tl.store(p_row + 2 * batch, blocks, mask=live)
+    tl.store(p_row + 3 * batch, new, mask=live)
+    tl.store(p_row + 4 * batch, after, mask=live)
+    tl.store(p_row + 5 * batch, seen, mask=live)
+    tl.store(p_row + 6 * batch, seen - flush * BLOCK_, mask=live)
+    tl.store(p_row + 7 * batch, blocks + flush * (BLOCK_ // 32), mask=live)
+
+
+KERNEL_MODES = {"symmetric": 0, "asymmetric": 1, "hybrid": 2}
+PROGRAMS = 8  # that write the windows of a long call
+
+
+@dataclass(frozen=True)
+class Launch:
+    """warps: units at a time of a program. registers: a thread at most, 0: as the compiler likes."""
+
+    warps: int = 4
+    registers: int = 0
+
+
+STEP = Launch(warps=1)  # a decode step's: a row packs one unit at most
+
+
+def settings(key: Rule, value: Rule) -> dict[str, Any]:
+    """Compile-time constants of append_kernel that follow from the rules."""
+    made: dict[str, Any] = {"D": key.form.dim}
+    for name, rule in (("K", key), ("V", value)):
+        form = rule.form
+        own = {
+            "BITS": form.bits, "MODE": KERNEL_MODES[rule.mode], "ALONG": form.along_tokens, "INNER": form.inner,
+            "GROUP": form.group, "PIECES": form.pieces, "TILES": form.tiles, "WORDS": form.words, "COLUMNS": form.columns,
+            "TOGETHER": together(form.columns), "FIRST": len(rule._symmetric), "ALL": len(rule.factors),
+        }  # fmt: skip
+        made |= {f"{name}_{what}": number for what, number in own.items()}
+    return made
+
+
+@functools.cache
+def _table(rule: Rule, device: torch.device) -> Tensor:
+    """Factors (n, 2) float32: made once, as a CUDA graph must find them where they were."""
+    return torch.tensor(rule.factors, dtype=torch.float32).to(device)
+
+
+def advance(counts: Counts, new: Tensor) -> None:
+    """As reference.advance, in one launch of one program: once a forward, before its first layer."""
+    batch, own = counts.data.shape[1], counts.windows
+    if new.shape != (batch,) or new.dtype != torch.int32:
+        raise ValueError(f"new tokens {tuple(new.shape)} {new.dtype}: must be ({batch},) torch.int32")
+    advance_kernel[(1,)](
+        counts.data, new, batch, own.sink, own.recent, own.block, triton.next_power_of_2(batch), num_warps=1
+    )
+
+
+def append(
+    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule, factor: Tensor | None = None
+) -> None:
+    """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
+    decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
+    """
+    queries = k.shape[2]
+    windows, room = counts.windows, layer.recent[0].shape[2]
+    _check_layer(layer, counts, k, v, key, value)
+    launch = functools.partial(_launch, layer, counts.data, k, v, key, value, factor)
+    if queries <= room - (windows.recent + windows.block - 1):
+        launch(1, STEP, write=True, pack=True)
+        return
+    programs = -(-(queries + room) // (BLOCK * Launch.warps))
+    launch(programs, Launch(), write=False, pack=True)
+    launch(PROGRAMS, Launch(), write=True, pack=False)
+
+
+def quantise(
+    k: Tensor,
+    v: Tensor,
+    key: Rule,
+    value: Rule,
+    factor: Tensor | None = None,
+    flags: Tensor | None = None,
+    launch: Launch | None = None,
+) -> tuple[Blocks, Blocks, Tensor]:
+    """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
+    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1.
+    """
+    batch, heads, tokens = k.shape[:3]
+    for name, x, form in (("keys", k, key.form), ("values", v, value.form)):
+        _check_input(name, x, k, form)
+        if tokens % BLOCK or tokens % (BLOCK * form.scale_blocks):
+            raise ValueError(f"{name} of {tokens} tokens: must be whole blocks of {BLOCK * form.scale_blocks}")
+    count = tokens // BLOCK
+    made = []
+    for form in (key.form, value.form):
+        words = torch.empty(batch, heads, count, form.words, dtype=torch.int16, device=k.device)
+        scale = torch.empty(batch, heads, count // form.scale_blocks, form.scales, dtype=torch.float16, device=k.device)
+        made.append(Blocks(form, words, scale))
+    if flags is None:
+        flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
+    data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=k.device)
+    data[3], data[7] = tokens, count
+    layer = Layer(made[0], made[1], (k, v), (k, v), flags)
+    own = launch or Launch()
+    _launch(layer, data, k, v, key, value, factor, -(-count // own.warps), own, write=False, pack=True, stored=False)
+    return made[0], made[1], flags
+
+
+def _launch(
+    layer: Layer,
+    data: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key: Rule,
+    value: Rule,
+    factor: Tensor | None,
+    programs: int,
+    launch: Launch,
+    write: bool,
+    pack: bool,
+    stored: bool = True,
+) -> None:
+    batch, heads, queries, dim = k.shape
+    if factor is not None:
+        wanted = [(heads, 1, dim), (batch, heads, 1, dim)]
+        if tuple(factor.shape) not in wanted or not factor.is_contiguous():
+            raise ValueError(f"factor {tuple(factor.shape)}: must be {wanted[0]} or {wanted[1]}, contiguous")
+    append_kernel[(programs, heads, 2 * batch)](
+        k, v, *layer.sink, *layer.recent, layer.keys.words, layer.keys.scale, layer.values.words, layer.values.scale,
+        k if factor is None else factor, _table(key, k.device), _table(value, k.device), data, layer.flags,
+        programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
+        *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
+        HEADS=heads, WRITE=write, PACK=pack, STORED=stored, FACTOR=factor is not None,
+        **settings(key, value), NW=launch.warps, ASM=not interpreted(), num_warps=launch.warps,
+        num_stages=1, enable_fp_fusion=False, **({"maxnreg": launch.registers} if launch.registers else {}),
+    )  # fmt: skip
+
+
+def _check_input(name: str, x: Tensor, k: Tensor, form: Form) -> None:
+    if x.shape != k.shape or x.ndim != 4 or x.shape[3] != form.dim or x.dtype != k.dtype:
+        raise ValueError(
+            f"{name} {tuple(x.shape)} {x.dtype}: must be {(*k.shape[:3], form.dim)} {k.dtype}, as keys and values alike"
+        )
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"{name} of {x.dtype}: must be float16, bfloat16 or float32")
+    if x.stride(3) != 1:
+        raise ValueError(f"{name}: strides {x.stride()} of {tuple(x.shape)}; channels must be contiguous")
+
+
+def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule) -> None:
+    """What the kernel relies on and cannot see."""
+    batch, heads, _, dim = k.shape
+    windows, room = counts.windows, layer.keys.words.shape[2]
+    for name, x, rule, made in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
+        form = rule.form
+        _check_input(name, x, k, form)
+        if windows.block % (BLOCK * form.scale_blocks):
+            raise ValueError(
+                f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}"
+            )
+        words, scales = (batch, heads, room, form.words), (batch, heads, room // form.scale_blocks, form.scales)
+        if made.form != form or made.words.shape != words or made.scale.shape != scales or room % form.scale_blocks:
+            seen = f"{made.form}, words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
+            raise ValueError(f"stored {name}: {seen}; must be {form}, {words} and {scales}")
+    least = windows.recent + windows.block
+    for name, pair, wanted in (("sink", layer.sink, windows.sink), ("recent", layer.recent, least)):
+        for x in pair:
+            fits = x.ndim == 4 and x.shape == (batch, heads, pair[0].shape[2], dim) and x.shape[2] >= wanted
+            if not fits or x.dtype != k.dtype or not x.is_contiguous():
+                raise ValueError(
+                    f"{name} {tuple(x.shape)} {x.dtype}: must be ({batch}, {heads}, at least {wanted}, {dim}) {k.dtype}, "
+                    "contiguous"
+                )
+    if layer.recent[0].shape[2] % BLOCK:
+        raise ValueError(f"recent, room for {layer.recent[0].shape[2]}: must be a multiple of {BLOCK}")
+    if counts.data.shape != (len(FIELDS), batch) or layer.flags.shape != (heads,):
+        raise ValueError(
+            f"counts {tuple(counts.data.shape)}, flags {tuple(layer.flags.shape)}: must be {(len(FIELDS), batch)} and "
+            f"({heads},)"
+        )
+
+
+def interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
+    return bool(triton.knobs.runtime.interpret)

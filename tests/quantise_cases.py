@@ -1,0 +1,280 @@
+"""Inputs of the quantise and append kernels, and what they must give; also run by themselves:
+
+TRITON_INTERPRET=1 python -m quantise_cases small|exhaustive    # a line for each case that is wrong, then their number
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.codecs import Shape, Uniform
+from kvcal_kernels.attention import Blocks, Form, decode
+from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
+
+# bits, group, inner, mode
+SETTINGS: dict[str, tuple[int, int, bool, reference.Mode]] = {
+    **{f"symmetric {bits}": (bits, 32, True, "symmetric") for bits in (2, 3, 4, 8)},
+    **{f"asymmetric {bits}": (bits, 32, True, "asymmetric") for bits in (2, 3, 4, 8)},
+    **{f"hybrid {bits}": (bits, 32, True, "hybrid") for bits in (2, 3, 4, 8)},
+    **{f"outer {bits}": (bits, 32, False, "asymmetric") for bits in (2, 3, 4, 8)},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """cuts: tokens of each call; one whole call of blocks where there are no windows. pads: of each row, at its left.
+    group: in the place of the settings'.
+    """
+
+    key: str = "symmetric 4"
+    value: str = "symmetric 4"
+    dim: int = 64
+    group: int | None = None
+    heads: int = 2
+    search: bool = False
+    dtype: torch.dtype = torch.float16
+    kind: str = "normal"
+    factor: str | None = None  # of keys: "constant" or "rows"
+    windows: Windows | None = None
+    cuts: tuple[int, ...] = (96,)
+    pads: tuple[int, ...] = (0, 0)
+    warps: int = 2
+
+    def __str__(self) -> str:
+        other = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
+        return ", ".join([f"{self.key} and {self.value}", *other])
+
+    def rule(self, role: Any) -> Rule:
+        bits, group, inner, mode = SETTINGS[self.key if role == "key" else self.value]
+        return Rule(Form(role, self.dim, bits, self.group or group, inner, mode == "symmetric"), mode, self.search)
+
+
+def codec(rule: Rule, heads: int) -> Uniform:
+    form = rule.form
+    axis: Any = "token" if form.along_tokens else "channel"
+    shape = Shape(heads, form.dim, max(32, form.group) if form.along_tokens else 32)
+    return Uniform(shape, form.role, form.bits, form.group, axis, rule.mode, rule.search)
+
+
+def inputs(case: Case, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values (B, H, T, D) and the keys' factor."""
+    g = torch.Generator().manual_seed(seed)
+    size = (len(case.pads), case.heads, sum(case.cuts), case.dim)
+    k, v = (torch.randn(size, generator=g) * 2 for _ in range(2))
+    for x in (k, v):
+        x += torch.randn(case.dim, generator=g)
+        x[..., ::7] *= 5
+        if case.kind == "odd":  # constants, zeros, subnormal and huge numbers, whole groups of them
+            x[:, :, :32] = 0
+            x[:, :, 32:64] = 3.25
+            x[0, :, 64:80] *= 1e-6
+            x[0, :, 80:96] *= 900
+    factor = None
+    if case.factor:
+        factor = torch.rand(size[0] if case.factor == "rows" else 1, case.heads, 1, case.dim, generator=g) + 0.5
+        factor = factor if case.factor == "rows" else factor[0].half()
+    return k.to(case.dtype), v.to(case.dtype), factor
+
+
+def same(a: Blocks, b: Blocks) -> bool:
+    return torch.equal(a.words, b.words) and torch.equal(a.scale.view(torch.int16), b.scale.view(torch.int16))
+
+
+def layer(case: Case, k: Tensor, room: int, queries: int) -> Layer:
+    """Empty, and full of what is not a number where nothing is stored."""
+    assert case.windows is not None
+    batch, heads, _, dim = k.shape
+
+    def blocks(rule: Rule) -> Blocks:
+        form = rule.form
+        words = torch.zeros(batch, heads, room, form.words, dtype=torch.int16, device=k.device)
+        return Blocks(form, words, k.new_zeros(batch, heads, room // form.scale_blocks, form.scales).half())
+
+    def exact(count: int) -> tuple[Tensor, Tensor]:
+        made = [k.new_full((batch, heads, count, dim), torch.nan) for _ in range(2)]
+        return made[0], made[1]
+
+    flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
+    stored = [blocks(case.rule(role)) for role in ("key", "value")]
+    return Layer(stored[0], stored[1], exact(max(case.windows.sink, 1)), exact(case.windows.room(queries)), flags)
+
+
+def calls(case: Case, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Keys, values and real tokens (B,) of each call."""
+    made, at = [], 0
+    for count in case.cuts:
+        new = torch.tensor([count - min(max(pad - at, 0), count) for pad in case.pads], dtype=torch.int32)
+        made.append((k[:, :, at : at + count], v[:, :, at : at + count], new.to(k.device)))
+        at += count
+    return made
+
+
+def appended(module: Any, case: Case, queries: int = 4, seed: int = 0, device: str = "cpu") -> tuple[Layer, Counts]:
+    """A layer after the calls of a case. queries: that its ring has room for in one launch."""
+    assert case.windows is not None
+    k, v, factor = (None if x is None else x.to(device) for x in inputs(case, seed))
+    assert k is not None and v is not None
+    made, counts = layer(case, k, -(-sum(case.cuts) // 128) * 4, queries), Counts(len(k), case.windows, device)
+    for keys, values, new in calls(case, k, v):
+        module.advance(counts, new)
+        module.append(made, counts, keys, values, case.rule("key"), case.rule("value"), factor)
+    return made, counts
+
+
+def wrong(module: Any, case: Case, seed: int = 0) -> str | None:
+    """None if a module does what a case asks, bit for bit."""
+    if case.windows is None:
+        return _misquantised(module, case, seed)
+    made, counts = appended(module, case, seed=seed)
+    k, v, factor = inputs(case, seed)
+    for row, pad in enumerate(case.pads):
+        for role, x, stored in (("key", k, made.keys), ("value", v, made.values)):
+            own = factor if role == "key" else None
+            own = own[row, None] if own is not None and own.ndim == 4 else own
+            if why := _misstored(case, counts, row, x[row][:, pad:], role, stored, made, own):
+                return f"row {row}, {role}: {why}"
+    return f"flags {made.flags.tolist()}" if made.flags.any() else None
+
+
+def _misquantised(module: Any, case: Case, seed: int) -> str | None:
+    k, v, factor = inputs(case, seed)
+    rules = case.rule("key"), case.rule("value")
+    found = module.quantise(k, v, *rules, factor, launch=module.Launch(case.warps))
+    for x, rule, one, own in ((k, rules[0], found[0], factor), (v, rules[1], found[1], None)):
+        wanted, flags = reference.quantise(x, rule, own)
+        shift = reference.VALUES if rule.form.role == "value" else 0
+        if (found[2] >> shift & 255).tolist() != flags.tolist():
+            return f"{rule.form.role}: flags {found[2].tolist()}, not {flags.tolist()}"
+        if not same(one, wanted):
+            return f"{rule.form.role}: {int((one.words != wanted.words).sum())} words differ"
+    return None
+
+
+def _misstored(
+    case: Case, counts: Counts, row: int, x: Tensor, role: str, stored: Blocks, made: Layer, factor: Tensor | None
+) -> str | None:
+    """x (H, T, D): real tokens of the row."""
+    assert case.windows is not None
+    own, at = case.windows, int(role == "value")
+    sink = min(x.shape[1], own.sink)
+    blocks = max(0, (x.shape[1] - sink - own.recent) // own.block) * own.block // 32
+    window = x.shape[1] - sink - blocks * 32
+    if (int(counts.sink[row]), int(counts.blocks[row]), int(counts.window[row])) != (sink, blocks, window):
+        return f"counts {counts.data[:, row].tolist()}"
+    ring = made.recent[at][row]
+    slots = (torch.arange(window) + blocks * 32) % ring.shape[1]
+    if not torch.equal(made.sink[at][row][:, :sink], x[:, :sink]):
+        return "sink differs"
+    if not torch.equal(ring[:, slots], x[:, sink + blocks * 32 :]):
+        return "window differs"
+    if blocks:
+        wanted, _ = reference.quantise(x[None, :, sink : sink + blocks * 32], case.rule(role), factor)
+        each = case.rule(role).form.scale_blocks
+        found = Blocks(
+            wanted.form, stored.words[row : row + 1, :, :blocks], stored.scale[row : row + 1, :, : blocks // each]
+        )
+        return None if same(found, wanted) else "packed blocks differ"
+    return None
+
+
+def misattended(attend: Any, case: Case, seed: int = 0) -> str | None:
+    """None if attention over what a row stores, read from the ring, is that over the same tokens laid side by side."""
+    assert case.windows is not None
+    made, counts = appended(reference, case, seed=seed)
+    for ring in made.recent:  # slots that nothing was put in: not to be read
+        ring.nan_to_num_(nan=torch.inf)
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(len(case.pads), case.heads * 2, 2, case.dim, generator=g).to(case.dtype)
+    sink, recent = (*made.sink, counts.sink), (*made.recent, counts.window)
+    found = attend(q, made.keys, made.values, counts.blocks, sink, recent, case.dim**-0.5, ring=True)
+    k, v, _ = inputs(case, seed)
+    for row, pad in enumerate(case.pads):
+        tokens = [x[row, :, pad:].clone() for x in (k, v)]
+        first, stop = int(counts.sink[row]), int(counts.sink[row] + counts.blocks[row] * 32)
+        for x, stored in zip(tokens, (made.keys, made.values), strict=True):
+            x[:, first:stop] = decode(stored)[row, :, : stop - first].to(case.dtype)
+        wide = [x[None].repeat_interleave(2, 1).float() for x in tokens]
+        count = wide[0].shape[2]
+        seen = torch.ones(2, count, dtype=torch.bool).tril(count - 2)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q[row : row + 1].float(), *wide, attn_mask=seen)
+        off = float((found[row].float() - wanted[0]).norm() / wanted.norm())
+        if not off < 2e-3:
+            return f"attention of row {row} is off by {off:.2e}"
+    return None
+
+
+ATTENDED = Case(windows=Windows(5, 33), cuts=(230,), pads=(0, 43, 150), heads=1)
+
+
+def small() -> list[Case]:
+    """Every format, head_dim and dtype at least once, odd groups, ragged rows, calls of every kind."""
+    bf, windows = torch.bfloat16, Windows(5, 33)
+    return [
+        Case(kind="odd"),
+        Case("symmetric 2", "symmetric 3", 96, heads=1, dtype=bf, warps=4),
+        Case("asymmetric 3", "hybrid 2", 128, heads=1, pads=(0,)),
+        Case("hybrid 4", "outer 4", heads=1, kind="odd", dtype=torch.float32, pads=(0,)),
+        Case("outer 2", "outer 2", 128, 128, heads=1, cuts=(256,), pads=(0,), warps=1),
+        Case("symmetric 8", "asymmetric 8", 256, 64, heads=1, cuts=(64,), pads=(0,)),
+        Case("hybrid 2", "symmetric 2", heads=1, search=True, cuts=(32,), pads=(0,), warps=1),
+        Case(windows=windows, cuts=(105,), pads=(0, 7, 71)),
+        Case("symmetric 3", "hybrid 2", factor="rows", windows=windows, cuts=(60, 1, 1, 4, 4, 35), pads=(0, 63)),
+        Case("outer 2", "outer 2", heads=1, windows=Windows(0, 0), cuts=(3,) * 12 + (1,) * 30, pads=(0,)),
+        Case("outer 2", "outer 2", 64, 64, 1, windows=Windows(3, 8, 64), cuts=(100, 4, 40), pads=(0, 17), dtype=bf),
+    ]
+
+
+def exhaustive() -> list[Case]:
+    """Every pair of formats over head_dims, dtypes, groups; windows and cuts."""
+    dims, dtypes = itertools.cycle((64, 96, 128)), itertools.cycle((torch.float16, torch.bfloat16, torch.float32))
+    kinds, warps = itertools.cycle(("normal", "odd")), itertools.cycle((1, 2, 4))
+    pairs = [
+        Case(key, value, next(dims), dtype=next(dtypes), kind=next(kinds), warps=next(warps), heads=1)
+        for key in SETTINGS
+        for value in SETTINGS
+    ]
+    groups = [
+        Case(name, name, dim, group, 1, cuts=(256,), pads=(0,), kind=next(kinds))
+        for name in SETTINGS
+        for dim in (128, 256)
+        for group in (64, 128)
+    ]
+    searched = [Case(name, name, 64, None, 1, True, pads=(0,)) for name in SETTINGS]
+    factors = [Case("symmetric 3", "hybrid 3", factor=factor, dtype=next(dtypes)) for factor in ("constant", "rows")]
+    cuts = [(140,), (100, 1, 39), (10,) * 14, (4,) * 35, (1,) * 70, (33, 107)]
+    windows = [
+        Case("symmetric 3", "hybrid 2", heads=1, windows=own, cuts=cut, pads=(0, 7, 66))
+        for own in (Windows(5, 33), Windows(0, 0), Windows(32, 64), Windows(1, 3, 96))
+        for cut in cuts
+    ]
+    return small() + pairs + groups + searched + factors + windows
+
+
+def main(cases: list[Case]) -> None:
+    from kvcal_kernels.quantise import triton
+
+    for number, case in enumerate(cases):
+        if why := wrong(triton, case, number):
+            print(f"{case}: {why}")
+    from kvcal_kernels.attention import triton as attention
+
+    if why := misattended(attention.attend, ATTENDED):
+        print(f"{ATTENDED}: {why}")
+    print(len(cases))
+
+
+if __name__ == "__main__":
+    import conftest
+
+    torch.set_num_threads(1)
+    conftest.pytest_configure()  # torch.empty is full of NaN
+    try:
+        main({"small": small, "exhaustive": exhaustive}[sys.argv[1]]())
+    finally:
+        conftest.pytest_unconfigure()
