@@ -67,9 +67,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     own = fused.attention
 
-    def counted(kernels: str, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def counted(kernels: str, q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         seen.append(q.shape[2])
-        return own(kernels, q, *rest)
+        return own(kernels, q, *rest, **more)
 
     monkeypatch.setattr(fused, "attention", counted)
     return seen

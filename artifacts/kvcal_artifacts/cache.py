@@ -544,7 +544,7 @@ class KVCalCache(Cache):
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
         self._on_device: bool | None = None
-        self._quiet = False
+        self.steps: dict[torch.device, Any] = {}  # fixed.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
         self._counts: tuple[Tensor, Tensor, Tensor] | None = None
         self._workspaces: dict[torch.device, Any] = {}
@@ -591,8 +591,6 @@ class KVCalCache(Cache):
         """Whether this forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
         if self._on_device is None:
             self._on_device = self._can_step(keys)
-            known = self._on_device and not hf.capturing()
-            self._quiet = known and self.ledger.is_quiet(keys.shape[2])
         return self._on_device
 
     def _can_step(self, keys: Tensor) -> bool:
@@ -608,11 +606,6 @@ class KVCalCache(Cache):
             return False
         self._check_room(query)
         return valid is None or bool(valid.all())
-
-    @property
-    def step_is_quiet(self) -> bool:
-        """Whether this forward's step on the device neither fills a sink nor packs a block of any row, as far as is known."""
-        return self._quiet
 
     def _check_room(self, query: int) -> None:
         if self.max_length is not None and self.ledger.columns + query > self.max_length:
@@ -631,9 +624,10 @@ class KVCalCache(Cache):
         length = fixed.length_of(ready)
         if new := length - self.ledger.columns:
             self.ledger.begin(self.ledger.batch, new, None)
-            for layer in ready:
-                layer.columns = length
-                layer.look()
+        fixed.compare(ready, self.ledger)
+        for layer in ready if new else ():
+            layer.columns = length
+            layer.look()
 
     def _publish(self) -> None:
         for layer in self.own_layers:
@@ -924,7 +918,7 @@ class KVCalCache(Cache):
         )  # fmt: skip
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
-        twin.unforgotten = dict(self.unforgotten)
+        twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
                 held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs", "handle")}

@@ -3,6 +3,8 @@
 Counts, lengths and the question whether a block is due are tensors; a step runs the same operations with the same shapes each
 time, so that one CUDA graph of it, or one compiled forward, serves all. Prefill, crops and reordering happen on the host as
 for other layers; `publish` then writes what they left into the allocated storage, `settle` of the cache reads counts back.
+
+Recent tokens lie in a ring, as kvcal_kernels.quantise has them: token j of a row's window in slot (32 * blocks + j) mod room.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels import quantise
+from kvcal_kernels.attention import BLOCK, Form
+from kvcal_kernels.quantise import Counts
+
 from . import fused, hf
 from .cache import KVCalLayer
 from .codecs import Context
 from .codecs.base import Packed, device_only
-from .errors import KVCalError
-from .ledger import Plan
+from .errors import KVCalError, NonFiniteError
+from .ledger import Ledger, Plan
 from .scheme import LayerCodecs, Scheme, Windows
 from .statistics import KeyScale
 
-NOT_FINITE, FULL = 1, 2  # bits of Room.fault
+NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
+STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
 
 
 def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
@@ -36,24 +43,28 @@ def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
 
 
 @dataclass
+class Steps:
+    """What the layers of a cache on one device share. length: columns, 0-d int64. first, last: their indices; the first
+    moves the counts of a call, the last its length.
+    """
+
+    counts: Counts
+    length: Tensor
+    first: int
+    last: int
+
+
+@dataclass
 class Room:
-    """Storage of B rows: sink and recent [keys, values] (B, H, tokens, D), packed blocks (B, H, N, ...), and how much of each
-    a row has, (B,) int32. length: columns, 0-d int64. fault: NOT_FINITE, FULL; 0-d int32.
+    """Storage of B rows: sink and ring of recent tokens [keys, values] (B, H, tokens, D), packed blocks (B, H, N, ...).
+    flags: of quantise.check, (H,) int32. statistics: of KeyScale, where they stay.
     """
 
     sink: list[Tensor]
-    recent: list[Tensor]
+    ring: list[Tensor]
     packed: list[Packed]
-    sinks: Tensor
-    blocks: Tensor
-    recents: Tensor
-    length: Tensor
-    fault: Tensor
+    flags: Tensor
     statistics: dict[str, Tensor]
-
-    @property
-    def counts(self) -> list[Tensor]:
-        return [self.sinks, self.blocks, self.recents, self.length, self.fault]
 
 
 def most_blocks(windows: Windows, tokens: int) -> int:
@@ -66,7 +77,6 @@ class FixedLayer(KVCalLayer):
     grows = None
     room: Room | None = None
     ready = False  # room holds what the layer holds
-    _quiet = False  # of the next step alone: the host, which is on the way, knows that no token moves
 
     def _clear(self) -> None:
         super()._clear()
@@ -81,8 +91,6 @@ class FixedLayer(KVCalLayer):
                 f"layer {self.index}: a compiled call brings {key_states.shape[2]} tokens to a cache of {self.columns}: "
                 f"only steps of up to {fused.QUERIES} tokens behind a prompt can be compiled; run the prompt uncompiled"
             )
-        if not torch.compiler.is_compiling():
-            self._quiet = self._cache.step_is_quiet
         hf.turn_of(self.site).leave(self.handle)
         return key_states, value_states
 
@@ -103,16 +111,19 @@ class FixedLayer(KVCalLayer):
         """Write what the host has made of the layer into its room."""
         if not self.is_initialized:
             return
-        ledger, room = self._cache.ledger, self._room_for(self.window[0])
+        like, ledger = self.window[0], self._cache.ledger
+        room, steps = self._room_for(like), self._steps_for(like)
+        slots = self._slots(ledger.blocks.to(like.device), like.shape[2])
         for role in (0, 1):
             _fill(room.sink[role], self.sink[role])
-            _fill(room.recent[role], self.window[role])
+            room.ring[role].scatter_(2, _wide(slots, like), self.window[role])
             for name, held in self.packed[role].items():
                 _fill(room.packed[role][name], held)
-        for mine, count in ((room.sinks, ledger.sink), (room.blocks, ledger.blocks), (room.recents, ledger.window)):
-            mine.copy_(count)
-        room.length.fill_(self.columns)
-        room.fault.zero_()
+        stored = ledger.sink, ledger.window, ledger.blocks * fused.kernel_blocks(self.codecs)
+        for name, count in zip(STORED, stored, strict=True):
+            getattr(steps.counts, name).copy_(count)
+        steps.length.fill_(self.columns)
+        room.flags.zero_()
         for own in self.statistics.values():
             for name, value in own.state.items():
                 kept = room.statistics.get(name)
@@ -123,47 +134,67 @@ class FixedLayer(KVCalLayer):
         self.look()
 
     def look(self) -> None:
-        """The host's tensors are the parts of the room that the ledger says are in use."""
-        room = self.room
+        """The host's tensors become those parts of the room that the ledger says are in use; the window, in order, a copy."""
+        room, ledger = self.room, self._cache.ledger
         assert room is not None
-        sink, blocks, window = self._cache.ledger.widths
+        sink, blocks, window = ledger.widths
+        slots = self._slots(ledger.blocks.to(room.flags.device), window)
         self.sink = [t[:, :, :sink] for t in room.sink]
-        self.window = [t[:, :, :window] for t in room.recent]
+        self.window = [_take(t, slots) for t in room.ring]
         self.packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in room.packed]
+
+    def _slots(self, blocks: Tensor, count: int) -> Tensor:
+        """Of the first `count` tokens in the ring of each row; blocks (B,) of the scheme. (B, count) int64."""
+        assert self.room is not None
+        first = blocks.long() * self._cache.scheme.windows.block
+        return (first[:, None] + torch.arange(count, device=blocks.device)) % self.room.ring[0].shape[2]
 
     def _room_for(self, like: Tensor) -> Room:
         """The layer's room; a new one for another number of rows."""
         batch, heads, _, dim = like.shape
-        if self.room is None or len(self.room.sinks) != batch:
+        if self.room is None or len(self.room.sink[0]) != batch:
             windows, longest = self._cache.scheme.windows, self._cache.max_length
             assert longest is not None
-            newest = windows.recent + windows.block - 1 + fused.QUERIES
+            shared = quantise.Windows(windows.sink, windows.recent, windows.block)
 
             def exact(tokens: int) -> list[Tensor]:
                 return [like.new_zeros(batch, heads, tokens, dim) for _ in (0, 1)]
 
-            def count() -> Tensor:
-                return torch.zeros(batch, dtype=torch.int32, device=like.device)
-
-            many, each = most_blocks(windows, longest), fused.kernel_blocks(self.codecs)
+            many = most_blocks(windows, longest)
             packed = [
                 {n: t.new_zeros(*t.shape[:2], many, *t.shape[3:]) for n, t in codec.empty(batch, like.device).items()}
                 for codec in self._pair
             ]
-            length = torch.zeros((), dtype=torch.int64, device=like.device)
-            self.room = Room(
-                exact(windows.sink), exact(newest), packed, count(), count(), count(), length, length.int(), {}
-            )
-            forms, shape = (self.codecs.key.fused(), self.codecs.value.fused()), (batch, heads, self.site.ratio)
-            fused.reserve(self._cache.kernels, self._cache.workspace(like.device), *forms, *shape, many * each)  # type: ignore[arg-type]
+            flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
+            self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
+            self._reserve(batch, heads, many)
         return self.room
+
+    def _reserve(self, batch: int, heads: int, many: int) -> None:
+        keys, values = self.codecs.key.fused(), self.codecs.value.fused()
+        assert isinstance(keys, Form) and isinstance(values, Form)
+        space, blocks = self._cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
+        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, self.site.ratio, blocks)
+
+    def _steps_for(self, like: Tensor) -> Steps:
+        """What the cache's layers on this device share; anew for another number of rows."""
+        own, windows = self._cache.steps.get(like.device), self._cache.scheme.windows
+        if own is None or own.counts.data.shape[1] != len(like):
+            counts = Counts(len(like), quantise.Windows(windows.sink, windows.recent, windows.block), like.device)
+            length = torch.zeros((), dtype=torch.int64, device=like.device)
+            own = self._cache.steps[like.device] = Steps(counts, length, self.index, self.index)
+        own.first, own.last = min(own.first, self.index), max(own.last, self.index)
+        steps: Steps = own
+        return steps
+
+    @property
+    def steps(self) -> Steps:
+        own: Steps = self._cache.steps[self.device]
+        return own
 
     def get_seq_length(self) -> Any:
         """Columns; once there are some, on the device, as of Transformers' StaticLayer."""
-        if not self.ready:
-            return self.columns
-        assert self.room is not None
-        return self.room.length.clone()
+        return self.steps.length.clone() if self.ready else self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
@@ -182,89 +213,83 @@ class FixedLayer(KVCalLayer):
             return super().stored(part)
         if part == "packed":
             return [t for packed in self.room.packed for t in packed.values()]
-        return self.room.sink + self.room.recent
+        return self.room.sink + self.room.ring
 
     def bookkeeping(self) -> list[Tensor]:
-        return super().bookkeeping() + ([] if self.room is None else self.room.counts)
+        return super().bookkeeping() + ([] if self.room is None else [self.room.flags])
 
     # On the device.
 
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """A whole step: append, attend, pack what is due, count. No value is looked at on the host. What moves nothing is left
-        out where Python runs step by step and update() has seen the host's counts; graphs and compiled code have it all.
-        """
-        room, quiet, self._quiet = self.room, self._quiet, False
+        """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
+        room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
+        counts, by = steps.counts, fused.steps_by(self._cache.kernels)
         with torch.autocast(q.device.type, enabled=False):
-            after = room.recents + k.shape[2]
-            slots = room.recents.long()[:, None] + torch.arange(k.shape[2], device=k.device)
-            for recent, new in zip(room.recent, (k, v), strict=True):
-                index = slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-                recent.scatter_(2, index, new.to(self.dtype))
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
+            if self.index == steps.first:
+                new = torch.full_like(counts.new, k.shape[2])
+                (by or quantise).advance(counts, new)
+            self._observe_peak(counts, k)
             factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
-            out = fused.attention(
-                self._cache.kernels, q.to(self.dtype).contiguous(), keys, values,
-                room.blocks * fused.kernel_blocks(self.codecs), (room.sink[0], room.sink[1], room.sinks),
-                (room.recent[0], room.recent[1], after), scaling, factor, self._cache.workspace(q.device),
-            )  # fmt: skip
-            self._observe_peak(room, k)
-            if quiet:
-                room.recents.copy_(after)
+            rules = [fused.rule_of(codec) for codec in self._pair]
+            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
+            if by is not None and not any(isinstance(rule, str) for rule in rules):
+                sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
+                layer = quantise.Layer(keys, values, sink, ring, room.flags)
+                owned = None if factor is None else factor.contiguous()
+                by.append(layer, counts, k.to(dtype), v.to(dtype), *rules, owned)
             else:
-                self._flush(room, after)
-            room.length.add_(k.shape[2])
+                self._append(room, counts, [k.to(dtype), v.to(dtype)])
+            out = fused.attention(
+                self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
+                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, factor,
+                self._cache.workspace(q.device), ring=True,
+            )  # fmt: skip
+            if self.index == steps.last:
+                steps.length.add_(k.shape[2])
         return out.to(q.dtype)
 
-    def _observe_peak(self, room: Room, keys: Tensor) -> None:
+    def _observe_peak(self, counts: Counts, keys: Tensor) -> None:
         """InnerQ's factors of rows that have nothing packed: of keys up to the one with which the first block is due."""
         windows = self._cache.scheme.windows
         until = windows.sink + windows.recent + windows.block
         for own in self.statistics.values():
-            rank = (room.sinks + room.recents)[:, None] + torch.arange(keys.shape[2], device=keys.device)
-            counts = (rank < until) & (room.blocks == 0)[:, None]
-            size = keys.to(self.dtype).float().abs().masked_fill(~counts[:, None, :, None], 0).amax(2)
+            rank = (counts.sink_before + counts.window_before)[:, None] + torch.arange(
+                keys.shape[2], device=keys.device
+            )
+            there = (rank < until) & ~own.state["fixed"][:, None]
+            size = keys.to(self.dtype).float().abs().masked_fill(~there[:, None, :, None], 0).amax(2)
             own.state["peak"].copy_(torch.maximum(own.state["peak"], size))
+            own.state["fixed"].logical_or_(counts.blocks > 0)
 
-    def _flush(self, room: Room, after: Tensor) -> None:
-        """The oldest recent tokens, of which a row now has `after` (B,): into the sink while that has slots, or, a block of
-        them where that many wait behind the recent window, packed. In torch everything is computed and kept where it is due;
-        a kernel that returns at once where nothing is may take the place of this function.
-        """
-        windows = self._cache.scheme.windows
-        moved = (windows.sink - room.sinks).minimum(after)
-        due = after - moved >= windows.recent + windows.block
-        self._pack_due(room, due)
-        slots = torch.arange(windows.sink, device=after.device)
-        source = slots - room.sinks[:, None]
-        taken = (source >= 0) & (source < moved[:, None])
-        shift = moved + due * windows.block
-        for sink, recent in zip(room.sink, room.recent, strict=True):
-            there = torch.arange(recent.shape[2], device=after.device) + shift[:, None]
-            sink.copy_(torch.where(taken[:, None, :, None], _take(recent, source.clamp_min(0)), sink))
-            recent.copy_(_take(recent, there.clamp_max(recent.shape[2] - 1)))
-        for own in self.statistics.values():
-            own.state["fixed"].logical_or_(due)
-        room.sinks.add_(moved)
-        room.blocks.add_(due)
-        room.recents.copy_(after - shift)
-
-    def _pack_due(self, room: Room, due: Tensor) -> None:
-        """The first block of recent tokens behind the packed ones of the rows that are due."""
-        block, last = self._cache.scheme.windows.block, next(iter(room.packed[0].values())).shape[2] - 1
+    def _append(self, room: Room, counts: Counts, new: list[Tensor]) -> None:
+        """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due."""
+        windows, device = self._cache.scheme.windows, counts.data.device
+        tokens, slots = torch.arange(new[0].shape[2], device=device), torch.arange(windows.sink, device=device)
+        each = fused.kernel_blocks(self.codecs)
+        source = slots - counts.sink_before[:, None]
+        taken = counts.sink - counts.sink_before
+        fills = (source >= 0) & (source < taken[:, None])
+        first = counts.blocks_before[:, None].long() * BLOCK
+        # what the sink takes lands in slots behind the window, which nobody reads
+        at = (first + counts.window_before[:, None] + (tokens - taken[:, None])) % room.ring[0].shape[2]
+        for role, x in enumerate(new):
+            found = _take(x, source.clamp(0, x.shape[2] - 1))
+            room.sink[role].copy_(torch.where(fills[:, None, :, None], found, room.sink[role]))
+            room.ring[role].scatter_(2, _wide(at, x), x)
+        due, slot = counts.blocks > counts.blocks_before, counts.blocks_before.long() // each
+        last = next(iter(room.packed[0].values())).shape[2] - 1
         context = Context(self.index, stats=self._current())
-        slot = room.blocks.clamp_max(last).long()
-        for codec, recent, packed in zip(self._pair, room.recent, room.packed, strict=True):
+        for role, (codec, packed) in enumerate(zip(self._pair, room.packed, strict=True)):
             with device_only() as fits:
-                made = codec.encode(recent[:, :, :block], context)
-            bad = due & ~torch.stack(fits).all(0)
-            room.fault.bitwise_or_(bad.any().int() * NOT_FINITE)
-            for name, new in made.items():
-                index = slot[:, None, None, None].expand_as(new)
-                kept = torch.where(due[:, None, None, None], new, packed[name].gather(2, index))
-                packed[name].scatter_(2, index, kept)
-        room.fault.bitwise_or_((due & (room.blocks > last)).any().int() * FULL)
+                made = codec.encode(_take(room.ring[role], self._slots(slot, windows.block)), context)
+            bad = (due & ~torch.stack(fits).all(0)).any() * NOT_FINITE + (due & (slot > last)).any() * ROOM
+            room.flags.bitwise_or_(bad.int() << quantise.reference.VALUES * role)
+            for name, x in made.items():
+                index = slot.clamp_max(last)[:, None, None, None].expand_as(x)
+                keep = (due & (slot <= last))[:, None, None, None]
+                packed[name].scatter_(2, index, torch.where(keep, x, packed[name].gather(2, index)))
 
 
 def _fill(held: Tensor, new: Tensor) -> None:
@@ -275,29 +300,44 @@ def _fill(held: Tensor, new: Tensor) -> None:
         held[:, :, : new.shape[2]].copy_(new)
 
 
+def _wide(index: Tensor, like: Tensor) -> Tensor:
+    """index (B, T) for gather and scatter along the tokens of `like` (B, H, S, D)."""
+    return index[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
+
+
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
-    return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return x.gather(2, _wide(index, x))
+
+
+BROKE_OFF = "a forward broke off; call reset() and start again"
 
 
 def length_of(layers: Sequence[FixedLayer]) -> int:
-    """Columns that all of them hold, read from the device; KVCalError says what steps there could not say."""
-    rooms = [layer.room for layer in layers if layer.room is not None]
-    read = torch.stack([torch.stack([room.length, room.fault.long()]).to(rooms[0].length.device) for room in rooms])
-    lengths, bits = read.T.tolist()
-    for layer, fault in zip(layers, bits, strict=True):
-        if why := faults(fault):
-            raise KVCalError(f"layer {layer.index}: {why}; call reset() and start again")
-    if len(set(lengths)) > 1:
-        raise KVCalError(
-            f"layers hold {sorted(set(lengths))} tokens: a forward broke off; call reset() and start again"
-        )
-    length: int = lengths[0]
-    return length
+    """Columns that all of them hold, read from the device; an error says what steps there could not say."""
+    flags = [layer.room.flags for layer in layers if layer.room is not None]
+    if any(bool(one.any()) for one in _together(flags)):
+        for layer, own in zip(layers, flags, strict=True):
+            if why := quantise.check(own, layer.index):
+                kind = KVCalError if "no slot left" in why else NonFiniteError
+                more = " (max_length)" if kind is KVCalError else ""
+                raise kind(f"{why}{more}; call reset() and start again")
+    lengths = {int(layer.steps.length) for layer in {id(layer.steps): layer for layer in layers}.values()}
+    if len(lengths) > 1:
+        raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
+    return lengths.pop()
 
 
-def faults(bits: int) -> str | None:
-    """What went wrong in a step on the device, which could not say so then."""
-    if bits & NOT_FINITE:
-        return "a NaN, an infinity or a number beyond float16 reached the cache; check the model's dtype and weights"
-    return "more tokens came than max_length; make the cache larger" if bits & FULL else None
+def _together(flags: list[Tensor]) -> list[Tensor]:
+    """One tensor a device, to be waited for once."""
+    places = {one.device for one in flags}
+    return [torch.stack([one for one in flags if one.device == place]) for place in places]
+
+
+def compare(layers: Sequence[FixedLayer], ledger: Ledger) -> None:
+    """Raises KVCalError where counts on the device are not the ledger's: its first layer ran a step, its last did not."""
+    for layer in {id(layer.steps): layer for layer in layers}.values():
+        counts, each = layer.steps.counts, fused.kernel_blocks(layer.codecs)
+        held = torch.stack([getattr(counts, name) for name in STORED]).to("cpu", torch.long)
+        if not torch.equal(held, torch.stack([ledger.sink, ledger.window, ledger.blocks * each])):
+            raise KVCalError(f"layers on {counts.data.device} hold different numbers of tokens: {BROKE_OFF}")

@@ -11,9 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Blocks, Form, fast, reference
+from kvcal_kernels.quantise import Rule
 
 from . import hf, preflight
+from .codecs import Codec, Scaled, Uniform
 from .errors import KernelsUnavailable, KVCalError, UsageError
 from .scheme import LayerCodecs, Scheme
 
@@ -158,12 +161,13 @@ def attention(
     scaling: float,
     factor: Tensor | None,
     workspace: Any,
+    ring: bool = False,
 ) -> Tensor:
     """As attention.reference.attend; factor: what packed keys were divided by, (H, 1, D) or (B, H, 1, D)."""
     packed_q = queries_for(q, factor)
     if kernels == "torch":
-        return reference.attend(q, keys, values, blocks, sink, recent, scaling, packed_q)
-    out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q)
+        return reference.attend(q, keys, values, blocks, sink, recent, scaling, packed_q, ring)
+    out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q, ring)
     return out
 
 
@@ -176,6 +180,25 @@ def reserve(kernels: str, space: Any, keys: Form, values: Form, batch: int, head
     """Have the memory of steps of one token over `room` blocks before a graph of one is recorded."""
     if kernels != "torch":
         fast().reserve(space, keys, values, batch, heads, ratio, room)
+
+
+def rule_of(codec: Codec) -> Rule | str:
+    """How the kernel writes what the codec stores; else why it cannot."""
+    own = codec.inner if isinstance(codec, Scaled) and codec.role == "key" else codec
+    if not isinstance(own, Uniform):
+        return f"no kernel quantises for {codec.name}"
+    form = own.fused()
+    if isinstance(form, str):
+        return form
+    try:
+        return Rule(form, own.mode, own.search)
+    except ValueError as error:
+        return str(error)
+
+
+def steps_by(kernels: str) -> Any:
+    """What moves counts and appends tokens of a step: the Triton kernels of quantise."""
+    return quantise.fast() if kernels != "torch" else None
 
 
 def kernel_blocks(pair: LayerCodecs) -> int:

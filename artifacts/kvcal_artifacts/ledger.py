@@ -107,11 +107,6 @@ class Ledger:
         self.columns += query
         return plan
 
-    def is_quiet(self, query: int) -> bool:
-        """Whether so many real tokens in each row would all go to the recent window, and none leave it."""
-        sink, flush, _ = self._after(torch.full((self.batch,), query))
-        return not bool(flush.any()) and torch.equal(sink, self.sink)
-
     def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
         sink = torch.minimum(self.sink + added, torch.tensor(self.windows.sink))

@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Scaled, Uniform
+from kvcal_artifacts.fused import rule_of
 from kvcal_kernels.attention import BLOCK, Blocks
 from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
 
@@ -26,20 +26,6 @@ def rules(case: Case) -> tuple[Rule, Rule] | str:
             return rule
         made.append(rule)
     return made[0], made[1]
-
-
-def rule_of(codec: Codec) -> Rule | str:
-    """How the kernel writes what the codec stores; else why it cannot."""
-    own = codec.inner if isinstance(codec, Scaled) and codec.role == "key" else codec
-    if not isinstance(own, Uniform):
-        return f"no kernel quantises for {codec.name}"
-    form = own.fused()
-    if isinstance(form, str):
-        return form
-    try:
-        return Rule(form, own.mode, own.search)
-    except ValueError as error:
-        return str(error)
 
 
 def factor_of(filled: Filled) -> Tensor | None:
