@@ -338,9 +338,9 @@ import test_fixed as t
 from architectures import build
 served = build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = torch.cat([t.left_mask([75, 3]), torch.ones(2, 30, dtype=torch.long)], 1)
-for name in ("innerq-prefill", "kivi-4"):
+for name in ("innerq-prefill",):
     caches = [t.fixed(name, served, kernels=kernels) for kernels in ("triton", "torch")]
-    print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [75, 76, 88, 100, 104], mask)))
+    print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [75, 88, 104], mask)))
     print([t.same(*(t.first_layer(cache, row) for cache in caches)) for row in (0, 1)])
     print([cache.ledger.blocks.tolist() for cache in caches])
 """
@@ -354,8 +354,8 @@ def test_steps_of_the_triton_kernels_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert all(float(line) < 2e-3 for line in lines[::3]), lines
-    assert lines[1::3] == ["[True, True]"] * 2 and lines[2::3] == ["[[2, 0], [2, 0]]"] * 2
+    assert float(lines[0]) < 2e-3, lines
+    assert lines[1] == "[True, True]" and lines[2] == "[[2, 0], [2, 0]]"
 
 
 # On a GPU.

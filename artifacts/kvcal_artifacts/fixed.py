@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form
-from kvcal_kernels.quantise import Counts
+from kvcal_kernels.quantise import Counts, Rule
 
 from . import fused, hf
 from .cache import KVCalLayer
@@ -77,6 +77,7 @@ class FixedLayer(KVCalLayer):
     grows = None
     room: Room | None = None
     ready = False  # room holds what the layer holds
+    _rules: tuple[Rule, Rule] | None = None  # of the kernel that appends; None where torch does
 
     def _clear(self) -> None:
         super()._clear()
@@ -167,6 +168,7 @@ class FixedLayer(KVCalLayer):
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
+            self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, like.device)
             self._reserve(batch, heads, many)
         return self.room
 
@@ -232,13 +234,12 @@ class FixedLayer(KVCalLayer):
                 (by or quantise).advance(counts, new)
             self._observe_peak(counts, k)
             factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
-            rules = [fused.rule_of(codec) for codec in self._pair]
             keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
-            if by is not None and not any(isinstance(rule, str) for rule in rules):
+            if by is not None and self._rules is not None:
                 sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
                 layer = quantise.Layer(keys, values, sink, ring, room.flags)
                 owned = None if factor is None else factor.contiguous()
-                by.append(layer, counts, k.to(dtype), v.to(dtype), *rules, owned)
+                by.append(layer, counts, k.to(dtype), v.to(dtype), *self._rules, owned)
             else:
                 self._append(room, counts, [k.to(dtype), v.to(dtype)])
             out = fused.attention(

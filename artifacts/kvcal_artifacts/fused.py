@@ -196,6 +196,21 @@ def rule_of(codec: Codec) -> Rule | str:
         return str(error)
 
 
+def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[Rule, Rule] | None:
+    """How the append kernel packs keys and values of steps; None where torch does, as no kernel can or passes its check."""
+    found = [rule_of(codec) for codec in (pair.key, pair.value)]
+    own = [rule for rule in found if isinstance(rule, Rule)]
+    if kernels == "torch" or len(own) < 2:
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1" and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
+        line = f"append kernel: {why}"
+        if line not in _WARNED:
+            _WARNED.add(line)
+            warnings.warn(f"{line}; steps of a cache with max_length are packed by torch instead, slowly", stacklevel=2)
+        return None
+    return own[0], own[1]
+
+
 def steps_by(kernels: str) -> Any:
     """What moves counts and appends tokens of a step: the Triton kernels of quantise."""
     return quantise.fast() if kernels != "torch" else None

@@ -13,14 +13,16 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention
+from kvcal_kernels import attention, quantise
 from kvcal_kernels.attention import BLOCK, Form, reference
+from kvcal_kernels.quantise import Rule
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
@@ -49,9 +51,10 @@ def triton_version() -> str | None:
 
 @cache
 def source_hash() -> str:
-    """Of the kernel and its reference."""
-    own = Path(reference.__file__).parent
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(own.glob("*.py")))).hexdigest()[:16]
+    """Of the kernels and their references."""
+    folders = [Path(str(one.__file__)).parent for one in (reference, quantise.reference)]
+    files = [path for own in folders for path in sorted(own.glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def unsupported(device: torch.device) -> str | None:
@@ -76,12 +79,24 @@ def verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: to
 
 @cache
 def _verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    name = key_of(keys, values, ratio, dtype, torch.cuda.get_device_name(device))
+    name = key_of(["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"r{ratio}"], dtype, device)
+    return _kept(name, lambda: trial(keys, values, ratio, dtype, device))
+
+
+@cache
+def append_verdict(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that appends and packs the tokens of a step."""
+    said = [f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}" for rule in (key, value)]
+    name = key_of(["append", *said, f"d{key.form.dim}"], dtype, device)
+    return _kept(name, lambda: append_trial(key, value, dtype, device))
+
+
+def _kept(name: str, trial: Callable[[], str | None]) -> str | None:
     known = read()
     if name in known:
         return known[name]
     try:
-        why = trial(keys, values, ratio, dtype, device)
+        why = trial()
     except torch.OutOfMemoryError as error:  # says nothing of the kernel
         return f"its check ran out of memory: {error}"
     except Exception as error:
@@ -90,13 +105,14 @@ def _verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: t
     return why
 
 
-def key_of(keys: Form, values: Form, ratio: int, dtype: torch.dtype, gpu: str) -> str:
-    forms = [
-        f"{f.bits}b g{f.group} {'inner' if f.inner else 'outer'} {'sym' if f.symmetric else 'asym'}"
-        for f in (keys, values)
-    ]
-    parts = ["decode_attention", *forms, f"d{keys.dim}", f"r{ratio}", str(dtype), gpu, source_hash()]
-    return " | ".join([*parts, f"triton {triton_version()}", f"torch {torch.__version__}"])
+def _said(form: Form) -> str:
+    return f"{form.bits}b g{form.group} {'inner' if form.inner else 'outer'} {'sym' if form.symmetric else 'asym'}"
+
+
+def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
+    """Everything that a verdict may depend on."""
+    own = [str(dtype), torch.cuda.get_device_name(device), source_hash(), f"triton {triton_version()}"]
+    return " | ".join([*parts, *own, f"torch {torch.__version__}"])
 
 
 def read() -> dict[str, str | None]:
@@ -151,3 +167,54 @@ def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> att
     noise = torch.rand(rows, 2, *along, generator=generator, device=device)
     scale = ((noise + 0.5) * 3.4 / (1 << form.bits)).half()
     return attention.pack(codes, scale, None if form.symmetric else (noise.half() - 2.2), form)
+
+
+def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device) -> str | None:
+    """A prompt and steps over two flushes of rows of different lengths, against the reference on the CPU, bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    windows = quantise.Windows(4, 32, BLOCK * max(key.form.scale_blocks, value.form.scale_blocks))
+    calls = [[70, 3, 41], *[[1] * 3] * 3, *[[16] * 3] * (2 * windows.block // 16)]
+    own = [
+        _empty(key, value, windows, dtype, where, 4 * windows.block // BLOCK) for where in (torch.device("cpu"), device)
+    ]
+    factor = torch.rand(2, 1, key.form.dim, generator=generator) + 0.5
+    for new in calls:
+        fresh = [torch.randn(3, 2, max(new), key.form.dim, generator=generator).to(dtype) for _ in (0, 1)]
+        for (layer, counts), by in zip(own, (quantise, quantise.fast()), strict=True):
+            where = counts.data.device
+            by.advance(counts, torch.tensor(new, dtype=torch.int32, device=where))
+            by.append(layer, counts, *(x.to(where) for x in fresh), key, value, factor.to(where))
+    (wanted, counts), (found, own_counts) = own
+    if not torch.equal(counts.data, own_counts.data.cpu()):
+        return "counts of tokens differ"
+    for row, blocks in enumerate(counts.blocks.tolist()):
+        for name in ("keys", "values"):
+            left, right = getattr(wanted, name), getattr(found, name)
+            scales = blocks // left.form.scale_blocks
+            pairs = [(left.words[row, :, :blocks], right.words[row, :, :blocks])]
+            pairs.append(
+                (left.scale[row, :, :scales].view(torch.int16), right.scale[row, :, :scales].view(torch.int16))
+            )
+            if not all(torch.equal(a, b.cpu()) for a, b in pairs):
+                return f"packed {name} differ"
+    return None
+
+
+def _empty(
+    key: Rule, value: Rule, windows: quantise.Windows, dtype: torch.dtype, device: torch.device, room: int
+) -> tuple[quantise.Layer, quantise.Counts]:
+    """What a layer of three rows and two kv heads stores, of no tokens yet."""
+
+    def exact(tokens: int) -> tuple[Tensor, Tensor]:
+        made = [torch.zeros(3, 2, tokens, key.form.dim, dtype=dtype, device=device) for _ in (0, 1)]
+        return made[0], made[1]
+
+    def blocks(form: Form) -> attention.Blocks:
+        words = torch.zeros(3, 2, room, form.words, dtype=torch.int16, device=device)
+        scale = torch.zeros(3, 2, room // form.scale_blocks, form.scales, dtype=torch.float16, device=device)
+        return attention.Blocks(form, words, scale)
+
+    flags = torch.zeros(2, dtype=torch.int32, device=device)
+    ring = exact(windows.room(70))
+    layer = quantise.Layer(blocks(key.form), blocks(value.form), exact(windows.sink), ring, flags)
+    return layer, quantise.Counts(3, windows, device)
