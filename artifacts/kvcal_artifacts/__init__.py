@@ -37,8 +37,8 @@ def load_cache(
 
     bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, of these the share `heavy` (0.5) by
     the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. subspace: prompt, calibrated or both,
-    for keys that SQuat stores; None: as the bundle says. options: strict, offload (see KVCalCache). Raises
-    errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
+    for keys that SQuat stores; None: as the bundle says. options: strict, offload, kernels, require_kernels, max_length
+    (see KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
     """
     from .bundle import Bundle
     from .cache import KVCalCache

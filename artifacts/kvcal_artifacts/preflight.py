@@ -169,11 +169,11 @@ def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> att
     return attention.pack(codes, scale, None if form.symmetric else (noise.half() - 2.2), form)
 
 
-def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device) -> str | None:
-    """A prompt and steps over two flushes of rows of different lengths, against the reference on the CPU, bit by bit."""
+def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device, flushes: int = 2) -> str | None:
+    """A prompt and steps over so many flushes of rows of different lengths, against the reference on the CPU, bit by bit."""
     generator = torch.Generator().manual_seed(0)
     windows = quantise.Windows(4, 32, BLOCK * max(key.form.scale_blocks, value.form.scale_blocks))
-    calls = [[70, 3, 41], *[[1] * 3] * 3, *[[16] * 3] * (2 * windows.block // 16)]
+    calls = [[70, 3, 41], *[[1] * 3] * 3, *[[16] * 3] * (flushes * windows.block // 16)]
     own = [
         _empty(key, value, windows, dtype, where, 4 * windows.block // BLOCK) for where in (torch.device("cpu"), device)
     ]
