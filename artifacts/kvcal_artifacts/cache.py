@@ -517,7 +517,7 @@ class KVCalCache(Cache):
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
         if max_length is not None:
-            kind = self._fixed_kind()
+            kind = self._fixed_kind(scheme)
         layers = [
             kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
             for i, pair in enumerate(scheme.layers)
@@ -551,13 +551,14 @@ class KVCalCache(Cache):
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.refused is None])
 
-    def _fixed_kind(self) -> Any:
+    @staticmethod
+    def _fixed_kind(scheme: Scheme) -> Any:
         """Makes the layers of a cache with max_length: with fixed storage where the device can do a step by itself."""
         from . import fixed
 
         def made(cache: KVCalCache, index: int, pair: LayerCodecs, site: hf.AttentionSite) -> KVCalLayer:
-            grown = KVCalLayer(cache, index, pair, site)
-            why = grown.refused or fixed.refusal(cache.scheme, pair)
+            grown = (KVCalLayer if scheme.selection is None else SelectedLayer)(cache, index, pair, site)
+            why = grown.refused or fixed.refusal(scheme, pair)
             if why is not None:
                 grown.grows = why
                 return grown

@@ -168,6 +168,7 @@ class FixedLayer(KVCalLayer):
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
+            self.handle = fused.register(self)  # what was compiled for another room knows its addresses
             self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, like.device)
             self._reserve(batch, heads, many)
         return self.room

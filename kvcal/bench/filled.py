@@ -33,9 +33,11 @@ def scheme_of(model: Any, one: Benched) -> Scheme:
     return Scheme(one.windows, one.frame, tuple([inner] * depth + layers[depth:]))
 
 
-def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, length: int) -> KVCalCache:
-    """A cache of that scheme that holds `length` random tokens in each row."""
-    cache = KVCalCache(scheme_of(model, one), model)
+def filled_cache(
+    model: Any, geometry: Geometry, one: Benched, batch: int, length: int, max_length: int | None = None
+) -> KVCalCache:
+    """A cache of that scheme that holds `length` random tokens in each row. max_length: of KVCalCache."""
+    cache = KVCalCache(scheme_of(model, one), model, max_length=max_length)
     plan = cache.ledger.begin(batch, length, None)
     if one.frame == "pre_rope":
         places = torch.arange(length, dtype=torch.int32, device=model.device)
@@ -44,6 +46,7 @@ def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, lengt
         if isinstance(layer, KVCalLayer):
             _fill_layer(layer, geometry, one, batch, plan.window, plan.flush, model)
             layer.columns = length
+            layer.publish()
         else:  # left to Transformers by the scheme
             layer.update(*(tokens(model, geometry, batch, length, 2 * index + role) for role in (0, 1)))
     return cache
