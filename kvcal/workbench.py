@@ -150,5 +150,5 @@ def cache_makers(
         scheme = row.scheme if isinstance(row, Bundle) else row.scheme(model)
         if selection is not None:
             name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
-        makers[name] = lambda scheme=scheme: KVCalCache(scheme, model)  # type: ignore[misc]
+        makers[name] = lambda scheme=scheme: KVCalCache(scheme, model, remember=True)  # type: ignore[misc]
     return makers

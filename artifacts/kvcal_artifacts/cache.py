@@ -24,7 +24,7 @@ from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
 from .statistics import KeyScale, Prefixes, Summed, statistic
 
-PARTS = ("packed", "window", "bookkeeping")
+PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
 class Watch(Protocol):
@@ -56,6 +56,7 @@ class KVCalLayer(CacheLayerMixin):
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
         self.window: list[Tensor] = []
         self.packed: list[Packed] = [{}, {}]
+        self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
 
@@ -70,8 +71,7 @@ class KVCalLayer(CacheLayerMixin):
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device)
-        for role, codec in enumerate(self._pair):
-            self.packed[role] = codec.empty(key_states.shape[0], key_states.device)
+        self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
 
     @property
@@ -170,7 +170,8 @@ class KVCalLayer(CacheLayerMixin):
             nothing = self.window[0][:, :, :0].float()
             self._cache.leave_old(self.index, nothing, nothing)
             return nothing, nothing
-        keys, values = self._decoded(self.packed, self._cache.old_context(self.index))
+        context = self._cache.old_context(self.index)
+        keys, values = self._remembering(context) if self._cache.remember else self._decoded(self.packed, context)
         self._cache.leave_old(self.index, keys, values)
         if self._cache.watch is not None:
             self._cache.watch.read(self.index, self._blocks * keys.shape[0])
@@ -181,6 +182,20 @@ class KVCalLayer(CacheLayerMixin):
         keys = self.codecs.key.decode(packed[0], context)
         context.k0 = keys
         return keys, self.codecs.value.decode(packed[1], context)
+
+    def _remembering(self, context: Context) -> tuple[Tensor, Tensor]:
+        """As _decoded of all blocks, but only those are decoded that were packed since the last time."""
+        parts: list[Tensor] = []
+        if self.remembered is not None and self.remembered[0] is self.packed:
+            parts = self.remembered[1]
+        old, block = parts[0].shape[2] if parts else 0, self._cache.scheme.windows.block
+        if old < self._blocks * block:
+            fresh = [{n: store.from_block(t, old // block) for n, t in packed.items()} for packed in self.packed]
+            made = self._decoded(fresh, context.part(old, self._blocks * block))
+            kept = made if self._cache.scheme.chained else [x.to(self.dtype) for x in made]
+            parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
+            self.remembered = self.packed, parts
+        return parts[0], parts[1]
 
     @property
     def _blocks(self) -> int:
@@ -217,8 +232,13 @@ class KVCalLayer(CacheLayerMixin):
             self._cache.leave_new(self.index, None, None)
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor]) -> None:
-        for role, packed in enumerate(self._encode(leaving, stats)):
-            self.packed[role] = {name: store.append(self.packed[role][name], t, plan) for name, t in packed.items()}
+        before, remembered = self.packed, self.remembered
+        self.packed = [
+            {name: store.append(old[name], t, plan) for name, t in packed.items()}
+            for old, packed in zip(before, self._encode(leaving, stats), strict=True)
+        ]
+        if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
+            self.remembered = self.packed, remembered[1]
 
     def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
         """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above."""
@@ -250,7 +270,7 @@ class KVCalLayer(CacheLayerMixin):
                 window = _take(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
             self.window[role] = _own(window[:, :, : plan.window])
             self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
-            self.packed[role] = {n: store.first_blocks(t, plan.blocks) for n, t in self.packed[role].items()}
+        self.packed = [{n: store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed]
 
     @torch.no_grad()
     def forget(self, count: int, held: Tensor, untouched: Tensor) -> None:
@@ -311,6 +331,8 @@ class KVCalLayer(CacheLayerMixin):
         return -1
 
     def stored(self, part: str) -> list[Tensor]:
+        if part == "decoded":
+            return [] if self.remembered is None else self.remembered[1]
         if part == "packed":
             return [t for packed in self.packed for held in packed.values() for t in store.tensors_of(held)]
         return self.sink + self.window
@@ -380,12 +402,12 @@ class SelectedLayer(KVCalLayer):
         if moves.pack.shape[1]:
             leaving = [_fill(_take(x, (moves.pack - start).clamp_min(0)), moves.idle) for x in sources]
             new = list(self._encode(leaving, self.due))
-        for role, made in enumerate(new):
+        for role in (0, 1):
             self.window[role] = _fill(_take(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
-            self.packed[role] = {
-                name: store.arrange(held, None if made is None else made[name], moves.order)
-                for name, held in self.packed[role].items()
-            }
+        self.packed = [
+            {n: store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
+            for packed, made in zip(self.packed, new, strict=True)
+        ]
         self.due = {}
         if self._cache.offloading_layers:
             self.offload()
@@ -396,13 +418,23 @@ class KVCalCache(Cache):
 
     scheme: windows, frame and codecs of each layer. model: the model it will serve; hooks are put on it until close(),
     the end of a `with` block, or the cache's own end of life. strict: a crop that reaches into packed blocks raises
-    before anything changes. offload: each layer's storage rests in host memory between its turns.
+    before anything changes. offload: each layer's storage rests in host memory between its turns. remember: decoded blocks
+    are kept beside the packed ones (nbytes("decoded")) in place of decoding them at each call: for evaluation, faster and
+    not smaller.
     """
 
     layers: list[Any]
     watch: Watch | None = None
 
-    def __init__(self, scheme: Scheme, model: nn.Module, *, strict: bool = False, offload: bool = False) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        model: nn.Module,
+        *,
+        strict: bool = False,
+        offload: bool = False,
+        remember: bool = False,
+    ) -> None:
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
@@ -413,7 +445,7 @@ class KVCalCache(Cache):
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
-        self.scheme, self.strict, self.offloading_layers = scheme, strict, offload
+        self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model = model
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
@@ -688,7 +720,8 @@ class KVCalCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCalCache:
         """An independent cache on the same model with the same contents, for reusing a prompt."""
-        twin = KVCalCache(self.scheme, self.model, strict=self.strict, offload=self.offloading_layers)
+        kind = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
+        twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
         twin.unforgotten = dict(self.unforgotten)
@@ -705,7 +738,8 @@ class KVCalCache(Cache):
 
     def nbytes(self, part: str | None = None) -> int:
         """Bytes of real storage: "packed" (codes, scales, zeros, norms), "window" (sinks and recent tokens, and layers
-        left uncompressed), "bookkeeping"; None for their sum. Predictors and grids: resident_bytes().
+        left uncompressed), "bookkeeping", "decoded" (only with remember); None for their sum. Predictors and grids:
+        resident_bytes().
         """
         if part is None:
             return sum(self.nbytes(name) for name in PARTS)
