@@ -278,8 +278,8 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
     lines = [
         recipe.get("text", ""), "",
         f"Model `{o['model']}` ({o['dtype']}{devices}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} "
-        f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what learns, "
-        f"learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
+        f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what "
+        f"learns, learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
         f"Full precision: perplexity {full:.3f}.",
     ]  # fmt: skip
     columns = {n: c for n, c in COLUMNS.items() if n != "score" or o["task"]}
