@@ -212,7 +212,7 @@ class FixedLayer(KVCalLayer):
 
     def stored(self, part: str) -> list[Tensor]:
         """All that is allocated, used or not."""
-        if self.room is None:
+        if self.room is None or part == "decoded":
             return super().stored(part)
         if part == "packed":
             return [t for packed in self.room.packed for t in packed.values()]
