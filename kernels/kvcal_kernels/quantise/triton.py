@@ -606,7 +606,8 @@ def quantise(
     launch: Launch | None = None,
 ) -> tuple[Blocks, Blocks, Tensor]:
     """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
-    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1.
+    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1, and any
+    two dtypes.
     """
     batch, heads, tokens = k.shape[:3]
     for name, x, form in (("keys", k, key.form), ("values", v, value.form)):
@@ -660,10 +661,8 @@ def _launch(
 
 
 def _check_input(name: str, x: Tensor, k: Tensor, form: Form) -> None:
-    if x.shape != k.shape or x.ndim != 4 or x.shape[3] != form.dim or x.dtype != k.dtype:
-        raise ValueError(
-            f"{name} {tuple(x.shape)} {x.dtype}: must be {(*k.shape[:3], form.dim)} {k.dtype}, as keys and values alike"
-        )
+    if x.shape != k.shape or x.ndim != 4 or x.shape[3] != form.dim:
+        raise ValueError(f"{name} {tuple(x.shape)}: must be {(*k.shape[:3], form.dim)}, as keys and values alike")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"{name} of {x.dtype}: must be float16, bfloat16 or float32")
     if x.stride(3) != 1:
@@ -677,6 +676,8 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, 
     for name, x, rule, made in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
         form = rule.form
         _check_input(name, x, k, form)
+        if x.dtype != k.dtype:
+            raise ValueError(f"{name} of {x.dtype}: must be {k.dtype}, as keys and values alike")
         if windows.block % (BLOCK * form.scale_blocks):
             raise ValueError(
                 f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}"
