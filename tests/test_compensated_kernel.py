@@ -79,8 +79,8 @@ def main() -> None:
     from kvcal_kernels.compensated import triton
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    for number, case in enumerate(CASES):
-        _, own, x = made(case, dtypes[number % 3])
+    for number, case in enumerate(CASES[:3]):
+        _, own, x = made(case, dtypes[number])
         if number == 1:  # a row's own weights
             own = Moves(own.channels, [w.repeat(2, 1, 1, 1) for w in own.weights], [u.repeat(2, 1) for u in own.units])
         print(differs(triton, case, own, x.transpose(1, 2).contiguous().transpose(1, 2)))
@@ -93,7 +93,7 @@ def test_interpreted_kernel_agrees_with_the_reference() -> None:
         [sys.executable, "-m", "test_compensated_kernel"], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["False"] * len(CASES)
+    assert done.stdout.splitlines() == ["False"] * 3
 
 
 @needs_triton

@@ -298,15 +298,15 @@ def instructions(made: Any, case: Case, folder: Path) -> list[float]:
 # bandwidth of an H200 leaves 34 instructions a number: 2.5 bytes at 2.14 TB/s against 132 multiprocessors of 128 lanes
 # at 1.76 GHz.
 BUDGET = [
-    ("symmetric 3", "symmetric 3", 90, 128, 20.0, 28.9),
-    ("symmetric 3", "hybrid 2", 90, 168, 19.9, 80.6),
-    ("symmetric 2", "symmetric 2", 90, 128, 15.1, 23.7),
-    ("outer 2", "outer 2", 90, 128, 33.6, 18.3),
-    ("symmetric 3", "symmetric 3", 87, 128, 19.8, 28.9),
-    ("symmetric 2", "symmetric 2", 87, 128, 15.1, 23.9),
-    ("outer 2", "outer 2", 87, 128, 33.6, 18.3),
-    ("symmetric 2", "symmetric 2", 80, 128, 15.1, 23.7),
-    ("outer 2", "outer 2", 80, 128, 33.6, 18.3),
+    ("symmetric 3", "symmetric 3", 90, 128, 20.1, 29.3),
+    ("symmetric 3", "hybrid 2", 90, 168, 20.0, 80.6),
+    ("symmetric 2", "symmetric 2", 90, 128, 15.4, 24.2),
+    ("outer 2", "outer 2", 90, 128, 34.1, 18.6),
+    ("symmetric 3", "symmetric 3", 87, 128, 20.1, 29.3),
+    ("symmetric 2", "symmetric 2", 87, 128, 15.4, 24.3),
+    ("outer 2", "outer 2", 87, 128, 34.0, 18.7),
+    ("symmetric 2", "symmetric 2", 80, 128, 15.4, 24.2),
+    ("outer 2", "outer 2", 80, 128, 34.0, 18.6),
 ]
 
 

@@ -28,7 +28,7 @@ def _error(
     """What rounding adds to [BLOCKS * GROUPS * GROUP, CHANNELS], groups of tokens."""
     x = tl.reshape(x, [BLOCKS * GROUPS, GROUP, CHANNELS])
     low = tl.min(x, 1)
-    scale = tl.div_rn(tl.max(x, 1) - low, tl.full(low.shape, TOP, tl.float32))
+    scale = tl.div_rn(tl.max(x, 1) - low, tl.zeros_like(low) + TOP)
     scale = tl.minimum(tl.maximum(scale, 2.0**-24), 65504.0).to(tl.float16).to(tl.float32)[:, None, :]
     base = (low + 0.0).to(tl.float16).to(tl.float32)[:, None, :]
     codes = tl.div_rn(x - base, tl.broadcast_to(scale, [BLOCKS * GROUPS, GROUP, CHANNELS]))

@@ -427,6 +427,11 @@ def _write(
 
 
 @triton.jit
+def _any(bad, BIT: tl.constexpr):
+    return tl.max(tl.max(bad & BIT, 1), 0)
+
+
+@triton.jit
 def _role(
     p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags,
     i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
@@ -466,8 +471,8 @@ def _role(
                 SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
                 VALUE, FACTOR, STORED, NW, ASM,
             )  # fmt: skip
-            if tl.max(tl.max(bad, 1), 0) != 0:
-                found = tl.reduce_or(tl.reduce_or(bad, 1), 0)
+            found = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
+            if found != 0:
                 tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
 
 

@@ -39,8 +39,8 @@ def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
 @triton.jit
 def _nearest(parts, p_points, p_half, n, D: tl.constexpr, ASM: tl.constexpr):
     """The first nearest point to tuples given as D tensors of one shape."""
-    best = tl.full(parts[0].shape, float("inf"), tl.float32)
-    code = tl.zeros(parts[0].shape, tl.int32)
+    best = tl.zeros_like(parts[0]) + float("inf")
+    code = tl.zeros_like(parts[0]).to(tl.int32)
     for i in range(n):
         score = tl.load(p_half + i) - parts[0] * tl.load(p_points + i * D)
         for axis in tl.static_range(1, D):
