@@ -40,6 +40,9 @@ from kvcal_kernels.quantise import triton as fused
 from kvcal_kernels.rotated import Rotated
 from kvcal_kernels.rotated import reference as rotated_reference
 from kvcal_kernels.rotated import triton as rotated
+from kvcal_kernels.salience import Tiers
+from kvcal_kernels.salience import reference as salience_reference
+from kvcal_kernels.salience import triton as salience
 
 HEADS, D, BATCH, LENGTH = 8, 128, 32, 4096
 Setting = tuple[int, int, bool, reference.Mode, bool]  # bits, group, inner, mode, search
@@ -59,6 +62,7 @@ INSTRUCTIONS = {
     "uniform 4/4": 19.5, "InnerQ Base 3/3": 24.4, "InnerQ Hybrid": 50.2, "uniform 2/2": 19.4, "KIVI 2/2 G=32": 25.9,
     "KIVI 2/2 G=128": 17.2, "uniform 8/8": 18.9, "InnerQ Base, search": 655.0, "HIGGS 2 (2, 16)": 106.0,
     "HIGGS 3 (2, 64)": 274.0, "HIGGS 4 (2, 256)": 946.0, "TurboQuant 3 (1, 8)": 94.0, "SQuat": 66.0,
+    "MixKVQ": 42.0,
 }  # fmt: skip
 GRIDS = {"HIGGS 2 (2, 16)": (2, 16, 1), "HIGGS 3 (2, 64)": (2, 64, 1), "HIGGS 4 (2, 256)": (2, 256, 1)}
 GRIDS |= {"TurboQuant 3 (1, 8)": (1, 8, HEADS)}  # d, n, norms
@@ -288,6 +292,25 @@ def measure_squat(clock: Clock, copy: float) -> dict[str, Any]:
     return row | {"fraction_of_copy": x.numel() * 6 / copy * 1e6 / row["microseconds"]}
 
 
+def check_selection() -> int:
+    x, own = random(2, 160)[0], torch.rand(2, HEADS, 1, D, device="cuda")
+    wanted = salience_reference.select(x.cpu(), own.cpu(), Tiers(), 32)
+    return sum(int((a.cpu() != b).sum()) for a, b in zip(salience.select(x, own, Tiers(), 32), wanted, strict=True))
+
+
+def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
+    """Which channels of which block go to which tier; the keys are read once more where they are packed."""
+    x, own = random(BATCH, LENGTH)[0], torch.rand(BATCH, HEADS, 1, D, device="cuda")
+    size = x.numel() * (2 + 1 / 32)
+    row: dict[str, Any] = {"operation": "select", "scheme": "MixKVQ", "batch": BATCH, "length": LENGTH, "bytes": size}
+    row |= {"stored_bits": 0.0, "microseconds": None, "differing": check_selection()}
+    if row["differing"]:
+        return row
+    row["microseconds"] = clock(lambda: salience.select(x, own, Tiers(), 32), 9)
+    row |= bound("MixKVQ", x.numel(), row["microseconds"])
+    return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
+
+
 def bound(scheme: str, numbers: int, microseconds: float) -> dict[str, float]:
     """What issuing the instructions takes on every multiprocessor at its highest clock, and the share of it in the time."""
     own = torch.cuda.get_device_properties(0)
@@ -303,6 +326,8 @@ def compile_one(job: tuple[str, int]) -> str:
             check_grid(scheme)
         elif scheme == "SQuat":
             check_squat()
+        elif scheme == "MixKVQ":
+            check_selection()
         elif number < len(LAUNCHES):
             fused.quantise(*random(1, 128), *rules(scheme), launch=LAUNCHES[number])
         else:
@@ -348,7 +373,7 @@ def main() -> None:
     torch.manual_seed(0)
     wanted = [
         s
-        for s in [*SCHEMES, *GRIDS, "SQuat"]
+        for s in [*SCHEMES, *GRIDS, "SQuat", "MixKVQ"]
         if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))
     ]
     compile_all(wanted)
@@ -371,6 +396,8 @@ def main() -> None:
                 rows = [measure_grid(clock, scheme, copy)]
             elif scheme == "SQuat":
                 rows = [measure_squat(clock, copy)]
+            elif scheme == "MixKVQ":
+                rows = [measure_selection(clock, copy)]
             elif what == "prefill":
                 rows = [measure_prefill(clock, scheme, copy)]
             elif differs := check_append(scheme):
