@@ -85,7 +85,7 @@ def _tree(x, NW: tl.constexpr, ALONG: tl.constexpr):
 
 @triton.jit
 def _rounded(x, base, scale, inverse, low, high, SHIFTED: tl.constexpr, ASM: tl.constexpr):
-    """The nearest integer to (x - base) / scale in [low, high], plus ROUND."""
+    """(x - base) / scale, cut to [low, high], before it is rounded."""
     y = x - base if SHIFTED else x
     q = _divide(y, scale, inverse, ASM)
     return tl.minimum(tl.maximum(q, low), high)
@@ -126,8 +126,8 @@ def _choose(
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scale, zero point, whether it is asymmetric, of a group of pieces; then what must fit float16, the largest so
-    far: plain scales, magnitudes of minima. [NW, 16] each.
+    """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded); then what
+    must fit float16, the largest so far: plain scales, magnitudes of minima.
 
     MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
     """
@@ -136,11 +136,19 @@ def _choose(
     AXIS: tl.constexpr = 1 if ALONG else 2
     COMPARE: tl.constexpr = ALL > 1
     LIMIT: tl.constexpr = HALF_MAX / HALF if MODE == 2 else HALF_MAX  # hybrid: the lowest code's number is stored
-    if MODE != 1:
+    if MODE != 0:
+        b_low, b_high = xs[0], xs[0]
+        for i in tl.static_range(1, len(xs)):
+            b_low, b_high = tl.minimum(b_low, xs[i]), tl.maximum(b_high, xs[i])
+        low, high = tl.min(b_low, AXIS), tl.max(b_high, AXIS)
+    if MODE == 0:
         b_peak = tl.abs(xs[0])
         for i in tl.static_range(1, len(xs)):
             b_peak = tl.maximum(b_peak, tl.abs(xs[i]))
         peak = tl.max(b_peak, AXIS)
+    if MODE == 2:
+        peak = tl.maximum(tl.abs(low), tl.abs(high))
+    if MODE != 1:
         plain = peak * (1.0 / HALF)
         worst = tl.maximum(worst, plain)
         size = _fit(plain, LIMIT)
@@ -157,10 +165,6 @@ def _choose(
                 best = tl.where(error < lowest, scale, best)
                 lowest = tl.where(error < lowest, error, lowest)
     if MODE != 0:
-        b_low, b_high = xs[0], xs[0]
-        for i in tl.static_range(1, len(xs)):
-            b_low, b_high = tl.minimum(b_low, xs[i]), tl.maximum(b_high, xs[i])
-        low, high = tl.min(b_low, AXIS), tl.max(b_high, AXIS)
         spread = high - low
         plain = _divide(spread, TOP, 1.0 / TOP, ASM)
         worst, lows = tl.maximum(worst, plain), tl.maximum(lows, tl.abs(low))
@@ -185,7 +189,8 @@ def _choose(
                 better = error < lowest
                 best, base = tl.where(better, other, best), tl.where(better, under, base)
                 shifted, lowest = shifted | better, tl.where(better, error, lowest)
-    return best, base, shifted, worst, lows
+    codes = _coded(xs, best, base, shifted, BITS, MODE, ALONG, ASM)
+    return best, base, shifted, codes, worst, lows
 
 
 @triton.jit
@@ -193,7 +198,7 @@ def _coded(
     xs, best, base, shifted,
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a group's pieces, int32 [NW, 16, 16], in the low 16 bits."""
+    """Codes of a group's pieces plus ROUND: float32 [NW, 16, 16], the code in the low 16 bits."""
     HALF: tl.constexpr = 2.0 ** (BITS - 1)
     TOP: tl.constexpr = 2.0**BITS - 1
     if MODE == 2:
@@ -207,7 +212,7 @@ def _coded(
     codes = ()
     for i in tl.static_range(len(xs)):
         q = _rounded(xs[i], b_base, scale, inverse, low, high, MODE != 0, ASM)
-        codes = codes + ((q + up).to(tl.int32, bitcast=True),)
+        codes = codes + (q + up,)
     return codes
 
 
@@ -354,13 +359,12 @@ def _pack(
                 group = ()
                 for i in tl.static_range(HALVES if ALONG else EACH):
                     group = group + (xs[g * EACH + i],)
-                best, base, shifted, worst, lows = _choose(
+                best, base, shifted, codes, worst, lows = _choose(
                     group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
                 )  # fmt: skip
-                codes = _coded(group, best, base, shifted, BITS, MODE, ALONG, ASM)
                 for i in tl.static_range(HALVES if ALONG else EACH):
                     words = _put(
-                        words, codes[i], piece - start, i // 2 if ALONG else 0,
+                        words, codes[i].to(tl.int32, bitcast=True), piece - start, i // 2 if ALONG else 0,
                         (i % 2 if ALONG else g) * PIECES + start + (0 if ALONG else i), TILES, EXTRA, BITS,
                     )  # fmt: skip
                 if MODE == 2:
