@@ -404,6 +404,8 @@ def read_file(path: Path, column: str | None = None) -> Iterator[Document]:
         yield from ([row] for row in _guarded(path, _parquet(path, column)))
     elif kind == ".jsonl":
         yield from ([row] for row in _guarded(path, _jsonl(path, column)))
+    elif column is not None:
+        raise TextError(f"{path}: --column {column}: only .jsonl and .parquet files have columns; leave --column out")
     else:  # a file named outright may end in anything; bytes that are no text are refused while decoding
         yield _guarded(path, _decoded(path))
 

@@ -108,7 +108,11 @@ class Perplexity:
     def __call__(self, method: MixKVQ) -> tuple[float, float]:
         scheme = method.scheme(self.model)
         rows = evaluate(
-            self.model, self.ids, {"own": lambda: KVCalCache(scheme, self.model)}, step=self.step, batch=self.batch
+            self.model,
+            self.ids,
+            {"own": lambda: KVCalCache(scheme, self.model, remember=True)},
+            step=self.step,
+            batch=self.batch,
         )
         if rows[1].bits_per_value is None:
             raise UsageError(f"windows of {self.ids.shape[1]} tokens: nothing would be packed; use a larger --length")

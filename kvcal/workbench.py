@@ -152,6 +152,6 @@ def cache_makers(
         if selection is not None:
             name, scheme = f"{name}+h2o-{selection.keep:g}", scheme.keeping(selection)
         makers[name] = lambda scheme=scheme: KVCalCache(  # type: ignore[misc]
-            scheme, model, require_kernels=require_kernels
+            scheme, model, remember=True, require_kernels=require_kernels
         )
     return makers

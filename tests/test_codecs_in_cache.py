@@ -218,3 +218,29 @@ def test_a_crop_that_statistics_cannot_follow_is_told(which: tuple[str, str]) ->
     assert found.describe()["unforgotten_by_statistics"] == {"tokens": 2 if queries else 0, "blocks": 0}
     found.reset()
     assert found.describe()["unforgotten_by_statistics"] == {"tokens": 0, "blocks": 0}
+
+
+@every_codec
+@pytest.mark.parametrize("lengths", [[68, 68], LENGTHS], ids=["equal", "padded"])
+def test_remembering_changes_neither_bytes_nor_what_attention_sees(which: tuple[str, str], lengths: list[int]) -> None:
+    """What was decoded before is not decoded again, yet a crop into blocks or other rows must not leave anything stale."""
+    plain, kept = (schemes.opened(scheme(which), FED, remember=remember) for remember in (False, True))
+
+    def both_get(lengths: list[int], valid: torch.Tensor) -> None:
+        seen = [feed(one, Rows(lengths), valid, range(36, 80, 5)) for one in (plain, kept)]
+        real = valid[:, None].expand(-1, FED_SHAPE.heads, -1)
+        for left, right in zip(*seen, strict=True):
+            for a, b in zip(left, right, strict=True):
+                torch.testing.assert_close(a[real], b[real])
+        assert same(schemes.tensors_of(plain), schemes.tensors_of(kept))
+
+    valid = left_mask(lengths).bool()
+    both_get(lengths, valid)
+    for one in (plain, kept):
+        one.crop(-12)
+    both_get(lengths, valid)
+    for one in (plain, kept):
+        one.reorder_cache(torch.arange(len(lengths)).flip(0))
+    both_get([n + 6 for n in lengths[::-1]], torch.cat([valid.flip(0), valid.new_ones(len(lengths), 6)], 1))
+    assert kept.nbytes("decoded") and not plain.nbytes("decoded")
+    assert kept.nbytes("packed") == plain.nbytes("packed")

@@ -245,6 +245,12 @@ def test_jsonl_columns(tmp_path: Path) -> None:
     assert documents(path, "code") == ["x = 1"]
 
 
+def test_plain_text_has_no_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    with pytest.raises(TextError, match=r"--column body: only .* files have columns"):
+        documents(tmp_path / "a.txt", "body")
+
+
 def test_parquet_columns(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

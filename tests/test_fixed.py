@@ -105,6 +105,9 @@ def test_crop_select_copy_and_reset() -> None:
     close(steps(caches, token_ids(4, 100, seed=5), [90, 91]))
     assert addresses(caches[0]) == where
     assert int(caches[0].get_seq_length()) == 100
+    handle = caches[0].own_layers[0].handle
+    caches[0].batch_select_indices(torch.tensor([3, 1]))
+    assert caches[0].own_layers[0].handle != handle  # nothing compiled for four rows is called again
 
 
 @pytest.mark.parametrize(
@@ -309,6 +312,13 @@ def test_caches_that_do_not_compile_say_why() -> None:
     assert "no fused kernel reads mixkvq" in why(small, max_length=100)
     left = type(scheme(pair))(WINDOWS, "post_rope", (pair, None, pair), {1: "asked for"})
     assert "layer 1 is left to Transformers' own cache" in why(left, max_length=100)
+
+
+def test_token_selection_goes_on_as_ever() -> None:
+    made = scheme(PAIRS["inner-4"]).keeping(HeavyHitters(0.5))
+    caches = opened(made, model(), max_length=200), opened(made, model())
+    close(steps(caches, token_ids(1, 130), [100, 101, 120]))
+    assert caches[0].describe()["selection"] == caches[1].describe()["selection"]
 
 
 @pytest.mark.parametrize("name", ["squat", "inner-4"])

@@ -354,7 +354,7 @@ rules = [t.fused.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetri
 print(t.preflight.append_trial(*rules, torch.float16, torch.device("cpu"), 1))
 own = t.preflight.quantise.append
 t.preflight.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
-print(t.preflight.append_trial(*rules, torch.float16, torch.device("cpu"), 1))
+print(t.preflight.append_trial(*rules, torch.float16, torch.device("cpu"), 0))
 t.preflight.reference.attend = lambda q, *rest: q
 print(t.preflight.trial(*forms, 2, torch.float16, torch.device("cpu")))
 """

@@ -199,8 +199,7 @@ def test_interpreted_kernels_agree_with_the_reference_everywhere() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"v": lambda v: v.bfloat16()}, "values .* as keys and values alike"),
-        ({"k": lambda k: k.double(), "v": lambda v: v.double()}, "keys of torch.float64"),
+        ({"k": lambda k: k.double()}, "keys of torch.float64"),
         ({"k": lambda k: k[:, :, :40], "v": lambda v: v[:, :, :40]}, "keys of 40 tokens: must be whole blocks of 32"),
         ({"k": lambda k: k.mT.contiguous().mT}, "keys: strides"),
         ({"v": lambda v: v[:, :1]}, "values"),
@@ -224,6 +223,7 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
     [
         (lambda o, c: (replace(o, recent=(o.recent[0][:, :, :32],) * 2), c), "recent .* at least 65"),
         (lambda o, c: (replace(o, sink=(o.sink[0].float(),) * 2), c), "sink .* torch.float32"),
+        (lambda o, c: (replace(o, recent=(o.recent[0].bfloat16(), o.recent[1])), c), "recent .* torch.bfloat16"),
         (lambda o, c: (replace(o, keys=o.values), c), "stored keys"),
         (lambda o, c: (replace(o, flags=o.flags[:1]), c), r"flags \(1,\)"),
         (lambda o, c: (o, Counts(3, WINDOWS)), r"counts \(8, 3\)"),
@@ -298,15 +298,15 @@ def instructions(made: Any, case: Case, folder: Path) -> list[float]:
 # bandwidth of an H200 leaves 34 instructions a number: 2.5 bytes at 2.14 TB/s against 132 multiprocessors of 128 lanes
 # at 1.76 GHz.
 BUDGET = [
-    ("symmetric 3", "symmetric 3", 90, 128, 20.0, 28.9),
-    ("symmetric 3", "hybrid 2", 90, 168, 19.9, 80.6),
-    ("symmetric 2", "symmetric 2", 90, 128, 15.1, 23.7),
-    ("outer 2", "outer 2", 90, 128, 33.6, 18.3),
-    ("symmetric 3", "symmetric 3", 87, 128, 19.8, 28.9),
-    ("symmetric 2", "symmetric 2", 87, 128, 15.1, 23.9),
-    ("outer 2", "outer 2", 87, 128, 33.6, 18.3),
-    ("symmetric 2", "symmetric 2", 80, 128, 15.1, 23.7),
-    ("outer 2", "outer 2", 80, 128, 33.6, 18.3),
+    ("symmetric 3", "symmetric 3", 90, 128, 20.1, 29.3),
+    ("symmetric 3", "hybrid 2", 90, 168, 20.0, 80.6),
+    ("symmetric 2", "symmetric 2", 90, 128, 15.4, 24.2),
+    ("outer 2", "outer 2", 90, 128, 34.1, 18.6),
+    ("symmetric 3", "symmetric 3", 87, 128, 20.1, 29.3),
+    ("symmetric 2", "symmetric 2", 87, 128, 15.4, 24.3),
+    ("outer 2", "outer 2", 87, 128, 34.0, 18.7),
+    ("symmetric 2", "symmetric 2", 80, 128, 15.4, 24.2),
+    ("outer 2", "outer 2", 80, 128, 34.0, 18.6),
 ]
 
 

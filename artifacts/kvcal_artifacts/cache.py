@@ -25,7 +25,7 @@ from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
 from .statistics import KeyScale, Prefixes, Summed, statistic
 
-PARTS = ("packed", "window", "bookkeeping")
+PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
 class Watch(Protocol):
@@ -62,6 +62,7 @@ class KVCalLayer(CacheLayerMixin):
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
         self.window: list[Tensor] = []
         self.packed: list[Packed] = [{}, {}]
+        self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
         self._due = None
@@ -80,8 +81,7 @@ class KVCalLayer(CacheLayerMixin):
         if self.refused is None and (self.device, self.dtype) != self.site.placed:
             ratio, kernels = self.site.ratio, self._cache.kernels
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
-        for role, codec in enumerate(self._pair):
-            self.packed[role] = codec.empty(key_states.shape[0], key_states.device)
+        self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
 
     @property
@@ -241,7 +241,8 @@ class KVCalLayer(CacheLayerMixin):
             nothing = self.window[0][:, :, :0].float()
             self._cache.leave_old(self.index, nothing, nothing)
             return nothing, nothing
-        keys, values = self._decoded(self.packed, self._cache.old_context(self.index))
+        context = self._cache.old_context(self.index)
+        keys, values = self._remembering(context) if self._cache.remember else self._decoded(self.packed, context)
         self._cache.leave_old(self.index, keys, values)
         if self._cache.watch is not None:
             self._cache.watch.read(self.index, self._blocks * keys.shape[0])
@@ -256,6 +257,20 @@ class KVCalLayer(CacheLayerMixin):
     def _current(self) -> dict[str, Tensor]:
         """Run-time statistics that decoding needs."""
         return {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
+
+    def _remembering(self, context: Context) -> tuple[Tensor, Tensor]:
+        """As _decoded of all blocks, but only those are decoded that were packed since the last time."""
+        parts: list[Tensor] = []
+        if self.remembered is not None and self.remembered[0] is self.packed:
+            parts = self.remembered[1]
+        old, block = parts[0].shape[2] if parts else 0, self._cache.scheme.windows.block
+        if old < self._blocks * block:
+            fresh = [{n: store.from_block(t, old // block) for n, t in packed.items()} for packed in self.packed]
+            made = self._decoded(fresh, context.part(old, self._blocks * block))
+            kept = made if self._cache.scheme.chained else [x.to(self.dtype) for x in made]
+            parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
+            self.remembered = self.packed, parts
+        return parts[0], parts[1]
 
     @property
     def _blocks(self) -> int:
@@ -292,8 +307,13 @@ class KVCalLayer(CacheLayerMixin):
             self._cache.leave_new(self.index, None, None)
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor]) -> None:
-        for role, packed in enumerate(self._encode(leaving, stats)):
-            self.packed[role] = {name: store.append(self.packed[role][name], t, plan) for name, t in packed.items()}
+        before, remembered = self.packed, self.remembered
+        self.packed = [
+            {name: store.append(old[name], t, plan) for name, t in packed.items()}
+            for old, packed in zip(before, self._encode(leaving, stats), strict=True)
+        ]
+        if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
+            self.remembered = self.packed, remembered[1]
 
     def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
         """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above."""
@@ -325,7 +345,7 @@ class KVCalLayer(CacheLayerMixin):
                 window = _take(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
             self.window[role] = _own(window[:, :, : plan.window])
             self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
-            self.packed[role] = {n: store.first_blocks(t, plan.blocks) for n, t in self.packed[role].items()}
+        self.packed = [{n: store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed]
 
     @torch.no_grad()
     def forget(self, count: int, held: Tensor, untouched: Tensor) -> None:
@@ -391,6 +411,8 @@ class KVCalLayer(CacheLayerMixin):
         return -1
 
     def stored(self, part: str) -> list[Tensor]:
+        if part == "decoded":
+            return [] if self.remembered is None else self.remembered[1]
         if part == "packed":
             return [t for packed in self.packed for held in packed.values() for t in store.tensors_of(held)]
         return self.sink + self.window
@@ -460,12 +482,12 @@ class SelectedLayer(KVCalLayer):
         if moves.pack.shape[1]:
             leaving = [_fill(_take(x, (moves.pack - start).clamp_min(0)), moves.idle) for x in sources]
             new = list(self._encode(leaving, self.due))
-        for role, made in enumerate(new):
+        for role in (0, 1):
             self.window[role] = _fill(_take(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
-            self.packed[role] = {
-                name: store.arrange(held, None if made is None else made[name], moves.order)
-                for name, held in self.packed[role].items()
-            }
+        self.packed = [
+            {n: store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
+            for packed, made in zip(self.packed, new, strict=True)
+        ]
         self.due = {}
         if self._cache.offloading_layers:
             self.offload()
@@ -476,7 +498,9 @@ class KVCalCache(Cache):
 
     scheme: windows, frame and codecs of each layer. model: the model it will serve; hooks are put on it until close(),
     the end of a `with` block, or the cache's own end of life. strict: a crop that reaches into packed blocks raises
-    before anything changes. offload: each layer's storage rests in host memory between its turns.
+    before anything changes. offload: each layer's storage rests in host memory between its turns. remember: decoded blocks
+    are kept beside the packed ones (nbytes("decoded")) in place of decoding them at each call: for evaluation, faster and
+    not smaller.
 
     kernels: "auto": decode steps of 1 to 16 tokens read packed blocks by the fused Triton kernel on a GPU where it passes
     its check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
@@ -495,6 +519,7 @@ class KVCalCache(Cache):
         *,
         strict: bool = False,
         offload: bool = False,
+        remember: bool = False,
         kernels: str = "auto",
         require_kernels: bool = False,
         max_length: int | None = None,
@@ -511,13 +536,13 @@ class KVCalCache(Cache):
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
-        self.scheme, self.strict, self.offloading_layers, self.kernels = scheme, strict, offload, kernels
-        self.model, self.max_length = model, max_length
+        self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
+        self.model, self.max_length, self.kernels = model, max_length, kernels
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
         if max_length is not None:
-            kind = self._fixed_kind()
+            kind = self._fixed_kind(scheme)
         layers = [
             kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
             for i, pair in enumerate(scheme.layers)
@@ -551,13 +576,14 @@ class KVCalCache(Cache):
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.refused is None])
 
-    def _fixed_kind(self) -> Any:
+    @staticmethod
+    def _fixed_kind(scheme: Scheme) -> Any:
         """Makes the layers of a cache with max_length: with fixed storage where the device can do a step by itself."""
         from . import fixed
 
         def made(cache: KVCalCache, index: int, pair: LayerCodecs, site: hf.AttentionSite) -> KVCalLayer:
-            grown = KVCalLayer(cache, index, pair, site)
-            why = grown.refused or fixed.refusal(cache.scheme, pair)
+            grown = (KVCalLayer if scheme.selection is None else SelectedLayer)(cache, index, pair, site)
+            why = grown.refused or fixed.refusal(scheme, pair)
             if why is not None:
                 grown.grows = why
                 return grown
@@ -912,10 +938,9 @@ class KVCalCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCalCache:
         """An independent cache on the same model with the same contents, for reusing a prompt."""
         self.settle()
-        twin = KVCalCache(
-            self.scheme, self.model, strict=self.strict, offload=self.offloading_layers, kernels=self.kernels,
-            max_length=self.max_length,
-        )  # fmt: skip
+        kind: dict[str, Any] = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
+        kind |= {"kernels": self.kernels, "max_length": self.max_length}
+        twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
@@ -932,7 +957,8 @@ class KVCalCache(Cache):
 
     def nbytes(self, part: str | None = None) -> int:
         """Bytes of real storage: "packed" (codes, scales, zeros, norms), "window" (sinks and recent tokens, and layers
-        left uncompressed), "bookkeeping"; None for their sum. Predictors and grids: resident_bytes().
+        left uncompressed), "bookkeeping", "decoded" (only with remember); None for their sum. Predictors and grids:
+        resident_bytes().
         """
         if part is None:
             return sum(self.nbytes(name) for name in PARTS)

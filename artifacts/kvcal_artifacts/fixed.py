@@ -168,6 +168,7 @@ class FixedLayer(KVCalLayer):
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
+            self.handle = fused.register(self)  # what was compiled for another room knows its addresses
             self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, like.device)
             self._reserve(batch, heads, many)
         return self.room
@@ -211,7 +212,7 @@ class FixedLayer(KVCalLayer):
 
     def stored(self, part: str) -> list[Tensor]:
         """All that is allocated, used or not."""
-        if self.room is None:
+        if self.room is None or part == "decoded":
             return super().stored(part)
         if part == "packed":
             return [t for packed in self.room.packed for t in packed.values()]

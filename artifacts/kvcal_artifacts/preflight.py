@@ -148,15 +148,19 @@ def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torc
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
     exact = [(random(2, max(n)), random(2, max(n)), count) for n, count in zip((SINK, RECENT), counts[1:], strict=True)]
-    scaling, allowed = keys.dim**-0.5, 4 * torch.finfo(dtype).eps
+    scaling = keys.dim**-0.5
     for queries in QUERIES:
         q = random(2 * ratio, queries)
         found = attention.fast().attend(q, held[0], held[1], counts[0], exact[0], exact[1], scaling)
         wanted = reference.attend(q.float(), held[0], held[1], counts[0], exact[0], exact[1], scaling)
-        off = float((found.double() - wanted.double()).norm() / wanted.double().norm())
-        if not off <= allowed:
-            return f"{queries} new tokens: off by {off:.2g} of the reference, allowed {allowed:.2g}"
+        if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
+            return why
     return None
+
+
+def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str | None:
+    off, allowed = float((found.double() - wanted.double()).norm() / wanted.double().norm()), 4 * torch.finfo(dtype).eps
+    return None if off <= allowed else f"{what}: off by {off:.2g} of the reference, allowed {allowed:.2g}"
 
 
 def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> attention.Blocks:
@@ -170,7 +174,9 @@ def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> att
 
 
 def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device, flushes: int = 2) -> str | None:
-    """A prompt and steps over so many flushes of rows of different lengths, against the reference on the CPU, bit by bit."""
+    """A prompt and steps over so many flushes of rows of different lengths, against the reference on the CPU, bit by bit;
+    then attention over what they left.
+    """
     generator = torch.Generator().manual_seed(0)
     windows = quantise.Windows(4, 32, BLOCK * max(key.form.scale_blocks, value.form.scale_blocks))
     calls = [[70, 3, 41], *[[1] * 3] * 3, *[[16] * 3] * (flushes * windows.block // 16)]
@@ -197,7 +203,13 @@ def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.devic
             )
             if not all(torch.equal(a, b.cpu()) for a, b in pairs):
                 return f"packed {name} differ"
-    return None
+    q = torch.randn(3, 4, 1, key.form.dim, generator=generator).to(dtype)
+    outs = []
+    for (layer, now), by, asked in zip(own, (reference, attention.fast()), (q.float(), q.to(device)), strict=True):
+        sink, ring = (*layer.sink, now.sink), (*layer.recent, now.seen)
+        scaling = key.form.dim**-0.5
+        outs.append(by.attend(asked, layer.keys, layer.values, now.blocks_before, sink, ring, scaling, ring=True))
+    return _apart(outs[1].to("cpu"), outs[0], dtype, "attention over the ring")
 
 
 def _empty(

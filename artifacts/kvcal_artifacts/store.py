@@ -126,6 +126,11 @@ def first_blocks(stored: Stored, count: int) -> Stored:
     return stored[:, :, :count].clone(memory_format=torch.contiguous_format)
 
 
+def from_block(stored: Stored, start: int) -> Stored:
+    """The blocks of each row from `start` on."""
+    return stored.take(_numbers(stored)[:, :, start:]) if isinstance(stored, Ragged) else stored[:, :, start:]
+
+
 def move(stored: Stored, device: torch.device | str) -> Stored:
     if isinstance(stored, Ragged):
         return Ragged(stored.data.to(device, non_blocking=True), stored.counts.to(device, non_blocking=True))

@@ -17,6 +17,9 @@ paper figures are), and in it rows:
     keep = 0.2                      # H2O
     paper = 72.71
 
+`--rows 'VQKV|AQUA'` makes only rows whose labels match; `--add OTHER.json` takes rows that were measured elsewhere in the same
+way, on whatever device: each row says its own.
+
 A row with grid = {rank = [5, 10], strength = [1e-4, 1e-3]} is one for every combination, `paper` a list in that order. A row
 with target = 2.0 stays empty unless its stored bits are at most 0.15 above. [[claim]] has text, better and worse (labels; with
 `table.label` where a label is not unique), by = "kl", "logit_error", ...
@@ -28,6 +31,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import re
 import tempfile
 import time
 import tomllib
@@ -90,7 +94,6 @@ def facts() -> dict[str, Any]:
         "model": Path(args["model"]).name,
         "revision": loaded.revision,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": loaded.model.device.type,
         "text": text.source,
         "text_sha256": text.sha256,
         "eval_windows": len(text.ids),
@@ -184,6 +187,7 @@ def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row |= seen | {"eval_seconds": seconds}
         if args["task"] is not None:
             row["score"] = score(row["scheme"])
+        row["device"] = loaded.model.device.type
     return [{name: value for name, value in row.items() if name != "scheme"} for row in found]
 
 
@@ -202,15 +206,17 @@ def score(what: Any) -> float:
 
 
 def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    own = {n: v for n, v in vars(args).items() if n not in ("recipe", "output", "jobs", "together")}
+    own = {n: v for n, v in vars(args).items() if n not in ("recipe", "output", "jobs", "together", "rows", "add")}
     prepare(own)
     settings, path = facts(), args.output.with_suffix(".json")
-    known: dict[str, Any] = {}
-    if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
-        known = before["rows"]
     wanted = {key_of(row): row for table in recipe["table"] for row in rows_of(table)}
-    known = {key: figures for key, figures in known.items() if "refused" not in figures}  # tried again
-    missing = {key: row for key, row in wanted.items() if key not in known}
+    known = earlier(path, settings) if path.exists() else {}
+    for other in args.add:
+        if not (more := earlier(other, settings)):
+            raise SystemExit(f"{other}: no rows, or other settings than {settings}")
+        known |= {key: figures for key, figures in more.items() if key in wanted}
+    chosen = {key: row for key, row in wanted.items() if re.search(args.rows, row["label"])}
+    missing = {key: row for key, row in chosen.items() if key not in known}
     labels = {key: row["label"] for key, row in missing.items()}
 
     def keep(key: str, figures: dict[str, Any]) -> None:
@@ -228,6 +234,8 @@ def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
     keys_left = list(missing)
     groups = [tuple(keys_left[i : i + args.together]) for i in range(0, len(keys_left), args.together)]
+    if not missing:
+        path.write_text(json.dumps({"settings": settings, "rows": known}, indent=1) + "\n")
     if args.jobs == 1:
         for keys in groups:
             keep_all(keys, measured([missing[key]["what"] for key in keys]))
@@ -239,6 +247,14 @@ def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         for done in as_completed(running):
             keep_all(running[done], done.result())
     return {"settings": settings, "rows": known}
+
+
+def earlier(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Rows of a file that were measured in this way; those that could not be made are tried again."""
+    before = json.loads(path.read_text())
+    if before["settings"] != settings:
+        return {}
+    return {key: figures for key, figures in before["rows"].items() if "refused" not in figures}
 
 
 # The report.
@@ -257,12 +273,13 @@ def cell(row: dict[str, Any], column: str, form: str) -> str:
 
 def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
     o, rows = found["settings"], found["rows"]
+    devices = "".join(f", {n}" for n in sorted({row["device"] for row in rows.values() if "device" in row}))
     full = next(row["full_perplexity"] for row in rows.values() if "full_perplexity" in row)
     lines = [
         recipe.get("text", ""), "",
-        f"Model `{o['model']}` ({o['dtype']}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} tokens in "
-        f"steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what learns, "
-        f"learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
+        f"Model `{o['model']}` ({o['dtype']}{devices}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} "
+        f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what "
+        f"learns, learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
         f"Full precision: perplexity {full:.3f}.",
     ]  # fmt: skip
     columns = {n: c for n, c in COLUMNS.items() if n != "score" or o["task"]}
@@ -330,6 +347,8 @@ def main() -> None:
     parser.add_argument("--fit-device", help="where rows are made, if not where they are measured")
     parser.add_argument("--jobs", type=int, default=1, help="processes; each holds the model")
     parser.add_argument("--threads", type=int, default=1, help="of each process on a CPU")
+    parser.add_argument("--rows", default="", help="a regular expression: only rows whose label has it")
+    parser.add_argument("--add", type=Path, action="append", default=[], help="rows of another run's NAME.json")
     parser.add_argument("--output", type=Path, required=True, help="without suffix")
     parser.add_argument("--report", action="store_true", help="only write NAME.md again, from NAME.json")
     args = parser.parse_args()

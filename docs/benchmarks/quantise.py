@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -31,8 +32,17 @@ import triton
 from torch import Tensor
 
 from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.compensated import Moves, moves
+from kvcal_kernels.compensated import reference as compensated_reference
+from kvcal_kernels.compensated import triton as compensated
 from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
 from kvcal_kernels.quantise import triton as fused
+from kvcal_kernels.rotated import Rotated
+from kvcal_kernels.rotated import reference as rotated_reference
+from kvcal_kernels.rotated import triton as rotated
+from kvcal_kernels.salience import Tiers
+from kvcal_kernels.salience import reference as salience_reference
+from kvcal_kernels.salience import triton as salience
 
 HEADS, D, BATCH, LENGTH = 8, 128, 32, 4096
 Setting = tuple[int, int, bool, reference.Mode, bool]  # bits, group, inner, mode, search
@@ -46,6 +56,16 @@ SCHEMES: dict[str, tuple[Setting, Setting]] = {
     "uniform 8/8": ((8, 32, True, "symmetric", False), (8, 32, True, "symmetric", False)),
     "InnerQ Base, search": ((3, 32, True, "symmetric", True), (3, 32, True, "symmetric", True)),
 }
+# Thread-instructions a number, mean of keys and values, compiled for sm_90 by Triton 3.7.1 and counted
+# (tests/test_quantise_kernel.py), times the turns of each loop. Grids: 50, and 3.5 a point at d = 2, 5.5 at d = 1.
+INSTRUCTIONS = {
+    "uniform 4/4": 19.5, "InnerQ Base 3/3": 24.4, "InnerQ Hybrid": 50.2, "uniform 2/2": 19.4, "KIVI 2/2 G=32": 25.9,
+    "KIVI 2/2 G=128": 17.2, "uniform 8/8": 18.9, "InnerQ Base, search": 655.0, "HIGGS 2 (2, 16)": 106.0,
+    "HIGGS 3 (2, 64)": 274.0, "HIGGS 4 (2, 256)": 946.0, "TurboQuant 3 (1, 8)": 94.0, "SQuat": 66.0,
+    "MixKVQ": 42.0,
+}  # fmt: skip
+GRIDS = {"HIGGS 2 (2, 16)": (2, 16, 1), "HIGGS 3 (2, 64)": (2, 64, 1), "HIGGS 4 (2, 256)": (2, 256, 1)}
+GRIDS |= {"TurboQuant 3 (1, 8)": (1, 8, HEADS)}  # d, n, norms
 LAUNCHES = [fused.Launch(4), fused.Launch(1), fused.Launch(4, 96)]
 
 
@@ -121,13 +141,13 @@ def check_prefill(scheme: str, launch: fused.Launch) -> int:
     """Of 2 rows of 512 tokens; -1 where flags are not those of the reference."""
     own = rules(scheme)
     k, v = random(2, 512)
-    k[1, 3, 70, 5] = torch.inf
+    k[1, 1, 70, 5] = torch.inf
     found = fused.quantise(k, v, *own, launch=launch)
     (keys, bad), (values, _) = (reference.quantise(x.cpu(), r) for x, r in zip((k, v), own, strict=True))
     if found[2].cpu().ne(0).tolist() != bad.ne(0).tolist():
         return -1
     for blocks in (found[0], keys):  # what a flagged head holds is nobody's
-        blocks.words[1, 3], blocks.scale[1, 3] = 0, 0
+        blocks.words[1, 1], blocks.scale[1, 1] = 0, 0
     return differing(found[0], keys) + differing(found[1], values)
 
 
@@ -181,6 +201,7 @@ def measure_prefill(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
     if tried[0][2]:
         return row | {"microseconds": None}
     row["microseconds"] = clock(lambda: fused.quantise(k, v, *own, launch=tried[0][1]), 15)
+    row |= bound(scheme, 2 * k.numel(), row["microseconds"])
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
 
@@ -211,10 +232,103 @@ def copy_bandwidth(clock: Clock) -> float:
     return 2 * a.numel() / (clock(lambda: b.copy_(a)) * 1e-6)
 
 
+def rotated_of(scheme: str) -> Rotated:
+    d, n, norms = GRIDS[scheme]
+    g = torch.Generator().manual_seed(n)
+    points, sign = torch.randn(n, d, generator=g), torch.randint(0, 2, (HEADS * D,), generator=g) * 2 - 1
+    return Rotated(points.cuda(), sign.to(torch.int8).cuda(), norms, 1.1)
+
+
+def check_grid(scheme: str) -> int:
+    """Of 2 rows of 100 tokens."""
+    how, x = rotated_of(scheme), random(2, 100)[0]
+    wanted = rotated_reference.encode(x.cpu(), Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain))
+    return sum(int((a.cpu() != b).sum()) for a, b in zip(rotated.encode(x, how), wanted, strict=True))
+
+
+def measure_grid(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
+    """Of keys alone: codes a byte each, not yet packed."""
+    d, n, _ = GRIDS[scheme]
+    how, x = rotated_of(scheme), random(BATCH, LENGTH)[0]
+    size = x.numel() * (2 + 1 / d)
+    row: dict[str, Any] = {
+        "operation": "rotate+nearest",
+        "scheme": scheme,
+        "batch": BATCH,
+        "length": LENGTH,
+        "bytes": size,
+    }
+    row |= {"stored_bits": math.log2(n) / d, "microseconds": None, "differing": check_grid(scheme)}
+    if row["differing"]:
+        return row
+    row["microseconds"] = clock(lambda: rotated.encode(x, how), 9)
+    row |= bound(scheme, x.numel(), row["microseconds"])
+    return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
+
+
+def moves_of() -> Moves:
+    """As of D = 128, 64 channels at a time: any weights do."""
+    response = torch.randn(1, HEADS, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.1
+    made = moves([response], 64)
+    return Moves(64, [w.cuda() for w in made.weights], [u.cuda() for u in made.units])
+
+
+def check_squat() -> int:
+    own, x = moves_of(), random(2, 160)[0]
+    there = Moves(64, [w.cpu() for w in own.weights], [u.cpu() for u in own.units])
+    wanted = compensated_reference.corrected(x.cpu(), there, 2, 32, 32)
+    return int((compensated.corrected(x, own, 2, 32, 32).cpu() != wanted).sum())
+
+
+def measure_squat(clock: Clock, copy: float) -> dict[str, Any]:
+    """Keys' corrections alone: a read, and a write of float32, which `quantise` reads again."""
+    own, x = moves_of(), random(BATCH, LENGTH)[0]
+    row: dict[str, Any] = {"operation": "correct", "scheme": "SQuat", "batch": BATCH, "length": LENGTH}
+    row |= {"bytes": x.numel() * 6, "stored_bits": 2.0, "microseconds": None, "differing": check_squat()}
+    if row["differing"]:
+        return row
+    row["microseconds"] = clock(lambda: compensated.corrected(x, own, 2, 32, 32), 9)
+    row |= bound("SQuat", x.numel(), row["microseconds"])
+    return row | {"fraction_of_copy": x.numel() * 6 / copy * 1e6 / row["microseconds"]}
+
+
+def check_selection() -> int:
+    x, own = random(2, 160)[0], torch.rand(2, HEADS, 1, D, device="cuda")
+    wanted = salience_reference.select(x.cpu(), own.cpu(), Tiers(), 32)
+    return sum(int((a.cpu() != b).sum()) for a, b in zip(salience.select(x, own, Tiers(), 32), wanted, strict=True))
+
+
+def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
+    """Which channels of which block go to which tier; the keys are read once more where they are packed."""
+    x, own = random(BATCH, LENGTH)[0], torch.rand(BATCH, HEADS, 1, D, device="cuda")
+    size = x.numel() * (2 + 1 / 32)
+    row: dict[str, Any] = {"operation": "select", "scheme": "MixKVQ", "batch": BATCH, "length": LENGTH, "bytes": size}
+    row |= {"stored_bits": 0.0, "microseconds": None, "differing": check_selection()}
+    if row["differing"]:
+        return row
+    row["microseconds"] = clock(lambda: salience.select(x, own, Tiers(), 32), 9)
+    row |= bound("MixKVQ", x.numel(), row["microseconds"])
+    return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
+
+
+def bound(scheme: str, numbers: int, microseconds: float) -> dict[str, float]:
+    """What issuing the instructions takes on every multiprocessor at its highest clock, and the share of it in the time."""
+    own = torch.cuda.get_device_properties(0)
+    rate = own.multi_processor_count * 128 * getattr(own, "clock_rate", 1_755_000) * 1e3
+    least = numbers * INSTRUCTIONS[scheme] / rate * 1e6
+    return {"instruction_bound": least, "fraction_of_issue": least / microseconds}
+
+
 def compile_one(job: tuple[str, int]) -> str:
     scheme, number = job
     try:
-        if number < len(LAUNCHES):
+        if scheme in GRIDS:
+            check_grid(scheme)
+        elif scheme == "SQuat":
+            check_squat()
+        elif scheme == "MixKVQ":
+            check_selection()
+        elif number < len(LAUNCHES):
             fused.quantise(*random(1, 128), *rules(scheme), launch=LAUNCHES[number])
         else:
             check_append(scheme)
@@ -226,7 +340,9 @@ def compile_one(job: tuple[str, int]) -> str:
 
 def compile_all(schemes: list[str]) -> None:
     """Into Triton's cache on disk, a process a core."""
-    jobs = [(scheme, number) for number in (3, 0, 1, 2) for scheme in schemes]
+    whole = [s for s in schemes if s in SCHEMES]
+    jobs = [(scheme, number) for number in (3, 0, 1, 2) for scheme in whole]
+    jobs += [(scheme, 0) for scheme in schemes if scheme not in SCHEMES]
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for said in pool.map(compile_one, jobs):
@@ -236,11 +352,12 @@ def compile_all(schemes: list[str]) -> None:
 
 def show(row: dict[str, Any]) -> None:
     if row["microseconds"] is None:
-        print(f"{row['operation']:12} {row['scheme']:20}: WRONG, differing {row['differing']}", flush=True)
+        print(f"{row['operation']:14} {row['scheme']:20}: WRONG, differing {row['differing']}", flush=True)
         return
-    more = f", launches {row['tried']}" if "tried" in row else ""
+    more = f", of issue {row['fraction_of_issue']:.2f}" if "fraction_of_issue" in row else ""
+    more += f", launches {row['tried']}" if "tried" in row else ""
     print(
-        f"{row['operation']:12} {row['scheme']:20}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, of copy "
+        f"{row['operation']:14} {row['scheme']:20}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, of copy "
         f"{row['fraction_of_copy']:.3f}{more}",
         flush=True,
     )
@@ -254,7 +371,11 @@ def main() -> None:
     chosen = options.parse_args()
     began = time.time()
     torch.manual_seed(0)
-    wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]
+    wanted = [
+        s
+        for s in [*SCHEMES, *GRIDS, "SQuat", "MixKVQ"]
+        if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))
+    ]
     compile_all(wanted)
     print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
     clock = Clock()
@@ -265,13 +386,19 @@ def main() -> None:
         f"{result['device']}, torch {torch.__version__}, triton {triton.__version__}, copy {copy / 1e12:.2f} TB/s",
         flush=True,
     )
-    jobs: list[tuple[str, str]] = [(s, "prefill") for s in wanted] + [(s, "append") for s in wanted]
+    jobs = [(s, "prefill") for s in wanted] + [(s, "append") for s in wanted if s in SCHEMES]
     for scheme, what in jobs:
         if time.time() - began > chosen.seconds:
             print(f"{scheme} {what}: not measured, {chosen.seconds:g} s are over", flush=True)
             continue
         try:
-            if what == "prefill":
+            if scheme in GRIDS:
+                rows = [measure_grid(clock, scheme, copy)]
+            elif scheme == "SQuat":
+                rows = [measure_squat(clock, copy)]
+            elif scheme == "MixKVQ":
+                rows = [measure_selection(clock, copy)]
+            elif what == "prefill":
                 rows = [measure_prefill(clock, scheme, copy)]
             elif differs := check_append(scheme):
                 rows = [{"operation": "append", "scheme": scheme, "microseconds": None, "differing": differs}]

@@ -240,8 +240,7 @@ def attend(
     in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it.
     """
     if ring:
-        slots = (torch.arange(recent[0].shape[2], device=q.device) + blocks[:, None] * BLOCK) % recent[0].shape[2]
-        index = slots[:, None, :, None].expand_as(recent[0])
+        index = ring_slots(blocks, recent[0].shape[2])[:, None, :, None].expand_as(recent[0])
         recent = (recent[0].gather(2, index), recent[1].gather(2, index), recent[2])
     ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
     parts = [(q, sink[0]), (q if packed_q is None else packed_q, decode(keys)), (q, recent[0])]
@@ -258,6 +257,11 @@ def attend(
     scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
     kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
     return (scores.softmax(-1) @ v.masked_fill(~kept, 0)).to(q.dtype)
+
+
+def ring_slots(blocks: Tensor, room: int) -> Tensor:
+    """Where token j of a row's recent window lies in a ring: blocks (B,), its packed ones -> (B, room) int64."""
+    return (torch.arange(room, device=blocks.device) + blocks[:, None] * BLOCK) % room
 
 
 def _seen(room: int, limit: Tensor) -> Tensor:

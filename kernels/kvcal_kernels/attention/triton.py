@@ -459,7 +459,10 @@ def _exact(
     return b_m, b_l, acc
 
 
-@triton.jit(do_not_specialize=["room", "sink_room", "recent_room", "splits"])
+@triton.jit(
+    do_not_specialize=["room", "sink_room", "recent_room", "splits"],
+    do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],  # rows of one tensor, as they come
+)
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, room, sink_room, recent_room, splits, factor,

@@ -427,6 +427,11 @@ def _write(
 
 
 @triton.jit
+def _any(bad, BIT: tl.constexpr):
+    return tl.max(tl.max(bad & BIT, 1), 0)
+
+
+@triton.jit
 def _role(
     p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags,
     i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
@@ -466,8 +471,8 @@ def _role(
                 SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
                 VALUE, FACTOR, STORED, NW, ASM,
             )  # fmt: skip
-            if tl.max(tl.max(bad, 1), 0) != 0:
-                found = tl.reduce_or(tl.reduce_or(bad, 1), 0)
+            found = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
+            if found != 0:
                 tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
 
 
@@ -606,7 +611,8 @@ def quantise(
     launch: Launch | None = None,
 ) -> tuple[Blocks, Blocks, Tensor]:
     """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
-    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1.
+    those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1, and any
+    two dtypes.
     """
     batch, heads, tokens = k.shape[:3]
     for name, x, form in (("keys", k, key.form), ("values", v, value.form)):
@@ -660,10 +666,8 @@ def _launch(
 
 
 def _check_input(name: str, x: Tensor, k: Tensor, form: Form) -> None:
-    if x.shape != k.shape or x.ndim != 4 or x.shape[3] != form.dim or x.dtype != k.dtype:
-        raise ValueError(
-            f"{name} {tuple(x.shape)} {x.dtype}: must be {(*k.shape[:3], form.dim)} {k.dtype}, as keys and values alike"
-        )
+    if x.shape != k.shape or x.ndim != 4 or x.shape[3] != form.dim:
+        raise ValueError(f"{name} {tuple(x.shape)}: must be {(*k.shape[:3], form.dim)}, as keys and values alike")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"{name} of {x.dtype}: must be float16, bfloat16 or float32")
     if x.stride(3) != 1:
@@ -677,6 +681,8 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, 
     for name, x, rule, made in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
         form = rule.form
         _check_input(name, x, k, form)
+        if x.dtype != k.dtype:
+            raise ValueError(f"{name} of {x.dtype}: must be {k.dtype}, as keys and values alike")
         if windows.block % (BLOCK * form.scale_blocks):
             raise ValueError(
                 f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}"

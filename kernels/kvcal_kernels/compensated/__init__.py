@@ -1,0 +1,5 @@
+"""Error-compensated rounding (SQuat)."""
+
+from .reference import Moves, corrected, moves
+
+__all__ = ["Moves", "corrected", "moves"]

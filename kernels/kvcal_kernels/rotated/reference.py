@@ -1,0 +1,55 @@
+"""HIGGS and TurboQuant: rotate each kv head, divide by the norm, take the nearest point of a grid.
+
+Numbers are those of the codec `higgs` (kvcal_artifacts/codecs/higgs.py) along channels with rotation per head, bit for
+bit as it gives them on a CPU: butterflies in the order of `hadamard`, squares added as `tree_sum` adds them, the first of
+equally near points.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..hadamard import largest_power_of_two, rotate, tree_sum
+from ..lattice import nearest
+
+NONFINITE, SCALE = 1, 2  # flags, as of quantise.reference
+HALF_MAX = 65504.0
+LEAST = 1e-30  # a norm of nothing is taken for this
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """points (n, d) float32, n <= 256; sign (H * D,) int8. norms: 1 a token, or one a kv head, H. gain: the stored norm
+    is that much larger than what numbers are divided by.
+    """
+
+    points: Tensor
+    sign: Tensor
+    norms: int = 1
+    gain: float = 1.0
+
+    @functools.cached_property
+    def half(self) -> Tensor:
+        """|g|^2 / 2 (n,) as lattice.nearest has it on a CPU; made once, as a CUDA graph must find it where it was."""
+        own = self.points.cpu()
+        return (0.5 * (own * own).sum(-1)).to(self.points.device)
+
+
+def encode(x: Tensor, how: Rotated) -> tuple[Tensor, Tensor, Tensor]:
+    """x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms, T), and
+    flags int32 (H,), with one norm a token the same for all heads.
+    """
+    heads, dim = x.shape[1], x.shape[3]
+    vectors = x.float().movedim(1, 2).flatten(2)
+    groups = rotate(vectors, how.sign, largest_power_of_two(dim)).unflatten(-1, (how.norms, -1))
+    norm = (tree_sum(groups * groups) / groups.shape[-1]).sqrt() * how.gain
+    stored = norm.half()
+    scaled = groups * (stored.float().clamp_min(LEAST).reciprocal() * how.gain)[..., None]
+    codes = nearest(scaled.reshape(-1, how.points.shape[1]), how.points).view(*vectors.shape[:2], heads, -1)
+    big = (~(norm <= HALF_MAX)).flatten(0, 1).any(0).expand(heads)
+    bad = (~torch.isfinite(x)).flatten(2).any(-1).any(0)
+    return codes.movedim(2, 1), stored.movedim(2, 1).contiguous(), (bad.int() * NONFINITE) | (big.int() * SCALE)

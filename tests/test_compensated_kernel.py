@@ -1,0 +1,152 @@
+"""Error-compensated rounding: the reference against the codec, the Triton kernel against the reference in the
+interpreter and on a GPU, and what it compiles to without one. Also run by itself: TRITON_INTERPRET=1 python -m
+test_compensated_kernel
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled import compiled, resources
+from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
+from kvcal_kernels.attention import Form
+from kvcal_kernels.compensated import Moves, corrected, moves
+from kvcal_kernels.quantise import Rule, reference
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+Case = tuple[int, int, int, int, int]
+CASES: list[Case] = [  # head_dim, channels, block, group, bits
+    (128, 64, 32, 32, 2),
+    (96, 64, 32, 32, 3),
+    (64, 16, 64, 32, 2),
+    (256, 64, 32, 32, 4),
+    (64, 32, 128, 128, 2),
+]
+
+
+def made(case: Case, dtype: torch.dtype = torch.float16) -> tuple[Squat, Moves, Tensor]:
+    """A codec of 2 kv heads with a subspace that moves much, what the kernel takes in its place, and keys (2, 2, 3
+    blocks, D).
+    """
+    dim, channels, block, group, bits = case
+    g = torch.Generator().manual_seed(dim)
+    inner = Uniform(Shape(2, dim, block), "key", bits, group, "token")
+    codec = Squat(inner, 5, 0.1, channels, "calibrated", calibrated=torch.randn(2, 5, dim, generator=g) * 3)
+    x = torch.randn(2, 2, 3 * block, dim, generator=g) * 2 + 1
+    x[0, :, :block], x[1, 0] = 0, x[1, 0] * 1e-6
+    basis = next(codec._bases(Context(), codec.shape.blocks(x)))[1]
+    return codec, moves(codec._responses(basis), channels), x.to(dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_keys_are_those_of_the_codec(case: Case) -> None:
+    codec, own, x = made(case)
+    dim, _, block, group, bits = case
+    found = corrected(x, own, bits, group, block)
+    assert torch.equal(found, codec.corrected(x, Context()))
+    assert (found - x.float()).abs().max() > 0.1
+    if group == 32:
+        packed, _ = reference.quantise(found, Rule(Form("key", dim, bits, group, False, False), "asymmetric"))
+        wanted = codec.as_blocks(codec.encode(x)) if not isinstance(codec.fused(), str) else None
+        assert wanted is None or torch.equal(packed.words, wanted.words)
+
+
+def test_digits_are_those_of_the_weights() -> None:
+    for own in (made(case)[1] for case in CASES[:3]):
+        for weight, digits in zip(own.weights, own.digits, strict=True):
+            assert digits.abs().max() <= 512
+            assert torch.equal(sum(digits[i].double() * 256**i for i in range(3)), weight)
+
+
+def differs(module: Any, case: Case, own: Moves, x: Tensor) -> bool:
+    _, _, block, group, bits = case
+    on_cpu = Moves(own.channels, [t.cpu() for t in own.weights], [t.cpu() for t in own.units])
+    return not torch.equal(
+        module.corrected(x, own, bits, group, block).cpu(), corrected(x.cpu(), on_cpu, bits, group, block)
+    )
+
+
+def main() -> None:
+    from kvcal_kernels.compensated import triton
+
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    for number, case in enumerate(CASES[:3]):
+        _, own, x = made(case, dtypes[number])
+        if number == 1:  # a row's own weights
+            own = Moves(own.channels, [w.repeat(2, 1, 1, 1) for w in own.weights], [u.repeat(2, 1) for u in own.units])
+        print(differs(triton, case, own, x.transpose(1, 2).contiguous().transpose(1, 2)))
+
+
+@needs_triton
+def test_interpreted_kernel_agrees_with_the_reference() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "test_compensated_kernel"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False"] * 3
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x, own, block: (x[:, :, :40], own, block), "40 tokens in blocks of 32"),
+        (lambda x, own, block: (x.double(), own, block), "torch.float64"),
+        (lambda x, own, block: (x.repeat(2, 1, 1, 1), Moves(64, [own.weights[0][:, :1]], own.units), block), "step 0"),
+        (lambda x, own, block: (x, Moves(48, [own.weights[0][:, :, :48]], own.units), block), "step 0"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
+    from kvcal_kernels.compensated import triton
+
+    _, own, x = made(CASES[0])
+    x, own, block = change(x, own, 32)
+    with pytest.raises(ValueError, match=says):
+        triton.corrected(x, own, 2, 32, block)
+
+
+TYPES = {"p_x": "*fp16", "p_out": "*fp32", "p_weight": "*fp16", "p_unit": "*fp64"}
+
+
+@needs_triton
+@pytest.mark.parametrize(("case", "capability"), [(CASES[0], 90), (CASES[0], 87)], ids=str)
+def test_compiled_kernel_spills_nothing(case: Case, capability: int, tmp_path: Path) -> None:
+    import triton as compiler
+
+    from kvcal_kernels.compensated import triton
+
+    if compiler.__version__ != "3.7.1":
+        pytest.skip(f"triton {compiler.__version__}: counts are those of 3.7.1")
+    dim, channels, block, group, bits = case
+    constants = triton.settings(0, channels, 8, dim, bits, group, block)
+    names = [name for name in triton.correct_kernel.arg_names if name not in constants]
+    aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
+    types = {name: TYPES.get(name, "i32") for name in names}
+    options: dict[str, Any] = {"num_warps": triton.warps(block), "num_stages": 1, "enable_fp_fusion": False}
+    own = compiled(triton.correct_kernel, types, constants, aligned, capability, **options)
+    assert resources(own, tmp_path)[1] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu(case: Case) -> None:
+    from kvcal_kernels.compensated import triton
+
+    _, own, x = made(case)
+    there = Moves(own.channels, [t.cuda() for t in own.weights], [t.cuda() for t in own.units])
+    assert not differs(triton, case, there, x.cuda())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

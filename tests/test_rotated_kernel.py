@@ -1,0 +1,162 @@
+"""Rotation, norm and nearest point: the reference against the codec, the Triton kernel against the reference in the
+interpreter and on a GPU, and what it compiles to without one. Also run by itself: TRITON_INTERPRET=1 python -m
+test_rotated_kernel
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled import compiled, loops, resources
+from kvcal_artifacts.codecs import Higgs, Shape
+from kvcal_kernels.packing import unpack
+from kvcal_kernels.rotated import Rotated, encode, reference
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
+    (2, 16, "token", "mse", 64),
+    (2, 64, "head", "debiased", 128),
+    (2, 256, "token", "debiased", 64),
+    (4, 256, "token", "mse", 64),
+    (1, 4, "head", "mse", 256),
+    (1, 8, "token", "debiased", 64),
+    (1, 16, "head", "mse", 64),
+]
+
+
+def made(case: tuple[int, int, str, str, int], dtype: torch.dtype = torch.float16) -> tuple[Higgs, Rotated, Tensor]:
+    """A codec of 2 kv heads, what the kernel takes in its place, and numbers (2, 2, 64, D), some tokens of nothing or
+    almost.
+    """
+    d, n, norm, gain, dim = case
+    codec: Any = Higgs(Shape(2, dim, 32), "key", d, n, norm=norm, gain=gain, seed=n)  # type: ignore[arg-type]
+    x = torch.randn(2, 2, 64, dim, generator=torch.Generator().manual_seed(n)) * 3
+    x[..., ::9] *= 20
+    x[0, :, 3], x[1, :, 7], x[1, :, 8] = 0, 1e-7, 2.5
+    return codec, Rotated(codec.grid, codec.sign, 1 if norm == "token" else 2, codec._gain), x.to(dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers_are_those_of_the_codec(case: Any) -> None:
+    codec, how, x = made(case)
+    codes, norm, flags = encode(x, how)
+    packed = codec.encode(x)
+    wanted = codec._load_codes(unpack(packed["codes"], codec.code_bits, codec._packed_count))
+    assert torch.equal(codes, wanted.unflatten(-1, (2, -1)).movedim(3, 1).flatten(2, 3))
+    assert torch.equal(norm, packed["norm"].flatten(2))
+    assert not flags.any()
+
+
+@pytest.mark.parametrize(("number", "says"), [(torch.nan, reference.NONFINITE), (3e7, reference.SCALE)])
+def test_what_the_codec_refuses_is_flagged(number: float, says: int) -> None:
+    _, how, x = made(CASES[4], torch.float32)
+    x[1, 1, 5, 6] = number
+    flags = encode(x, how)[2]
+    assert flags[0] == 0
+    assert flags[1] & says
+
+
+def differing(module: Any, how: Rotated, x: Tensor) -> list[str]:
+    found, wanted = (
+        module.encode(x, how),
+        encode(x.cpu(), Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain)),
+    )
+    names = ("codes", "norm", "flags")
+    return [name for name, a, b in zip(names, found, wanted, strict=True) if not torch.equal(a.cpu(), b)]
+
+
+def main() -> None:
+    from kvcal_kernels.rotated import triton
+
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    for number, case in enumerate(CASES[:2] + CASES[3:6]):
+        _, how, x = made(case, dtypes[number % 3])
+        print(*differing(triton, how, x[:1, :, 1:20] if number else x.transpose(1, 2).contiguous().transpose(1, 2)))
+    x[1, 1, 5, 6] = torch.inf
+    print(triton.encode(x, how)[2].tolist())
+
+
+@needs_triton
+def test_interpreted_kernel_agrees_with_the_reference() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "test_rotated_kernel"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    flags = [int(flag) & reference.NONFINITE for flag in done.stdout.splitlines()[-1].strip("[]").split(",")]
+    assert done.stdout.splitlines()[:-1] == [""] * 5
+    assert flags == [0, reference.NONFINITE]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x, how: (x[:, :, :, :48], how), "must be powers of two"),
+        (lambda x, how: (x.double(), how), "torch.float64"),
+        (lambda x, how: (x.mT.contiguous().mT, how), "contiguous channels"),
+        (lambda x, how: (x, Rotated(how.points, how.sign[:3])), r"signs \(3,\)"),
+        (lambda x, how: (x, Rotated(how.points, how.sign, 5)), "5 norms"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
+    from kvcal_kernels.rotated import triton
+
+    _, how, x = made(CASES[0])
+    with pytest.raises(ValueError, match=says):
+        triton.encode(*change(x, how))
+
+
+TYPES = {
+    "p_x": "*fp16", "p_sign": "*i8", "p_points": "*fp32", "p_half": "*fp32", "p_codes": "*u8", "p_norm": "*fp16",
+    "p_flags": "*i32", "scale": "fp32", "gain": "fp32",
+}  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(("d", "ceiling"), [(2, 3.6), (1, 5.5)])
+def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: Path) -> None:
+    """Instructions a number and point of the loop over points; 8 heads of 128. Rotation and norm take about 50 a number
+    besides.
+    """
+    import triton as compiler
+
+    from kvcal_kernels.rotated import triton
+
+    if compiler.__version__ != "3.7.1":
+        pytest.skip(f"triton {compiler.__version__}: counts are those of 3.7.1")
+    how = Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8))
+    constants = triton.settings(how, 8, 128) | {"ASM": True}
+    names = [name for name in triton.encode_kernel.arg_names if name not in constants]
+    aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
+    types = {name: TYPES.get(name, "i32") for name in names}
+    own = compiled(
+        triton.encode_kernel, types, constants, aligned, 90, num_warps=4, num_stages=1, enable_fp_fusion=False
+    )
+    assert resources(own, tmp_path)[1] == 0
+    found = [loop.total() / (triton.NUMBERS / 128) for loop in loops(own, tmp_path)]
+    assert len(found) == 1
+    assert found[0] <= ceiling
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu(case: Any) -> None:
+    from kvcal_kernels.rotated import triton
+
+    _, how, x = made(case)
+    assert differing(triton, Rotated(how.points.cuda(), how.sign.cuda(), how.norms, how.gain), x.cuda()) == []
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,136 @@
+"""Choice of channels: the reference against the codec, the Triton kernel against the reference in the interpreter and
+on a GPU. Also run by itself: TRITON_INTERPRET=1 python -m test_salience_kernel
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled import compiled, resources
+from kvcal_artifacts.codecs import Context, MixKVQ, Shape
+from kvcal_kernels.salience import Tiers, select
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+CASES: list[tuple[Tiers, str, int]] = [  # tiers, importance of a "block", a "row" or "none", head_dim
+    (Tiers(), "row", 64),
+    (Tiers(0.7, 1.6, 4), "block", 128),
+    (Tiers(0.5, 0.9, 8, median=False), "none", 64),
+    (Tiers(full=8, four=16), "block", 64),
+    (Tiers(0.0, 0.0), "row", 32),
+]
+
+
+def made(case: tuple[Tiers, str, int], dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor | None]:
+    """Keys (2, 4, 96, D) and importance; equal channels, channels and a whole block of nothing among them."""
+    _, kind, dim = case
+    g = torch.Generator().manual_seed(dim)
+    x = torch.randn(2, 4, 96, dim, generator=g) * torch.rand(dim, generator=g) * 2
+    x[..., 5], x[..., 9], x[..., 20:24] = x[..., 3], x[..., 3], 1.5
+    x[1, :, 32:64] = 0.25
+    own = torch.rand(2, 4, 3 if kind == "block" else 1, dim, generator=g)
+    own[..., 5], own[..., 9], own[..., 11] = own[..., 3], own[..., 3], 0
+    return x.to(dtype), None if kind == "none" else own
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_choices_are_those_of_the_codec(case: Any) -> None:
+    how, kind, dim = case
+    x, importance = made(case)
+    own: dict[str, Any] = {"importance": "none" if kind == "none" else "query"}
+    own |= {"full": how.full, "four": how.four, "normalise": "median" if how.median else "none"}
+    codec = MixKVQ(Shape(4, dim, 32), "key", how.low, how.high, round_up=how.round_up, **own)
+    context = Context(stats={} if importance is None else {"query_abs": importance})
+    wanted = codec.tiers(codec.salience(x, context))
+    assert all(torch.equal(a.long(), b) for a, b in zip(select(x, importance, how, 32), wanted, strict=True))
+    if how.round_up == 4:
+        assert len(wanted[1].unique()) > 1
+
+
+def differing(module: Any, case: Any, x: Tensor, importance: Tensor | None) -> list[int]:
+    found = module.select(x, importance, case[0], 32)
+    wanted = select(x.cpu(), None if importance is None else importance.cpu(), case[0], 32)
+    return [i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if not torch.equal(a.cpu(), b)]
+
+
+def main() -> None:
+    from kvcal_kernels.salience import triton
+
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    for number, case in enumerate(CASES):
+        x, importance = made(case, dtypes[number % 3])
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        if number:  # the row with a block of nothing
+            x, importance = x[1:, :, 32:], None if importance is None else importance[1:, :, -2:]
+        print(differing(triton, case, x, importance))
+
+
+@needs_triton
+def test_interpreted_kernel_agrees_with_the_reference() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "test_salience_kernel"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]"] * len(CASES)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x, own: (x[:, :3], own), "must be powers of two"),
+        (lambda x, own: (x[:, :, :40], own), "40 tokens: must be whole blocks of 32"),
+        (lambda x, own: (x.double(), own), "torch.float64"),
+        (lambda x, own: (x, own.half()), "importance .* torch.float16"),
+        (lambda x, own: (x, own[:1]), "importance"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
+    from kvcal_kernels.salience import triton
+
+    with pytest.raises(ValueError, match=says):
+        triton.select(*change(*made(CASES[0])), Tiers(), 32)
+
+
+TYPES = {
+    "p_x": "*fp16", "p_importance": "*fp32", "p_salience": "*fp32", "p_perm": "*u8", "p_first": "*i32", "p_second": "*i32",
+    "low": "fp32", "high": "fp32",
+}  # fmt: skip
+
+
+@needs_triton
+def test_compiled_kernel_spills_nothing(tmp_path: Path) -> None:
+    from kvcal_kernels.salience import triton
+
+    constants = {"HEADS": 8, "DIM": 128, "BLOCK": 32, "ROUND": 8, "FULL": 0, "FOUR": 0}
+    constants |= {"FIXED": False, "MEDIAN": True, "WEIGHED": True}
+    names = [name for name in triton.select_kernel.arg_names if name not in constants]
+    aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
+    types = {name: TYPES.get(name, "i32") for name in names}
+    own = compiled(
+        triton.select_kernel, types, constants, aligned, 90, num_warps=4, num_stages=1, enable_fp_fusion=False
+    )
+    assert resources(own, tmp_path)[1] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_a_gpu(case: Any) -> None:
+    from kvcal_kernels.salience import triton
+
+    x, importance = made(case)
+    assert differing(triton, case, x.cuda(), None if importance is None else importance.cuda()) == []
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
