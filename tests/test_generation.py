@@ -375,6 +375,12 @@ def test_the_script_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "-1 s are over" in capsys.readouterr().out and not (tmp_path / "none").exists()
 
 
+def test_what_takes_the_place_of_quantos_code() -> None:
+    packed = torch.tensor([0b11100100, 0b00011011], dtype=torch.uint8)
+    assert script().unpacked(packed, 2).tolist() == [0, 3, 1, 2, 2, 1, 3, 0]
+    assert script().unpacked(packed, 4).tolist() == [4, 11, 14, 1]
+
+
 def test_the_script_begins_with_what_matters_most() -> None:
     fast, slow, ours = plain("full"), plain("Dynamic"), [kind("inner-4"), kind("kivi-2-g128")]
     jobs = script().order([slow, *ours, fast])

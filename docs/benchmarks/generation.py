@@ -15,11 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +36,8 @@ from kvcal.commands.bench import numbers
 SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
 LIBRARIES = ("torch", "triton", "transformers", "optimum-quanto")
 GIB = 2**30
+BUILD = "from optimum.quanto.library.extensions.extension import get_extension; get_extension('quanto_cuda').lib"
+BUILD_SECONDS = 240.0
 
 
 def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
@@ -49,6 +54,33 @@ def rows_of(job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int]
     if job == "long":
         return generation.generate_rows(chosen.model, model, [kind], [(1, chosen.long)], device)
     return generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found=found)
+
+
+def quanto_building(on_gpu: bool) -> subprocess.Popen[bytes] | None:
+    """optimum-quanto compiles its CUDA code on first use, which takes minutes: beside what is measured before it is needed."""
+    if not on_gpu or not caches.installed("optimum.quanto"):
+        return None
+    return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def quanto_built(building: subprocess.Popen[bytes] | None, seconds: float) -> str:
+    """Wait for it; if it fails, torch unpacks as quanto does on a CPU. What rows are to say of it."""
+    if building is None:
+        return ""
+    try:
+        if building.wait(max(1.0, seconds)) == 0:
+            return ""
+    except subprocess.TimeoutExpired:
+        building.kill()
+    from optimum.quanto.library.extensions.extension import get_extension
+
+    get_extension("quanto_cuda")._lib = SimpleNamespace(unpack=unpacked)
+    return ", unpacked by torch: its CUDA code was not built here"
+
+
+def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 (n, ...) of 8 / bits numbers each -> (8 / bits * n, ...), the lowest bits first."""
+    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
 
 
 def show(row: Row) -> str:
@@ -119,6 +151,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if on_gpu:
         about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
+    building, quanto = quanto_building(on_gpu), ""
     every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
     rows: list[Row] = []
     found: dict[str, int] = {}
@@ -133,6 +166,9 @@ def main(given: Sequence[str] | None = None) -> None:
             print(f"{name}: not measured, {chosen.seconds:g} s are over")
             continue
         job_began = time.time()
+        if "quanto" in kind.name:
+            quanto = quanto or quanto_built(building, min(BUILD_SECONDS, chosen.seconds + began - job_began))
+            kind = replace(kind, path=kind.path + quanto)
         try:
             for row in rows_of(job, kind, model, chosen, found, device):
                 rows.append(row)

@@ -30,7 +30,7 @@ LEAST = CHECKED
 SECONDS = 3.0  # for timing a pass, at most
 TOLERANCE = 8  # units of the dtype's eps, relative error of logits: products may be taken by another kernel in a graph
 ALIKE = 0.99  # of the bytes of a packed block
-MARGIN = 1 << 26  # bytes that recording takes besides what an eager step took
+MARGIN = 1 << 28  # bytes that recording takes besides what an eager step took
 
 
 @dataclass(frozen=True)
