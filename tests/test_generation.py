@@ -295,6 +295,7 @@ def devices_memory(monkeypatch: pytest.MonkeyPatch, each: dict[str, int], total:
         return fake(bytes=used, graph=100.0 * batch, apart=0.0)
 
     monkeypatch.setattr(decoding, "run", run)
+    monkeypatch.setattr(decoding, "capacity", lambda device: total)
     return asked
 
 
@@ -302,7 +303,7 @@ def devices_memory(monkeypatch: pytest.MonkeyPatch, each: dict[str, int], total:
 def test_the_largest_batch_is_found_in_few_trials(monkeypatch: pytest.MonkeyPatch, total: int) -> None:
     full, static, ours = plain("full"), plain("StaticCache"), kind("inner-4")
     asked = devices_memory(monkeypatch, {full.path: 1000, static.path: 1000, ours.path: 190}, total)
-    found = list(generation.largest_batch_rows("m", model(), [full, static, ours], 99, "x", total))
+    found = list(generation.largest_batch_rows("m", model(), [full, static, ours], 99, "x"))
     for one, size in ((full, 1000), (static, 1000), (ours, 190)):
         fitting = [n for n in range(1, 900) if FIXED + n * size + WASTE * (n % 2) <= total]
         own = [row for row in found if row.path.startswith(one.path)]
@@ -418,8 +419,7 @@ def test_the_largest_batch_on_a_gpu() -> None:
         every = [
             one for one in caches.kinds(served, own, [schemes.named("inner-4", own)]) if one.path != "DynamicCache"
         ]
-        total = torch.cuda.mem_get_info()[1] * share
-        found = list(generation.largest_batch_rows("m", served, every, 65536, "gpu", total))
+        found = list(generation.largest_batch_rows("m", served, every, 65536, "gpu"))
         found = generation.beside_fp16(found)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

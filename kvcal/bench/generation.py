@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from . import decoding
 from .caches import Kind
 from .decoding import Ran, ran_out, released
@@ -167,29 +165,18 @@ def estimate(used: dict[int, int], total: float) -> int:
     return max(1, int(few + (total - least) / each)) if each > 0 else many
 
 
-def capacity(device: torch.device, limit: float | None = None) -> float:
-    """Bytes in use, as the driver counts, at which the device is full, or torch has what it may take: `limit` bytes."""
-    if device.type != "cuda":
-        return limit or 0.0
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return float(total) if limit is None else min(total, limit + others)
-
-
 def largest_batch_rows(
     model_name: str,
     model: Any,
     every: Sequence[Kind],
     length: int,
     device: str,
-    limit: float | None = None,
     found: dict[str, int] | None = None,
 ) -> Iterator[Row]:
     """Measured: the largest batch at that length, and the tokens a second there, as they are found.
 
     A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried with
-    its neighbours. limit: bytes that torch may take, None for all of the device. found: of earlier calls, by
-    path; is added to.
+    its neighbours. found: of earlier calls, by path; is added to.
     """
     found = {} if found is None else found
     for kind in every:
@@ -204,7 +191,7 @@ def largest_batch_rows(
 
         def better(ran: dict[int, Ran | str] = ran) -> int:
             used = {n: one.bytes for n, one in ran.items() if isinstance(one, Ran)}
-            return estimate(used, capacity(model.device, limit)) if len(used) > 1 else 0
+            return estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
 
         search = Search(fits, trials=TRIALS, better=better)
         start = found.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low

@@ -282,10 +282,9 @@ def _generation(
         say("decode steps from caches filled with random packed data")
         measured += generation.generate_rows(source.name, model, every, shapes, where.name)
     if on_gpu and "largest-batch" in wanted:
-        limit = o["memory"] * 2**30 if o["memory"] else None
         for length in dict.fromkeys(length for _, length in shapes):
             say(f"largest batch at {length} tokens")
-            measured += generation.largest_batch_rows(source.name, model, every, length, where.name, limit)
+            measured += generation.largest_batch_rows(source.name, model, every, length, where.name)
     if on_gpu and "longest-generation" in wanted:
         gib = o["memory"] or torch.cuda.get_device_properties(where.device).total_memory / 2**30
         say(f"longest generation on {gib:g} GiB")
