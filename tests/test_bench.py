@@ -17,6 +17,7 @@ import torch
 
 from architectures import TINY
 from kvcal.bench import (
+    caches,
     devices,
     filled,
     generation,
@@ -387,21 +388,12 @@ def test_a_filled_cache_goes_on_generating(name: str) -> None:
         assert cache.ledger.blocks.tolist() == [3, 3]
 
 
-def test_generation_rows() -> None:
-    geometry, tiny = GEOMETRY, LLAMA
-    every = generation.kinds(tiny, geometry, [schemes.named("kivi-2", geometry)])
-    found = generation.generate_rows("tiny", tiny, geometry, every, [(2, 200)], "cpu")
-    full, ours = [row for row in found if row.path == "DynamicCache" or row.path.startswith("reference: decode, then")]
-    assert full.ratio_to_fp16 == 1
-    assert ours.more["tokens_per_second"] == pytest.approx(2e6 / ours.microseconds)  # type: ignore[operator]
-    assert ours.more["peak_bytes"] > 0
-
-
 @pytest.mark.parametrize(
     ("limit", "start", "step"), [(0, 1, 1), (1, 1, 1), (5, 1, 1), (1000, 1024, 256), (70000, 1024, 256)]
 )
 def test_the_search_for_the_largest(limit: int, start: int, step: int) -> None:
-    assert generation.largest(lambda n: n <= limit, start, step) == limit // step * step
+    search = generation.Search(lambda n: n <= limit, step)
+    assert search.run(start) == limit // step * step and search.proven
 
 
 def test_a_memory_is_filled_and_not_more() -> None:
@@ -610,7 +602,6 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
 def test_generation_on_a_gpu() -> None:
     model = TINY["llama"]().to("cuda", torch.bfloat16)
     own = [schemes.named(name, GEOMETRY) for name in ("innerq-base", "mixkvq", "aqua-kv-2")]
-    every = generation.kinds(model, GEOMETRY, own)
-    found = generation.generate_rows("llama", model, GEOMETRY, every, [(2, 400)], "gpu")
+    every = caches.kinds(model, GEOMETRY, own)
+    found = list(generation.generate_rows("llama", model, every, [(2, 400)], "gpu"))
     assert all(row.microseconds and row.more["peak_bytes"] > 0 for row in found)
-    assert generation.fits(model, every[1].maker, 1, 400)  # type: ignore[arg-type]

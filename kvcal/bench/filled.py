@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
-from kvcal_artifacts.ledger import Ledger
+from kvcal_artifacts.fixed import FixedLayer
+from kvcal_artifacts.ledger import Ledger, Plan
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.statistics import Prefixes
 from kvcal_artifacts.store import Ragged, Stored
@@ -33,45 +34,69 @@ def scheme_of(model: Any, one: Benched) -> Scheme:
     return Scheme(one.windows, one.frame, tuple([inner] * depth + layers[depth:]))
 
 
-def filled_cache(
-    model: Any, geometry: Geometry, one: Benched, batch: int, length: int, max_length: int | None = None
-) -> KVCalCache:
-    """A cache of that scheme that holds `length` random tokens in each row. max_length: of KVCalCache."""
-    cache = KVCalCache(scheme_of(model, one), model, max_length=max_length)
+def filled_cache(model: Any, geometry: Geometry, one: Benched, batch: int, length: int, **options: Any) -> KVCalCache:
+    """A cache of that scheme that holds `length` random tokens in each row; options: of KVCalCache."""
+    cache = KVCalCache(scheme_of(model, one), model, **options)
+    fill_cache(cache, geometry, one, batch, length)
+    return cache
+
+
+def fill_cache(cache: KVCalCache, geometry: Geometry, one: Benched, batch: int, length: int) -> None:
+    """Into an empty cache; after a reset() the same bytes again, where storage is allocated once at the same addresses."""
+    model: Any = cache.model
     plan = cache.ledger.begin(batch, length, None)
     if one.frame == "pre_rope":
         places = torch.arange(length, dtype=torch.int32, device=model.device)
         cache.ledger.positions = places[None].repeat(batch, 1)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, KVCalLayer):
-            _fill_layer(layer, geometry, one, batch, plan.window, plan.flush, model)
-            layer.columns = length
-            layer.publish()
+            codecs = cache.scheme.layers[index]
+            assert codecs is not None
+            tokens_in = one.windows.sink + one.windows.recent + BLOCKS * one.windows.block
+            case = Case(replace(one, codecs=codecs), geometry, 1, tokens_in, model.device, model.dtype)
+            _fill_layer(layer, case, batch, plan, length)
         else:  # left to Transformers by the scheme
             layer.update(*(tokens(model, geometry, batch, length, 2 * index + role) for role in (0, 1)))
-    return cache
 
 
-def _fill_layer(
-    layer: KVCalLayer, geometry: Geometry, one: Benched, batch: int, window: int, blocks: int, model: Any
-) -> None:
-    own = one.windows
-    tokens = own.sink + own.recent + BLOCKS * own.block
-    case = Case(replace(one, codecs=layer.codecs), geometry, 1, tokens, model.device, model.dtype)
-    filled = fill(case)
-    empty = case.random(geometry.kv_heads, 0, salt=0).expand(batch, -1, -1, -1)
+def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: int) -> None:
+    filled, heads = fill(case), case.geometry.kv_heads
+    empty = case.random(heads, 0, salt=0).expand(batch, -1, -1, -1)
     layer.lazy_initialization(empty, empty)
     layer.sink = [x.expand(batch, -1, -1, -1).contiguous() for x in filled.sink]
     layer.window = [
-        case.random(geometry.kv_heads, window, salt=7 + role).expand(batch, -1, -1, -1).contiguous() for role in (0, 1)
+        case.random(heads, plan.window, salt=7 + role).expand(batch, -1, -1, -1).contiguous() for role in (0, 1)
     ]
-    layer.packed = [{name: repeated(x, batch, blocks) for name, x in packed.items()} for packed in filled.packed]
+    _observe(layer, case, batch)
+    layer.columns = length
+    if isinstance(layer, FixedLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
+        layer.publish()
+        for role, packed in enumerate(filled.packed):
+            for name, x in packed.items():
+                assert isinstance(x, Tensor)
+                cycled(layer.packed[role][name], x)
+    else:
+        layer.packed = [
+            {name: repeated(x, batch, plan.flush) for name, x in packed.items()} for packed in filled.packed
+        ]
+
+
+def _observe(layer: KVCalLayer, case: Case, batch: int) -> None:
+    """Show the layer's run-time statistics a few random tokens."""
+    own, geometry = case.scheme.windows, case.geometry
     short = own.sink + own.recent + own.block
     plan = Ledger(own).begin(batch, short, None)
     for statistic in layer.statistics.values():
         heads = geometry.kv_heads if statistic.wants == "k" else geometry.heads
         seen = case.random(heads, short, salt=9).expand(batch, -1, -1, -1)
-        statistic.observe(seen, Prefixes(plan, own, model.device))
+        statistic.observe(seen, Prefixes(plan, own, case.device))
+
+
+def cycled(out: Tensor, stored: Tensor) -> None:
+    """Write the blocks of one row (1, H, n, ...) over and over into out (batch, H, blocks, ...)."""
+    every = stored.shape[2]
+    for first in range(every):
+        out[:, :, first::every].copy_(stored[:, :, first : first + 1].expand_as(out[:, :, first::every]))
 
 
 def repeated(stored: Stored, batch: int, blocks: int) -> Stored:
@@ -80,11 +105,13 @@ def repeated(stored: Stored, batch: int, blocks: int) -> Stored:
         numbers = torch.arange(stored.counts.numel(), device=stored.device).view(stored.counts.shape)
         order = numbers[:, :, torch.arange(blocks, device=stored.device) % numbers.shape[2]]
         return stored.take(order.expand(batch, -1, -1).contiguous())
-    picks = torch.arange(blocks, device=stored.device) % stored.shape[2]
-    return stored[:, :, picks].expand(batch, *[-1] * (stored.ndim - 1)).contiguous()
+    out = stored.new_empty(batch, stored.shape[1], blocks, *stored.shape[3:])
+    cycled(out, stored)
+    return out
 
 
 def tokens(model: Any, geometry: Geometry, batch: int, length: int, seed: int) -> Tensor:
+    """Random keys or values (batch, kv_heads, length, head_dim) in the model's dtype."""
     generator = torch.Generator(model.device).manual_seed(seed)
     size = (batch, geometry.kv_heads, length, geometry.head_dim)
     return torch.randn(size, generator=generator, device=model.device, dtype=model.dtype)

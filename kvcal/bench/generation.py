@@ -1,238 +1,217 @@
 """Whole models with random weights: tokens a second, largest batch and longest generation on a memory, peak memory.
 
-Caches start filled: random keys and values packed by the scheme's codecs, a few blocks repeated over rows and tokens, so that
-no prefill of the length is needed. Every decode step then runs through the model as generate() runs it.
+Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then run
+through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own. Ratios are to the best FP16 among the
+rows at hand, named in each (`beside_fp16`).
 """
 
 from __future__ import annotations
 
-import importlib.util
-import resource
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from kvcal_artifacts.cache import KVCalCache
-
-from ..catalogue import Geometry
-from ..models import is_oom
-from .filled import filled_cache, scheme_of, tokens
-from .layer import fill
+from . import decoding
+from .caches import Kind
+from .decoding import Ran, ran_out, released
 from .memory import vqkv_beside
 from .rows import Row
-from .schemes import Benched
 
-WARM_UP = 1
-STEPS = 8
 LARGEST = 1 << 24  # where a search for a length or a batch ends
-
-Maker = Callable[[int, int], Any]  # (batch, length) -> a cache that holds so many tokens
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of cache. maker is None where `why_not` says that it cannot be had here."""
-
-    name: str
-    maker: Maker | None
-    stored_bits: float | None
-    path: str
-    why_not: str | None = None
+TRIALS = 8  # of a largest batch, each some seconds of a GPU
+PROBES = (1, 8)  # batches from whose memory the largest is estimated
+CAUTION = 0.97  # of that estimate: a large batch that runs gives a far better one
+EAGER, GRAPH = "eager", "CUDA graph"
+FP16 = ("fp16", "fp32")  # schemes that compress nothing
 
 
-def kinds(model: Any, geometry: Geometry, schemes: Sequence[Benched], require_kernels: bool = False) -> list[Kind]:
-    """FP16, Transformers' QuantizedCache where optimum-quanto is installed, and each scheme."""
-    plain = "fp32" if model.dtype == torch.float32 else "fp16"
-    found = [Kind(plain, lambda batch, length: _dynamic(model, geometry, batch, length), None, "DynamicCache")]
-    if importlib.util.find_spec("optimum.quanto") if importlib.util.find_spec("optimum") else None:
-        found += [
-            Kind(f"transformers-quanto-{bits}", _quanto(model, geometry, bits), None, "QuantizedCache")
-            for bits in (2, 4)
-        ]
-    for one in schemes:
-
-        def maker(batch: int, length: int, one: Benched = one) -> KVCalCache:
-            return filled_cache(model, geometry, one, batch, length)
-
-        with KVCalCache(scheme_of(model, one), model, require_kernels=require_kernels) as empty:
-            path: str = empty.describe()["path"]
-        found.append(Kind(one.name, maker, one.stored_bits, path))
-    return found
-
-
-def _updated(cache: Any, model: Any, geometry: Geometry, batch: int, length: int) -> Any:
-    for layer in range(geometry.layers):
-        keys, values = (tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1))
-        cache.update(keys, values, layer)
-    return cache
-
-
-def _dynamic(model: Any, geometry: Geometry, batch: int, length: int) -> Any:
-    from transformers import DynamicCache
-
-    return _updated(DynamicCache(), model, geometry, batch, length)
-
-
-def _quanto(model: Any, geometry: Geometry, bits: int) -> Maker:
-    def make(batch: int, length: int) -> Any:
-        from transformers import QuantizedCache
-
-        cache = QuantizedCache(backend="quanto", config=model.config, nbits=bits)
-        return _updated(cache, model, geometry, batch, length)
-
-    return make
-
-
-# One run.
-
-
-@dataclass(frozen=True)
-class Ran:
-    """microseconds: median of a decode step. bytes: peak that the driver reports for the device (CUDA), or the peak resident
-    size of this process (CPU).
-    """
-
-    microseconds: float
-    bytes: int
-
-
-def run(model: Any, maker: Maker, batch: int, length: int, steps: int = STEPS) -> Ran:
-    """`steps` decode steps from a cache of `length` tokens."""
-    cache, taken = maker(batch, length), []
-    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS) -> Ran | str:
+    """How it ran; else why it did not: memory, or a backend that is not there."""
+    released(model.device)
     try:
-        with torch.no_grad():
-            for _ in range(WARM_UP + steps):
-                _wait(model.device)
-                start = time.perf_counter()
-                token = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-                _wait(model.device)
-                taken.append((time.perf_counter() - start) * 1e6)
-        return Ran(statistics.median(taken[WARM_UP:]), peak_bytes(model.device))
-    finally:
-        if isinstance(cache, KVCalCache):
-            cache.close()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":  # torch keeps what it took, so what is in use after a run is what was at most
-        free, total = torch.cuda.mem_get_info(device)
-        return int(total - free)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def released(device: torch.device) -> None:
-    """Give back what earlier runs took, so that the next peak is its own."""
-    fill.cache_clear()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+        return decoding.run(model, kind, batch, length, steps)
+    except Exception as error:
+        if ran_out(error):
+            return "out of memory"
+        if kind.backend is not None and isinstance(error, RuntimeError):
+            return f"this backend of torch does not run here: {str(error).splitlines()[0][:120]}"
+        raise
 
 
 def generate_rows(
-    model_name: str,
-    model: Any,
-    geometry: Geometry,
-    every: Sequence[Kind],
-    shapes: Sequence[tuple[int, int]],
-    device: str,
-) -> list[Row]:
-    """Tokens a second of each kind at each (batch, length); FP16's own time is what ratios are to."""
-    rows = []
+    model_name: str, model: Any, every: Sequence[Kind], shapes: Sequence[tuple[int, int]], device: str
+) -> Iterator[Row]:
+    """Tokens a second of each kind at each (batch, length), as they are measured: one row eager, one of a graph."""
     for batch, length in shapes:
-        full: float | None = None
         for kind in every:
-            released(model.device)
-            if kind.maker is None:
-                rows.append(_row(model_name, kind, batch, length, device, "generate", None, None, refused=kind.why_not))
-                continue
-            try:
-                ran = run(model, kind.maker, batch, length)
-            except Exception as error:
-                if not is_oom(error):
-                    raise
-                rows.append(
-                    _row(model_name, kind, batch, length, device, "generate", None, None, refused="out of memory")
-                )
-                continue
-            full = ran.microseconds if kind.path == "DynamicCache" else full
-            more = {"tokens_per_second": batch * 1e6 / ran.microseconds, "peak_bytes": ran.bytes}
-            rows.append(_row(model_name, kind, batch, length, device, "generate", ran.microseconds, full, more=more))
-    return rows
+            ran = str(kind.why_not) if kind.maker is None else tried(model, kind, batch, length)
+            yield from _timed(model_name, kind, batch, length, device, "generate", ran)
+
+
+def _timed(
+    model: str, kind: Kind, batch: int, length: int, device: str, operation: str, ran: Ran | str, **more: Any
+) -> Iterator[Row]:
+    """An eager row, and one of a graph where one could be recorded; where it was refused, it says so."""
+    if isinstance(ran, str):
+        yield _row(model, kind, batch, length, device, operation, None, refused=ran)
+        return
+    shared = {"tokens": ran.length, "peak_bytes": ran.bytes, **kind.more, **more}
+
+    def row(mode: str, taken: float | None, flush: float | None, refused: str | None = None, **own: Any) -> Row:
+        if taken is not None:
+            own = {"tokens_per_second": batch * 1e6 / taken, "flush_microseconds": flush, **own}
+        at = replace(kind, path=f"{kind.path}; {mode}")
+        return _row(model, at, batch, length, device, operation, taken, refused, more={**own, **shared})
+
+    failed = ran.no_graph is not None and ran.apart is not None
+    yield row(EAGER, ran.eager, ran.eager_flush, no_graph=None if failed else ran.no_graph)
+    if ran.graph is not None or failed or str(ran.no_graph).startswith("cannot be recorded"):
+        yield row(GRAPH, ran.graph, ran.graph_flush, ran.no_graph, logits_apart=ran.apart)
 
 
 def _row(
     model: str, kind: Kind, batch: int, length: int, device: str, operation: str, taken: float | None,
-    full: float | None, **own: Any,
+    refused: str | None = None, more: dict[str, Any] | None = None,
 ) -> Row:  # fmt: skip
     return Row(
         operation=operation, scheme=kind.name, model=model, batch=batch, length=length, microseconds=taken,
-        stored_bits=kind.stored_bits, fraction_of_copy=None, ratio_to_fp16=full / taken if full and taken else None,
-        fp16_backend="DynamicCache" if full else None, projected=False, device=device, path=kind.path, **own,
+        stored_bits=kind.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=False,
+        device=device, path=kind.path, refused=refused, more=more or {},
     )  # fmt: skip
+
+
+# Against FP16.
+
+
+def beside_fp16(rows: Sequence[Row]) -> list[Row]:
+    """The same rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
+
+    generate: time, of the same batch. largest-batch: `batch_to_fp16`, and `throughput_to_fp16` each at its own batch.
+    """
+    return [_beside(row, rows) if row.operation in ("generate", "largest-batch") else row for row in rows]
+
+
+def _beside(row: Row, rows: Sequence[Row]) -> Row:
+    at_batch = row.operation == "generate"
+    peers = [
+        one
+        for one in rows
+        if one.scheme in FP16
+        and one.microseconds
+        and (one.operation, one.model, one.length) == (row.operation, row.model, row.length)
+        and (one.batch == row.batch or not at_batch)
+    ]
+    if not peers or not row.microseconds:
+        return row
+    best = max(peers, key=lambda one: float(one.more["tokens_per_second"]))
+    ratio = float(row.more["tokens_per_second"]) / float(best.more["tokens_per_second"])
+    if at_batch:
+        return replace(row, ratio_to_fp16=ratio, fp16_backend=best.path)
+    most = max(one.batch for one in peers)
+    more = {"throughput_to_fp16": ratio, "batch_to_fp16": row.batch / most}
+    return replace(row, fp16_backend=best.path, more={**row.more, **more})
 
 
 # How far a memory goes.
 
 
-def largest(fits: Callable[[int], bool], start: int = 1, step: int = 1) -> int:
-    """The largest multiple of `step` that fits, by doubling and halving; 0 if not even the first does."""
-    low, high = 0, start
-    while high <= LARGEST and fits(high):
-        low, high = high, 2 * high
-    while high - low > step:
-        middle = (low + high) // 2 // step * step
-        middle = middle if middle > low else low + step
-        if middle >= high:
-            break
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+@dataclass
+class Search:
+    """The largest number that fits, by doubling and halving from an estimate. fits: asked at most `trials` times for a number
+    from 1. step: numbers are multiples of it. better: a new estimate, after a number has fitted.
+    """
+
+    fits: Callable[[int], bool]
+    step: int = 1
+    trials: int = 64
+    better: Callable[[], int] = lambda: 0
+    known: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def low(self) -> int:
+        return max((n for n, good in self.known.items() if good), default=0)
+
+    @property
+    def high(self) -> int | None:
+        return min((n for n, good in self.known.items() if not good), default=None)
+
+    @property
+    def proven(self) -> bool:
+        """Whether the next larger number was seen not to fit."""
+        return self.high is not None and self.high - self.low <= self.step
+
+    def run(self, start: int) -> int:
+        """start: a multiple of step. 0 if not even the first fits."""
+        at, width = max(start, self.step), self.step
+        for _ in range(self.trials):
+            if self.proven or at > LARGEST:
+                break
+            self.known[at] = self.fits(at)
+            low, high = self.low, self.high
+            if high is None:
+                at = max(low + width, self.better())
+            elif at - width > low and not self.known[at]:
+                at -= width
+            else:
+                at = max(low + self.step, (low + high) // 2 // self.step * self.step)
+            width *= 2
+        return self.low
 
 
-def fits(model: Any, maker: Maker, batch: int, length: int) -> bool:
-    """Whether one decode step runs within the device's memory."""
-    released(model.device)
-    try:
-        run(model, maker, batch, length, steps=1)
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        return False
-    return True
+def estimate(used: dict[int, int], total: float) -> int:
+    """How many fit into `total` bytes, from what two numbers of them used."""
+    (few, least), (many, most) = sorted(used.items())[:1] + sorted(used.items())[-1:]
+    each = (most - least) / max(1, many - few)
+    return max(1, int(few + (total - least) / each)) if each > 0 else many
 
 
 def largest_batch_rows(
-    model_name: str, model: Any, geometry: Geometry, every: Sequence[Kind], length: int, device: str
-) -> list[Row]:
-    """Measured: the largest batch at that length, and the tokens a second there."""
-    rows, full = [], None
+    model_name: str,
+    model: Any,
+    every: Sequence[Kind],
+    length: int,
+    device: str,
+    found: dict[str, int] | None = None,
+) -> Iterator[Row]:
+    """Measured: the largest batch at that length, and the tokens a second there, as they are found.
+
+    A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried with
+    its neighbours. found: of earlier calls, by path; is added to.
+    """
+    found = {} if found is None else found
     for kind in every:
-        maker = kind.maker
-        if maker is None:
+        if kind.maker is None:
+            yield _row(model_name, kind, 1, length, device, "largest-batch", None, kind.why_not)
             continue
-        found = largest(lambda batch, maker=maker: fits(model, maker, batch, length))  # type: ignore[misc]
-        released(model.device)
-        if not found:
-            rows.append(_row(model_name, kind, 1, length, device, "largest-batch", None, None, refused="out of memory"))
+        ran: dict[int, Ran | str] = {}
+
+        def fits(batch: int, kind: Kind = kind, ran: dict[int, Ran | str] = ran) -> bool:
+            ran[batch] = tried(model, kind, batch, length)
+            return not isinstance(ran[batch], str)
+
+        def better(ran: dict[int, Ran | str] = ran) -> int:
+            used = {n: one.bytes for n, one in ran.items() if isinstance(one, Ran)}
+            return estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
+
+        search = Search(fits, trials=TRIALS, better=better)
+        start = found.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low
+        batch = search.run(start) if start else 0
+        if not batch:
+            why = next((str(one) for one in ran.values() if isinstance(one, str)), "out of memory")
+            yield _row(model_name, kind, 1, length, device, "largest-batch", None, why)
             continue
-        ran = run(model, maker, found, length)
-        speed = found * 1e6 / ran.microseconds
-        full = speed if kind.path == "DynamicCache" else full
-        more = {
-            "largest_batch": found, "tokens_per_second": speed, "peak_bytes": ran.bytes,
-            "throughput_to_fp16": speed / full if full else None,
-        }  # fmt: skip
-        rows.append(_row(model_name, kind, found, length, device, "largest-batch", ran.microseconds, None, more=more))
-    return rows
+        found[kind.path] = batch
+        more = {"largest_batch": batch, "one_more_fails": search.proven}
+        yield from _timed(model_name, kind, batch, length, device, "largest-batch", ran[batch], **more)
+
+
+def _probed(search: Search) -> bool:
+    """Small batches, from which the largest is estimated; whether all of them ran."""
+    for batch in PROBES:
+        search.known[batch] = search.fits(batch)
+        if not search.known[batch]:
+            return False
+    return True
 
 
 def longest_rows(
@@ -241,14 +220,15 @@ def longest_rows(
     """Measured: the most tokens a row can hold and still make the next one (VQKV Table 3)."""
     rows = []
     for kind in every:
-        maker = kind.maker
-        if maker is None:
+        if kind.maker is None:
             continue
-        found = largest(lambda length, maker=maker: fits(model, maker, batch, length), 1024, 256)  # type: ignore[misc]
+        found = Search(lambda length, kind=kind: _goes_on(model, kind, batch, length), 256).run(1024)  # type: ignore[misc]
         more = {
-            "longest_length": found,
-            "memory_gib": memory,
-            **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
-        }
-        rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, None, more=more))
+            "longest_length": found, "memory_gib": memory, **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
+        }  # fmt: skip
+        rows.append(_row(model_name, kind, batch, found, device, "longest-generation", None, more=more))
     return rows
+
+
+def _goes_on(model: Any, kind: Kind, batch: int, length: int) -> bool:
+    return not isinstance(tried(model, kind, batch, length, steps=1), str)

@@ -14,7 +14,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Windows
 
 from .. import __version__, models
-from ..bench import devices, generation, jetson, measure, memory, paper, schemes
+from ..bench import caches, devices, generation, jetson, measure, memory, paper, schemes
 from ..bench.fused import require_fused
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
@@ -276,17 +276,17 @@ def _generation(
         torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), where.device)
     say(f"making {source.label} with random weights")
     model = models.load_model(source, dtype=dtype, device=where.device, random_weights=True, seed=o["seed"]).model
-    every = generation.kinds(model, geometry, own, o["require_kernels"])
+    every = caches.kinds(model, geometry, own, o["require_kernels"])
+    measured: list[Row] = []
     if "generate" in wanted:
         say("decode steps from caches filled with random packed data")
-        rows += generation.generate_rows(source.name, model, geometry, every, shapes, where.name)
+        measured += generation.generate_rows(source.name, model, every, shapes, where.name)
     if on_gpu and "largest-batch" in wanted:
         for length in dict.fromkeys(length for _, length in shapes):
             say(f"largest batch at {length} tokens")
-            rows += generation.largest_batch_rows(source.name, model, geometry, every, length, where.name)
+            measured += generation.largest_batch_rows(source.name, model, every, length, where.name)
     if on_gpu and "longest-generation" in wanted:
-        total = torch.cuda.get_device_properties(where.device).total_memory
-        gib = o["memory"] or total / 2**30
+        gib = o["memory"] or torch.cuda.get_device_properties(where.device).total_memory / 2**30
         say(f"longest generation on {gib:g} GiB")
-        rows += generation.longest_rows(source.name, model, every, 1, gib, where.name)
-    return rows
+        measured += generation.longest_rows(source.name, model, every, 1, gib, where.name)
+    return rows + generation.beside_fp16(measured)

@@ -71,7 +71,8 @@ def _remark(row: Found) -> str:
     for key, form in (
         ("bound", "limit: {}"), ("fraction_of_matmul", "{:.0%} of matmul"), ("symmetric_percent", "{:g} % symmetric"),
         ("share_percent", "{:.1f} % of the layer"), ("paper_share_percent", "paper {:g} %"), ("calls", "{}"),
-        ("tokens_per_second", "{:,.1f} tokens/s"), ("largest_batch", "batch {}"), ("made_up", "{}"),
+        ("tokens_per_second", "{:,.1f} tokens/s"), ("largest_batch", "batch {}"), ("batch_to_fp16", "{:.2f} × FP16's"),
+        ("throughput_to_fp16", "throughput {:.2f} × FP16's"), ("no_graph", "no graph: {}"), ("note", "{}"), ("made_up", "{}"),
     ):  # fmt: skip
         if row.get(key) is not None:
             parts.append(form.format(row[key]))

@@ -1,0 +1,186 @@
+"""A whole model on a GPU: largest batch and tokens a second at memory saturation, and one row of 128k tokens.
+
+    PYTHONPATH=.:kernels:artifacts python docs/benchmarks/generation.py [--out DIR] [--seconds 480]
+
+Llama-3.1-8B's geometry, random weights made on the device, bfloat16. Caches are not prefilled but hold random packed data (a
+few blocks that repeat); every step runs through the whole model with greedy choice. What a row says, and what is compared:
+docs/benchmarks.md, "Whole models".
+
+Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
+written anew after each row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvcal import models
+from kvcal.bench import caches, generation, schemes
+from kvcal.bench.caches import Kind
+from kvcal.bench.rows import Row
+from kvcal.commands.bench import numbers
+
+SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
+LIBRARIES = ("torch", "triton", "transformers", "optimum-quanto")
+GIB = 2**30
+BUILD = "from optimum.quanto.library.extensions.extension import get_extension; get_extension('quanto_cuda').lib"
+BUILD_SECONDS = 240.0
+
+
+def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
+    """largest: batches at --length; long: one row of --long tokens. Ours and the best FP16 first, what is slow last."""
+    ours = [kind for kind in every if kind.stored_bits is not None]
+    plain, quanto = [kind for kind in every if kind.plain], [k for k in every if "quanto" in k.name]
+    full, rest = [k for k in plain if k.path.startswith("full")], [k for k in plain if not k.path.startswith("full")]
+    first = [("largest", ours[0]), ("largest", full[0]), ("long", full[0]), *(("long", kind) for kind in ours)]
+    then = [("largest", kind) for kind in (*ours[1:], *full[1:])] + [("long", kind) for kind in full[1:]]
+    return [*first, *then, *((job, kind) for kind in (*rest, *quanto) for job in ("largest", "long"))]
+
+
+def rows_of(job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int], device: str) -> Iterator[Row]:
+    if job == "long":
+        return generation.generate_rows(chosen.model, model, [kind], [(1, chosen.long)], device)
+    return generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found=found)
+
+
+def quanto_building(on_gpu: bool) -> subprocess.Popen[bytes] | None:
+    """optimum-quanto compiles its CUDA code on first use, which takes minutes: beside what is measured before it is needed."""
+    if not on_gpu or not caches.installed("optimum.quanto"):
+        return None
+    return subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def quanto_built(building: subprocess.Popen[bytes] | None, seconds: float) -> str:
+    """Wait for it; if it fails, torch unpacks as quanto does on a CPU. What rows are to say of it."""
+    if building is None:
+        return ""
+    try:
+        if building.wait(max(1.0, seconds)) == 0:
+            return ""
+    except subprocess.TimeoutExpired:
+        building.kill()
+    from optimum.quanto.library.extensions.extension import get_extension
+
+    get_extension("quanto_cuda")._lib = SimpleNamespace(unpack=unpacked)
+    return ", unpacked by torch: its CUDA code was not built here"
+
+
+def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 (n, ...) of 8 / bits numbers each -> (8 / bits * n, ...), the lowest bits first."""
+    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])
+
+
+def show(row: Row) -> str:
+    bits = f" {row.stored_bits:.2f} bits" if row.stored_bits else ""
+    head = f"{row.operation} {row.scheme}{bits} {row.batch} x {row.length}, {row.path}"
+    if row.refused:
+        return f"{head}: {row.refused}"
+    more = row.more
+    parts = [f"{row.microseconds:.0f} us a step" if row.microseconds else ""]
+    for key, form in (
+        ("flush_microseconds", "{:.0f} us one that packs"), ("tokens_per_second", "{:.1f} tokens/s"),
+        ("logits_apart", "logits within {:.1e} of eager"), ("one_more_fails", "one more fails: {}"),
+        ("batch_to_fp16", "batch x {:.2f}"), ("throughput_to_fp16", "throughput x {:.2f}"), ("no_graph", "no graph: {}"),
+    ):  # fmt: skip
+        if more.get(key) is not None:
+            parts.append(form.format(more[key]))
+    if row.ratio_to_fp16:
+        parts.append(f"x {row.ratio_to_fp16:.2f}")
+    if row.fp16_backend:
+        parts.append(f"of {row.fp16_backend}")
+    if more.get("peak_bytes"):
+        parts.append(f"{more['peak_bytes'] / GIB:.2f} GiB in use")
+    return f"{head}: {', '.join(filter(None, parts))}"
+
+
+def libraries() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def save(folder: str, about: dict[str, Any], rows: Sequence[Row]) -> None:
+    path, made = Path(folder, "generation.json"), [row.as_dict() for row in generation.beside_fp16(rows)]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({**about, "rows": made}, indent=1))
+    os.replace(partial, path)
+
+
+def parsed(given: Sequence[str] | None) -> Any:
+    options = argparse.ArgumentParser()
+    options.add_argument("--out", default=os.environ.get("OUT", "."))
+    options.add_argument("--seconds", type=float, default=480.0)
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--model", default="llama-3.1-8b", help="whose geometry")
+    options.add_argument("--length", default="32k", help="tokens a row at the largest batch")
+    options.add_argument("--long", default="128k", help="tokens of the single row")
+    options.add_argument("--schemes", default=",".join(SCHEMES))
+    options.add_argument("--only", default="", help="largest or long")
+    chosen = options.parse_args(given)
+    for name in ("length", "long"):
+        setattr(chosen, name, numbers(getattr(chosen, name), f"--{name}", [])[0])
+    return chosen
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    chosen, began = parsed(given), time.time()
+    source = models.resolve(chosen.model)
+    geometry = models.geometry(source)
+    model = models.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
+    on_gpu = model.device.type == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    about: dict[str, Any] = {"device": device, **libraries()}
+    if on_gpu:
+        about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
+    print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
+    building, quanto = quanto_building(on_gpu), ""
+    every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
+    rows: list[Row] = []
+    found: dict[str, int] = {}
+    for job, kind in order(every):
+        if chosen.only not in ("", job):
+            continue
+        name = f"{job} {kind.name}, {kind.path}"
+        if job == "largest" and not on_gpu:
+            print(f"{name}: not measured, a CPU has no memory of its own to fill")
+            continue
+        if time.time() - began > chosen.seconds:
+            print(f"{name}: not measured, {chosen.seconds:g} s are over")
+            continue
+        job_began = time.time()
+        if "quanto" in kind.name:
+            quanto = quanto or quanto_built(building, min(BUILD_SECONDS, chosen.seconds + began - job_began))
+            kind = replace(kind, path=kind.path + quanto)
+        try:
+            for row in rows_of(job, kind, model, chosen, found, device):
+                rows.append(row)
+                print(show(generation.beside_fp16(rows)[-1]), flush=True)
+                save(chosen.out, about, rows)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
+        print(f"  {name}: {time.time() - job_began:.0f} s", file=sys.stderr)
+    print("\nwith all of the run's FP16 rows beside them:")
+    for row in generation.beside_fp16(rows):
+        print(show(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Caches that whole models are measured with: FP16 in the ways Transformers and torch offer, QuantizedCache, and each scheme.
+
+They start with `length` random tokens a row, written where they stay, so that filling takes no memory that decoding does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from kvcal_artifacts import hf
+from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.scheme import Windows
+
+from ..catalogue import Geometry
+from .filled import fill_cache, scheme_of, tokens
+from .schemes import Benched
+
+FLUSH_AT = 1  # the step, from 0, in which a filled cache packs its next block: early, so that few steps cover it
+GROWS = "its storage grows on the host"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_tensors() -> list[Tensor]:
+    return []
+
+
+@dataclass
+class Start:
+    """A cache that holds `length` tokens a row, ready for `steps` more.
+
+    again: brings it back there, in the same storage if `no_graph` is None; else nothing needs to happen. flush: the step,
+    from 0, in which blocks are packed, None if none is; period: steps from one to the next. witness: what two runs of the same
+    steps must agree on besides logits. no_graph: why a CUDA graph cannot hold its step.
+    """
+
+    cache: Any
+    length: int
+    again: Callable[[], None] = _nothing
+    flush: int | None = None
+    period: int = 1
+    witness: Callable[[], list[Tensor]] = _no_tensors
+    no_graph: str | None = GROWS
+
+    def close(self) -> None:
+        if isinstance(self.cache, KVCalCache):
+            self.cache.close()
+
+
+Maker = Callable[[int, int, int], Start]  # (batch, length, steps)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of cache under one attention. maker is None where `why_not` says that it cannot be had here. plain: FP16.
+    backend: of scaled_dot_product_attention, None for torch's choice. implementation: of Transformers, None for the model's
+    own. bytes_like: a kind whose rows take the same memory.
+    """
+
+    name: str
+    maker: Maker | None
+    stored_bits: float | None
+    path: str
+    why_not: str | None = None
+    plain: bool = False
+    backend: SDPBackend | None = None
+    implementation: str | None = None
+    bytes_like: str | None = None
+    more: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
+@contextmanager
+def attention(model: Any, kind: Kind) -> Iterator[None]:
+    """The model with this kind's attention."""
+    own = model.config._attn_implementation
+    with ExitStack() as stack:
+        if kind.backend is not None:
+            stack.enter_context(sdpa_kernel(kind.backend))
+        if kind.implementation is not None:
+            model.set_attn_implementation(kind.implementation)
+            stack.callback(model.set_attn_implementation, own)
+        yield
+
+
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent of it
+        return False
+
+
+def kinds(
+    model: Any,
+    geometry: Geometry,
+    schemes: Sequence[Benched],
+    require_kernels: bool = False,
+    kernels: str = "auto",
+) -> list[Kind]:
+    """FP16 in its ways, Transformers' QuantizedCache where optimum-quanto is installed, and each scheme.
+
+    require_kernels, kernels: of KVCalCache.
+    """
+    found = [*plain_kinds(model, geometry), *quanto_kinds(model, geometry)]
+    return found + [scheme_kind(model, geometry, one, require_kernels, kernels) for one in schemes]
+
+
+def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
+    """FP16: `full cache` is the fastest that a step can be, its attention without a mask and without a copy."""
+    name = "fp32" if model.dtype == torch.float32 else "fp16"
+    backends: list[tuple[str, SDPBackend | None]] = [("full cache, sdpa", None)]
+    if model.device.type == "cuda":
+        flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+        backends = [("full cache, sdpa flash", flash), ("full cache, sdpa cuDNN", cudnn)]
+    odd = next(iter(hf.unsupported_layers(hf.config_of(model)).items()), None)
+    why_not = None if odd is None else f"layer {odd[0]}: {odd[1]}"
+    full, static = (None if odd else partial(make, model, geometry) for make in (_full, _static))
+    first, dynamic = backends[0][0], partial(_dynamic, model, geometry)
+    found = [
+        Kind(name, full, None, path, why_not, plain=True, backend=own, bytes_like=None if path == first else first)
+        for path, own in backends
+    ]
+    found.append(Kind(name, static, None, "StaticCache", why_not, plain=True, bytes_like=first))
+    found.append(Kind(name, dynamic, None, "DynamicCache", plain=True))
+    if installed("flash_attn"):
+        path = "DynamicCache, flash_attention_2"
+        found.append(Kind(name, dynamic, None, path, plain=True, implementation="flash_attention_2"))
+    return found
+
+
+def quanto_kinds(model: Any, geometry: Geometry) -> list[Kind]:
+    if not installed("optimum.quanto"):
+        return []
+    note = {"note": "packs all tokens again every 128 steps, which is not in the figure"}
+    return [
+        Kind(f"transformers-quanto-{bits}", partial(_quanto, model, geometry, bits), None, "QuantizedCache", more=note)
+        for bits in (2, 4)
+    ]
+
+
+def scheme_kind(model: Any, geometry: Geometry, one: Benched, require_kernels: bool, kernels: str) -> Kind:
+    options: dict[str, Any] = {"require_kernels": require_kernels, "kernels": kernels}
+    with KVCalCache(scheme_of(model, one), model, **options) as empty:
+        path: str = empty.describe()["path"]
+    more = {"made_up": one.made_up} if one.made_up else {}
+    return Kind(one.name, partial(_packed, model, geometry, one, options), one.stored_bits, path, more=more)
+
+
+# Of a scheme.
+
+
+def blocks_of(windows: Windows, length: int) -> int:
+    """Packed blocks of a row of so many tokens."""
+    return max(0, (length - windows.sink - windows.recent) // windows.block)
+
+
+def start_of(windows: Windows, length: int) -> int:
+    """The least number of tokens from `length` on with which a block is due in step FLUSH_AT; `length` if it is too short for
+    any.
+    """
+    if length + FLUSH_AT + 1 < windows.sink + windows.recent + windows.block:
+        return length
+    over = (length + FLUSH_AT + 1 - windows.sink - windows.recent) % windows.block
+    return length + (-over) % windows.block
+
+
+def _packed(
+    model: Any, geometry: Geometry, one: Benched, options: dict[str, Any], batch: int, length: int, steps: int
+) -> Start:
+    own = one.windows
+    start = start_of(own, length)
+    room = max(start + steps, own.sink + own.recent + own.block)
+    cache = KVCalCache(scheme_of(model, one), model, max_length=room, **options)
+
+    def again() -> None:
+        cache.reset()
+        fill_cache(cache, geometry, one, batch, start)
+
+    again()
+    flush = FLUSH_AT if blocks_of(own, start + FLUSH_AT + 1) > blocks_of(own, start + FLUSH_AT) else None
+    return Start(cache, start, again, flush, own.block, partial(_witness, cache), cache.why_not_compileable)
+
+
+def _witness(cache: KVCalCache) -> list[Tensor]:
+    """Tokens and blocks of each row, and the newest packed block of the lowest layer, whose keys and values depend on the
+    tokens alone.
+    """
+    cache.settle()
+    found = [torch.tensor([cache.ledger.columns]), cache.ledger.blocks.clone()]
+    for packed in cache.own_layers[0].packed:
+        found += [x[:, :, -1].cpu() for x in packed.values() if isinstance(x, Tensor) and x.shape[2]]
+    return found
+
+
+# Of Transformers.
+
+
+def _updated(cache: Any, model: Any, geometry: Geometry, batch: int, length: int) -> Start:
+    for layer in range(geometry.layers):
+        keys, values = (tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1))
+        cache.update(keys, values, layer)
+    return Start(cache, length)
+
+
+def _dynamic(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
+    return _updated(DynamicCache(config=model.config), model, geometry, batch, length)
+
+
+def _quanto(model: Any, geometry: Geometry, bits: int, batch: int, length: int, steps: int) -> Start:
+    from transformers import QuantizedCache
+
+    return _updated(QuantizedCache("quanto", model.config, nbits=bits), model, geometry, batch, length)
+
+
+def _static(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
+    """Attention of each step over all of the room, masked where no token is yet."""
+    cache = StaticCache(config=model.config, max_cache_len=length + steps)
+    empty, generator = tokens(model, geometry, batch, 0, 0), torch.Generator(model.device).manual_seed(0)
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        layer.lazy_initialization(empty, empty)
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
+
+    def again() -> None:
+        for layer in layers:
+            layer.cumulative_length.fill_(length)
+
+    again()
+    return Start(cache, length, again, no_graph=None)
+
+
+class FullLayer(DynamicLayer):
+    """Holds (B, H, length, D) and writes each new token over the last: what attention costs at that length, without the copy
+    of DynamicCache and the mask of StaticCache. A bound for FP16, no cache to generate with.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.full = self.keys, self.values = keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        for held, new in zip(self.full, (key_states, value_states), strict=True):
+            held[:, :, -1:].copy_(new)
+        return self.full
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.full[0].shape[2], 0
+
+
+def _full(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
+    cache = DynamicCache(config=model.config)
+    cache.layers = [
+        FullLayer(*(tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1)))
+        for layer in range(geometry.layers)
+    ]
+    return Start(cache, length, no_graph=None)

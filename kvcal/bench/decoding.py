@@ -1,0 +1,280 @@
+"""Decode steps of a whole model: eager, and recorded once as a CUDA graph and replayed.
+
+A step is a forward of one token a row, and the greedy choice of the next one, which stays on the device. A graph's steps are
+compared with eager ones from the same start before any is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import is_oom
+from .caches import FLUSH_AT, Kind, Start, attention
+from .layer import fill
+
+WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
+CHECKED = FLUSH_AT + 3  # steps of which logits are compared
+STEPS = 10  # timed
+LEAST = CHECKED
+SECONDS = 3.0  # for timing a pass, at most
+TOLERANCE = 8  # units of the dtype's eps, relative error of logits: products may be taken by another kernel in a graph
+ALIKE = 0.99  # of the bytes of a packed block
+MARGIN = 1 << 28  # bytes that recording takes besides what an eager step took
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no graph.
+    flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident size (CPU).
+    no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step.
+    """
+
+    length: int
+    eager: float
+    graph: float | None
+    no_graph: str | None
+    bytes: int
+    eager_flush: float | None = None
+    graph_flush: float | None = None
+    apart: float | None = None  # relative error of the graph's logits against eager ones
+
+
+class Stepper:
+    """The model with a cache, and what goes from one step to the next: token (B, 1) and position (1, 1)."""
+
+    def __init__(self, model: Any, start: Start, batch: int) -> None:
+        self.model, self.start = model, start
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.place = torch.full((1, 1), start.length, dtype=torch.long, device=model.device)
+        self.rows = sorted({0, batch // 2, batch - 1})  # whose logits are compared
+
+    def step(self) -> Tensor:
+        """Logits (B, vocabulary) of the next token, which is chosen."""
+        given = {"input_ids": self.token, "position_ids": self.place, "past_key_values": self.start.cache}
+        logits: Tensor = self.model(**given, use_cache=True).logits[:, -1]
+        self.token.copy_(logits.argmax(-1, keepdim=True))
+        self.place.add_(1)
+        return logits
+
+    def back(self) -> None:
+        """To the start."""
+        self.start.again()
+        self.token.zero_()
+        self.place.fill_(self.start.length)
+
+
+@dataclass
+class Pass:
+    """Steps from the start: microseconds of each; of the first CHECKED ones the token that went in (B, 1), and logits of a few
+    rows; what the cache's witness saw behind them.
+    """
+
+    times: list[float] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    witness: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS) -> Ran:
+    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one."""
+    assert kind.maker is not None
+    start = kind.maker(batch, length, WARM_UP + max(steps, CHECKED))
+    try:
+        with attention(model, kind):
+            return _run(Stepper(model, start, batch), steps)
+    finally:
+        start.close()
+
+
+def _run(stepper: Stepper, steps: int) -> Ran:
+    start, device = stepper.start, stepper.model.device
+    on_gpu = device.type == "cuda"
+    no_graph = start.no_graph if on_gpu or start.no_graph else "needs a CUDA GPU"
+    _warm_up(stepper, no_graph is None)
+    eager = _eager(stepper, steps)
+    used, graph, apart = peak_bytes(device), None, None
+    if no_graph is None:
+        recorded = _record(stepper)
+        if isinstance(recorded, str):
+            no_graph = recorded
+        else:
+            replay, logits = recorded
+            no_graph, apart = _compare(stepper, eager, replay, logits)
+            graph = _replayed(stepper, replay, len(eager.times)) if no_graph is None else None
+            used = max(used, peak_bytes(device))
+    times = [_typical(one, start) if one else (None, None) for one in (eager.times, graph)]
+    assert times[0][0] is not None
+    return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart)
+
+
+def _typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
+    """A step's time with its share of packing, and the time of a step that packs, if one did."""
+    plain = statistics.median(t for i, t in enumerate(times) if i != start.flush)
+    if start.flush is None or start.flush >= len(times):
+        return plain, None
+    flush = times[start.flush]
+    return plain + max(0.0, flush - plain) / start.period, flush
+
+
+def _warm_up(stepper: Stepper, aside: bool) -> None:
+    """On a stream of its own where a graph will be recorded, as torch asks; then back to the start."""
+    if aside:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if aside else nullcontext():
+        for _ in range(WARM_UP):
+            stepper.step()
+    if aside:
+        torch.cuda.current_stream().wait_stream(stream)
+    wait(stepper.model.device)
+    stepper.back()
+
+
+def _eager(stepper: Stepper, steps: int) -> Pass:
+    found, began = Pass(), time.perf_counter()
+    if stepper.model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(stepper.model.device)  # of steps alone, without filling
+    for i in range(max(steps, CHECKED)):
+        if i >= LEAST and time.perf_counter() - began > SECONDS:
+            break
+        if i < CHECKED:
+            found.tokens.append(stepper.token.clone())
+        wait(stepper.model.device)
+        start = time.perf_counter()
+        logits = stepper.step()
+        wait(stepper.model.device)
+        found.times.append((time.perf_counter() - start) * 1e6)
+        if i < CHECKED:
+            found.logits.append(logits[stepper.rows].clone())
+        if i == CHECKED - 1:
+            found.witness = stepper.start.witness()
+    return found
+
+
+# By a graph.
+
+
+def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
+    """How to replay a step, and where it leaves its logits; else why it cannot be recorded."""
+    device = stepper.model.device
+    transient = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    stepper.back()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    if room(device) < transient + MARGIN:
+        raise torch.OutOfMemoryError("out of memory: a graph's own does not fit beside the cache")
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            logits = stepper.step()
+    except Exception as error:
+        if ran_out(error):
+            raise
+        return f"cannot be recorded: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    finally:
+        torch.cuda.set_stream(current)  # a recording that fails leaves its own behind
+    return graph.replay, logits
+
+
+def _compare(stepper: Stepper, eager: Pass, replay: Callable[[], None], logits: Tensor) -> tuple[str | None, float]:
+    """Why the steps of a graph are not the eager ones from the same start, None if they are; relative error of logits."""
+    stepper.back()
+    worst = 0.0
+    for token, wanted in zip(eager.tokens, eager.logits, strict=True):
+        stepper.token.copy_(token)
+        replay()
+        found = logits[stepper.rows].double()
+        apart = float((found - wanted.double()).norm() / wanted.double().norm())
+        worst = max(worst, apart) if apart == apart else float("nan")
+        if worst != worst:
+            break
+    allowed = TOLERANCE * torch.finfo(logits.dtype).eps
+    if not worst <= allowed:
+        return f"check failed: logits of the graph are off by {worst:.2g}, allowed {allowed:.2g}", worst
+    return differ(eager.witness, stepper.start.witness()), worst
+
+
+def differ(one: Sequence[Tensor], other: Sequence[Tensor]) -> str | None:
+    """Why two witnesses do not agree. Whole numbers of tokens and blocks come first, then bytes of a block."""
+    for i, (a, b) in enumerate(zip(one, other, strict=True)):
+        if a.shape != b.shape or (i < 2 and not torch.equal(a, b)):
+            return f"check failed: the graph leaves {_short(b)} tokens or blocks, eager steps {_short(a)}"
+        same = a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)
+        share = float(same.double().mean())
+        if share < ALIKE:
+            return f"check failed: {1 - share:.1%} of the bytes of the newest packed block differ"
+    return None
+
+
+def _short(x: Tensor) -> str:
+    return str(x.flatten()[:3].tolist())
+
+
+def _replayed(stepper: Stepper, replay: Callable[[], None], steps: int) -> list[float]:
+    """Microseconds of each step, by events."""
+    stepper.back()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize(stepper.model.device)
+    events[0].record()
+    for event in events[1:]:
+        replay()
+        event.record()
+    torch.cuda.synchronize(stepper.model.device)
+    return [1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+
+
+# Memory.
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":  # torch keeps what it took, so what is in use after steps is what was at most
+        free, total = torch.cuda.mem_get_info(device)
+        return int(total - free)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def room(device: torch.device) -> float:
+    """Bytes that torch can still take of a CUDA device, or may (torch.cuda.set_per_process_memory_fraction)."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free, allowed - torch.cuda.memory_reserved(device))
+
+
+def capacity(device: torch.device) -> float:
+    """Bytes in use, as the driver counts, when there is no more room."""
+    return peak_bytes(device) + room(device)
+
+
+def released(device: torch.device) -> None:
+    """Give back what earlier runs took, so that the next peak is its own."""
+    fill.cache_clear()
+    gc.collect()  # caches and their layers know each other
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def ran_out(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, says that memory is short."""
+    while error is not None:
+        if is_oom(error) or "alloc_failed" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False
