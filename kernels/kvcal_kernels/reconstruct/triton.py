@@ -47,13 +47,16 @@ def _half(x, J: tl.constexpr):
 @triton.jit
 def _joined(t, COUNT: tl.constexpr):
     """COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything away."""
-    if COUNT == 1:
-        return t[0]
+    made = t[0]
     if COUNT == 2:
-        return tl.join(t[0], t[1])
-    if COUNT == 4:
-        return tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))
-    return tl.join(tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7])))
+        made = tl.join(t[0], t[1])
+    elif COUNT == 4:
+        made = tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))
+    elif COUNT == 8:
+        made = tl.join(
+            tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
+        )
+    return made
 
 
 @triton.constexpr_function
@@ -131,6 +134,10 @@ def _points(
     word by word, for each word instead.
     """
     PER: tl.constexpr = fields(BITS, COUNT)
+    channel = first + tl.arange(0, BN // d) * d
+    known = (channel < H * D)[None, :]
+    o_head = (channel // D).to(tl.int64) * s_head
+    within = channel % D // d
     if WORDWISE and KEY:
         WORDS: tl.constexpr = COUNT // PER
         word = tl.arange(0, BN // D * WORDS)
@@ -141,31 +148,27 @@ def _points(
         points = ()
         for j in tl.static_range(PER):
             points = points + _gather(p_grid, codes[j], d)
-        return tl.reshape(_joined(points, PER * d), [BM, BN])
-    channel = first + tl.arange(0, BN // d) * d
-    known = channel < H * D
-    o_head = (channel // D).to(tl.int64) * s_head
-    within = channel % D // d
-    if KEY:
-        p = p_codes + (o_code[:, None] + o_head[None, :])
-        b_code = code_at(
-            p, tl.broadcast_to(within[None, :], [BM, BN // d]), b_live[:, None] & known[None, :], BITS, COUNT
-        )
-        return tl.reshape(_joined(_gather(p_grid, b_code, d), d), [BM, BN])
-    p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
-    if not WORDWISE:
-        b_code = code_at(
-            p, tl.broadcast_to(b_place[:, None], [BM, BN // d]), b_live[:, None] & known[None, :], BITS, COUNT
-        )
-        return tl.reshape(_joined(_gather(p_grid, b_code, d), d), [BM, BN])
-    ROWS: tl.constexpr = BM // PER
-    b_word = tl.broadcast_to(b_place[:, None], [ROWS, BN // d])
-    codes = _fields(p, b_word, b_live[:, None] & known[None, :], BITS, COUNT)
-    rows = ()
-    for j in tl.static_range(PER):
-        rows = rows + (tl.reshape(_joined(_gather(p_grid, codes[j], d), d), [ROWS, BN]),)
-    points = tl.reshape(_joined(rows, PER), [ROWS, BN, PER])
-    return tl.reshape(tl.permute(points, (0, 2, 1)), [BM, BN])
+        made = tl.reshape(_joined(points, PER * d), [BM, BN])
+    elif WORDWISE:
+        ROWS: tl.constexpr = BM // PER
+        p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
+        b_word = tl.broadcast_to(b_place[:, None], [ROWS, BN // d])
+        codes = _fields(p, b_word, b_live[:, None] & known, BITS, COUNT)
+        rows = ()
+        for j in tl.static_range(PER):
+            rows = rows + (tl.reshape(_joined(_gather(p_grid, codes[j], d), d), [ROWS, BN]),)
+        joined = tl.reshape(_joined(rows, PER), [ROWS, BN, PER])
+        made = tl.reshape(tl.permute(joined, (0, 2, 1)), [BM, BN])
+    else:
+        if KEY:
+            p = p_codes + (o_code[:, None] + o_head[None, :])
+            b_at = tl.broadcast_to(within[None, :], [BM, BN // d])
+        else:
+            p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
+            b_at = tl.broadcast_to(b_place[:, None], [BM, BN // d])
+        b_code = code_at(p, b_at, b_live[:, None] & known, BITS, COUNT)
+        made = tl.reshape(_joined(_gather(p_grid, b_code, d), d), [BM, BN])
+    return made
 
 
 @triton.jit
@@ -177,12 +180,12 @@ def _parity(x):
 
 
 @triton.jit
-def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first,
+def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first, steps,
               H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr,
               STAGES: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """acc plus one input's share of the predictor; `first`: its first row of the weights."""
     k = tl.arange(0, BK)
-    for step in tl.range(0, C // BK, num_stages=STAGES):
+    for step in tl.range(0, steps, num_stages=STAGES):  # known at compile time, all would be unrolled
         head, start = step * BK // D, tl.multiple_of(step * BK % D, 16)
         p_a = p_x + head * s_head + (o_row[:, None] + (start + k)[None, :])
         p_b = p_weight + (first + step * BK + k)[:, None] * C + columns[None, :]
@@ -203,6 +206,7 @@ def _turn(
     """BM rows stored as they are and turned by RoPE."""
     TYPE: tl.constexpr = p_out.dtype.element_ty
     low, high = tl.split(tl.reshape(acc, [BM, BN // 2, 2]))
+    low, high = _as(low, TYPE, ASM), _as(high, TYPE, ASM)  # half the registers, and what the model itself would turn
     pair = i_n * (BN // 2) + tl.arange(0, BN // 2)
     i = pair % (D // 2)
     turns = i < R // 2
@@ -211,23 +215,24 @@ def _turn(
     b_all = b_live[:, None] & (pair < H * D // 2)[None, :]
     o_low = o_out[:, None] + ((pair // (D // 2)).to(tl.int64) * s_head + channel)[None, :]
     o_high = o_low + apart[None, :]
-    tl.store(p_out + o_low, _as(low, TYPE, ASM), mask=b_all)
-    tl.store(p_out + o_high, _as(high, TYPE, ASM), mask=b_all)
+    tl.store(p_out + o_low, low, mask=b_all)
+    tl.store(p_out + o_high, high, mask=b_all)
     o_turn = o_turn[:, None] + i[None, :]
     b_both = tl.load(p_table + o_turn, mask=b_live[:, None] & turns[None, :], other=0x3C00)  # cosine 1, sine 0
     b_cos, b_sin = _half(b_both, 0).to(tl.float32), _half(b_both, 1).to(tl.float32)
+    low, high = low.to(tl.float32), high.to(tl.float32)
     tl.store(p_turned + o_low, _as(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
     tl.store(p_turned + o_high, _as(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "steps"])
 def reconstruct_kernel(
     p_out, p_turned, p_codes, p_norm, p_grid, p_matrix, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
-    rows, tokens, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head, s_turn,
+    rows, tokens, steps, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head, s_turn,
     H: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, KEY: tl.constexpr,
     BLOCK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, INPUTS: tl.constexpr,
-    WORDWISE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr,
+    WORDWISE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
     FULL: BM divides the tokens of all rows, BN divides C.
@@ -236,23 +241,23 @@ def reconstruct_kernel(
     TILES: tl.constexpr = triton.cdiv(C, BN)
     PER: tl.constexpr = fields(BITS, COUNT)
     i_n, i_m = tl.program_id(0) % TILES, tl.program_id(0) // TILES
-    b_row = i_m.to(tl.int64) * BM + tl.arange(0, BM)
+    b_row = i_m * BM + tl.arange(0, BM)
     b_live = b_row < rows
-    b_batch = b_row // tokens
+    b_batch = (b_row // tokens).to(tl.int64)
     if WORDWISE and not KEY:  # rows in the order of words and their fields
         WORDS: tl.constexpr = BLOCK // PER
         b_token = b_row % tokens
         b_word = b_token // PER
         b_token = b_word // WORDS * BLOCK + b_token % PER * WORDS + b_word % WORDS
-        o_word = i_m.to(tl.int64) * (BM // PER) + tl.arange(0, BM // PER)
+        o_word = i_m * (BM // PER) + tl.arange(0, BM // PER)
         b_some = o_word * PER < rows
         b_word = o_word % (tokens // PER)
-        b_place = (b_word % WORDS).to(tl.int32)
-        o_code = o_word // (tokens // PER) * s_code_row + b_word // WORDS * (D // d * BYTES)
+        b_place = b_word % WORDS
+        o_code = (o_word // (tokens // PER)).to(tl.int64) * s_code_row + b_word // WORDS * (D // d * BYTES)
     else:
         b_token = b_row % tokens
         b_some = b_live
-        b_place = (b_token % BLOCK).to(tl.int32)
+        b_place = b_token % BLOCK
         if KEY:
             o_code = b_batch * s_code_row + b_token * BYTES
         else:
@@ -289,16 +294,20 @@ def reconstruct_kernel(
     if INPUTS > 0:
         acc += tl.load(p_bias + columns, mask=b_known, other=0.0)[None, :]
         o_x = tl.multiple_of(tl.where(b_live, b_batch * s_x_row + b_token * D, 0), 16)
-        acc = _multiply(p_x0, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 0, H, D, C, BK, FULL, STAGES, ASM)
+        acc = _multiply(
+            p_x0, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 0, steps, H, D, C, BK, FULL, STAGES, ASM
+        )
     if INPUTS > 1:
-        acc = _multiply(p_x1, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, C, H, D, C, BK, FULL, STAGES, ASM)
+        acc = _multiply(
+            p_x1, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, C, steps, H, D, C, BK, FULL, STAGES, ASM
+        )
     if INPUTS > 2:
         acc = _multiply(
-            p_x2, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 2 * C, H, D, C, BK, FULL, STAGES, ASM
+            p_x2, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 2 * C, steps, H, D, C, BK, FULL, STAGES, ASM
         )
     if INPUTS > 3:
         acc = _multiply(
-            p_x3, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 3 * C, H, D, C, BK, FULL, STAGES, ASM
+            p_x3, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 3 * C, steps, H, D, C, BK, FULL, STAGES, ASM
         )
 
     TYPE: tl.constexpr = p_out.dtype.element_ty
@@ -345,7 +354,7 @@ class Prepared:
 
     @property
     def channels(self) -> int:
-        return self.matrix.shape[1]
+        return int(self.matrix.shape[1])
 
 
 def refuses(heads: int, dim: int, d: int, width: int, norms: int, inputs: int, turned: int) -> str | None:
@@ -403,10 +412,10 @@ def prepare(
 def _wordwise(coded: Coded, channels: int) -> bool:
     """Whether programs can take codes a word at a time."""
     per = fields(coded.bits, coded.packed_count)
-    whole = channels % coded.dim == 0 and not (coded.packed_count // max(per, 1)) & (
-        coded.packed_count // max(per, 1) - 1
-    )
-    return bool(per) and coded.bits <= 8 and (whole or not coded.key)
+    if not per or not coded.key:
+        return bool(per)
+    words = coded.packed_count // per
+    return channels % coded.dim == 0 and words & (words - 1) == 0
 
 
 def places(coded: Coded, channels: int) -> Tensor:
@@ -417,7 +426,8 @@ def places(coded: Coded, channels: int) -> Tensor:
     d, per = coded.grid.shape[1], fields(coded.bits, coded.packed_count)
     words = coded.packed_count // per
     word, field, axis = every // (per * d), every // d % per, every % d
-    return word // words * coded.dim + (field * words + word % words) * d + axis
+    made: Tensor = word // words * coded.dim + (field * words + word % words) * d + axis
+    return made
 
 
 def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
@@ -453,10 +463,11 @@ def reconstruct(
     if turn is not None and turned is None:
         turned = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
     _check(coded, prepared, inputs, turn, out, turned, shape)
-    rows = batch * tokens
+    launch, d, rows = launch or launch_for(out.device), coded.grid.shape[1], batch * tokens
+    if rows + launch.tokens >= 1 << 31:
+        raise ValueError(f"reconstruct: {batch} rows of {tokens} tokens; 2^31 tokens at most, in one call")
     if not rows:
         return out, turned
-    launch, d = launch or launch_for(out.device), coded.grid.shape[1]
     x = [*inputs, *([inputs[0]] if inputs else [out]) * (MOST_INPUTS - len(inputs))]
     table = prepared.grid if turn is None else turn.table
     tiles = prepared.matrix.shape[0]
@@ -464,7 +475,7 @@ def reconstruct(
     reconstruct_kernel[(tiles * -(-rows // launch.tokens),)](
         out, out if turned is None else turned, coded.codes, coded.norm, prepared.grid, prepared.matrix,
         prepared.matrix if prepared.bias is None else prepared.bias,
-        prepared.matrix if prepared.weight is None else prepared.weight, *x, table, rows, tokens,
+        prepared.matrix if prepared.weight is None else prepared.weight, *x, table, rows, tokens, heads * dim // fixed["BK"],
         coded.codes.stride(0), coded.codes.stride(1), coded.norm.stride(0), coded.norm.stride(1),
         x[0].stride(0), x[0].stride(1), out.stride(0), out.stride(1), table.stride(0) if len(table) > 1 else 0,
         **fixed, d=d, ASM=not interpreted(), num_warps=launch.warps, num_stages=launch.stages,
