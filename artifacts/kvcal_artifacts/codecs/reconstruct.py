@@ -25,7 +25,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
-    """Why the fused kernel cannot read this codec, on whatever GPU; None if it can. rotary: channels that RoPE turns."""
+    """Why the fused kernel cannot read this codec, on whatever GPU; None if it can. rotary: channels that it turns by RoPE."""
     inner, predictor = (codec.inner, codec.predictor) if isinstance(codec, Predicted) else (codec, None)
     if predictor is not None and not isinstance(predictor, Linear | QuantisedLinear):
         return f"a {predictor.name} predictor; the kernel takes linear ones"
@@ -39,20 +39,22 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
 
     norms = codec.shape.heads if inner.norm == "head" else 1
     inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
-    return kernel.refuses(codec.shape.heads, codec.shape.dim, inner.d, inner.rotation_width, norms, inputs, rotary)
+    return kernel.refuses(codec.shape.dim, inner.d, inner.rotation_width, norms, inputs, rotary)
 
 
 class Reconstruction:
     """Reads one layer's keys or values. codec: on its device. dtype: of what is written. rotary: channels of a head that
-    RoPE turns by halves, where keys are wanted after it too; 0: no RoPE.
+    RoPE turns by halves, where keys are wanted after it too; 0: no RoPE. Weights are kept as the kernel reads them, in
+    `dtype`; those that no RoPE follows and that have it already are the codec's own.
 
-    path: "triton" or "reference"; why: what keeps the kernel away, None where it runs.
+    why: what keeps the kernel away, None where it runs; path: "triton" or "reference".
     """
 
     def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0) -> None:
         self.codec, self.dtype, self.rotary = codec, dtype, rotary
         device = next((t.device for t in codec.tensors().values()), torch.device("cpu"))
-        self.why = f"{device.type}: no CUDA GPU" if device.type != "cuda" else refuses(codec, dtype, rotary)
+        self.why = f"{device.type}: no CUDA GPU" if device.type != "cuda" else refuses(codec, dtype)
+        self._fused_rotary = rotary if refuses(codec, dtype, rotary) is None else 0
         self._prepared: Any = None
 
     @property
@@ -75,10 +77,14 @@ class Reconstruction:
         """
         if (turn is None) == bool(self.rotary):
             raise KVCalError(f"reconstruction for RoPE of {self.rotary} channels: cos and sin must be given with it")
-        if self.path == "triton":
+        if self.path == "reference":
+            made = self.codec.decode(packed, context)
+            return _put(made, out, self.dtype), None if turn is None else _put(turn(made), turned, self.dtype)
+        if turn is None or self._fused_rotary:
             return self._fused(packed, context, turn, out, turned)
-        made = self.codec.decode(packed, context)
-        return _put(made, out, self.dtype), None if turn is None else _put(turn(made), turned, self.dtype)
+        out, _ = self._fused(packed, context, None, out, None)
+        tokens = packed["norm"].shape[2] * self.codec.shape.block
+        return out, _put(turn(out[:, :, :tokens].float()), turned, self.dtype)
 
     def _fused(
         self, packed: Packed, context: Context, turn: Turn | None, out: Tensor | None, turned: Tensor | None
@@ -90,9 +96,8 @@ class Reconstruction:
         assert isinstance(inner, Higgs)
         blocks = coded(inner, packed)
         if self._prepared is None:
-            working = codec.predictor.working() if isinstance(codec, Predicted) else {}
-            weight, bias = working.get("weight"), working.get("bias")
-            self._prepared = kernel.prepare(blocks, weight, bias, self.rotary, self.dtype)
+            weight, bias = _linear(codec)
+            self._prepared = kernel.prepare(blocks, weight, bias, self._fused_rotary, self.dtype)
         inputs = []
         if isinstance(codec, Predicted):
             codec.check_inputs(context)
@@ -100,6 +105,15 @@ class Reconstruction:
         if any(x.stride() != inputs[0].stride() or x.stride()[2:] != (codec.shape.dim, 1) for x in inputs):
             inputs = [x.contiguous() for x in inputs]
         return kernel.reconstruct(blocks, self._prepared, inputs, turn, out, turned, self.dtype)
+
+
+def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a codec's linear predictor, if it has one."""
+    if not isinstance(codec, Predicted):
+        return None, None
+    own = codec.predictor
+    weights = own.weights if isinstance(own, Linear) else own.working()
+    return weights["weight"], weights["bias"]
 
 
 def coded(codec: Higgs, packed: Packed) -> Coded:

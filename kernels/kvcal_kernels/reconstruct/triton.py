@@ -357,7 +357,7 @@ class Prepared:
         return int(self.matrix.shape[1])
 
 
-def refuses(heads: int, dim: int, d: int, width: int, norms: int, inputs: int, turned: int) -> str | None:
+def refuses(dim: int, d: int, width: int, norms: int, inputs: int, turned: int, channels: int = CHANNELS) -> str | None:
     """Why there is no kernel for this shape; None if there is one."""
     if inputs > MOST_INPUTS:
         return f"{inputs} predictor inputs: {MOST_INPUTS} at most"
@@ -367,10 +367,8 @@ def refuses(heads: int, dim: int, d: int, width: int, norms: int, inputs: int, t
         return f"head_dim {dim}, grid of {d} dimensions: needs 1, 2 or 4 that divide half of it"
     if norms > 1 and width > dim:
         return "a norm a head under a rotation over the token"
-    if turned % 2 or turned > dim:
-        return f"RoPE of {turned} channels: needs an even number, {dim} at most"
-    if turned and (heads * dim) % 2:
-        return f"RoPE of {heads} x {dim} channels"
+    if turned % 2 or turned > dim or (turned and channels % dim):
+        return f"RoPE of {turned} of {dim} channels: needs an even number, and heads that divide {channels}"
     return None
 
 
@@ -396,7 +394,7 @@ def prepare(
     """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side."""
     inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
     heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
-    if why := refuses(heads, dim, d, coded.width, coded.norm.shape[1], inputs, turned):
+    if why := refuses(dim, d, coded.width, coded.norm.shape[1], inputs, turned, channels):
         raise ValueError(f"reconstruct: {why}")
     device = coded.grid.device
     order = columns_of(heads, dim, turned).to(device)

@@ -280,7 +280,7 @@ def attend(
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As reference.attend, for q float16 or bfloat16 and contiguous codes: out of q's dtype, the logarithm float32."""
-    batch, query_heads, queries, dim = q.shape
+    batch, query_heads, queries = q.shape[:3]
     heads, room = keys.bands[0].codes.shape[1:3]
     rows = query_heads // heads * queries
     _check(q, keys, values, blocks)
@@ -291,7 +291,7 @@ def attend(
     if not room:
         return out, log
     tables = [_table(q, keys, band, groups, rows, wide, scaling, space, i) for i, band in enumerate(keys.bands)]
-    tile = max(16, min(launch.tokens, 1024 // wide))
+    tile = max(16, min(launch.tokens, 2048 // wide))
     tiles = triton.cdiv(room * keys.block, tile)
     scores = space.take("scores", groups * room * keys.block * wide, torch.float32)
     stat = space.take("stat", groups * tiles * 2 * wide, torch.float32)
@@ -353,7 +353,7 @@ def _weighted(
     heads, room = band.codes.shape[1:3]
     stages, size, width = band.books.shape
     weights = space.take(f"weights {number}", groups * stages * size * wide, torch.int32)
-    tile = max(16, min(launch.scattered, 1024 // wide))
+    tile = max(16, min(launch.scattered, 2048 // wide))
     scatter_kernel[(triton.cdiv(room * values.block, tile), groups)](
         band.codes, blocks, scores, total, weights, room,
         H=heads, BLOCK=values.block, **band_settings(band), R=rows, RP=wide, BT=tile, UNROLL=launch.unroll,
