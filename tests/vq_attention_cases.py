@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import ResidualVQ, Shape
-from kvcal_artifacts.codecs.base import Packed
-from kvcal_kernels.vq_attention import Band, Coded, reference
+from kvcal_kernels.vq_attention import Coded, reference
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,6 @@ def normal(*size: int, seed: int) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def coded(codec: ResidualVQ, packed: Packed) -> Coded:
-    bands = [
-        Band(packed[f"codes.{number}"].contiguous(), book, torch.tensor(dims, dtype=torch.int32))
-        for number, (book, dims) in enumerate(zip(codec.codebooks, codec.bands, strict=True))
-    ]
-    return Coded(tuple(bands), codec.shape.block, codec.scale)
-
-
 def codec_of(case: Case, role: Any) -> ResidualVQ:
     sizes, every = (case.keys if role == "key" else case.values), list(range(case.dim))
     second = every[1 : 2 * case.high : 2] if len(sizes) == 2 else []
@@ -78,7 +69,7 @@ def made(case: Case, seed: int = 0) -> Made:
     sides = []
     for i, role in enumerate(("key", "value")):
         codec = codec_of(case, role)
-        sides.append(coded(codec, codec.encode(normal(*shape, seed=seed + 20 + i))))
+        sides.append(codec.coded(codec.encode(normal(*shape, seed=seed + 20 + i))))
     q = normal(len(case.blocks), case.heads * case.ratio, case.queries, case.dim, seed=seed + 30)
     return Made(case, (2 * q).to(case.dtype), *sides, torch.tensor(case.blocks, dtype=torch.int32))
 

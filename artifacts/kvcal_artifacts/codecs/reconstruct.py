@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.reconstruct import Coded, Turn
+from kvcal_kernels.reconstruct import Coded, Turn, fast
 
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed
@@ -35,11 +35,10 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
         return f"{dtype}; the kernel writes float16 and bfloat16"
     if find_spec("triton") is None:
         return "triton is not installed"
-    from kvcal_kernels.reconstruct import triton as kernel
-
     norms = codec.shape.heads if inner.norm == "head" else 1
     inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
-    return kernel.refuses(codec.shape.dim, inner.d, inner.rotation_width, norms, inputs, rotary)
+    said: str | None = fast().refuses(codec.shape.dim, inner.d, inner.rotation_width, norms, inputs, rotary)
+    return said
 
 
 class Reconstruction:
@@ -89,9 +88,7 @@ class Reconstruction:
     def _fused(
         self, packed: Packed, context: Context, turn: Turn | None, out: Tensor | None, turned: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        from kvcal_kernels.reconstruct import triton as kernel
-
-        codec = self.codec
+        kernel, codec = fast(), self.codec
         inner = codec.inner if isinstance(codec, Predicted) else codec
         assert isinstance(inner, Higgs)
         blocks = coded(inner, packed)
@@ -104,7 +101,10 @@ class Reconstruction:
             inputs = [getattr(context, name).to(self.dtype) for name in codec.inputs]
         if any(x.stride() != inputs[0].stride() or x.stride()[2:] != (codec.shape.dim, 1) for x in inputs):
             inputs = [x.contiguous() for x in inputs]
-        return kernel.reconstruct(blocks, self._prepared, inputs, turn, out, turned, self.dtype)
+        made: tuple[Tensor, Tensor | None] = kernel.reconstruct(
+            blocks, self._prepared, inputs, turn, out, turned, self.dtype
+        )
+        return made
 
 
 def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:

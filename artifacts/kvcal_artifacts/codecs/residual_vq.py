@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.vq import residual_codes, residual_sum
+from kvcal_kernels.vq_attention import Band, Coded
 
 from ..errors import KVCalError, NonFiniteError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device
@@ -89,6 +90,15 @@ class ResidualVQ(Codec):
         if self.scale is not None:
             vectors = vectors * self._scale
         return vectors.flatten(2, 3)
+
+    def coded(self, packed: Packed) -> Coded:
+        """Packed blocks as kvcal_kernels.vq_attention takes them, whose `fast().attend` reads them on a GPU."""
+        device = self._back.device
+        bands = [
+            Band(packed[f"codes.{number}"].contiguous(), book, torch.tensor(band, dtype=torch.int32, device=device))
+            for number, (band, book) in enumerate(zip(self.bands, self.codebooks, strict=True))
+        ]
+        return Coded(tuple(bands), self.shape.block, self.scale)
 
     def _vectors(self, blocks: Tensor) -> Tensor:
         """(B, H, N, b, D) in the units of the codebooks, if those can be near it at all."""

@@ -1,5 +1,17 @@
 """Decode attention straight from residual vector codes."""
 
-from .reference import Band, Coded, decode, merge
+from __future__ import annotations
 
-__all__ = ["Band", "Coded", "decode", "merge"]
+from types import ModuleType
+
+from .reference import Band, Coded, attend, decode, merge
+
+
+def fast() -> ModuleType:
+    """The Triton module, which does the same on a GPU; ImportError without triton."""
+    from . import triton
+
+    return triton
+
+
+__all__ = ["Band", "Coded", "attend", "decode", "fast", "merge"]
