@@ -32,7 +32,7 @@ class Case:
     spare: int = 1
     scaled: bool = True
     dtype: torch.dtype = torch.float16
-    launch: tuple[int, int, int] = (64, 32, 2)
+    launch: tuple[int, int, int, int, int] = (64, 32, 16, 2, 1 << 15)
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def small() -> list[Case]:
     return [
         Case(),
         Case(((3, 64),), ((4, 32),), (2,), ratio=1, queries=2, dim=96, high=0, scaled=False, dtype=bf),
+        Case(launch=(64, 32, 16, 1, 0), dtype=bf, spare=0),
         Case(((1, 1024), (2, 128)), ((2, 512),), (1, 0), ratio=3, queries=3, dim=128, high=48, block=128, spare=0),
         Case(((3, 32), (2, 8)), ((3, 2), (2, 4)), (6,), block=8, ratio=2, high=16, dtype=bf, scaled=False),
         Case(((2, 8),), ((1, 16),), (1,), heads=1, ratio=16, queries=3, dim=16, high=0, block=16),
@@ -120,7 +121,7 @@ def exhaustive() -> list[Case]:
         if ratio * queries <= 64
     ]
     bits = [
-        Case(((2, 1 << bits),), ((2, 1 << bits),), (2, 1), block=block, high=0, dtype=next(dtypes), launch=(32, 16, 1))
+        Case(((2, 1 << bits),), ((2, 1 << bits),), (2, 1), block=block, high=0, dtype=next(dtypes), launch=(32, 16, 16, 1, 1 << 9))
         for bits in range(1, 17)
         for block in (8, 32, 36)
     ]

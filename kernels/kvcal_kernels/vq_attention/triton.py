@@ -35,7 +35,7 @@ def tables_kernel(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr, BD: tl.constexpr,
     RP: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, TURNS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of codewords, groups of G kv heads). Table (B H, S k, RP) float32: scores in powers of two."""
+    """Grid (tiles of codewords, groups of G kv heads). Table (B H, S k, RP) float16: scores in powers of two."""
     n = tl.arange(0, G * RP)
     i_head = tl.program_id(1) * G + n // RP
     b_live = (i_head < groups) & (n % RP < R)
@@ -61,6 +61,7 @@ def tables_kernel(
         b_dot = tl.permute(tl.reshape(b_dot, [BC, G, RP]), (1, 0, 2))
         o_table = (b_group.to(tl.int64)[:, None] * count + code[None, :])[:, :, None] * RP + r[None, None, :]
         b_there = (b_group < groups)[:, None, None] & (code < count)[None, :, None]
+        b_dot = tl.clamp(b_dot, -65504.0, 65504.0).to(tl.float16)
         tl.store(p_table + o_table, tl.broadcast_to(b_dot, [G, BC, RP]), mask=tl.broadcast_to(b_there, [G, BC, RP]))
 
 
@@ -68,25 +69,46 @@ def tables_kernel(
 def _looked_up(
     p_codes, p_table, i_head, b_block, b_place, b_live, b_sum, room,
     S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
-    RP: tl.constexpr, UNROLL: tl.constexpr,
+    RP: tl.constexpr, UNROLL: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """b_sum plus a band's entries of its codes."""
+    """b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory, where 32 lanes
+    read 32 places in a few cycles; it must have no more than four rows.
+    """
     p = p_codes + (i_head * room + b_block) * (S * BYTES)
     r = tl.arange(0, RP)
     p_own = p_table + i_head * (S * K * RP)
-    for s in tl.range(0, S, loop_unroll_factor=UNROLL):
-        b_code = code_at(p + s * BYTES, b_place, b_live, BITS, BLOCK)
-        o_entry = (s * K + b_code)[:, None] * RP + r[None, :]
-        b_sum += tl.load(p_own + o_entry, mask=b_live[:, None], other=0.0)
+    if SHARED:  # the next stage's loads are under way while this one's table is read
+        p_word = p_own.to(tl.pointer_type(_word(RP))) + tl.arange(0, K)
+        b_stage = tl.load(p_word)
+        b_code = code_at(p, b_place, b_live, BITS, BLOCK)
+        for s in tl.range(0, S):
+            after = tl.minimum(s + 1, S - 1)
+            b_next = tl.load(p_word + after * K)
+            b_code_next = code_at(p + after * BYTES, b_place, b_live, BITS, BLOCK)
+            b_word = tl.gather(b_stage, b_code, 0)
+            b_half = (b_word[:, None] >> (16 * r)[None, :].to(_word(RP))).to(tl.int16).to(tl.float16, bitcast=True)
+            b_sum += b_half.to(tl.float32)
+            b_stage = b_next
+            b_code = b_code_next
+    else:
+        for s in tl.range(0, S, loop_unroll_factor=UNROLL):
+            b_code = code_at(p + s * BYTES, b_place, b_live, BITS, BLOCK)
+            o_entry = (s * K + b_code)[:, None] * RP + r[None, :]
+            b_sum += tl.load(p_own + o_entry, mask=b_live[:, None], other=0.0).to(tl.float32)
     return b_sum
+
+
+@triton.constexpr_function
+def _word(rows):
+    return tl.int64 if rows == 4 else tl.int32 if rows == 2 else tl.int16
 
 
 @triton.jit(do_not_specialize=["room", "tiles"])
 def scores_kernel(
     p_codes0, p_table0, p_codes1, p_table1, p_blocks, p_scores, p_stat, room, tiles,
     H: tl.constexpr, BLOCK: tl.constexpr, S0: tl.constexpr, K0: tl.constexpr, BITS0: tl.constexpr,
-    BYTES0: tl.constexpr, S1: tl.constexpr, K1: tl.constexpr, BITS1: tl.constexpr, BYTES1: tl.constexpr,
-    RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
+    BYTES0: tl.constexpr, SHARED0: tl.constexpr, S1: tl.constexpr, K1: tl.constexpr, BITS1: tl.constexpr,
+    BYTES1: tl.constexpr, SHARED1: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP)."""
     i_head = tl.program_id(1).to(tl.int64)
@@ -95,12 +117,14 @@ def scores_kernel(
     b_block, b_place = token // BLOCK, token % BLOCK
     b_sum = tl.zeros([BT, RP], tl.float32)
     b_sum = _looked_up(
-        p_codes0, p_table0, i_head, b_block, b_place, b_live, b_sum, room, S0, K0, BITS0, BYTES0, BLOCK, RP, UNROLL
-    )
+        p_codes0, p_table0, i_head, b_block, b_place, b_live, b_sum, room,
+        S0, K0, BITS0, BYTES0, BLOCK, RP, UNROLL, SHARED0,
+    )  # fmt: skip
     if S1 > 0:
         b_sum = _looked_up(
-            p_codes1, p_table1, i_head, b_block, b_place, b_live, b_sum, room, S1, K1, BITS1, BYTES1, BLOCK, RP, UNROLL
-        )
+            p_codes1, p_table1, i_head, b_block, b_place, b_live, b_sum, room,
+            S1, K1, BITS1, BYTES1, BLOCK, RP, UNROLL, SHARED1,
+        )  # fmt: skip
     r = tl.arange(0, RP)
     tl.store(p_scores + (i_head * room * BLOCK + token)[:, None] * RP + r[None, :], b_sum, mask=b_live[:, None])
     b_sum = tl.where(b_live[:, None], b_sum, LOW)
@@ -234,12 +258,15 @@ def decode_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """tokens: of a program that looks up, of one that adds up by code. unroll: stages in flight."""
+    """tokens: of a program that looks up through shared memory, of one that looks up in L2, of one that adds up by code.
+    unroll: stages in flight of the last two. shared: bytes of a stage's table that go through shared memory.
+    """
 
-    tokens: int = 256
+    tokens: int = 2048
+    few: int = 256
     scattered: int = 128
     unroll: int = 4
-    splits: int = 0
+    shared: int = 1 << 15
 
 
 class Workspace:
@@ -291,7 +318,8 @@ def attend(
     if not room:
         return out, log
     tables = [_table(q, keys, band, groups, rows, wide, scaling, space, i) for i, band in enumerate(keys.bands)]
-    tile = max(16, min(launch.tokens, 2048 // wide))
+    shared = [wide <= 4 and band.books.shape[1] * wide * 2 <= launch.shared for band in keys.bands]
+    tile, warps = (launch.tokens, max(1, launch.tokens // 128)) if all(shared) else (max(16, launch.few * 4 // wide), 4)
     tiles = triton.cdiv(room * keys.block, tile)
     scores = space.take("scores", groups * room * keys.block * wide, torch.float32)
     stat = space.take("stat", groups * tiles * 2 * wide, torch.float32)
@@ -300,9 +328,10 @@ def attend(
     fixed = {f"{name}0": value for name, value in band_settings(first).items()}
     fixed |= {f"{name}1": value for name, value in band_settings(second).items()}
     fixed |= {"S1": 0} if len(keys.bands) == 1 else {}
+    fixed |= {"SHARED0": all(shared), "SHARED1": all(shared)}
     scores_kernel[(tiles, groups)](
         first.codes, tables[0], second.codes, tables[-1], blocks, scores, stat, room, tiles,
-        H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=4,
+        H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
     )  # fmt: skip
     total_kernel[(groups,)](stat, total, log, tiles, R=rows, RP=wide, AT_ONCE=64, num_warps=4)
     for number, band in enumerate(values.bands):
@@ -323,7 +352,7 @@ def _table(
     q: Tensor, keys: Coded, band: Band, groups: int, rows: int, wide: int, scaling: float, space: Workspace, number: int
 ) -> Tensor:
     stages, size, width = band.books.shape
-    table = space.take(f"table {number}", groups * stages * size * wide, torch.float32)
+    table = space.take(f"table {number}", groups * stages * size * wide, torch.float16)
     together, tile = _columns(wide), 64
     turns = 4 if stages * size >= 1 << 15 else 1
     grid = (triton.cdiv(stages * size, tile * turns), triton.cdiv(groups, together))
@@ -353,7 +382,7 @@ def _weighted(
     heads, room = band.codes.shape[1:3]
     stages, size, width = band.books.shape
     weights = space.take(f"weights {number}", groups * stages * size * wide, torch.int32)
-    tile = max(16, min(launch.scattered, 2048 // wide))
+    tile = max(16, launch.scattered * 4 // wide)
     scatter_kernel[(triton.cdiv(room * values.block, tile), groups)](
         band.codes, blocks, scores, total, weights, room,
         H=heads, BLOCK=values.block, **band_settings(band), R=rows, RP=wide, BT=tile, UNROLL=launch.unroll,
@@ -361,7 +390,7 @@ def _weighted(
     )  # fmt: skip
     together, depth = _columns(wide), 64
     columns, steps = triton.cdiv(groups, together), triton.cdiv(stages * size, depth)
-    splits = launch.splits or max(1, min(steps, 512 // columns))
+    splits = max(1, min(steps, 512 // columns))
     each = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, each)
     part = space.take("part", splits * groups * wide * width, torch.float32)
