@@ -121,14 +121,16 @@ def test_what_the_kernels_would_misread_is_refused(change: dict[str, Any], says:
 # Compiled without a GPU: Llama-3.1-8B's heads, 4096 codewords. (kernel, constants, registers, instructions a look-up)
 
 HEADS: dict[str, Any] = {"H": 8, "RP": 4}
-LOW_BAND = {"S0": 27, "K0": 4096, "BITS0": 12, "BYTES0": 192, "S1": 19, "K1": 4096, "BITS1": 12, "BYTES1": 192}
+LOW_BAND = {"S0": 27, "K0": 4096, "BITS0": 12, "BYTES0": 192, "SHARED0": True}
+LOW_BAND |= {"S1": 19, "K1": 4096, "BITS1": 12, "BYTES1": 192, "SHARED1": True}
 VALUES = {"S": 13, "K": 4096, "BITS": 12, "BYTES": 192}
 KERNELS: dict[str, tuple[dict[str, Any], int]] = {
     "tables_kernel": (
-        {"H": 8, "R": 4, "D": 128, "d": 80, "SCALED": True, "BD": 128, "RP": 4, "G": 8, "BC": 64, "TURNS": 4, "ASM": True},
+        {"H": 8, "R": 4, "D": 128, "d": 80, "K": 4096, "SCALED": True, "BD": 128, "RP": 4, "G": 8, "BC": 64,
+         "TURNS": 4, "ASM": True},
         128,
     ),
-    "scores_kernel": ({**HEADS, **LOW_BAND, "BLOCK": 128, "BT": 256, "UNROLL": 4}, 64),
+    "scores_kernel": ({**HEADS, **LOW_BAND, "BLOCK": 128, "BT": 2048, "UNROLL": 4}, 128),
     "total_kernel": ({"R": 4, "RP": 4, "AT_ONCE": 64}, 64),
     "scatter_kernel": ({**HEADS, **VALUES, "BLOCK": 128, "R": 4, "BT": 128, "UNROLL": 4}, 64),
     "product_kernel": ({"d": 128, "BD": 128, "RP": 4, "G": 8, "BK": 64, "STAGES": 2}, 200),
@@ -140,6 +142,7 @@ KERNELS: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 KINDS = {
     **dict.fromkeys(["p_q", "p_out"], "*bf16"), **dict.fromkeys(["p_scale", "p_book"], "*fp16"),
+    **dict.fromkeys(["p_table", "p_table0", "p_table1"], "*i16"),
     **dict.fromkeys(["p_codes", "p_codes0", "p_codes1"], "*u8"), **dict.fromkeys(["p_dims", "p_blocks"], "*i32"),
     "p_weights": "*i32", "factor": "fp32",
 }  # fmt: skip
@@ -160,13 +163,13 @@ def test_compiled_kernels_keep_to_their_budgets(name: str, capability: int, tmp_
         if each not in constants
     }
     aligned = [each for each in types if each.startswith("p_")]
-    built = compiled(kernel, types, constants, aligned, capability, num_warps=1 if name == "finish_kernel" else 4)
+    warps = {"finish_kernel": 1, "scores_kernel": 16}.get(name, 4)
+    built = compiled(kernel, types, constants, aligned, capability, num_warps=warps)
     registers, spilled = resources(built, tmp_path)
     assert spilled == 0
     assert registers <= most
-    if name == "scores_kernel":  # four stages of two tokens a thread
-        assert max(loop.total() for loop in loops(built, tmp_path)) <= 24 * 8
-        assert "ld.global.v4" in built.asm["ptx"] or ".v4.b32" in built.asm["ptx"]
+    if name == "scores_kernel":  # a stage of four tokens a thread; 16 warps
+        assert max(loop.total() for loop in loops(built, tmp_path)) <= 55 * 4
     if name == "scatter_kernel":  # four stages of four numbers a thread
         assert max(loop.total() for loop in loops(built, tmp_path)) <= 24 * 16
 

@@ -20,8 +20,8 @@ from kvcal_kernels.vq_attention import Coded, reference
 class Case:
     """keys, values: (stages, codewords) of each band; high: channels of the keys' second band, every other one."""
 
-    keys: tuple[tuple[int, int], ...] = ((3, 256), (3, 16))
-    values: tuple[tuple[int, int], ...] = ((3, 256),)
+    keys: tuple[tuple[int, int], ...] = ((3, 64), (3, 16))
+    values: tuple[tuple[int, int], ...] = ((3, 64),)
     blocks: tuple[int, ...] = (3, 1)
     heads: int = 2
     ratio: int = 4
@@ -106,7 +106,9 @@ def small() -> list[Case]:
         Case(),
         Case(((3, 64),), ((4, 32),), (2,), ratio=1, queries=2, dim=96, high=0, scaled=False, dtype=bf),
         Case(launch=(64, 32, 16, 1, 0), dtype=bf, spare=0),
-        Case(((1, 1024), (2, 128)), ((2, 512),), (1, 0), ratio=3, queries=3, dim=128, high=48, block=128, spare=0),
+        Case(
+            ((1, 512), (2, 128)), ((1, 512),), (1, 0), heads=1, ratio=3, queries=3, dim=128, high=48, block=128, spare=0
+        ),
         Case(((3, 32), (2, 8)), ((3, 2), (2, 4)), (6,), block=8, ratio=2, high=16, dtype=bf, scaled=False),
         Case(((2, 8),), ((1, 16),), (1,), heads=1, ratio=16, queries=3, dim=16, high=0, block=16),
     ]
@@ -121,9 +123,17 @@ def exhaustive() -> list[Case]:
         if ratio * queries <= 64
     ]
     bits = [
-        Case(((2, 1 << bits),), ((2, 1 << bits),), (2, 1), block=block, high=0, dtype=next(dtypes), launch=(32, 16, 16, 1, 1 << 9))
+        Case(
+            ((2, 1 << bits),),
+            ((2, 1 << bits),),
+            (2, 1),
+            block=block,
+            high=0,
+            dtype=next(dtypes),
+            launch=(32, 16, 16, 1, 1 << 9),
+        )
         for bits in range(1, 17)
-        for block in (8, 32, 36)
+        for block in ((8, 32, 36) if bits < 12 else (32,))
     ]
     return small() + rows + bits
 
@@ -134,8 +144,8 @@ def main(cases: list[Case]) -> None:
     space = triton.Workspace(torch.device("cpu"))
     for number, case in enumerate(cases):
         given = made(case, number)
-        first, again = (triton.attend(*given.arguments(), space, triton.Launch(*case.launch)) for _ in range(2))
-        if not torch.equal(first[0], again[0]):
+        first = triton.attend(*given.arguments(), space, triton.Launch(*case.launch))
+        if number < 2 and not torch.equal(first[0], triton.attend(*given.arguments(), space)[0]):
             print(f"{case}: other bits the second time")
         for said in wrong(given, *first):
             print(f"{case}: {said}")

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcal.bench.timing import Clock
 from kvcal_kernels.packing import packed_bytes
-from kvcal_kernels.vq_attention import Band, Coded, reference
+from kvcal_kernels.vq_attention import Band, Coded, longest, reference
 from kvcal_kernels.vq_attention import triton as fused
 
 HEADS, RATIO, D, BLOCK = 8, 4, 128, 128
@@ -44,7 +44,10 @@ CELLS = [
     ("4k", 8, 8192), ("4k", 1, 32768), ("4k", 32, 4096), ("4k", 8, 32768), ("4k", 1, 4096),
     ("paper", 1, 4096), ("paper", 1, 32768), ("paper", 1, 131072), ("paper", 8, 8192), ("paper", 8, 32768),
 ]  # fmt: skip
-LAUNCHES = [fused.Launch(), fused.Launch(512, 256, 4), fused.Launch(256, 128, 1), fused.Launch(128, 64, 8)]
+LAUNCHES = [
+    fused.Launch(), fused.Launch(1024), fused.Launch(shared=0), fused.Launch(scattered=256, shared=0, few=128),
+    fused.Launch(scattered=64),
+]  # fmt: skip
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Row = dict[str, Any]
 
@@ -68,12 +71,14 @@ def coded(own: list[tuple[Tensor, Tensor]], batch: int, length: int) -> Coded:
     for book, dims in own:
         stages, size = book.shape[:2]
         shape = (batch, HEADS, length // BLOCK, stages, packed_bytes(BLOCK, (size - 1).bit_length()))
-        made.append(Band(torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda"), book, dims))
+        made.append(Band(torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda"), book, dims, longest(book)))
     return Coded(tuple(made), BLOCK)
 
 
 def row_of(whole: Coded, row: int) -> Coded:
-    parts = tuple(Band(band.codes[row : row + 1].contiguous(), band.books, band.dims) for band in whole.bands)
+    parts = tuple(
+        Band(band.codes[row : row + 1].contiguous(), band.books, band.dims, band.lengths) for band in whole.bands
+    )
     return Coded(parts, whole.block)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,15 +17,28 @@ from ..packing import unpack
 from ..vq import residual_sum
 
 
+def longest(books: Tensor) -> Tensor:
+    """Length of each stage's longest codeword: books (S, k, d) -> float32 (S,), positive."""
+    return torch.stack([book.float().norm(dim=-1).amax() for book in books]).clamp_min(1e-30)
+
+
 @dataclass(frozen=True)
 class Band:
     """codes: uint8 (B, H, N, S, bytes), packed along a block's tokens. books (S, k, d) float16, k a power of two. dims: int
-    (d,), the channels of a head that the band has.
+    (d,), the channels of a head that the band has. lengths: longest(books), if it is known.
     """
 
     codes: Tensor
     books: Tensor
     dims: Tensor
+    lengths: Tensor | None = None
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """Length of each stage's longest codeword, float32 (S,): `lengths` where given, which saves reading all of them."""
+        if self.lengths is not None:
+            return self.lengths
+        return longest(self.books)
 
     @property
     def bits(self) -> int:
