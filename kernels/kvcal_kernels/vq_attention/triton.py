@@ -63,8 +63,8 @@ def tables_kernel(
         code = (tl.program_id(0) * TURNS + turn) * BC + tl.arange(0, BC)
         inside = (code < count)[:, None] & (j < d)[None, :]
         b_book = tl.load(p_book + code[:, None] * d + j[None, :], mask=inside, other=0.0)
-        reach = tl.load(p_reach + code // K, mask=code < count, other=1.0)
-        b_dot = tl.dot(b_book, b_lower, tl.dot(b_book, b_upper)) * b_up[None, :] / reach[:, None]
+        b_inverse = 1.0 / tl.load(p_reach + code // K, mask=code < count, other=1.0)
+        b_dot = tl.dot(b_book, b_lower, tl.dot(b_book, b_upper)) * b_up[None, :] * b_inverse[:, None]
         b_dot = b_dot + tl.where(b_dot < 0, -0.5, 0.5)
         b_dot = tl.permute(tl.reshape(b_dot, [BC, G, RP]), (1, 0, 2))
         o_table = (b_group.to(tl.int64)[:, None] * count + code[None, :])[:, :, None] * RP + r[None, None, :]
