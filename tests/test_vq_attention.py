@@ -56,7 +56,7 @@ def test_what_is_wrong_is_seen() -> None:
     own = made(Case(blocks=(3, 0)))
     out, log = reference.attend(*own.arguments())
     assert wrong(own, out, log) == []
-    assert "query head 2" in wrong(own, torch.cat([out[:, :2], out[:, 2:3] * 1.002, out[:, 3:]], 1), log)[0]
+    assert "query head 2" in wrong(own, torch.cat([out[:, :2], out[:, 2:3] * 1.004, out[:, 3:]], 1), log)[0]
     assert "query head 0: off by nan" in wrong(own, out * torch.nan, log)[0]
     assert "logarithm off by" in wrong(own, out, log + 1e-2)[0]
     assert "row 1 has no blocks" in wrong(own, out + 1e-6, log)[-1]

@@ -79,8 +79,8 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 
 def wrong(given: Made, out: Tensor, log: Tensor) -> list[str]:
-    """Errors against float64, row by row and head by head: of the output and the logarithm at most twice those of the same
-    attention in its dtype (of the logarithm 1e-5 more); a row without blocks is zero.
+    """Errors against float64, row by row: at most twice those of the same attention in its dtype, four times for a query head
+    by itself and for the logarithm (1e-5 more), which are few numbers; a row without blocks is zero.
     """
     exact, exact_log = reference.attend(given.q.double(), *given.arguments()[1:])
     plain, plain_log = reference.attend(*given.arguments())
@@ -90,12 +90,13 @@ def wrong(given: Made, out: Tensor, log: Tensor) -> list[str]:
             if bool(out[row].any()) or not bool((log[row] < -1e29).all()):
                 said.append(f"row {row} has no blocks, but {float(out[row].abs().max())}, {float(log[row].max())}")
             continue
-        for head in range(given.q.shape[1]):
-            error, same = (off(x[row, head], exact[row, head]) for x in (out, plain))
-            if not error <= 2 * same:
-                said.append(f"row {row}, query head {head}: off by {error:.2e}, same dtype by {same:.2e}")
+        heads = [(f", query head {head}", head, 4) for head in range(given.q.shape[1])]
+        for what, part, times in [*heads, ("", slice(None), 2)]:
+            error, same = (off(x[row, part], exact[row, part]) for x in (out, plain))
+            if not error <= times * same:
+                said.append(f"row {row}{what}: off by {error:.2e}, same dtype by {same:.2e}")
         apart, same = (float((x[row].double() - exact_log[row]).abs().max()) for x in (log, plain_log))
-        if not apart < 2 * same + 1e-5:
+        if not apart < 4 * same + 1e-5:
             said.append(f"row {row}: logarithm off by {apart:.2e}, same dtype by {same:.2e}")
     return said
 
