@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled import compiled, resources
+from compiled import compiled, loops, resources
 from kvcal_kernels.vq import backend, nearest, reference, residual_codes, residual_sum, sums
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -123,27 +123,37 @@ def test_which_implementation_runs() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("d", "k", "kind"), [(48, 65536, "*bf16"), (80, 65536, "*bf16"), (128, 65536, "*fp32"), (256, 32, "*fp32")]
+    ("d", "k", "capability", "most"),
+    [(48, 65536, 90, 232), (128, 65536, 90, 232), (256, 32, 90, 168), (128, 65536, 80, 255), (80, 4096, 87, 255)],
 )
-def test_compiles_for_hopper_without_spilling(d: int, k: int, kind: str, tmp_path: Path) -> None:
+def test_compiles_without_spilling(d: int, k: int, capability: int, most: int, tmp_path: Path) -> None:
+    """232 registers: two programs of four warps on a Hopper multiprocessor. Instructions: of a warp in a step of 128 x 128."""
     from kvcal_kernels.vq import triton as fused
 
-    types = {"p_x": kind, "p_book": "*fp16", "p_half": "*fp32", "p_found": "*i32", "n": "i32", "k": "i32"}
+    types = {"p_x": "*fp16", "p_unit": "*fp32", "p_book": "*fp16", "p_half": "*fp32", "p_found": "*i32"}
+    types |= {"n": "i32", "k": "i32"}
+    launch = fused.launch_for(d, capability >= 90)
     made = compiled(
-        fused.propose_kernel, types, fused.propose_settings(d, k), ["p_x", "p_book", "p_half", "p_found", "k"],
-        **fused.LAUNCH,
+        fused.propose_kernel, types, fused.propose_settings(d, k, launch), [*[*types][:5], "k"], capability,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     registers, spilled = resources(made, tmp_path)
     assert spilled == 0
-    assert registers <= 255
-    assert "wgmma.mma_async" in made.asm["ptx"]
-    assert made.metadata.shared <= 227 * 1024
+    assert registers <= most
+    if capability == 90:
+        assert "wgmma.mma_async" in made.asm["ptx"]
+        assert made.metadata.shared <= 227 * 1024 // (2 if d <= 128 else 1)
+        step = max(loops(made, tmp_path), key=lambda loop: loop["HGMMA"]) if k > 128 else None
+        assert step is None or step.total() <= 580
 
 
 @needs_triton
 def test_small_kernels_compile(tmp_path: Path) -> None:
     from kvcal_kernels.vq import triton as fused
 
+    types = {"p_x": "*bf16", "p_half": "*fp16", "p_unit": "*fp32", "n": "i32"}
+    made = compiled(fused.scale_kernel, types, {"d": 80, "BM": 32, "BD": 128}, ["p_x", "p_half", "p_unit"])
+    assert resources(made, tmp_path)[1] == 0
     types = {"p_x": "*bf16", "p_book": "*fp16", "p_found": "*i32", "p_codes": "*i32", "n": "i32", "k": "i32"}
     constants = {"d": 80, "BM": 32, "BD": 128, "CANDIDATES": fused.CANDIDATES}
     assert resources(compiled(fused.settle_kernel, types, constants, ["p_x", "p_book"]), tmp_path)[1] == 0
@@ -163,6 +173,7 @@ for n, d, k in [(150, 80, 512), (5, 48, 64), (40, 128, 16), (40, 7, 2), (64, 112
     for kind in (torch.float32, torch.bfloat16):
         part = x.to(kind)
         codes = reference.nearest(part, book)
+        print(torch.equal(triton.nearest(part, book, triton.Launch(32, 64, 4)), codes))
         print(torch.equal(triton.nearest(part, book), codes))
         if triton.triton.__version__ >= "3.7":  # 3.6's interpreter cannot run a loop between loaded bounds
             (count, total), (fused_count, fused_total) = reference.sums(part, codes, k), triton.sums(part, codes, k)

@@ -4,6 +4,8 @@ no kernel is named.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,17 +13,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcal_artifacts import store
 from kvcal_artifacts.codecs import Codec, Predicted, ResidualVQ
 from kvcal_artifacts.codecs.base import Packed
+from kvcal_artifacts.codecs.reconstruct import Reconstruction
 from kvcal_artifacts.ledger import Ledger
 from kvcal_kernels import vq
 
 from . import quantising
-from .layer import Case, fill, nbytes
-from .operation import Prepared, misencoded, one_block, packed_blocks
+from .layer import Case, fill, nbytes, rope
+from .operation import Prepared, misencoded, misread, one_block, packed_blocks
 from .peers import wrong
 
 CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
 CHECKED = 2048  # vectors that its check looks at
 NEAREST_TOLERANCE = 1e-3  # of the distance: chosen against best
+ROUNDINGS = 4  # of the result, that reconstruction may be off: inputs and grid points are rounded too
 
 # Decode attention.
 
@@ -94,24 +98,39 @@ def append(case: Case) -> Prepared:
 
 
 def reconstruct(case: Case) -> Prepared:
-    """Packed blocks to keys and values in the model's dtype; under AQUA-KV with the predictor products of the layer."""
-    filled = fill(case)
+    """Packed blocks to keys and values in the model's dtype, stored before RoPE also turned by it; under AQUA-KV with the
+    predictor products of the layer. The kernel for HIGGS and linear predictors on a GPU, the codecs elsewhere.
+    """
+    filled, pre_rope = fill(case), case.scheme.frame == "pre_rope"
+    tokens, dim = packed_blocks(case) * case.scheme.windows.block, case.geometry.head_dim
+    keys, values = (
+        Reconstruction(codec, case.dtype, rotary)
+        for codec, rotary in zip(filled.pair, (dim * pre_rope, 0), strict=True)
+    )
+    turn = rope(tokens, dim, case.device) if pre_rope else None
+    below = {name: getattr(filled.decoding, name) for name in filled.codecs.needs - {"k0"}}
+    fused = "triton" in (keys.path, values.path)
+    context = replace(filled.decoding, **{name: x.to(case.dtype) if fused else x for name, x in below.items()})
 
-    def run() -> list[Tensor]:
-        return [x.to(case.dtype) for x in filled.decoded()]
+    def run() -> tuple[Tensor, Tensor, Tensor | None]:
+        made, after = keys(filled.packed[0], context, turn)
+        return made, values(filled.packed[1], replace(context, k0=made))[0], after
 
     def check() -> str | None:
-        for role, made in enumerate(run()):
-            raw = filled.raw[role].float()
-            error = float((made.float() - raw).square().sum() / raw.square().sum())
-            if not error < 1:
-                return f"check failed: misses {('keys', 'values')[role]} by {error:.2g} of their squares"
-        return None
+        made, exact = run(), filled.decoded()
+        wanted = [*exact, turn(exact[0])] if turn else [*exact]
+        for name, x, exactly in zip(("keys", "values", "keys after RoPE"), made, wanted, strict=False):
+            error, rounding = (float((y.float() - exactly).norm()) for y in (x, exactly.to(case.dtype)))  # type: ignore[union-attr]
+            limit = ROUNDINGS * rounding + 1e-5 * float(exactly.norm())
+            if not error <= limit:
+                return f"check failed: {name} off by {error:.2g}, {limit:.2g} allowed"
+        return misread(filled, made)
 
-    written = 2 * case.batch * packed_blocks(case) * filled.codecs.key.shape.values * case.dtype.itemsize
-    below = len(filled.codecs.needs - {"k0"}) * written // 2
+    written = 2 * case.batch * tokens * filled.codecs.key.shape.heads * dim * case.dtype.itemsize
+    size = filled.packed_bytes + written + len(below) * written // 2 + pre_rope * written // 2
     flops = sum(_predictor_flops(codec, written / 2 / case.dtype.itemsize) for codec in filled.pair)
-    return Prepared(run, filled.packed_bytes + written + below, check, "reference", flops=flops)
+    path = keys.path if keys.path == values.path else f"keys {keys.path}, values {values.path}"
+    return Prepared(run, size, check, path, flops=flops)
 
 
 def _predictor_flops(codec: Codec, numbers: float) -> float:

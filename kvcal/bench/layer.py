@@ -16,6 +16,7 @@ from kvcal_artifacts.ledger import Ledger, Plan
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_artifacts.statistics import Prefixes, Statistic, statistic
 from kvcal_artifacts.store import Ragged, Stored, tensors_of
+from kvcal_kernels.reconstruct import Turn
 
 from ..catalogue import Geometry
 from .schemes import Benched
@@ -195,11 +196,13 @@ def nbytes(stored: Stored) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_of(stored))
 
 
+def rope(tokens: int, dim: int, device: torch.device) -> Turn:
+    """Of positions 0 to tokens - 1, halves paired as Llama pairs them."""
+    speed = ROPE_BASE ** -(torch.arange(dim // 2, device=device) / (dim // 2))
+    angle = (torch.arange(tokens, device=device)[:, None] * speed).repeat(1, 2)[None]
+    return Turn(angle.cos(), angle.sin())
+
+
 def turned(keys: Tensor) -> Tensor:
-    """RoPE of keys (B, H, T, D) at positions 0 to T - 1, halves paired as Llama pairs them, in float32."""
-    half = keys.shape[-1] // 2
-    speed = ROPE_BASE ** -(torch.arange(half, device=keys.device) / half)
-    angle = torch.arange(keys.shape[2], device=keys.device)[:, None] * speed
-    cos, sin = angle.cos(), angle.sin()
-    low, high = keys.float().split([half, half], -1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(keys.dtype)
+    """RoPE of keys (B, H, T, D) at positions 0 to T - 1, in float32."""
+    return rope(keys.shape[2], keys.shape[3], keys.device)(keys.float()).to(keys.dtype)

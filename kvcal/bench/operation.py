@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from kvcal_artifacts import store
 from kvcal_artifacts.codecs.base import Packed
@@ -77,11 +78,17 @@ def misencoded(filled: Filled) -> str | None:
         differing = [name for name in one if not same(one[name], filled.packed[role][name])]
         if differing:
             return f"check failed: {differing[0]} differs from what rows alone were packed to"
-    for role, made in enumerate(filled.decoded()):
-        raw = filled.raw[role].float()
-        error = float((made - raw).square().sum() / raw.square().sum())
+    return misread(filled, filled.decoded())
+
+
+def misread(filled: Filled, made: Sequence[Tensor | None]) -> str | None:
+    """Keys and values as they were read are something like the input."""
+    for name, found, raw in zip(("keys", "values"), made, filled.raw, strict=False):
+        assert found is not None
+        exact = raw.float()
+        error = float((found.float() - exact).square().sum() / exact.square().sum())
         if not error < 1:
-            return f"check failed: decoding misses {('keys', 'values')[role]} by {error:.2g} of their squares"
+            return f"check failed: decoding misses {name} by {error:.2g} of their squares"
     return None
 
 

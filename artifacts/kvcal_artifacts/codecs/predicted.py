@@ -55,14 +55,18 @@ class Predicted(Codec):
         if out.shape[-1] != width:
             raise KVCalError(f"{self.predictor.name} predictor gives {out.shape[-1]} channels, needs {width}")
 
-    def _inputs(self, context: Context) -> Tensor:
-        """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
-        parts = [getattr(context, name) for name in self.inputs]
-        if any(part is None for part in parts):
-            absent = [name for name, part in zip(self.inputs, parts, strict=True) if part is None]
+    def check_inputs(self, context: Context) -> None:
+        """KVCalError if the context lacks a reconstruction that the predictor reads."""
+        absent = [name for name in self.inputs if getattr(context, name) is None]
+        if absent:
             raise KVCalError(
                 f"layer {context.layer}: predictor input {', '.join(absent)} is missing (wrong layer order?)"
             )
+
+    def _inputs(self, context: Context) -> Tensor:
+        """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
+        self.check_inputs(context)
+        parts = [getattr(context, name) for name in self.inputs]
         return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
 
     def _heads(self, guess: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.vq import residual_codes, residual_sum
+from kvcal_kernels.vq_attention import Band, Coded, longest
 
 from ..errors import KVCalError, NonFiniteError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device
@@ -32,6 +33,7 @@ class ResidualVQ(Codec):
     """
 
     name = "residual-vq"
+    _lengths: list[Tensor] | None = None  # of the longest codewords, where they have been asked for
 
     def __init__(
         self,
@@ -90,6 +92,19 @@ class ResidualVQ(Codec):
             vectors = vectors * self._scale
         return vectors.flatten(2, 3)
 
+    def coded(self, packed: Packed) -> Coded:
+        """Packed blocks as kvcal_kernels.vq_attention takes them, whose `fast().attend` reads them on a GPU."""
+        if self._lengths is None:
+            self._lengths = [longest(book) for book in self.codebooks]
+        device = self._back.device
+        bands = [
+            Band(
+                packed[f"codes.{number}"].contiguous(), book, torch.tensor(dims, dtype=torch.int32, device=device), far
+            )
+            for number, (dims, book, far) in enumerate(zip(self.bands, self.codebooks, self._lengths, strict=True))
+        ]
+        return Coded(tuple(bands), self.shape.block, self.scale)
+
     def _vectors(self, blocks: Tensor) -> Tensor:
         """(B, H, N, b, D) in the units of the codebooks, if those can be near it at all."""
         if self.scale is not None:
@@ -134,6 +149,7 @@ class ResidualVQ(Codec):
             return self
         twin = copy.copy(self)
         twin.codebooks = tuple(on_device(book, device) for book in self.codebooks)
+        twin._lengths = None
         twin.scale = None if self.scale is None else self.scale.to(device)
         twin._into_bands, twin._back = self._into_bands.to(device), self._back.to(device)
         return twin

@@ -1,0 +1,131 @@
+"""Keys or values of one layer written in the model's dtype: the fused kernel where there is one, the codec elsewhere.
+
+Layers are read lowest first, each from what the one below left in the same dtype, so two buffers of keys and two of values
+do for a model (and one of keys after RoPE, if they are stored before it): `out` and `turned` may be any of them that the
+call does not read.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.reconstruct import Coded, Turn, fast
+
+from ..errors import KVCalError
+from .base import EMPTY, Codec, Context, Packed
+from .higgs import Higgs
+from .predicted import Predicted
+from .predictors import Linear, QuantisedLinear
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
+    """Why the fused kernel cannot read this codec, on whatever GPU; None if it can. rotary: channels that it turns by RoPE."""
+    inner, predictor = (codec.inner, codec.predictor) if isinstance(codec, Predicted) else (codec, None)
+    if predictor is not None and not isinstance(predictor, Linear | QuantisedLinear):
+        return f"a {predictor.name} predictor; the kernel takes linear ones"
+    if not isinstance(inner, Higgs) or inner.axis != "channel":
+        return f"{inner.describe()}; the kernel reads HIGGS along channels"
+    if dtype not in KERNEL_DTYPES:
+        return f"{dtype}; the kernel writes float16 and bfloat16"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    norms = codec.shape.heads if inner.norm == "head" else 1
+    inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
+    said: str | None = fast().refuses(codec.shape.dim, inner.d, inner.rotation_width, norms, inputs, rotary)
+    return said
+
+
+class Reconstruction:
+    """Reads one layer's keys or values. codec: on its device. dtype: of what is written. rotary: channels of a head that
+    RoPE turns by halves, where keys are wanted after it too; 0: no RoPE. Weights are kept as the kernel reads them, in
+    `dtype`; those that no RoPE follows and that have it already are the codec's own.
+
+    why: what keeps the kernel away, None where it runs; path: "triton" or "reference".
+    """
+
+    def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0) -> None:
+        self.codec, self.dtype, self.rotary = codec, dtype, rotary
+        device = next((t.device for t in codec.tensors().values()), torch.device("cpu"))
+        self.why = f"{device.type}: no CUDA GPU" if device.type != "cuda" else refuses(codec, dtype)
+        self._fused_rotary = rotary if refuses(codec, dtype, rotary) is None else 0
+        self._prepared: Any = None
+
+    @property
+    def path(self) -> str:
+        return "reference" if self.why else "triton"
+
+    def __call__(
+        self,
+        packed: Packed,
+        context: Context = EMPTY,
+        turn: Turn | None = None,
+        out: Tensor | None = None,
+        turned: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """packed: N blocks, as the codec's encode gives them. context: reconstructions of the layer below (and k0), any
+        dtype; those in `dtype` and contiguous are read where they are. turn: given exactly where `rotary` is.
+
+        -> (out, turned), (B, H, N * b, D) of `dtype` each: what the layer holds, and that after RoPE (None without).
+        Both are written into the tensors given, which may have room for more tokens.
+        """
+        if (turn is None) == bool(self.rotary):
+            raise KVCalError(f"reconstruction for RoPE of {self.rotary} channels: cos and sin must be given with it")
+        if self.path == "reference":
+            made = self.codec.decode(packed, context)
+            return _put(made, out, self.dtype), None if turn is None else _put(turn(made), turned, self.dtype)
+        if turn is None or self._fused_rotary:
+            return self._fused(packed, context, turn, out, turned)
+        out, _ = self._fused(packed, context, None, out, None)
+        tokens = packed["norm"].shape[2] * self.codec.shape.block
+        return out, _put(turn(out[:, :, :tokens].float()), turned, self.dtype)
+
+    def _fused(
+        self, packed: Packed, context: Context, turn: Turn | None, out: Tensor | None, turned: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        kernel, codec = fast(), self.codec
+        inner = codec.inner if isinstance(codec, Predicted) else codec
+        assert isinstance(inner, Higgs)
+        blocks = coded(inner, packed)
+        if self._prepared is None:
+            weight, bias = _linear(codec)
+            self._prepared = kernel.prepare(blocks, weight, bias, self._fused_rotary, self.dtype)
+        inputs = []
+        if isinstance(codec, Predicted):
+            codec.check_inputs(context)
+            inputs = [getattr(context, name).to(self.dtype) for name in codec.inputs]
+        if any(x.stride() != inputs[0].stride() or x.stride()[2:] != (codec.shape.dim, 1) for x in inputs):
+            inputs = [x.contiguous() for x in inputs]
+        made: tuple[Tensor, Tensor | None] = kernel.reconstruct(
+            blocks, self._prepared, inputs, turn, out, turned, self.dtype
+        )
+        return made
+
+
+def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of a codec's linear predictor, if it has one."""
+    if not isinstance(codec, Predicted):
+        return None, None
+    own = codec.predictor
+    weights = own.weights if isinstance(own, Linear) else own.working()
+    return weights["weight"], weights["bias"]
+
+
+def coded(codec: Higgs, packed: Packed) -> Coded:
+    """A codec's packed blocks as the kernel takes them."""
+    return Coded(
+        packed["codes"].contiguous(), packed["norm"].contiguous(), codec.grid, codec.sign, codec.rotation_width,
+        codec.code_bits, codec.shape.dim, codec.role == "key",
+    )  # fmt: skip
+
+
+def _put(made: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if out is None:
+        return made.to(dtype)
+    out[:, :, : made.shape[2]] = made
+    return out

@@ -1,0 +1,60 @@
+"""Single codes out of packed runs, for kernels that read them at any place: reference.py has the order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _word(count, width):
+    """As reference.word_bits, which compiled code cannot call."""
+    return 16 if width < 8 and count % (16 // width) == 0 else 8
+
+
+@triton.constexpr_function
+def _words(count, width):
+    size = 16 if width < 8 and count % (16 // width) == 0 else 8
+    return -(-count // (size // width))
+
+
+@triton.constexpr_function
+def _start(bits, count, width):
+    """Bytes of the planes before that of `width` (of a code's last eight bits)."""
+    start, rest = (count, bits - 8) if bits > 8 else (0, bits)
+    for before in (8, 4, 2):
+        if before > width and rest & before:
+            size = 16 if before < 8 and count % (16 // before) == 0 else 8
+            start += -(-count // (size // before)) * (size // 8)
+    return start
+
+
+@triton.jit
+def _field(p, b_place, b_live, START: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
+    WORDS: tl.constexpr = _words(COUNT, WIDTH)
+    bit = b_place // WORDS * WIDTH
+    if _word(COUNT, WIDTH) == 16:
+        byte = b_place % WORDS * 2 + bit // 8
+        bit = bit % 8
+    else:
+        byte = b_place % WORDS
+    b_byte = tl.load(p + (START + byte), mask=b_live, other=0).to(tl.int32)
+    return (b_byte >> bit) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def code_at(p, b_place, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
+    """Codes at b_place (int32) of runs of COUNT codes of BITS bits that start at the bytes p, which broadcast: int32."""
+    REST: tl.constexpr = BITS - 8 if BITS > 8 else BITS
+    b_code = b_place * 0
+    if BITS > 8:
+        b_code += _field(p, b_place, b_live, 0, 8, COUNT) << REST
+    if REST & 8:
+        b_code += _field(p, b_place, b_live, _start(BITS, COUNT, 8), 8, COUNT)
+    if REST & 4:
+        b_code += _field(p, b_place, b_live, _start(BITS, COUNT, 4), 4, COUNT) << (REST & 3)
+    if REST & 2:
+        b_code += _field(p, b_place, b_live, _start(BITS, COUNT, 2), 2, COUNT) << (REST & 1)
+    if REST & 1:
+        b_code += _field(p, b_place, b_live, _start(BITS, COUNT, 1), 1, COUNT)
+    return b_code

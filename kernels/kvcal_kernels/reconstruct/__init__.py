@@ -1,0 +1,17 @@
+"""Keys and values of a layer from HIGGS codes and a linear predictor."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from .reference import Coded, Turn, decode, reconstruct
+
+
+def fast() -> ModuleType:
+    """The Triton module, which does the same on a GPU; ImportError without triton."""
+    from . import triton
+
+    return triton
+
+
+__all__ = ["Coded", "Turn", "decode", "fast", "reconstruct"]

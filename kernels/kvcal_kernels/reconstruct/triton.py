@@ -1,0 +1,533 @@
+"""`reconstruct` of reference.py for NVIDIA GPUs: one kernel for keys or values of a layer.
+
+A program makes BM tokens of BN channels. Its accumulator begins as Q^-1(codes): grid points, read by code, times a matrix
+of +1 and -1 on tensor cores (the rotation of BN channels with the signs in it), times the norm, plus the bias; then come
+the predictor's products. So rotating costs BN / Cin of the predictor's work (6 to 12 % at C = 1024, BN = 128), nothing is
+written in between, and the predictor's weights stay those of the bundle. A rotation of more than BN channels is a sum of
+width / BN blocks' points with signs of the small Hadamard matrix, then the same product: it needs every block's codes once
+a program, which is less than a pass over the tokens to rotate them. Rotating the weights offline instead (the sum then
+happens in the rotated basis) saves the small product, but keys must come back before RoPE, which takes it again or, over
+the whole token, another pass.
+
+For RoPE the columns of weights, bias and matrix are laid so that the channels of a pair are neighbours: both are then in
+one thread's registers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..attention.triton import _as, interpreted
+from ..hadamard import hadamard
+from ..packing.triton import code_at
+from .reference import Coded, Turn
+
+MOST_INPUTS = 4
+
+
+@triton.jit
+def _dot(a, b, acc, ASM: tl.constexpr):
+    if ASM:
+        return tl.dot(a, b, acc)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")  # bfloat16 is wrong there
+
+
+@triton.jit
+def _half(x, J: tl.constexpr):
+    return (x >> (16 * J)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _joined(t, COUNT: tl.constexpr):
+    """COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything away."""
+    made = t[0]
+    if COUNT == 2:
+        made = tl.join(t[0], t[1])
+    elif COUNT == 4:
+        made = tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))
+    elif COUNT == 8:
+        made = tl.join(
+            tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
+        )
+    return made
+
+
+@triton.constexpr_function
+def _first(bits):
+    """Width of a code's first plane, of codes up to 8 bits."""
+    return 8 if bits == 8 else 4 if bits >= 4 else 2 if bits >= 2 else 1
+
+
+@triton.constexpr_function
+def fields(bits, count):
+    """Codes that one word of a first plane holds; 0: runs of `count` codes are not all words of 16 bits."""
+    if bits == 8:
+        return 1
+    lowest = bits & -bits
+    width = 4 if bits >= 4 else 2 if bits >= 2 else 1
+    return 0 if count % (16 // lowest) else 16 // width
+
+
+@triton.jit
+def _lower(
+    codes, p_word, b_word, b_live, PER: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr
+):
+    """codes with the fields of a plane below, WIDTH bits wide, behind them."""
+    u = tl.load(p_word + b_word % WORDS, mask=b_live, other=0).to(tl.int32) & 0xFFFF
+    u = u >> (b_word // WORDS * WIDTH)
+    more = ()
+    for j in tl.static_range(PER):
+        more = more + ((codes[j] << WIDTH) | ((u >> (j * FIRST)) & ((1 << WIDTH) - 1)),)
+    return more
+
+
+@triton.jit
+def _fields(p, b_word, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
+    """All codes of the words b_word of the runs at p: `fields` tensors int32, number j of place j * words + b_word."""
+    FIRST: tl.constexpr = _first(BITS)
+    PER: tl.constexpr = fields(BITS, COUNT)
+    WORDS: tl.constexpr = COUNT // PER
+    codes = ()
+    if BITS == 8:
+        codes = codes + (tl.load(p + b_word, mask=b_live, other=0).to(tl.int32),)
+    else:
+        p_word = p.to(tl.pointer_type(tl.int16))
+        w = tl.load(p_word + b_word, mask=b_live, other=0).to(tl.int32)
+        for j in tl.static_range(PER):
+            codes = codes + ((w >> (j * FIRST)) & ((1 << FIRST) - 1),)
+        if BITS & (FIRST // 2):
+            codes = _lower(codes, p_word + WORDS, b_word, b_live, PER, FIRST, FIRST // 2, WORDS // 2)
+        if BITS & (FIRST // 4):
+            AT: tl.constexpr = WORDS + (WORDS // 2 if BITS & (FIRST // 2) else 0)
+            codes = _lower(codes, p_word + AT, b_word, b_live, PER, FIRST, FIRST // 4, WORDS // 4)
+    return codes
+
+
+@triton.jit
+def _gather(p_grid, b_code, d: tl.constexpr):
+    """Grid points by code: d tensors float16."""
+    points = ()
+    if d == 1:
+        points = points + (tl.load(p_grid + b_code),)
+    else:
+        for i in tl.static_range(d // 2):  # two dimensions lie in a word
+            b_pair = tl.load(p_grid + b_code * (d // 2) + i)
+            points = points + (_half(b_pair, 0), _half(b_pair, 1))
+    return points
+
+
+@triton.jit
+def _points(
+    p_codes, p_grid, o_code, b_place, b_live, first, s_head,
+    H: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, KEY: tl.constexpr,
+    BYTES: tl.constexpr, WORDWISE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Grid points [BM, BN] float16 of BN channels from `first` on, channels in the order of `places`. o_code: where codes
+    of a token (keys) or a block (values) begin, b_place, b_live: which code of a run it is, whether it exists; for values
+    word by word, for each word instead.
+    """
+    PER: tl.constexpr = fields(BITS, COUNT)
+    channel = first + tl.arange(0, BN // d) * d
+    known = (channel < H * D)[None, :]
+    o_head = (channel // D).to(tl.int64) * s_head
+    within = channel % D // d
+    if WORDWISE and KEY:
+        WORDS: tl.constexpr = COUNT // PER
+        word = tl.arange(0, BN // D * WORDS)
+        head = first // D + word // WORDS
+        p = p_codes + (o_code[:, None] + (head.to(tl.int64) * s_head)[None, :])
+        b_word = tl.broadcast_to((word % WORDS)[None, :], [BM, BN // D * WORDS])
+        codes = _fields(p, b_word, b_live[:, None] & (head < H)[None, :], BITS, COUNT)
+        points = ()
+        for j in tl.static_range(PER):
+            points = points + _gather(p_grid, codes[j], d)
+        made = tl.reshape(_joined(points, PER * d), [BM, BN])
+    elif WORDWISE:
+        ROWS: tl.constexpr = BM // PER
+        p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
+        b_word = tl.broadcast_to(b_place[:, None], [ROWS, BN // d])
+        codes = _fields(p, b_word, b_live[:, None] & known, BITS, COUNT)
+        rows = ()
+        for j in tl.static_range(PER):
+            rows = rows + (tl.reshape(_joined(_gather(p_grid, codes[j], d), d), [ROWS, BN]),)
+        joined = tl.reshape(_joined(rows, PER), [ROWS, BN, PER])
+        made = tl.reshape(tl.permute(joined, (0, 2, 1)), [BM, BN])
+    else:
+        if KEY:
+            p = p_codes + (o_code[:, None] + o_head[None, :])
+            b_at = tl.broadcast_to(within[None, :], [BM, BN // d])
+        else:
+            p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
+            b_at = tl.broadcast_to(b_place[:, None], [BM, BN // d])
+        b_code = code_at(p, b_at, b_live[:, None] & known, BITS, COUNT)
+        made = tl.reshape(_joined(_gather(p_grid, b_code, d), d), [BM, BN])
+    return made
+
+
+@triton.jit
+def _parity(x):
+    x = x ^ (x >> 8)
+    x = x ^ (x >> 4)
+    x = x ^ (x >> 2)
+    return (x ^ (x >> 1)) & 1
+
+
+@triton.jit
+def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first, steps,
+              H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr,
+              STAGES: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """acc plus one input's share of the predictor; `first`: its first row of the weights."""
+    k = tl.arange(0, BK)
+    for step in tl.range(0, steps, num_stages=STAGES):  # known at compile time, all would be unrolled
+        head, start = step * BK // D, tl.multiple_of(step * BK % D, 16)
+        p_a = p_x + head * s_head + (o_row[:, None] + (start + k)[None, :])
+        p_b = p_weight + (first + step * BK + k)[:, None] * C + columns[None, :]
+        if FULL:
+            a, b = tl.load(p_a), tl.load(p_b)
+        else:
+            a = tl.load(p_a, mask=b_live[:, None], other=0.0)
+            b = tl.load(p_b, mask=b_known[None, :], other=0.0)
+        acc = _dot(a, b, acc, ASM)
+    return acc
+
+
+@triton.jit
+def _turn(
+    p_out, p_turned, p_table, acc, o_out, o_turn, b_live, i_n, s_head,
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """BM rows stored as they are and turned by RoPE."""
+    TYPE: tl.constexpr = p_out.dtype.element_ty
+    low, high = tl.split(tl.reshape(acc, [BM, BN // 2, 2]))
+    low, high = _as(low, TYPE, ASM), _as(high, TYPE, ASM)  # half the registers, and what the model itself would turn
+    pair = i_n * (BN // 2) + tl.arange(0, BN // 2)
+    i = pair % (D // 2)
+    turns = i < R // 2
+    channel = tl.where(turns, i, R // 2 + i)
+    apart = tl.where(turns, R // 2, (D - R) // 2)
+    b_all = b_live[:, None] & (pair < H * D // 2)[None, :]
+    o_low = o_out[:, None] + ((pair // (D // 2)).to(tl.int64) * s_head + channel)[None, :]
+    o_high = o_low + apart[None, :]
+    tl.store(p_out + o_low, low, mask=b_all)
+    tl.store(p_out + o_high, high, mask=b_all)
+    o_turn = o_turn[:, None] + i[None, :]
+    b_both = tl.load(p_table + o_turn, mask=b_live[:, None] & turns[None, :], other=0x3C00)  # cosine 1, sine 0
+    b_cos, b_sin = _half(b_both, 0).to(tl.float32), _half(b_both, 1).to(tl.float32)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    tl.store(p_turned + o_low, _as(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
+    tl.store(p_turned + o_high, _as(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "steps"])
+def reconstruct_kernel(
+    p_out, p_turned, p_codes, p_norm, p_grid, p_matrix, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
+    rows, tokens, steps, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head, s_turn,
+    H: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, KEY: tl.constexpr,
+    BLOCK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, INPUTS: tl.constexpr,
+    WORDWISE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
+    FULL: BM divides the tokens of all rows, BN divides C.
+    """
+    C: tl.constexpr = H * D
+    TILES: tl.constexpr = triton.cdiv(C, BN)
+    PER: tl.constexpr = fields(BITS, COUNT)
+    i_n, i_m = tl.program_id(0) % TILES, tl.program_id(0) // TILES
+    b_row = i_m * BM + tl.arange(0, BM)
+    b_live = b_row < rows
+    b_batch = (b_row // tokens).to(tl.int64)
+    if WORDWISE and not KEY:  # rows in the order of words and their fields
+        WORDS: tl.constexpr = BLOCK // PER
+        b_token = b_row % tokens
+        b_word = b_token // PER
+        b_token = b_word // WORDS * BLOCK + b_token % PER * WORDS + b_word % WORDS
+        o_word = i_m * (BM // PER) + tl.arange(0, BM // PER)
+        b_some = o_word * PER < rows
+        b_word = o_word % (tokens // PER)
+        b_place = b_word % WORDS
+        o_code = (o_word // (tokens // PER)).to(tl.int64) * s_code_row + b_word // WORDS * (D // d * BYTES)
+    else:
+        b_token = b_row % tokens
+        b_some = b_live
+        b_place = b_token % BLOCK
+        if KEY:
+            o_code = b_batch * s_code_row + b_token * BYTES
+        else:
+            o_code = b_batch * s_code_row + b_token // BLOCK * (D // d * BYTES)
+    o_code = tl.where(b_some, o_code, 0)
+    columns = i_n * BN + tl.arange(0, BN)
+    b_known = columns < C
+    s_x_head = tl.cast(s_x_head, tl.int64)
+
+    # Q^-1(codes)
+    MIX: tl.constexpr = WIDTH // BN if WIDTH > BN else 1
+    base, own = i_n // MIX * MIX, i_n % MIX
+    points = _points(
+        p_codes, p_grid, o_code, b_place, b_some, base * BN, s_code_head,
+        H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
+    )  # fmt: skip
+    for other in tl.range(1, MIX):
+        more = _points(
+            p_codes, p_grid, o_code, b_place, b_some, (base + other) * BN, s_code_head,
+            H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
+        )  # fmt: skip
+        points += more * (1 - 2 * _parity(own & other)).to(tl.float16)
+    o_matrix = (i_n * BN + tl.arange(0, BN))[:, None] * BN + tl.arange(0, BN)[None, :]
+    acc = _dot(points, tl.load(p_matrix + o_matrix), tl.zeros([BM, BN], tl.float32), ASM)
+    o_norm = b_batch * s_norm_row + b_token
+    if NORMS == 1:
+        acc = acc * (tl.load(p_norm + o_norm, mask=b_live, other=0.0).to(tl.float32) * WIDTH**-0.5)[:, None]
+    else:
+        o_norm = o_norm[:, None] + ((columns // D).to(tl.int64) * s_norm_head)[None, :]
+        b_norm = tl.load(p_norm + o_norm, mask=b_live[:, None] & b_known[None, :], other=0.0)
+        acc = acc * (b_norm.to(tl.float32) * WIDTH**-0.5)
+
+    # the predictor
+    if INPUTS > 0:
+        acc += tl.load(p_bias + columns, mask=b_known, other=0.0)[None, :]
+        o_x = tl.multiple_of(tl.where(b_live, b_batch * s_x_row + b_token * D, 0), 16)
+        acc = _multiply(
+            p_x0, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 0, steps, H, D, C, BK, FULL, STAGES, ASM
+        )
+    if INPUTS > 1:
+        acc = _multiply(
+            p_x1, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, C, steps, H, D, C, BK, FULL, STAGES, ASM
+        )
+    if INPUTS > 2:
+        acc = _multiply(
+            p_x2, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 2 * C, steps, H, D, C, BK, FULL, STAGES, ASM
+        )
+    if INPUTS > 3:
+        acc = _multiply(
+            p_x3, p_weight, o_x, b_live, columns, b_known, acc, s_x_head, 3 * C, steps, H, D, C, BK, FULL, STAGES, ASM
+        )
+
+    TYPE: tl.constexpr = p_out.dtype.element_ty
+    o_out = b_batch * s_out_row + b_token * D
+    if R == 0:
+        o_out = o_out[:, None] + ((columns // D).to(tl.int64) * s_out_head + columns % D)[None, :]
+        tl.store(p_out + o_out, _as(acc, TYPE, ASM), mask=b_live[:, None] & b_known[None, :])
+    else:  # columns 2 i and 2 i + 1 are a pair
+        o_turn = b_batch * s_turn + b_token * (R // 2)
+        _turn(p_out, p_turned, p_table, acc, o_out, o_turn, b_live, i_n, s_out_head, H, D, R, BM, BN, ASM)
+
+
+CHANNELS = 128  # of a program
+
+
+@dataclass(frozen=True)
+class Launch:
+    """tokens: of a program. depth: rows of the weights a step. stages: of loads in flight."""
+
+    tokens: int
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@functools.cache
+def launch_for(device: torch.device) -> Launch:
+    """On Hopper 256 tokens: 85 operations for a byte that comes through L2 (128 tokens: 64), 176 KiB of shared memory."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return Launch(256) if hopper else Launch(128, 32)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
+    matrix: (tiles, channels, channels) float16, the rotation and the signs. turned: channels of a head that RoPE turns.
+    """
+
+    grid: Tensor
+    matrix: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    turned: int
+
+    @property
+    def channels(self) -> int:
+        return int(self.matrix.shape[1])
+
+
+def refuses(dim: int, d: int, width: int, norms: int, inputs: int, turned: int, channels: int = CHANNELS) -> str | None:
+    """Why there is no kernel for this shape; None if there is one."""
+    if inputs > MOST_INPUTS:
+        return f"{inputs} predictor inputs: {MOST_INPUTS} at most"
+    if inputs and dim % 16:
+        return f"head_dim {dim}: a predictor's kernel needs a multiple of 16"
+    if dim % (2 * d) or d not in (1, 2, 4):
+        return f"head_dim {dim}, grid of {d} dimensions: needs 1, 2 or 4 that divide half of it"
+    if norms > 1 and width > dim:
+        return "a norm a head under a rotation over the token"
+    if turned % 2 or turned > dim or (turned and channels % dim):
+        return f"RoPE of {turned} of {dim} channels: needs an even number, and heads that divide {channels}"
+    return None
+
+
+def columns_of(heads: int, dim: int, turned: int) -> Tensor:
+    """Channel of each column of the product, int64 (C,): pairs of RoPE are neighbours."""
+    every = torch.arange(heads * dim)
+    if not turned:
+        return every
+    half = every // 2 % (dim // 2)
+    low = torch.where(half < turned // 2, half, turned // 2 + half)
+    apart = torch.where(half < turned // 2, turned // 2, (dim - turned) // 2)
+    return every // dim * dim + low + every % 2 * apart
+
+
+def prepare(
+    coded: Coded,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    turned: int = 0,
+    dtype: torch.dtype = torch.float16,
+    channels: int = CHANNELS,
+) -> Prepared:
+    """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side."""
+    inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
+    heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
+    if why := refuses(dim, d, coded.width, coded.norm.shape[1], inputs, turned, channels):
+        raise ValueError(f"reconstruct: {why}")
+    device = coded.grid.device
+    order = columns_of(heads, dim, turned).to(device)
+    grid = coded.grid.half().contiguous()
+    made = _matrix(coded, order, channels)
+    if weight is not None:
+        weight = (weight[:, order] if turned else weight).to(dtype).contiguous()
+        bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
+    words = grid if d == 1 else grid.view(torch.int32)
+    return Prepared(words, made, weight, None if weight is None else bias, turned)
+
+
+def _wordwise(coded: Coded, channels: int) -> bool:
+    """Whether programs can take codes a word at a time."""
+    per = fields(coded.bits, coded.packed_count)
+    if not per or not coded.key:
+        return bool(per)
+    words = coded.packed_count // per
+    return channels % coded.dim == 0 and words & (words - 1) == 0
+
+
+def places(coded: Coded, channels: int) -> Tensor:
+    """Channel of each of the columns of `_points` within its program's, int64 (channels,)."""
+    every = torch.arange(channels)
+    if not (coded.key and _wordwise(coded, channels)):
+        return every
+    d, per = coded.grid.shape[1], fields(coded.bits, coded.packed_count)
+    words = coded.packed_count // per
+    word, field, axis = every // (per * d), every // d % per, every % d
+    made: Tensor = word // words * coded.dim + (field * words + word % words) * d + axis
+    return made
+
+
+def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
+    """What points of `channels` channels are multiplied by, for each tile of columns: +1, -1 and 0, so exact."""
+    device, count = coded.grid.device, coded.sign.numel()
+    tiles, width = -(-count // channels), min(coded.width, channels)
+    made = torch.zeros(tiles, channels, channels, dtype=torch.float16, device=device)
+    own = (hadamard(torch.eye(channels, device=device), width) * width**0.5).round()[places(coded, channels).to(device)]
+    for tile in range(tiles):
+        columns = order[tile * channels : (tile + 1) * channels]
+        made[tile, :, : len(columns)] = own[:, columns - tile * channels] * coded.sign[columns].to(device)
+    return made
+
+
+def reconstruct(
+    coded: Coded,
+    prepared: Prepared,
+    inputs: Sequence[Tensor] = (),
+    turn: Turn | None = None,
+    out: Tensor | None = None,
+    turned: Tensor | None = None,
+    dtype: torch.dtype = torch.float16,
+    launch: Launch | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As reference.reconstruct, rounded to float16 or bfloat16: of `out` if given, else `dtype`.
+
+    inputs, out, turned (B, H, T or more, D): one dtype, and tokens and channels of a head contiguous; inputs alike in
+    strides. `out` and `turned` are written up to T and may be views of larger buffers, but not of an input.
+    """
+    batch, heads, tokens, dim = coded.codes.shape[0], coded.heads, coded.tokens, coded.dim
+    shape = (batch, heads, tokens, dim)
+    out = torch.empty(shape, dtype=dtype, device=coded.codes.device) if out is None else out
+    if turn is not None and turned is None:
+        turned = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
+    _check(coded, prepared, inputs, turn, out, turned, shape)
+    launch = launch or (
+        launch_for(out.device) if inputs else Launch(128)
+    )  # without products 128 hide more of the loads
+    d, rows = coded.grid.shape[1], batch * tokens
+    if rows + launch.tokens >= 1 << 31:
+        raise ValueError(f"reconstruct: {batch} rows of {tokens} tokens; 2^31 tokens at most, in one call")
+    if not rows:
+        return out, turned
+    x = [*inputs, *([inputs[0]] if inputs else [out]) * (MOST_INPUTS - len(inputs))]
+    table = prepared.grid if turn is None else turn.table
+    tiles = prepared.matrix.shape[0]
+    fixed = settings(coded, prepared, len(inputs), rows, launch)
+    reconstruct_kernel[(tiles * -(-rows // launch.tokens),)](
+        out, out if turned is None else turned, coded.codes, coded.norm, prepared.grid, prepared.matrix,
+        prepared.matrix if prepared.bias is None else prepared.bias,
+        prepared.matrix if prepared.weight is None else prepared.weight, *x, table, rows, tokens, heads * dim // fixed["BK"],
+        coded.codes.stride(0), coded.codes.stride(1), coded.norm.stride(0), coded.norm.stride(1),
+        x[0].stride(0), x[0].stride(1), out.stride(0), out.stride(1), table.stride(0) if len(table) > 1 else 0,
+        **fixed, d=d, ASM=not interpreted(), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return out, turned
+
+
+def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: Launch) -> dict[str, int | bool]:
+    """Compile-time constants of reconstruct_kernel but d and ASM; none follows from the number of tokens, except that BM
+    divides it.
+    """
+    channels, whole = prepared.channels, coded.heads * coded.dim % prepared.channels == 0
+    depth = min(launch.depth, coded.dim & -coded.dim)
+    return {
+        "H": coded.heads, "D": coded.dim, "BITS": coded.bits, "COUNT": coded.packed_count, "KEY": coded.key,
+        "BLOCK": coded.block, "BYTES": coded.codes.shape[-1], "WIDTH": coded.width, "NORMS": coded.norm.shape[1],
+        "INPUTS": inputs, "WORDWISE": _wordwise(coded, channels), "R": prepared.turned,
+        "FULL": rows % launch.tokens == 0 and whole,
+        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
+    }  # fmt: skip
+
+
+def _check(
+    coded: Coded,
+    prepared: Prepared,
+    inputs: Sequence[Tensor],
+    turn: Turn | None,
+    out: Tensor,
+    turned: Tensor | None,
+    shape: tuple[int, int, int, int],
+) -> None:
+    """What the kernel relies on and cannot see."""
+    if out.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"reconstruct into {out.dtype}: must be float16 or bfloat16")
+    wanted = 0 if prepared.weight is None else prepared.weight.shape[0] // prepared.weight.shape[1]
+    if len(inputs) != wanted or (prepared.weight is not None and prepared.weight.dtype != out.dtype):
+        raise ValueError(f"reconstruct of {len(inputs)} inputs in {out.dtype}: prepared for {wanted} in another way")
+    if (turn is not None) != bool(prepared.turned) or (turn is not None and turn.cos.shape[-1] != prepared.turned):
+        raise ValueError(f"reconstruct: prepared for RoPE of {prepared.turned} channels, got {turn and turn.cos.shape}")
+    for name, each in [("out", out), ("turned", turned), *(("input", x) for x in inputs)]:
+        if each is None:
+            continue
+        fits = each.shape[:2] == shape[:2] and each.shape[2] >= shape[2] and each.shape[3] == shape[3]
+        if not fits or each.dtype != out.dtype or each.stride()[2:] != (shape[3], 1):
+            seen = f"{tuple(each.shape)} {each.dtype}, strides {each.stride()}"
+            raise ValueError(f"reconstruct, {name}: {seen}; must be {shape} {out.dtype}, heads contiguous")
+    if any(x.stride() != inputs[0].stride() for x in inputs) or (
+        turned is not None and turned.stride() != out.stride()
+    ):
+        raise ValueError("reconstruct: inputs, and out and turned, must have the same strides")
+    rows = coded.codes.stride()[2:], coded.norm.stride()[2:]
+    inner = coded.codes.shape[-1]
+    if rows != ((coded.codes.shape[3] * inner, inner, 1), (coded.block, 1)):
+        raise ValueError(f"reconstruct: blocks of strides {rows}; blocks of a head must be contiguous")

@@ -1,0 +1,17 @@
+"""Decode attention straight from residual vector codes."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from .reference import Band, Coded, attend, decode, longest, merge
+
+
+def fast() -> ModuleType:
+    """The Triton module, which does the same on a GPU; ImportError without triton."""
+    from . import triton
+
+    return triton
+
+
+__all__ = ["Band", "Coded", "attend", "decode", "fast", "longest", "merge"]

@@ -1,0 +1,217 @@
+"""Reconstruction: the reference against the codec, the Triton kernel against the reference in the interpreter and on a GPU,
+the codec's hook, and what the kernel compiles to without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled import compiled, loops, resources
+from kvcal_artifacts.codecs import Predicted, Shape, Uniform
+from kvcal_artifacts.codecs.base import Context
+from kvcal_artifacts.codecs.higgs import Higgs
+from kvcal_artifacts.codecs.predictors import MLP, Linear
+from kvcal_artifacts.codecs.reconstruct import Reconstruction, coded, refuses
+from kvcal_artifacts.errors import KVCalError
+from kvcal_kernels.packing import packed_bytes
+from kvcal_kernels.reconstruct import Coded, Turn, decode, reference
+from reconstruct_cases import Case, codec_of, exhaustive, normal, rope, small
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+SHAPE = Shape(2, 64, 32)
+
+
+def linear(inputs: int = 1) -> Linear:
+    return Linear({"weight": torch.zeros(128 * inputs, 128).half(), "bias": torch.zeros(128).half()})
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize(("grid", "rotation", "norm"), [((2, 16), "token", "token"), ((1, 8), "head", "head")])
+def test_the_reference_decodes_what_the_codec_does(role: Any, grid: Any, rotation: Any, norm: Any) -> None:
+    codec = Higgs(SHAPE, role, *grid, rotation, norm, seed=3)
+    packed = codec.encode(normal(2, 2, 96, 64, seed=0))
+    assert torch.allclose(decode(coded(codec, packed)), codec.decode(packed), atol=1e-5)
+
+
+def test_rope_turns_pairs_of_halves_and_leaves_the_rest() -> None:
+    quarter = Turn(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
+    x = torch.arange(1.0, 7.0).view(1, 1, 1, 6)
+    assert quarter(x).flatten().tolist() == [-3.0, -4.0, 1.0, 2.0, 5.0, 6.0]
+
+
+def test_the_hook_on_a_cpu_is_the_codec() -> None:
+    case = Case(rotary=32)
+    codec, tokens = codec_of(case), case.blocks * case.block
+    context = Context(k1=normal(2, 2, tokens, 64, seed=1))
+    packed = codec.encode(normal(2, 2, tokens, 64, seed=2), context)
+    turn, own = rope(case, tokens), Reconstruction(codec, torch.bfloat16, 32)
+    assert turn is not None
+    assert (own.path, own.why) == ("reference", "cpu: no CUDA GPU")
+    room = torch.full((2, 2, tokens + 5, 64), torch.nan, dtype=torch.bfloat16)
+    out, turned = own(packed, context, turn, room)
+    exact = codec.decode(packed, context)
+    assert out is room
+    assert torch.equal(out[:, :, :tokens], exact.bfloat16())
+    assert turned is not None
+    assert torch.equal(turned, turn(exact).bfloat16())
+    with pytest.raises(KVCalError, match="RoPE of 32 channels: cos and sin must be given"):
+        own(packed, context)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("codec", "dtype", "rotary", "says"),
+    [
+        (Uniform(SHAPE, "key", 2, 32, "channel"), torch.float16, 0, "uniform.*; the kernel reads HIGGS"),
+        (Higgs(SHAPE, "key", axis="token"), torch.float16, 0, "the kernel reads HIGGS along channels"),
+        (Higgs(SHAPE, "key"), torch.float32, 0, "torch.float32; the kernel writes float16 and bfloat16"),
+        (Higgs(SHAPE, "key", rotation="token", norm="head"), torch.float16, 0, "a norm a head under a rotation over"),
+        (Higgs(Shape(2, 96, 32), "key"), torch.float16, 96, "RoPE of 96 of 96 channels: .* heads that divide 128"),
+        (Higgs(Shape(2, 40, 32), "value"), torch.float16, 0, None),
+        (Predicted(Higgs(SHAPE, "value"), linear(), ("v1",)), torch.float16, 0, None),
+    ],
+)
+def test_what_the_kernel_takes(codec: Any, dtype: torch.dtype, rotary: int, says: str | None) -> None:
+    said = refuses(codec, dtype, rotary)
+    assert said is None if says is None else bool(pytest.importorskip("re").search(says, str(said)))
+
+
+@needs_triton
+def test_other_predictors_are_refused() -> None:
+    weights = {"in_weight": (128, 256), "in_bias": (256,), "out_weight": (256, 128), "out_bias": (128,)}
+    mlp = MLP({name: torch.zeros(size).half() for name, size in weights.items()})
+    assert "a mlp predictor" in str(refuses(Predicted(Higgs(SHAPE, "key"), mlp, ("k1",)), torch.float16))
+    five = Predicted(Higgs(SHAPE, "value"), linear(5), ("k1", "v1", "k2", "v2", "k0"))
+    assert refuses(five, torch.float16) == "5 predictor inputs: 4 at most"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"inputs": []}, "reconstruct of 0 inputs .*: prepared for 1"),
+        ({"inputs": [torch.zeros(2, 2, 64, 64)]}, "input: .* torch.float32.*; must be"),
+        ({"inputs": [torch.zeros(2, 2, 64, 64).half().mT]}, "input: .* strides"),
+        ({"inputs": [torch.zeros(2, 2, 32, 64).half()]}, r"input: \(2, 2, 32, 64\)"),
+        ({"out": torch.zeros(2, 2, 64, 64)}, "into torch.float32"),
+        ({"turn": rope(Case(rotary=64), 64)}, "prepared for RoPE of 0 channels"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: str) -> None:
+    from kvcal_kernels.reconstruct import triton as kernel
+
+    codec = Higgs(SHAPE, "key")
+    blocks = coded(codec, codec.encode(normal(2, 2, 64, 64, seed=0)))
+    given: dict[str, Any] = {"inputs": [torch.zeros(2, 2, 64, 64).half()]}
+    prepared = kernel.prepare(blocks, torch.zeros(128, 128), channels=64)
+    with pytest.raises(ValueError, match=says):
+        kernel.reconstruct(blocks, prepared, **(given | change))
+
+
+# The kernel in Triton's interpreter.
+
+
+def interpreted(which: str) -> list[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "reconstruct_cases", which],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_triton
+def test_interpreted_kernel_agrees_with_the_reference() -> None:
+    assert interpreted("small") == [str(len(small()))]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
+    assert interpreted("exhaustive") == [str(len(list(exhaustive())))]
+
+
+# Compiled without a GPU, at Llama-3.1-8B's geometry.
+
+STRIDES = ["s_code_row", "s_code_head", "s_norm_row", "s_norm_head", "s_x_row", "s_x_head", "s_out_row", "s_out_head"]
+
+
+def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capability: int) -> Any:
+    from kvcal_kernels.reconstruct import triton as kernel
+
+    codes = torch.empty(1, 8, 1, 32 if key else 64, packed_bytes(64 if key else 32, 4), dtype=torch.uint8)
+    blocks = Coded(codes, torch.empty(1, 1, 1, 32), torch.empty(16, 2), torch.ones(1024), rotation, 4, 128, key)
+    nothing = torch.empty(0)
+    prepared = kernel.Prepared(nothing, torch.empty(8, 128, 128), nothing, nothing, rotary)
+    launch = kernel.Launch(256) if capability >= 90 else kernel.Launch(128, 32)
+    constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 2, "ASM": True}
+    types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
+    types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16", "p_bias": "*fp32"}
+    types |= {"p_table": "*i32"} | dict.fromkeys(["rows", "tokens", "steps", *STRIDES, "s_turn"], "i32")
+    types = {name: types[name] for name in kernel.reconstruct_kernel.arg_names if name in types}
+    aligned = [name for name in types if name[:2] in ("p_", "s_")]
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return compiled(kernel.reconstruct_kernel, types, constants, aligned, capability, **options)
+
+
+# Bytes of stack: keys with RoPE in 256-token programs keep 16 bytes of a thread there, once a program.
+BUDGET = [
+    (True, 1024, 1, 128, "fp16", 90, 16), (True, 1024, 1, 128, "bf16", 80, 0),
+    *(pytest.param(False, width, 2, 0, kind, capability, 0, marks=pytest.mark.slow) for width, kind, capability in (
+        (1024, "bf16", 90), (128, "fp16", 90), (1024, "fp16", 80), (1024, "fp16", 87),
+    )),
+]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(("key", "rotation", "inputs", "rotary", "kind", "capability", "stack"), BUDGET)
+def test_compiled_kernel_keeps_to_its_budget(
+    key: bool, rotation: int, inputs: int, rotary: int, kind: str, capability: int, stack: int, tmp_path: Path
+) -> None:
+    """A step of 256 x 128 x 64 is 1024 cycles of Hopper's tensor cores; two warps a scheduler of 140 instructions fit in."""
+    made = built(key, rotation, inputs, rotary, kind, capability)
+    registers, spilled = resources(made, tmp_path)
+    assert registers <= 255
+    assert spilled <= stack
+    assert made.metadata.shared <= {90: 227, 80: 163, 87: 163}[capability] * 1024
+    if capability == 90:
+        products = [loop for loop in loops(made, tmp_path) if loop["HGMMA"] == 8]
+        assert len(products) == inputs
+        assert max(loop.total() for loop in products) <= 140
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", small(), ids=str)
+def test_on_a_gpu(case: Case) -> None:
+    codec, tokens = codec_of(case).to(torch.device("cuda")), case.blocks * case.block
+    shape = (case.batch, case.heads, tokens, case.dim)
+    context = Context(**{name: normal(*shape, seed=i).cuda() for i, name in enumerate(case.inputs)})  # type: ignore[arg-type]
+    packed = codec.encode(normal(*shape, seed=9).cuda(), context)
+    turn = rope(case, tokens)
+    own = Reconstruction(codec, case.dtype, case.rotary)
+    assert own.path == "triton", own.why
+    out, turned = own(packed, context, None if turn is None else Turn(turn.cos.cuda(), turn.sin.cuda()))
+    inner = codec.inner if isinstance(codec, Predicted) else codec
+    weights = codec.predictor.working() if isinstance(codec, Predicted) else {}
+    inputs = [getattr(context, name).to(case.dtype).cpu() for name in case.inputs]
+    blocks = coded(inner.to(torch.device("cpu")), {name: t.cpu() for name, t in packed.items()})  # type: ignore[arg-type]
+    linear = [weights[name].cpu() if name in weights else None for name in ("weight", "bias")]
+    exact = reference.reconstruct(blocks, inputs, *linear, turn, torch.float64)
+    plain = reference.reconstruct(blocks, inputs, *linear, turn, case.dtype)
+    for made, e, p in zip((out, turned), exact, plain, strict=True):
+        if made is not None and e is not None and p is not None:
+            error, same = (float((x.cpu().double() - e).norm()) for x in (made, p))
+            assert error <= 2 * same
