@@ -9,6 +9,7 @@ import copy
 import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -652,6 +653,22 @@ def test_offload(name: str, frame: str) -> None:
 
 
 # Hooks and other people's forwards.
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"kernels": "torch", "max_length": 96}], ids=str)
+def test_storage_is_free_with_the_last_reference(options: dict[str, Any]) -> None:
+    """A server's next cache needs the memory now, not after a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = TINY["llama"]()
+        kept = KVCalCache(schemes.scheme(model, "uniform-2"), model, **options)
+        model.generate(token_ids(2, 60), past_key_values=kept, max_new_tokens=4, do_sample=False)
+        storage = [weakref.ref(t) for layer in kept.own_layers for t in layer.window + layer.stored("packed")]
+        del kept
+        assert storage and not any(one() is not None for one in storage)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", TINY)

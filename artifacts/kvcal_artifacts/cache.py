@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__()
-        self._cache, self.index, self.codecs, self.site = cache, index, codecs, site
+        self._owner, self.index, self.codecs, self.site = weakref.ref(cache), index, codecs, site
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
@@ -83,6 +84,14 @@ class KVCalLayer(CacheLayerMixin):
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
+
+    @property
+    def _cache(self) -> KVCalCache:
+        """Held weakly: storage is free as soon as the last reference to the cache is gone, without a garbage collection."""
+        owner = self._owner()
+        if owner is None:
+            raise KVCalError(f"layer {self.index}: the cache it belongs to is gone; keep a reference to it")
+        return owner
 
     @property
     def _pair(self) -> tuple[Codec, Codec]:
@@ -946,7 +955,7 @@ class KVCalCache(Cache):
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
-                held = {k: v for k, v in vars(mine).items() if k not in ("_cache", "site", "codecs", "handle")}
+                held = {k: v for k, v in vars(mine).items() if k not in ("_owner", "site", "codecs", "handle")}
                 other.__dict__.update(copy.deepcopy(held, memo))
                 other.codecs = mine.codecs
             else:

@@ -95,6 +95,8 @@ class Meter:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for layer in self._cache.own_layers:
+            vars(layer).pop("update", None)
 
     def _hook(self, layer: KVCalLayer) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
