@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_cases import SCHEMES, SETTINGS, Case, by_torch, exhaustive, made, off, random_codes, small, wrong
+from attention_cases import FOUR, SCHEMES, SETTINGS, Case, by_torch, exhaustive, made, off, random_codes, small, wrong
 from compiled import compiled, loops, resources
 from kvcal.bench.fused import blocks_of, form_of
 from kvcal_artifacts.codecs import Shape, Uniform
@@ -29,10 +29,11 @@ from kvcal_kernels.attention import Blocks, Form, decode, pack, reference, unpac
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 FORMS = [
-    Form(role, dim, bits, group, inner, symmetric)
+    setting.form(role, dim, 3)
     for role in ("key", "value")
     for dim in reference.DIMS
-    for bits, group, inner, symmetric in SETTINGS.values()
+    for name, setting in SETTINGS.items()
+    if (name, dim) != (FOUR, 96)
 ]
 
 
@@ -41,7 +42,7 @@ def random(form: Form, room: int = 4, seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def is_(form: Form) -> str:
-    return f"{form.role}-{form.dim}-{form.bits}-{form.group}-{form.inner}-{form.symmetric}"
+    return f"{form.role}-{form.dim}-{form.bits}-{form.group}-{form.inner}-{form.symmetric}-{form.vector}"
 
 
 # The order in which blocks are stored.
@@ -269,18 +270,20 @@ def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
 
 EXACT = ["p_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
 TYPES = {
-    **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs"], "*fp16"),
+    **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
+    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"),
     **dict.fromkeys(["room", "sink_room", "recent_room", "splits"], "i32"), "factor": "fp32",
 }  # fmt: skip
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
 
 
-def built(case: Case, capability: int, registers: int) -> Any:
+def built(case: Case, capability: int, registers: int, launch: Any = None) -> Any:
     """The kernel as Launch() has it, with at most so many registers (0: as many as it likes), for 8 kv heads."""
     from kvcal_kernels.attention import triton as fused
 
-    launch = fused.Launch(registers=registers)
+    case = replace(case, heads=8)
+    launch = launch or fused.Launch(registers=registers)
     fixed = fused.settings(case.form("key"), case.form("value"), 8, case.ratio, case.queries, launch.warps)
     constants = {**fixed, "STAGES": launch.stages, "TURNS": launch.turns, "ASM": True}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")

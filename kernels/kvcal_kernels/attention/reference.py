@@ -11,6 +11,8 @@ Scales and zero points are float16, x = code * scale + zero point; symmetric for
 w = 4, 2 or 1 of them side by side: [columns / w][16][w]; of others as [columns / 2][8][scale, scale, zero point, zero point],
 the 16 being neighbours along the contracted dimension.
 
+Grids (HIGGS, TurboQuant): see grids.py. Their scale is one float16 norm of a token, of its head or of all of them.
+
 Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 """
 
@@ -21,6 +23,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ..hadamard import unrotate
+from . import grids
+from .grids import Grid
 
 BLOCK = 32
 PIECE = 16
@@ -33,6 +39,9 @@ class Form:
     """How the keys or values of a layer are stored. inner: groups lie along what attention contracts (channels of a key,
     tokens of a value: InnerQ), else along the other (tokens of a key's channel, channels of a value's token: KIVI). group:
     numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
+
+    vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token has one
+    norm, over `norm_heads` kv heads, which is 1 or all of them.
     """
 
     role: Literal["key", "value"]
@@ -41,8 +50,15 @@ class Form:
     group: int = 32
     inner: bool = True
     symmetric: bool = True
+    vector: int = 0
+    norm_heads: int = 1
 
     def __post_init__(self) -> None:
+        if self.vector:
+            self._check_grid()
+            return
+        if self.norm_heads != 1:
+            raise ValueError(f"integers with norms over {self.norm_heads} heads: only grids have norms")
         if self.bits not in BITS or self.dim not in DIMS:
             raise ValueError(f"{self.bits} bits at head_dim {self.dim}: bits may be {BITS}, head_dim {DIMS}")
         if self.symmetric and not self.inner:
@@ -52,21 +68,40 @@ class Form:
         if not self.along_tokens and (self.group % PIECE or self.dim % self.group):
             raise ValueError(f"groups of {self.group} channels: must be a multiple of {PIECE} that divides {self.dim}")
 
+    def _check_grid(self) -> None:
+        if (self.bits, self.vector) not in grids.GRIDS or self.dim not in DIMS:
+            raise ValueError(
+                f"grid of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may be "
+                f"{grids.GRIDS}, head_dim {DIMS}"
+            )
+        if self.vector == 4 and self.role == "value" and self.dim % 64:
+            raise ValueError(f"values of a grid with 4 numbers a code at head_dim {self.dim}: must be a multiple of 64")
+        if self.norm_heads < 1:
+            raise ValueError(f"norms over {self.norm_heads} heads: must be 1 or all kv heads")
+
+    @property
+    def paired(self) -> bool:
+        """Whether a register holds two channels of a token's value, not two tokens of a channel's."""
+        return self.role == "value" and self.vector > 1
+
     @property
     def pieces(self) -> int:
         """Pieces of a half block, with empty ones where fields of both halves must lie at the same bits."""
         count = self.dim // PIECE
-        return count if self.bits >= 4 else -(-count // 4) * 4
+        return count if self.bits >= 4 or self.vector else -(-count // 4) * 4
 
     @property
     def tiles(self) -> int:
         """Tiles of the only or of the lower plane."""
+        if self.vector:
+            return grids.tiles(2 * self.pieces, self.bits)
         return -(-2 * self.pieces // (16 // self._plane))
 
     @property
     def words(self) -> int:
         """Words of 16 bits in a block."""
-        return (self.tiles + (-(-self.tiles // 2) if self.bits == 3 else 0)) * PIECE * PIECE
+        third = -(-self.tiles // 2) if self.bits == 3 and not self.vector else 0
+        return (self.tiles + third) * PIECE * PIECE
 
     @property
     def scale_blocks(self) -> int:
@@ -76,11 +111,13 @@ class Form:
     @property
     def along_tokens(self) -> bool:
         """Whether a group is of tokens of one channel."""
-        return self.inner == (self.role == "value")
+        return not self.vector and self.inner == (self.role == "value")
 
     @property
     def columns(self) -> int:
         """Columns of 16 scales or zero points: of a half block, or where groups lie along tokens of `scale_blocks`."""
+        if self.vector:
+            return 1
         return self.dim // (PIECE if self.along_tokens else self.group) * (1 if self.symmetric else 2)
 
     @property
@@ -91,7 +128,7 @@ class Form:
     @property
     def stored_bits(self) -> float:
         """Bits a number."""
-        return 16 * (self.words + self.scales / self.scale_blocks) / (BLOCK * self.dim)
+        return 16 * (self.words + self.scales / self.scale_blocks / self.norm_heads) / (BLOCK * self.dim)
 
     @property
     def _plane(self) -> int:
@@ -100,17 +137,24 @@ class Form:
 
 @dataclass(frozen=True)
 class Blocks:
-    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16."""
+    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16, of grids
+    (B, H / form.norm_heads, N, 32); grid of forms that have one.
+    """
 
     form: Form
     words: Tensor
     scale: Tensor
+    grid: Grid | None = None
 
 
-def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form) -> Blocks:
+def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Grid | None = None) -> Blocks:
     """codes (B, H, T, D) integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where groups lie
     along channels, (B, H, T / group, D) along tokens; zero None where symmetric.
+
+    Of a grid: codes (B, H, T, D / vector) in [0, n), scale (B, H / norm_heads, T, 1) the norms, zero None.
     """
+    if form.vector:
+        return _pack_grid(codes, scale, form, grid)
     empty = form.pieces - form.dim // PIECE
     wide = torch.nn.functional.pad(codes.to(torch.int32).unflatten(-1, (-1, PIECE)), (0, 0, 0, empty))
     wide = wide.unflatten(2, (-1, 2, PIECE)).transpose(4, 5)  # (B, H, N, 2, pieces, 16 tokens, 16 channels)
@@ -126,6 +170,30 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form) -> Block
         planes.append(_gather(third.transpose(4, 5).flatten(4, 5), 1))  # field f of even, odd tile: bits 2 f, 2 f + 1
     words = torch.cat(planes, 3).flatten(3)
     return Blocks(form, _int16(words), pack_scales(scale, zero, form))
+
+
+def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Blocks:
+    if grid is None or grid.points.shape != (1 << form.bits * form.vector, form.vector):
+        raise ValueError(f"blocks of {form}: need their grid, {1 << form.bits * form.vector} points of {form.vector}")
+    wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
+    order = grids.order(form.role, form.dim, form.vector).to(codes.device)
+    words = grids.units(wide[..., order], form.bits).flatten(3).contiguous()
+    return Blocks(form, words, norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
+
+
+def _unpack_grid(blocks: Blocks) -> Tensor:
+    form = blocks.form
+    order = grids.order(form.role, form.dim, form.vector).to(blocks.words.device)
+    found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
+    wide = torch.empty_like(found)
+    wide[..., order.flatten()] = found
+    along = _pairs_of_tokens(form)
+    wide = wide.unflatten(-1, (BLOCK // 2, -1) if along else (BLOCK, -1))
+    return grids.unpairs(wide, form.bits, form.vector, along).flatten(2, 3)
+
+
+def _pairs_of_tokens(form: Form) -> bool:
+    return form.role == "value" and form.vector == 1
 
 
 def _gather(fields: Tensor, width: int) -> Tensor:
@@ -175,6 +243,8 @@ def together(count: int) -> int:
 
 def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given."""
+    if blocks.form.vector:
+        return _unpack_grid(blocks), blocks.scale.flatten(2)[..., None], None
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
     words = words.unflatten(-1, (-1, PIECE, PIECE))
     fields = _scatter(words[:, :, :, : form.tiles], form._plane)
@@ -210,6 +280,9 @@ def decode(blocks: Blocks) -> Tensor:
     """-> (B, H, N * 32, D) float32."""
     form = blocks.form
     codes, scale, zero = unpack(blocks)
+    if blocks.grid is not None:
+        rotated = blocks.grid.points[codes].flatten(-2) * scale.float()
+        return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim))
     offset = torch.tensor(-(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
     if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]
