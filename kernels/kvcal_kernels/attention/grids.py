@@ -1,17 +1,18 @@
 """The order in which codes of a grid lie in a block, and the table that the kernel reads them by.
 
-A grid gives d = `vector` neighbouring channels one code of bits * d bits; n = 2^(bits * d) points. Whatever d is, a register of
-a tensor core's operand holds two numbers, a pair: 2 * bits bits of code. Units of 32 bits hold the same place of several
+A grid gives d = `vector` neighbouring channels one code of bits * d bits; n = 2^(bits * d) points. Whatever d is, a register
+of a tensor core's operand holds two numbers, a pair: 2 * bits bits of code. Units of 32 bits hold the same place of several
 pieces:
 
-2 bits: 8 pieces, a byte two pairs, those of pieces 2 j and 2 j + 1; a look-up by the byte gives both (4 numbers).
+2 bits: 8 pieces, a byte two pairs; a look-up by the byte gives both (4 numbers). Byte j of row r < 8 is of rows r and r + 8 of
+piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1.
 4 bits: 4 pieces, a byte a pair. Bytes of 2 and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel
 wants it, as a multiple of 128.
 3 bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair is
 bits 5 and 6 of the three.
 
-A pair is: with d = 1 two numbers, neighbours along the contracted dimension; with d = 2 a code, two channels; with d = 4 half a
-code, the other half of which lies at the same place of the next piece.
+A pair is: with d = 1 two numbers, neighbours along the contracted dimension; with d = 2 a code, two channels; with d = 4 half
+a code; the other half is in the same byte.
 
 Pieces: 16 x 8 pairs. Of keys and of values with d = 1 as of integers. Of values with d > 1 a piece is 16 pairs of channels of
 8 tokens: [half block][8 tokens][32 channels], and token and channel parity are contracted together (see triton.py).
@@ -103,18 +104,27 @@ def unpairs(found: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor
 
 
 @functools.cache
-def order(role: str, dim: int, vector: int) -> Tensor:
-    """Which pair of a block of 32 tokens, counted as `pairs` lays them out, lies where: int64 (pieces, 16, 8)."""
+def order(role: str, dim: int, bits: int, vector: int) -> Tensor:
+    """Which pair of a block of 32 tokens, counted as `pairs` lays them out, lies at which place of `units`: int64
+    (pieces, 16, 8), 16 * dim where none does.
+    """
     index = torch.arange(16 * dim)
     if role == "value" and vector == 1:  # (2 halves, 8 pairs of tokens, D)
-        return index.view(2, 8, -1, 16).permute(0, 2, 3, 1).reshape(-1, 16, 8)
-    if role == "value":  # (2 halves, 2 groups, 8 tokens, D / 2)
-        if vector == 2:
-            return index.view(4, 8, -1, 16).permute(0, 2, 3, 1).reshape(-1, 16, 8)
-        return index.view(4, 8, -1, 16, 2).permute(0, 2, 4, 3, 1).reshape(-1, 16, 8)
-    if vector == 4:  # (2 halves, 16 tokens, D / 2)
+        index = index.view(2, 8, -1, 16).permute(0, 2, 3, 1)
+    elif role == "value" and vector == 4:  # (4 times 8 tokens, slices, 8 codes, 2)
+        index = index.view(4, 8, -1, 8, 2).permute(0, 2, 4, 3, 1)
+    elif role == "value":  # (4 times 8 tokens, D / 2)
+        index = index.view(4, 8, -1, 16).permute(0, 2, 3, 1)
+    elif vector == 4:  # (2 halves, 16 tokens, D / 2)
         return index.view(2, 16, -1, 8, 2).permute(0, 2, 4, 1, 3).reshape(-1, 16, 8)
-    return index.view(2, 16, -1, 8).permute(0, 2, 1, 3).reshape(-1, 16, 8)
+    else:
+        index = index.view(2, 16, -1, 8).permute(0, 2, 1, 3)
+    index = index.reshape(-1, 16, 8)
+    if bits != 2:
+        return index
+    index = torch.nn.functional.pad(index, (0, 0, 0, 0, 0, -len(index) % 8), value=16 * dim)
+    by_row = index.view(-1, 2, 4, 2, 8, 8)  # (tile, half of its pieces, piece, half of the rows, row, pair)
+    return by_row.permute(0, 2, 3, 1, 4, 5).reshape(-1, 16, 8)
 
 
 def tiles(pieces: int, bits: int) -> int:

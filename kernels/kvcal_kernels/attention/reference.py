@@ -74,8 +74,6 @@ class Form:
                 f"grid of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may be "
                 f"{grids.GRIDS}, head_dim {DIMS}"
             )
-        if self.vector == 4 and self.role == "value" and self.dim % 64:
-            raise ValueError(f"values of a grid with 4 numbers a code at head_dim {self.dim}: must be a multiple of 64")
         if self.norm_heads < 1:
             raise ValueError(f"norms over {self.norm_heads} heads: must be 1 or all kv heads")
 
@@ -176,17 +174,18 @@ def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Bl
     if grid is None or grid.points.shape != (1 << form.bits * form.vector, form.vector):
         raise ValueError(f"blocks of {form}: need their grid, {1 << form.bits * form.vector} points of {form.vector}")
     wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
-    order = grids.order(form.role, form.dim, form.vector).to(codes.device)
-    words = grids.units(wide[..., order], form.bits).flatten(3).contiguous()
+    order = grids.order(form.role, form.dim, form.bits, form.vector).to(codes.device)
+    words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).flatten(3).contiguous()
     return Blocks(form, words, norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
 
 
 def _unpack_grid(blocks: Blocks) -> Tensor:
     form = blocks.form
-    order = grids.order(form.role, form.dim, form.vector).to(blocks.words.device)
+    order = grids.order(form.role, form.dim, form.bits, form.vector).to(blocks.words.device)
     found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
-    wide = torch.empty_like(found)
+    wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)
     wide[..., order.flatten()] = found
+    wide = wide[..., :-1]
     along = _pairs_of_tokens(form)
     wide = wide.unflatten(-1, (BLOCK // 2, -1) if along else (BLOCK, -1))
     return grids.unpairs(wide, form.bits, form.vector, along).flatten(2, 3)

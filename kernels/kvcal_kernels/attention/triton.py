@@ -20,8 +20,11 @@ Sink and recent tokens are the last program of a kv head; the program that arriv
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -184,25 +187,21 @@ def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: 
 
 
 @triton.constexpr_function
-def _look_up(bits, step, first):
-    """Assembly of a look-up: units (three at 3 bits, else one) as operands, pairs of numbers in the order of the pieces as
-    results. grids.py says where codes lie. first: the byte of kvcal_table at which the table begins. It is known by name:
-    an address as an operand keeps Triton from loading words in the layout that a product wants (73 KB of shared memory for
-    the way there).
+def _look_up(bits, step, first, pack=2):
+    """Assembly of a look-up: the units of `pack` words (times three at 3 bits) as operands, pairs of numbers as results, piece
+    by piece. grids.py says where codes lie. first: byte of kvcal_table at which the table begins. It is known by name: an
+    address as an operand keeps Triton from loading words in the layout that a product wants.
     """
-    outputs, units, codes = {2: (8, 1, 4), 3: (16, 3, 5), 4: (4, 1, 4)}[bits]
+    pieces, units, codes = {2: (8, pack // 2, 4), 3: (16, 3, 5), 4: (4, 1, 4)}[bits]
+    outputs = pieces * pack // 2
     size, width, mask = (8 if bits == 2 else 4), (6 if bits == 3 else 8), (63 if bits == 3 else 255) << step
-    text = [
-        "{ .reg .b32 lane, at, turned, table;",
-        "mov.u32 table, kvcal_table;",
-        "mov.u32 lane, %laneid;",
-        f"and.b32 lane, lane, {(1 << step) // size - 1};",
-    ]
-    text += [f"shl.b32 lane, lane, {size.bit_length() - 1};"]
+    text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;", "mov.u32 lane, %laneid;"]
+    text += [f"and.b32 lane, lane, {(1 << step) // size - 1};", f"shl.b32 lane, lane, {size.bit_length() - 1};"]
 
-    def load(number):
-        pair = f".v2.b32 {{${2 * number}, ${2 * number + 1}}}" if bits == 2 else f".b32 ${number}"
-        return ["add.u32 at, at, table;", f"ld.shared{pair}, [at + {first}];"]
+    def load(unit, code):
+        targets = _targets(bits, pack, unit, code)
+        into = f".b32 ${targets[0]}" if len(targets) == 1 else f".v2.b32 {{${targets[0]}, ${targets[1]}}}"
+        return ["add.u32 at, at, table;", f"ld.shared{into}, [at + {first}];"]
 
     for unit in range(units):
         for code in range(codes):
@@ -210,14 +209,27 @@ def _look_up(bits, step, first):
             if turn:
                 text += [f"shf.r.wrap.b32 turned, {source}, {source}, {turn};"]
                 source = "turned"
-            text += [f"lop3.b32 at, {source}, {mask}, lane, 0xEA;", *load(unit * codes + code)]
+            text += [f"lop3.b32 at, {source}, {mask}, lane, 0xEA;", *load(unit, code)]
     if bits == 3:
         text += ["mov.b32 at, lane;"]
         for unit in range(3):
             up = step + 2 * unit - 5
             text += [f"shl.b32 turned, ${outputs + unit}, {up};", f"lop3.b32 at, turned, {3 << up + 5}, at, 0xEA;"]
-        text += load(15)
+        text += load(3, 0)
     return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def _targets(bits, pack, unit, code):
+    """Results that a code's pairs are."""
+    if bits != 2:
+        return [unit * {3: 5, 4: 4}[bits] + code]
+    if pack == 2:  # of two pieces
+        return [2 * code, 2 * code + 1]
+    if pack == 4:  # units of rows r, r + 8
+        return [8 * unit + 2 * code, 8 * unit + 2 * code + 1]
+    first = 16 * (unit // 2) + 4 * code + unit % 2  # of r, r, r + 8, r + 8
+    return [first, first + 2]
 
 
 @triton.constexpr_function
@@ -273,8 +285,49 @@ def _entry(p_table, index, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.const
 
 
 @triton.jit
-def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """p_table: read without assembly. FIRST: byte of the table in shared memory. Here as below."""
+def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """p_table: read without assembly. FIRST: byte of the table in shared memory. Here as below.
+
+    A byte is of rows r and r + 8, registers side by side, as a load of 8 bytes writes them. So this counts on the order of a
+    thread's numbers of a piece, that of a product's first operand (`check_layouts`): with PACK 4 (r, k), (r, k + 1),
+    (r + 8, k), (r + 8, k + 1); with PACK 8 (r, k) to (r, k + 3), (r + 8, k) to (r + 8, k + 3).
+    """
+    types: tl.constexpr = (
+        tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16
+    )  # fmt: skip
+    if ASM:
+        if PACK == 4:
+            parts = tl.inline_asm_elementwise(
+                _look_up(2, STEP, FIRST, 4),
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+                [w], dtype=types, is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            parts = tl.inline_asm_elementwise(
+                _look_up(2, STEP, FIRST, 8),
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+                [w], dtype=types, is_pure=True, pack=8,
+            )  # fmt: skip
+    else:
+        top, bottom = tl.split(tl.permute(tl.reshape(_units(w, NW), [NW, 2, 8, 8]), [0, 2, 3, 1]))
+        parts = ()
+        for code in tl.static_range(8):
+            index = ((top if code < 4 else bottom) >> (7 + 8 * (code % 4))) & 255
+            p = p_table + index * 4
+            upper = tl.join(tl.load(p), tl.load(p + 1))  # [NW, 8, 8, 2]
+            lower = tl.join(tl.load(p + 2), tl.load(p + 3))
+            both = tl.permute(tl.join(upper, lower), [0, 4, 1, 2, 3])
+            parts = parts + (tl.reshape(both, [NW, 16, 16]),)
+    return parts
+
+
+@triton.jit
+def look2_four(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Keys of which a code stands for four channels: a byte is of two pieces."""
     if ASM:
         parts = tl.inline_asm_elementwise(
             _look_up(2, STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
@@ -328,10 +381,11 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
 @triton.jit
 def _points(
     p_words, b_at, b_live, p_table, BITS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
-    NW: tl.constexpr,
-    ASM: tl.constexpr,
+    PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for."""
+    """As `_codes`, of a grid: the points that codes stand for. PACK: 2 for keys of which a code stands for four channels, 8 for
+    values of which one stands for several, else 4.
+    """
     parts = ()
     if BITS == 3:
         for u in tl.static_range(0, TILES, 3):
@@ -346,9 +400,12 @@ def _points(
     else:
         for u in tl.static_range(TILES):
             w = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
-            parts = parts + (
-                look2(w, p_table, STEP, FIRST, NW, ASM) if BITS == 2 else look4(w, p_table, STEP, FIRST, NW, ASM)
-            )
+            if BITS == 4:
+                parts = parts + look4(w, p_table, STEP, FIRST, NW, ASM)
+            elif PACK == 2:
+                parts = parts + look2_four(w, p_table, STEP, FIRST, NW, ASM)
+            else:
+                parts = parts + look2(w, p_table, STEP, FIRST, PACK, NW, ASM)
     return parts
 
 
@@ -405,15 +462,15 @@ def _value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.cons
     """Channels of rows r of slice i of values. odd: which one of a pair; other layouts have none."""
     if not PAIRED:
         return i * 16 + r + odd * 0
-    return i // 2 * 64 + r * 4 + i % 2 * 2 + odd if FOUR else i * 32 + r * 2 + odd
+    return i * 32 + (r % 8 * 4 + r // 8 * 2 if FOUR else r * 2) + odd
 
 
 @triton.jit
 def _spread(b_p, NW: tl.constexpr, N: tl.constexpr):
     """Probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of the other."""
-    even = (tl.arange(0, N) % 2 == 0)[None, None, :]
-    none = tl.zeros([NW, 16, N], b_p.dtype)
-    both = tl.join(tl.where(even, b_p, none), tl.where(even, none, b_p))
+    odd = (-(tl.arange(0, N) % 2)).to(tl.int16)[None, None, :]
+    bits = b_p.to(tl.int16, bitcast=True)
+    both = tl.join(bits & ~odd, bits & odd).to(b_p.dtype, bitcast=True)
     wide = tl.reshape(tl.permute(both, [0, 1, 3, 2]), [NW, 2, 16, N])
     return tl.split(tl.permute(wide, [0, 2, 3, 1]))
 
@@ -512,7 +569,7 @@ def _scores(
     p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
     SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
-    p_table, i_norm, STEP: tl.constexpr, FIRST: tl.constexpr,
+    p_table, i_norm, STEP: tl.constexpr, FOUR: tl.constexpr, FIRST: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
@@ -522,7 +579,17 @@ def _scores(
     piece = r[None, :, None] * 16 + r[None, None, :]
     if MODE == 3:
         parts = _points(
-            p_k, at[:, :, None] * WORDS + piece, live[:, :, None], p_table, BITS, TILES, STEP, FIRST, NW, ASM
+            p_k,
+            at[:, :, None] * WORDS + piece,
+            live[:, :, None],
+            p_table,
+            BITS,
+            TILES,
+            STEP,
+            FIRST,
+            2 if FOUR else 4,
+            NW,
+            ASM,
         )
     else:
         parts = _codes(p_k, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
@@ -585,7 +652,17 @@ def _add(
     piece = r[None, :, None] * 16 + r[None, None, :]
     if MODE == 3:
         parts = _points(
-            p_v, at[:, :, None] * WORDS + piece, live[:, :, None], p_table, BITS, TILES, STEP, FIRST, NW, ASM
+            p_v,
+            at[:, :, None] * WORDS + piece,
+            live[:, :, None],
+            p_table,
+            BITS,
+            TILES,
+            STEP,
+            FIRST,
+            8 if PAIRED else 4,
+            NW,
+            ASM,
         )
     else:
         parts = _codes(p_v, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
@@ -644,7 +721,7 @@ def _add(
 @triton.jit
 def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms,
-    SLICES: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
+    SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
     K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
@@ -659,7 +736,7 @@ def _step(
         part = _scores(
             p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
             SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room,
-            p_kt, norms[0], STEP, 0, NW, N, ASM,
+            p_kt, norms[0], STEP, K_FOUR, 0, NW, N, ASM,
         )  # fmt: skip
         if MASK:
             b_0 = tl.where(b_live[:, None, None], part[0], LOW)
@@ -712,14 +789,14 @@ def _times(a, b, c, ASM: tl.constexpr):
 @triton.jit
 def _exact(
     p_k, p_v, p_q, o_q, b_row, i_head, room, limit, count, factor, b_m, b_l, acc,
-    SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr,
+    SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`count` tokens as they are. limit (N,): how many of them a row sees."""
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
     b_token = tl.arange(0, NW)[:, None] * 16 + r[None, :]
-    for start in range(0, count, NW * 16):
+    for start in tl.range(0, count, NW * 16, num_stages=STAGES):
         token = start + b_token
         live = token < count
         o_token = (i_head * room + token) * D
@@ -846,13 +923,13 @@ def attend_kernel(
     for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms,
-            SLICES, STEP, V_FIRST, PAIRED, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
         )  # fmt: skip
     for first in tl.range(middle, stop, NW, num_stages=1):
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms,
-            SLICES, STEP, V_FIRST, PAIRED, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
         )  # fmt: skip
     out = ()
@@ -875,16 +952,17 @@ def attend_kernel(
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
 
+    FEW: tl.constexpr = STAGES if K_ENTRIES + V_ENTRIES == 0 else 1  # tables take the room in shared memory
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     own = i_split == splits
     b_m, b_l, out = _exact(
         p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, sink + tl.minimum(recent - b_behind, 0),
-        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, NW, N, ASM,
+        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM,
     )  # fmt: skip
     b_m, b_l, out = _exact(
         p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, recent - b_behind,
-        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, NW, N, ASM,
+        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM,
     )  # fmt: skip
 
     # the program's warps into one, then to memory
@@ -1029,15 +1107,54 @@ def attend(
     space = workspace or Workspace(q.device)
     part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
     out = torch.empty_like(q)
-    attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
+    arguments = (
         q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
         part, stat, counter, k_table, v_table, k_sign, v_sign, room, sink[0].shape[2], recent[0].shape[2], count,
-        scaling * 1.4426950408889634, **fixed,
-        STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(),
-        num_warps=launch.warps, num_stages=launch.stages,
-        **({"maxnreg": launch.registers} if launch.registers else {}),
+        scaling * 1.4426950408889634,
     )  # fmt: skip
+    options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted()}
+    options |= {"num_warps": launch.warps, "num_stages": launch.stages}
+    options |= {"maxnreg": launch.registers} if launch.registers else {}
+    grid = (parts, heads * fixed["CHUNKS"], batch)
+    if fixed["K_ENTRIES"] + fixed["V_ENTRIES"] and not interpreted():
+        _allow_shared(grid, arguments, options)
+    attend_kernel[grid](*arguments, **options)
     return out
+
+
+_ALLOWED: set[tuple[object, ...]] = set()
+
+
+def _allow_shared(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Above 48 KB a kernel must be allowed its shared memory. Triton asks where what it manages itself is that much, and does
+    not count the table, which assembly reserves: then it is asked for here, once for each compiled kernel.
+    """
+    aligned = tuple((a.device, a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
+    key = (*options.items(), *aligned)
+    if key in _ALLOWED:
+        return
+    made = attend_kernel.warmup(*arguments, grid=grid, **options)
+    check_layouts(made.asm["ttgir"])
+    made._init_handles()
+    size = made.metadata.shared
+    own = 0 if options["SAME"] else options["V_ENTRIES"]
+    if size <= 48 * 1024 < size + (options["K_ENTRIES"] + own << options["STEP"]):
+        most_dynamic = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(made.function), most_dynamic, size)
+        if error:
+            raise RuntimeError(f"{size} bytes of shared memory beside the tables of grids: CUDA error {error}")
+    _ALLOWED.add(key)
+
+
+def check_layouts(ttgir: str) -> None:
+    """RuntimeError where a look-up of several rows is not in the layout of a product's first operand that it counts on."""
+    for line in ttgir.splitlines():
+        packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
+        if packed:
+            operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
+            named = "|".join(re.findall(rf"^(#\w+) = {operand}", ttgir, re.MULTILINE) or [operand])
+            if not re.search(rf"-> \(?tensor<[\dx]*f16, ({operand}|{named})>", line):
+                raise RuntimeError(f"this Triton puts look-ups of grids in an unknown layout: {line.strip()[-200:]}")
 
 
 def _of_grid(blocks: Blocks) -> tuple[Tensor, Tensor]:
