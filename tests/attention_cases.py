@@ -55,7 +55,6 @@ SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py time
     "HIGGS 4": ("grid 4 of 2", "grid 4 of 2"),
 }
 INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
-FOUR = "grid 2 of 4"  # not at head_dim 96
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,9 @@ def made(case: Case, seed: int = 0) -> Made:
     count = torch.tensor(case.blocks, dtype=torch.int32)
     sizes = exact(case.sink), exact(case.recent)
     keys, values = blocks("key"), blocks("value")
+    if case.kind == "large":  # scales of 3400 to 10600
+        keys.scale.mul_(2.0**13)
+        q = q * 2.0**-13
     if keys.grid and values.grid and case.key == case.value:
         values = replace(values, grid=grid_of(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid))
     return Made(case, q.to(case.dtype), keys, values, count, *sizes, case.dim**-0.5)
@@ -225,6 +227,7 @@ def small() -> list[Case]:
         Case("outer 2", "outer 2", group=128, blocks=(6,), spare=0, kind="wide"),
         Case("outer 4", "symmetric 8", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),  # 35 rows: two chunks
         Case("asymmetric 4", "outer 4", 64, ratio=2, queries=16, blocks=(1,), recent=(16,), launch=(1, 1, 4)),
+        Case("outer 2", "outer 2", 64, blocks=(2,), dtype=bf, kind="large"),
         Case(*SCHEMES["HIGGS 2"], 64, heads=2, blocks=(3, 0), sink=(5, 2), recent=(33, 1), dtype=bf),
         Case(*SCHEMES["HIGGS 3"], blocks=(3,), kind="wide"),
         Case(*SCHEMES["HIGGS 4"], 96, ratio=3, queries=3, blocks=(2,)),
@@ -249,7 +252,12 @@ def exhaustive() -> list[Case]:
         return replace(case, dim=next(dims), dtype=next(dtypes), launch=next(launches), kind=next(kinds))
 
     two: dict[str, Any] = {"blocks": (5, 2), "sink": (19, 0), "recent": (41, 16)}
-    pairs = [more(Case(key, value, **two)) for key in SETTINGS for value in SETTINGS]
+    grids = [name for name in SETTINGS if name not in INTEGERS]
+    mixed = [pair for name in grids for pair in (("symmetric 3", name), (name, "outer 2"))]
+    among = [(key, value) for key in INTEGERS for value in INTEGERS] + [
+        (key, value) for key in grids for value in grids
+    ]
+    pairs = [more(Case(key, value, **two)) for key, value in among + mixed]
     schemes = itertools.cycle(SCHEMES.values())
     rows = [
         more(Case(*next(schemes), ratio=ratio, queries=queries, blocks=(3,), recent=(queries + 1,)))
@@ -257,9 +265,11 @@ def exhaustive() -> list[Case]:
         for queries in (1, 2, 5, 16)
     ]
     edges = [
-        replace(more(Case(*pair, blocks=(count,))), launch=launch)
+        replace(more(Case(*SCHEMES[name], blocks=(count,))), launch=launch)
         for count in (0, 1, 3, 4, 5, 8, 9)
-        for pair, launch in zip(list(SCHEMES.values())[1:4], [(1, 4, 1), (2, 2, 2), (4, 1, 4)], strict=True)
+        for name, launch in zip(
+            ["InnerQ Base", "InnerQ Hybrid", "HIGGS 3"], [(1, 4, 1), (2, 2, 2), (4, 1, 4)], strict=True
+        )
     ]
     windows = [
         more(Case("symmetric 3", "asymmetric 2", queries=queries, blocks=(blocks,), sink=(sink,), recent=(recent,)))

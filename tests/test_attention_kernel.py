@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -21,24 +22,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_cases import FOUR, SCHEMES, SETTINGS, Case, by_torch, exhaustive, made, off, random_codes, small, wrong
+from attention_cases import (
+    SCHEMES,
+    SETTINGS,
+    Case,
+    by_torch,
+    exhaustive,
+    made,
+    off,
+    random_codes,
+    random_grid,
+    small,
+    wrong,
+)
 from compiled import compiled, loops, resources
 from kvcal.bench.fused import blocks_of, form_of
-from kvcal_artifacts.codecs import Shape, Uniform
-from kvcal_kernels.attention import Blocks, Form, decode, pack, reference, unpack
+from kvcal_artifacts.codecs import Higgs, Shape, Uniform
+from kvcal_kernels.attention import Blocks, Form, Grid, decode, grids, pack, reference, unpack
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 FORMS = [
-    setting.form(role, dim, 3)
-    for role in ("key", "value")
-    for dim in reference.DIMS
-    for name, setting in SETTINGS.items()
-    if (name, dim) != (FOUR, 96)
+    setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.DIMS for setting in SETTINGS.values()
 ]
 
 
 def random(form: Form, room: int = 4, seed: int = 0) -> tuple[Any, Any, Any]:
     return random_codes(form, 2, 3, room, torch.Generator().manual_seed(seed))
+
+
+def grid(form: Form) -> Grid | None:
+    return random_grid(form, 3, torch.Generator().manual_seed(0))
 
 
 def is_(form: Form) -> str:
@@ -51,9 +64,10 @@ def is_(form: Form) -> str:
 @pytest.mark.parametrize("form", [*FORMS, Form("key", 128, 2, 128, False, False), Form("key", 64, 3, 64)], ids=is_)
 def test_unpack_gives_what_was_packed(form: Form) -> None:
     codes, scale, zero = random(form)
-    packed = pack(codes, scale, zero, form)
+    packed = pack(codes, scale, zero, form, grid(form))
     assert (packed.words.dtype, packed.words.shape) == (torch.int16, (2, 3, 4, form.words))
-    assert (packed.scale.dtype, packed.scale.shape) == (torch.float16, (2, 3, 4 // form.scale_blocks, form.scales))
+    scales = (2, 3 // form.norm_heads, 4 // form.scale_blocks, form.scales)
+    assert (packed.scale.dtype, packed.scale.shape) == (torch.float16, scales)
     again = unpack(packed)
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, (codes, scale, zero), strict=True))
 
@@ -70,7 +84,7 @@ def test_stored_bits(dim: int, bits: int, stored: float) -> None:
     assert size * 8 / (2 * 3 * 128 * dim) == pytest.approx(form.stored_bits)
 
 
-@given(st.sampled_from(FORMS), st.integers(0, 31), st.integers(0, 10**6))
+@given(st.sampled_from([form for form in FORMS if not form.vector]), st.integers(0, 31), st.integers(0, 10**6))
 def test_a_code_lies_where_the_description_says(form: Form, token: int, channel: int) -> None:
     """Module docstring of reference.py, computed once more: tile, place and bit of one number."""
     channel %= form.dim
@@ -93,6 +107,41 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
     assert {int(i): int(words[i]) for i in words.nonzero()[:, 0]} == wanted
 
 
+@given(st.sampled_from([form for form in FORMS if form.vector]), st.integers(0, 31), st.integers(0, 10**6))
+def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int, code: int) -> None:
+    """Module docstring of grids.py, computed once more: every bit of one code."""
+    bits, d, code = form.bits, form.vector, code % (form.dim // form.vector)
+    codes = torch.zeros(1, 1, 32, form.dim // d, dtype=torch.int32)
+    codes[..., token, code] = (1 << bits * d) - 1
+    packed = pack(codes, torch.ones(1, 1, 32, 1).half(), None, replace(form, norm_heads=1), grid(form))
+    words = (packed.words[0, 0, 0].int() & 0xFFFF).view(-1, 16, 8, 2)
+    wide, across = bits * min(d, 2), form.dim // 16
+    if form.role == "key" and d < 4:
+        channel = code * d
+        found = [(token // 16 * across + channel // 16, token % 16, channel % 16 // 2, channel % 2 * bits)]
+    elif form.role == "key":
+        found = [(token // 16 * across + code // 8 * 2 + part, token % 16, code % 8, 0) for part in range(2)]
+    elif d == 1:
+        found = [(token // 16 * across + code // 16, code % 16, token % 16 // 2, token % 2 * bits)]
+    elif d == 2:
+        found = [(token // 8 * (form.dim // 32) + code // 16, code % 16, token % 8, 0)]
+    else:
+        found = [(token // 8 * (form.dim // 32) + code // 8, code % 8 + 8 * part, token % 8, 0) for part in range(2)]
+    wanted = set()
+    for piece, row, pair, offset in found:
+        for bit in range(offset, offset + wide):
+            tile, unit_row, at = piece * bits // 16, row, 7 + piece * 2 * bits % 32 + bit
+            if bits == 2 and (form.role, d) != ("key", 4):
+                unit_row, at = row % 8 + piece % 8 // 4 * 8, 7 + piece % 4 * 8 + row // 8 * 4 + bit
+            elif bits == 3 and piece % 16 == 15:
+                tile, at = piece // 16 * 3 + bit // 2, 5 + bit % 2
+            elif bits == 3:
+                tile, at = piece // 16 * 3 + piece % 16 // 5, 7 + piece % 16 % 5 * 6 + bit
+            wanted.add((tile, unit_row, pair, at % 32 // 16, at % 16))
+    bitwise = words[..., None] >> torch.arange(16) & 1
+    assert {tuple(i) for i in bitwise.nonzero().tolist()} == wanted
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -102,6 +151,10 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
         (("value", 128, 4, 48), "groups of 48 tokens: must be a multiple of 32"),
         (("key", 128, 4, 24), "groups of 24 channels"),
         (("key", 96, 4, 64), "that divides 96"),
+        (("key", 128, 3, 32, True, True, 4), "grid of 3 bits, 4 numbers a code, at head_dim 128"),
+        (("value", 80, 2, 32, True, True, 2), "at head_dim 80"),
+        (("value", 64, 2, 32, True, True, 2, 0), "norms over 0 heads"),
+        (("key", 64, 2, 32, True, True, 0, 8), "integers with norms over 8 heads"),
     ],
 )
 def test_forms_are_refused_in_one_line(settings: Any, says: str) -> None:
@@ -132,6 +185,25 @@ def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode:
     assert made.form == form_of(codec)
     assert torch.equal(decode(made), codec.decode(packed))
 
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("norm", ["head", "token"])
+@pytest.mark.parametrize(("n", "d"), [(16, 2), (64, 2), (256, 2), (256, 4), (4, 1), (8, 1), (16, 1)])
+def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: int) -> None:
+    codec = Higgs(Shape(2, 64, 64), role, d, n, norm=norm, seed=n)
+    packed = codec.encode(torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(d)) * 3 + 1)
+    made = blocks_of(codec, packed)
+    assert made.form == form_of(codec) and made.form.stored_bits >= 8 * codec.block_bytes() / (2 * 64 * 64)
+    assert torch.equal(decode(made), codec.decode(packed))
+
+
+@pytest.mark.parametrize("settings", [{"rotation": "token"}, {"axis": "token"}])
+def test_rotations_that_a_query_cannot_take_are_refused(settings: Any) -> None:
+    with pytest.raises(ValueError, match="a kernel rotates heads' queries only"):
+        form_of(Higgs(Shape(2, 64, 64), "key", **settings))
+
+
+GRID = Form("key", 128, 4, vector=2)
 
 # The reference.
 
@@ -197,6 +269,16 @@ def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
             r"keys: words \(1, 2, 3, 1024\)",
         ),
         ({"values": lambda o: Blocks(o.values.form, o.values.words[:, :, :3], o.values.scale)}, "values: words"),
+        ({"keys": lambda o: replace(o.keys, grid=random_grid(GRID, 2, torch.Generator()))}, r"keys of Form.*: a grid;"),
+        ({"keys": lambda o: replace(o.keys, form=GRID)}, r"keys of Form.*: no grid;"),
+        (
+            {"keys": lambda o: Blocks(replace(GRID, norm_heads=3), o.keys.words, o.keys.scale)},
+            "keys: norms over 3 heads",
+        ),
+        (
+            {"keys": lambda o: replace(o.keys, form=GRID, grid=random_grid(GRID, 4, torch.Generator()))},
+            r"keys: table \(256, 2\), signs \(4, 128\), 2 numbers a point; must be \(256, 2\), \(2, 128\), 2",
+        ),
         ({"blocks": lambda o: o.blocks.long()}, r"blocks: \(1,\) torch.int64; must be \(1,\) torch.int32"),
         ({"sink": lambda o: (o.sink[0], o.sink[1][:, :, 1:], o.sink[2])}, "sink: keys"),
         ({"recent": lambda o: (*o.recent[:2], o.recent[2].repeat(2))}, "recent: keys"),
@@ -223,6 +305,10 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "lop3.b32": lambda a, b, c, table: sum(
         (~(a ^ -(i >> 2 & 1)) & ~(b ^ -(i >> 1 & 1)) & ~(c ^ -(i & 1)) & 0xFFFFFFFF) * (table >> i & 1) for i in range(8)
     ),
+    "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
+    "add.u32": lambda a, b: a + b,
+    "shf.r.wrap.b32": lambda a, b, n: (a | b << 32) >> n & 0xFFFFFFFF,
     "prmt.b32": lambda a, b, select: sum(
         ((a | b << 32) >> 8 * (select >> 4 * i & 7) & 255) << 8 * i for i in range(4)
     ),
@@ -237,6 +323,67 @@ def executed(text: str, outputs: int, inputs: list[Tensor]) -> list[Tensor]:
             target, *operands = (part.strip() for part in rest.split(","))
             values[target] = PTX[name](*(values[o] if o in values else int(o, 0) for o in operands))
     return [values[f"${i}"] for i in range(outputs)]
+
+
+def looked_up(
+    text: str, outputs: int, inputs: list[Tensor], lane: int, first: int, step: int, size: int
+) -> list[Tensor]:
+    """As `executed`, with a table: a load of 4 bytes gives the entry's number, one of 8 twice the number and one more."""
+    values: dict[str, Any] = {f"${outputs + i}": x for i, x in enumerate(inputs)} | {"kvcal_table": 0, "%laneid": lane}
+    for line in text.strip("{ }").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name.startswith("ld.shared"):
+            *targets, place = (part.strip(" {}[]") for part in rest.split(","))
+            address, plus = place.split(" + ")
+            at = values[address]
+            assert int(plus) == first and bool((at % (1 << step) == lane % ((1 << step) // size) * size).all())
+            index = at >> step
+            values |= {t: index * len(targets) + part for part, t in enumerate(targets)}
+        elif name and name != ".reg":
+            target, *operands = (part.strip() for part in rest.split(","))
+            found = (values[o] if o in values else int(o, 0) for o in operands)
+            values[target] = PTX[name](*(torch.as_tensor(x) for x in found))
+    return [values[f"${i}"] for i in range(outputs)]
+
+
+@needs_triton
+@pytest.mark.parametrize(("bits", "pack"), [(2, 2), (2, 4), (2, 8), (3, 2), (4, 2)])
+@pytest.mark.parametrize("step", [7, 6])
+def test_assembly_looks_up_each_code(bits: int, pack: int, step: int) -> None:
+    """Each result is the number of its pair's entry, from every lane's own copy of the table."""
+    from kvcal_kernels.attention import triton as fused
+
+    g = torch.Generator().manual_seed(bits)
+    pieces = 16 if bits == 3 else 16 // bits
+    words = torch.randint(-(1 << 15), 1 << 15, (grids.tiles(pieces, bits), 16, 16), generator=g).short()
+    wide = words.view(torch.int32).long() & 0xFFFFFFFF  # (tiles, 16, 8)
+    codes = grids.ununits(words, pieces, bits)
+    outputs, size = pieces * pack // 2, 8 if bits == 2 else 4
+    text = (
+        fused._look_up.fn(bits, step, 640, pack)
+        if hasattr(fused._look_up, "fn")
+        else fused._look_up(bits, step, 640, pack)
+    )
+    if bits > 2:
+        inputs, wanted = list(wide), list(codes)
+    else:
+        whole = [
+            (codes[2 * f] | codes[2 * f + 1] << 4) * 2 for f in range(4)
+        ]  # a byte, as the number of its first half
+    if (bits, pack) == (2, 2):
+        inputs, wanted = list(wide), [whole[f // 2] + f % 2 for f in range(8)]
+    elif (bits, pack) == (2, 4):
+        inputs = [wide[0, :8], wide[0, 8:]]
+        wanted = [(whole[f % 4][:8] if f < 4 else whole[f % 4][8:]) + half for f in range(8) for half in range(2)]
+    elif pack == 8:
+        inputs = [wide[0, rows, k::2] for rows in (slice(8), slice(8, 16)) for k in range(2)]
+        wanted = [
+            (whole[f % 4][:8] if f < 4 else whole[f % 4][8:])[:, k::2] + half
+            for f in range(8) for half in range(2) for k in range(2)
+        ]  # fmt: skip
+    for lane in (0, 13, 31):
+        found = looked_up(text, outputs, inputs, lane, 640, step, size)
+        assert all(torch.equal(x.long(), y.long()) for x, y in zip(found, wanted, strict=True))
 
 
 def assembly(kernel: Any) -> list[str]:
@@ -327,6 +474,13 @@ BUDGET = [
     ("InnerQ Base", 80, 0, 213, 2.30),
     ("InnerQ Hybrid", 80, 0, 222, 2.31),
     ("uniform 2/2", 80, 168, 168, 1.98),
+    ("HIGGS 2", 90, 0, 96, 1.79),
+    ("HIGGS 2", 90, 128, 128, 1.79),
+    ("HIGGS 2", 87, 128, 128, 1.80),
+    ("HIGGS 3", 90, 128, 128, 2.68),
+    ("HIGGS 4", 90, 128, 128, 2.52),
+    ("TurboQuant 4/3", 90, 128, 128, 2.59),
+    ("TurboQuant 4/3", 87, 128, 128, 2.62),
 ]
 
 
@@ -352,14 +506,29 @@ def test_compiled_kernels_keep_to_their_budgets(
 def within(case: Case, capability: int, cap: int, registers: int, ceiling: float, folder: Path) -> None:
     import triton
 
+    from kvcal_kernels.attention.triton import check_layouts
+
     if triton.__version__ != PINNED:
         pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
     made = built(case, capability, cap)
+    check_layouts(made.asm["ttgir"])
     taken, spilled = resources(made, folder)
     assert spilled == 0
     assert taken <= registers
     assert instructions(made, case, folder) <= ceiling
     assert made.metadata.shared <= 48 * 1024
+
+
+@needs_triton
+def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
+    """Without which a compiler's other choice would be found only by wrong outputs."""
+    from kvcal_kernels.attention.triton import check_layouts
+
+    text = built(Case("grid 2 of 1", "grid 2 of 4", 64), 90, 0).asm["ttgir"]
+    assert sorted(set(re.findall(r"packed_element = ([48]) ", text))) == ["4", "8"]
+    check_layouts(text)
+    with pytest.raises(RuntimeError, match="unknown layout"):
+        check_layouts(text.replace("kWidth = 4", "kWidth = 2"))
 
 
 @needs_triton

@@ -1,4 +1,4 @@
-"""Fused decode attention of kvcal_kernels.attention over uniform integers, as an operation.
+"""Fused decode attention of kvcal_kernels.attention over uniform integers and grids, as an operation.
 
 Packed tensors of the codecs are put into the order that the kernel reads, which no timed part of the operation does.
 """
@@ -10,9 +10,9 @@ import os
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Uniform
+from kvcal_artifacts.codecs import Codec, Higgs, Uniform
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_kernels.attention import Blocks, Form, pack
+from kvcal_kernels.attention import Blocks, Form, Grid, pack
 from kvcal_kernels.packing import unpack
 
 from .layer import Case, fill, nbytes
@@ -37,7 +37,8 @@ def fused_attention(case: Case) -> Prepared:
     from kvcal_kernels.attention import triton as kernel  # not installed everywhere
 
     filled, queries = fill(case), case.queries()
-    keys, values = (blocks_of(codec, packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
+    keys = blocks_of(filled.pair[0], filled.packed[0])
+    values = blocks_of(filled.pair[1], filled.packed[1], keys.grid)
 
     def rows(count: int) -> Tensor:
         return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
@@ -58,16 +59,20 @@ def fused_attention(case: Case) -> Prepared:
 
 def form_of(codec: Codec) -> Form:
     """The kernel's description of this storage; ValueError if it has none."""
+    if isinstance(codec, Higgs):
+        return codec.form()
     if not isinstance(codec, Uniform):
-        raise ValueError(f"the fused kernel reads uniform integers, not {codec.name}")
+        raise ValueError(f"the fused kernel reads uniform integers and grids, not {codec.name}")
     inner = (codec.axis == "channel") == (codec.role == "key")
     return Form(codec.role, codec.shape.dim, codec.bits, codec.group, inner, codec.mode == "symmetric")
 
 
-def blocks_of(codec: Codec, packed: Packed) -> Blocks:
-    """A codec's packed tensors in the kernel's order. Hybrid groups become asymmetric ones: a symmetric group's zero point is
-    what its lowest code stands for.
+def blocks_of(codec: Codec, packed: Packed, twin: Grid | None = None) -> Blocks:
+    """A codec's packed tensors in the kernel's order. twin: the keys' grid, for values. Hybrid groups become asymmetric: a
+    symmetric group's zero point is what its lowest code stands for.
     """
+    if isinstance(codec, Higgs):
+        return codec.blocks(packed, twin)
     assert isinstance(codec, Uniform)
     count = codec.shape.block if codec.role == "value" else codec.shape.dim
     codes = unpack(packed["codes"], codec.bits, count)

@@ -82,25 +82,24 @@ def table_of(points: Tensor, bits: int) -> Tensor:
 
 def pairs(codes: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
     """Codes (..., T, D / d) -> pair codes: (..., T / 2, D) of d = 1 along tokens, else (..., T, D / 2)."""
-    if vector == 1:
-        low, high = (
-            (codes.unflatten(-2, (-1, 2)).unbind(-2)) if along_tokens else codes.unflatten(-1, (-1, 2)).unbind(-1)
-        )
-        return low | high << bits
     if vector == 2:
         return codes
-    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    if vector == 4:
+        return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    low, high = (codes[..., ::2, :], codes[..., 1::2, :]) if along_tokens else (codes[..., ::2], codes[..., 1::2])
+    made: Tensor = low | high << bits
+    return made
 
 
 def unpairs(found: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
     """The other way round."""
+    if vector == 2:
+        return found
     if vector == 1:
         parts = [found & (1 << bits) - 1, found >> bits]
         return torch.stack(parts, -2).flatten(-3, -2) if along_tokens else torch.stack(parts, -1).flatten(-2)
-    if vector == 2:
-        return found
-    low, high = found.unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
+    made: Tensor = found[..., ::2] | found[..., 1::2] << 4
+    return made
 
 
 @functools.cache

@@ -383,8 +383,8 @@ def _points(
     p_words, b_at, b_live, p_table, BITS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
     PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. PACK: 2 for keys of which a code stands for four channels, 8 for
-    values of which one stands for several, else 4.
+    """As `_codes`, of a grid: the points that codes stand for. PACK: 2 for keys of which a code stands for four channels, 8
+    for values of which one stands for several, else 4.
     """
     parts = ()
     if BITS == 3:
@@ -865,7 +865,9 @@ def attend_kernel(
     b_row = n < RATIO * QUERIES
     o_q = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
 
-    # each row's query times a power of two, so that its largest element lies in [16, 32)
+    # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
+    # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
+    PEAK: tl.constexpr = 0.5 if K_MODE == 2 else 16.0
     b_peak = tl.zeros([N], tl.float32)
     for i in tl.static_range(SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
@@ -873,8 +875,8 @@ def attend_kernel(
     # at least 2^-100, of grids 2^-76: LOW times `unit` must stay far below every score
     lowest: tl.constexpr = (51 if K_MODE == 3 else 27) << 23
     exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
-    b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * 16.0
-    b_up = exponent.to(tl.float32, bitcast=True) * 0.0625
+    b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
+    b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
     q, plain, sums = (), (), ()
     if K_MODE == 3:
         for i in tl.static_range(SLICES):
@@ -1092,7 +1094,7 @@ def attend(
 ) -> Tensor:
     """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
     says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
-    overlap, and under a CUDA graph. Scales of outer groups of keys multiply queries in float16: above 2047 they overflow.
+    overlap, and under a CUDA graph.
     """
     _check(q, keys, values, blocks, sink, recent)
     launch = launch or Launch()
