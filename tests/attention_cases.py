@@ -155,10 +155,12 @@ def random_blocks(form: Form, batch: int, heads: int, room: int, live: tuple[int
 
 
 def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
-    """Points in no order: what is looked up at the wrong place shows."""
+    """Points in no order: what is looked up at the wrong place shows. In float16, because codes here are not those of Gaussian
+    numbers, for which a table's rounding is made small (`grids._times`).
+    """
     if not form.vector:
         return None
-    points = torch.randn(1 << form.bits * form.vector, form.vector, generator=g)
+    points = torch.randn(1 << form.bits * form.vector, form.vector, generator=g).half().float()
     return grid_of(points, signs(heads * form.dim, form.bits).view(heads, -1), form.bits)
 
 

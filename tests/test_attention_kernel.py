@@ -38,7 +38,9 @@ from attention_cases import (
 from compiled import compiled, loops, resources
 from kvcal.bench.fused import blocks_of, form_of
 from kvcal_artifacts.codecs import Higgs, Shape, Uniform
-from kvcal_kernels.attention import Blocks, Form, Grid, decode, grids, pack, reference, unpack
+from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, grids, pack, reference, unpack
+from kvcal_kernels.lattice import nearest
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 FORMS = [
@@ -195,6 +197,17 @@ def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: 
     made = blocks_of(codec, packed)
     assert made.form == form_of(codec) and made.form.stored_bits >= 8 * codec.block_bytes() / (2 * 64 * 64)
     assert torch.equal(decode(made), codec.decode(packed))
+
+
+@pytest.mark.parametrize(("d", "n"), sorted(GRID_MSE))
+def test_rounding_of_a_table_does_not_add_up_over_tokens(d: int, n: int) -> None:
+    """32000 tokens of one weight, in which quantisation errors cancel: what all tokens share is left."""
+    points = gaussian_grid(d, n)
+    x = torch.randn(64 * 32000, d, generator=torch.Generator().manual_seed(d))
+    codes = nearest(x, points).long().view(32000, 64)
+    made = grid_of(points, torch.ones(1, 64), GRIDS[d, n] // d)
+    table = made.table[:n, :d].double() * made.unit
+    assert off(table[codes].mean(0), points.double()[codes].mean(0)) < 4e-4  # as they are up to 4.8e-3
 
 
 @pytest.mark.parametrize("settings", [{"rotation": "token"}, {"axis": "token"}])
@@ -420,7 +433,8 @@ TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
     **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"),
-    **dict.fromkeys(["room", "sink_room", "recent_room", "splits"], "i32"), "factor": "fp32",
+    **dict.fromkeys(["room", "sink_room", "recent_room", "splits"], "i32"),
+    **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
 

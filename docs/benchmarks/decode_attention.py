@@ -101,7 +101,7 @@ def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None
     """
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (batch, HEADS, count, made.words // 4), device="cuda")
     if made.vector:
-        points = torch.randn(1 << made.bits * made.vector, made.vector, device="cuda")
+        points = torch.randn(1 << made.bits * made.vector, made.vector, device="cuda").half().float()
         own = twin.grid if twin and twin.form.vector == made.vector and twin.form.bits == made.bits else None
         sign = torch.randint(0, 2, (HEADS, D), device="cuda", dtype=torch.int8) * 2 - 1
         grid = grid_of(own.points if own else points, sign, made.bits, own)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..hadamard import largest_power_of_two
+from ..lattice import nearest
 
 GRIDS = ((2, 4), (2, 2), (2, 1), (3, 2), (3, 1), (4, 2), (4, 1))  # bits, vector
 ENTRIES = {2: (256, 4), 3: (64, 2), 4: (256, 2)}  # of the table: how many, numbers of each
@@ -35,21 +36,22 @@ ALIGNED = 7  # bit at which a code is a multiple of 128, the bytes that an entry
 
 @dataclass(frozen=True)
 class Grid:
-    """points (n, d) float32; sign (H, D) int8, +1 or -1: numbers of a head are multiplied by it, then rotated by Hadamard
-    transforms of `rotation_width(D)` neighbours. table: what `table_of` makes of points, on the same device; share one Grid's
-    table between keys and values of the same grid, and the kernel keeps it once.
+    """points (n, d) float32: numbers are points times norm. sign (H, D) int8, +1 or -1: a head's numbers are multiplied by it,
+    then rotated by Hadamard transforms of `rotation_width(D)` neighbours. table, unit: what `table_of` makes of points, on
+    their device; share one Grid's table between keys and values of the same grid, and the kernel keeps it once.
     """
 
     points: Tensor
     sign: Tensor
     table: Tensor
+    unit: float
 
     @property
     def vector(self) -> int:
         return self.points.shape[1]
 
     def to(self, device: torch.device | str) -> Grid:
-        return Grid(self.points.to(device), self.sign.to(device), self.table.to(device))
+        return Grid(self.points.to(device), self.sign.to(device), self.table.to(device), self.unit)
 
 
 def rotation_width(dim: int) -> int:
@@ -59,25 +61,42 @@ def rotation_width(dim: int) -> int:
 
 def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None) -> Grid:
     """points (n, d), sign (H, D). twin: another Grid that has the same table, if it does: the tensor is shared then."""
-    table = table_of(points, bits)
+    table, unit = table_of(points, bits)
     if twin is not None and twin.table.shape == table.shape and torch.equal(twin.table, table):
         table = twin.table
-    return Grid(points.float(), sign.to(torch.int8), table)
+    return Grid(points.float(), sign.to(torch.int8), table, unit)
 
 
-def table_of(points: Tensor, bits: int) -> Tensor:
-    """Numbers by a byte (2 and 4 bits) or 6 bits (3 bits) of code: float16 (256, 4), (64, 2), (256, 2). ValueError where
-    points (n, d) are not 2^(bits * d).
+def table_of(points: Tensor, bits: int) -> tuple[Tensor, float]:
+    """Numbers by a byte (2 and 4 bits) or 6 bits (3 bits) of code: float16 (256, 4), (64, 2), (256, 2). Times the unit beside
+    it they are the points. ValueError where points (n, d) are not 2^(bits * d).
     """
     n, d = points.shape
     if (bits, d) not in GRIDS or n != 1 << bits * d:
         raise ValueError(
             f"grid of {n} points of {d} numbers at {bits} bits: allowed are bits, d = {GRIDS}, 2^(bits d) points"
         )
+    times = _times(points.cpu().double())
     entries, numbers = ENTRIES[bits]
     index = torch.arange(entries, device=points.device)
     parts = [points[index >> part * bits * d & n - 1] for part in range(numbers // d)]
-    return torch.cat(parts, 1).half().contiguous()
+    return (torch.cat(parts, 1).double() * times).half().contiguous(), 1 / times
+
+
+def _times(points: Tensor) -> float:
+    """Factor in [1, 2) with which float16 rounds the points best. A point's rounding is the same in every token, so that it
+    does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one weight 64 points of
+    2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.
+    """
+    steps = 1 + torch.arange(1024, dtype=torch.float64)[:, None, None] / 1024
+    error = (points * steps).half().double() / steps - points
+    if not error[0].any():
+        return 1.0
+    numbers = torch.randn(1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0))
+    count = torch.bincount(nearest(numbers, points.float()).long(), minlength=len(points))
+    weight = (count / len(numbers))[:, None].double()
+    cost = (error * weight).sum(1).square().sum(-1) + (error.square() * weight).sum((1, 2)) / (1 << 16)
+    return float(steps[int(cost.argmin()), 0, 0])
 
 
 def pairs(codes: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:

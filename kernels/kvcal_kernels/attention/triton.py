@@ -837,7 +837,7 @@ def _exact(
 def attend_kernel(
     p_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign,
-    room, sink_room, recent_room, splits, factor,
+    room, sink_room, recent_room, splits, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -850,7 +850,7 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e)."""
+    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e). k_unit, v_unit: of tables."""
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
     ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
@@ -906,7 +906,7 @@ def attend_kernel(
                     b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
                     sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]),)
     scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 2.0**24
-    unit = tl.broadcast_to((b_up * (factor * scale))[None, :], [NW, N])
+    unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
     if ASM and K_ENTRIES + V_ENTRIES > 0:
         _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
@@ -944,7 +944,7 @@ def attend_kernel(
         turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
         for i in tl.static_range(WIDE):
             channel = _value_channels(i, r[:, None], column[None, :] % EACH, PAIRED, V_FOUR)
-            sign = tl.load(p_v_sign + i_kv * D + channel).to(tl.float32) * WIDTH**-0.5
+            sign = tl.load(p_v_sign + i_kv * D + channel).to(tl.float32) * (v_unit * WIDTH**-0.5)
             out = out + (turned[i] * sign[None],)
     else:
         b_l = tl.max(b_l, 1)
@@ -1112,7 +1112,7 @@ def attend(
     arguments = (
         q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
         part, stat, counter, k_table, v_table, k_sign, v_sign, room, sink[0].shape[2], recent[0].shape[2], count,
-        scaling * 1.4426950408889634,
+        scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
     )  # fmt: skip
     options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted()}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
