@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, pack, reference
+from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, pack, pack_tiers, reference
 from kvcal_kernels.attention.grids import GRIDS
 from kvcal_kernels.hadamard import signs
 
@@ -28,10 +28,23 @@ class Setting(NamedTuple):
     symmetric: bool = True
     vector: int = 0
     shared: bool = False
+    full: int = 0
+    four: int = 0
 
     def form(self, role: Any, dim: int, heads: int = 1, group: int | None = None) -> Form:
         norm_heads = heads if self.shared else 1
-        return Form(role, dim, self.bits, group or self.group, self.inner, self.symmetric, self.vector, norm_heads)
+        return Form(
+            role,
+            dim,
+            self.bits,
+            group or self.group,
+            self.inner,
+            self.symmetric,
+            self.vector,
+            norm_heads,
+            self.full,
+            self.four,
+        )
 
 
 Exact = tuple[Tensor, Tensor, Tensor]
@@ -41,6 +54,11 @@ SETTINGS: dict[str, Setting] = {
     **{f"asymmetric {bits}": Setting(bits, symmetric=False) for bits in reference.BITS},
     **{f"outer {bits}": Setting(bits, inner=False, symmetric=False) for bits in reference.BITS},
     **{f"grid {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1) for bits, vector in GRIDS},
+}
+TIERS = {  # keys only
+    "tiers 16 16": Setting(2, inner=False, symmetric=False, full=16, four=16),
+    "tiers 0 16": Setting(2, inner=False, symmetric=False, four=16),
+    "tiers 32 16": Setting(2, inner=False, symmetric=False, full=32, four=16),
 }
 SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py times
     "uniform 4/4": ("symmetric 4", "symmetric 4"),
@@ -83,7 +101,7 @@ class Case:
         return ", ".join([f"{self.key} and {self.value}", *other])
 
     def form(self, role: Any) -> Form:
-        setting = SETTINGS[self.key if role == "key" else self.value]
+        setting = (SETTINGS | TIERS)[self.key if role == "key" else self.value]
         return setting.form(role, self.dim, self.heads, self.group)
 
 
@@ -104,7 +122,13 @@ class Made:
     def to(self, device: str) -> Made:
         def moved(x: Any) -> Any:
             if isinstance(x, Blocks):
-                return Blocks(x.form, x.words.to(device), x.scale.to(device), x.grid and x.grid.to(device))
+                return Blocks(
+                    x.form,
+                    x.words.to(device),
+                    x.scale.to(device),
+                    x.grid and x.grid.to(device),
+                    x.order if x.order is None else x.order.to(device),
+                )
             return tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
 
         return Made(self.case, *(moved(x) for x in self.arguments()[:-1]), self.scaling)
@@ -147,11 +171,28 @@ def made(case: Case, seed: int = 0) -> Made:
 
 def random_blocks(form: Form, batch: int, heads: int, room: int, live: tuple[int, ...], g: torch.Generator) -> Blocks:
     """Numbers of variance about 1."""
-    codes, scale, zero = random_codes(form, batch, heads, room, g)
-    packed = pack(codes, scale, zero, form, random_grid(form, heads, g))
+    if form.tiered:
+        packed = random_tiers(form, batch, heads, room, g)
+    else:
+        codes, scale, zero = random_codes(form, batch, heads, room, g)
+        packed = pack(codes, scale, zero, form, random_grid(form, heads, g))
     for row, count in enumerate(live):
         packed.scale[row, :, -(-count // form.scale_blocks) :] = torch.nan
     return packed
+
+
+def random_tiers(form: Form, batch: int, heads: int, room: int, g: torch.Generator) -> Blocks:
+    tokens, two = room * reference.BLOCK, form.dim - form.full - form.four
+    full = torch.randn(batch, heads, tokens, form.full, generator=g).half()
+    four, low = (
+        torch.randint(0, 1 << bits, (batch, heads, tokens, count), dtype=torch.int32, generator=g)
+        for bits, count in ((4, form.four), (2, two))
+    )
+    scale = torch.rand(batch, heads, tokens // form.group, form.four + two, generator=g) + 0.5
+    scale *= torch.tensor([3.4 / 16] * form.four + [3.4 / 4] * two)
+    zero = torch.randn(scale.shape, generator=g) * 0.3 - 1.7
+    order = torch.rand(batch, heads, tokens // form.group, form.dim, generator=g).argsort(-1)
+    return pack_tiers(full, four, low, scale.half(), zero.half(), order, form)
 
 
 def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
@@ -239,6 +280,9 @@ def small() -> list[Case]:
         Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2, 2)),
         Case("grid 2 of 1", "grid 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
         Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
+        Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
+        Case("tiers 32 16", "grid 3 of 2", 96, ratio=3, heads=2, blocks=(2, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
+        Case("tiers 0 16", "outer 2", 64, queries=9, group=64, blocks=(6,), spare=0, recent=(17,)),
     ]
 
 

@@ -37,7 +37,7 @@ from attention_cases import (
 )
 from compiled import compiled, loops, resources
 from kvcal.bench.fused import blocks_of, form_of
-from kvcal_artifacts.codecs import Higgs, Shape, Uniform
+from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, grids, pack, reference, unpack
 from kvcal_kernels.lattice import nearest
@@ -156,6 +156,7 @@ def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int
         (("key", 128, 3, 32, True, True, 4), "grid of 3 bits, 4 numbers a code, at head_dim 128"),
         (("value", 80, 2, 32, True, True, 2), "at head_dim 80"),
         (("value", 64, 2, 32, True, True, 2, 0), "norms over 0 heads"),
+        (("value", 64, 2, 32, False, False, 0, 1, 16), "only keys of 2 bits in outer groups have tiers"),
         (("key", 64, 2, 32, True, True, 0, 8), "integers with norms over 8 heads"),
     ],
 )
@@ -208,6 +209,31 @@ def test_rounding_of_a_table_does_not_add_up_over_tokens(d: int, n: int) -> None
     made = grid_of(points, torch.ones(1, 64), GRIDS[d, n] // d)
     table = made.table[:n, :d].double() * made.unit
     assert off(table[codes].mean(0), points.double()[codes].mean(0)) < 4e-4  # as they are up to 4.8e-3
+
+
+@pytest.mark.parametrize(("block", "full", "four"), [(32, 16, 16), (64, 0, 16), (32, 16, 0)])
+def test_blocks_hold_what_a_codec_of_tiers_decodes(block: int, full: int, four: int) -> None:
+    codec = MixKVQ(Shape(2, 64, block), "key", group=block, round_up=16, full=full, four=four, importance="none")
+    x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(full))
+    packed = codec.encode(x * torch.linspace(0.5, 4, 64))
+    made = blocks_of(codec, packed)
+    assert made.form == form_of(codec) and len(made.order.unique(dim=2)[0, 0]) > 1  # type: ignore[union-attr]
+    assert torch.equal(decode(made), codec.decode(packed))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"full": 8, "four": 16}, "tiers of \\(8, 16\\) channels: must be multiples of 16"),
+        ({"full": 16, "four": 48}, "that leave some of 64"),
+        ({"full": 0, "four": 0}, "mixkvq, full 0, four 0"),
+        ({}, "mixkvq, full None"),
+        ({"full": 16, "four": 16, "group": 16}, "groups of 16 in blocks of 32"),
+    ],
+)
+def test_tiers_that_are_not_whole_pieces_are_refused(settings: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        form_of(MixKVQ(Shape(2, 64, 32), "key", **{"group": 32, **settings}))
 
 
 @pytest.mark.parametrize("settings", [{"rotation": "token"}, {"axis": "token"}])
@@ -292,6 +318,7 @@ def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
             {"keys": lambda o: replace(o.keys, form=GRID, grid=random_grid(GRID, 4, torch.Generator()))},
             r"keys: table \(256, 2\), signs \(4, 128\), 2 numbers a point; must be \(256, 2\), \(2, 128\), 2",
         ),
+        ({"keys": lambda o: replace(o.keys, order=o.blocks)}, r"keys: order of channels \(1,\); must be None"),
         ({"blocks": lambda o: o.blocks.long()}, r"blocks: \(1,\) torch.int64; must be \(1,\) torch.int32"),
         ({"sink": lambda o: (o.sink[0], o.sink[1][:, :, 1:], o.sink[2])}, "sink: keys"),
         ({"recent": lambda o: (*o.recent[:2], o.recent[2].repeat(2))}, "recent: keys"),
@@ -432,7 +459,7 @@ EXACT = ["p_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # 
 TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
-    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"),
+    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8",
     **dict.fromkeys(["room", "sink_room", "recent_room", "splits"], "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip

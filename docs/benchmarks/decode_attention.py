@@ -51,6 +51,8 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "HIGGS 2": (("grid", 2, 2, HEADS), ("grid", 2, 2, HEADS), 0.65),
     "HIGGS 3": (("grid", 3, 2, HEADS), ("grid", 3, 2, HEADS), 0.65),
     "HIGGS 4": (("grid", 4, 2, HEADS), ("grid", 4, 2, HEADS), 0.65),
+    "MixKVQ G=32": (("tiers", 32, 16, 16), (2, 32, False, False), 0.65),  # of 128 channels 16 exact, 16 of 4 bits
+    "MixKVQ G=128": (("tiers", 128, 16, 16), (2, 128, False, False), 0.65),
     "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
@@ -86,6 +88,9 @@ def form(role: Any, settings: tuple[Any, ...]) -> Form:
     if settings[0] == "grid":
         _, bits, vector, norm_heads = settings
         return Form(role, D, bits, vector=vector, norm_heads=norm_heads)
+    if settings[0] == "tiers":
+        _, group, full, four = settings
+        return Form(role, D, 2, group, False, False, full=full, four=four)
     bits, group, inner, symmetric = settings
     return Form(role, D, bits, group, inner, symmetric)
 
@@ -109,10 +114,17 @@ def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None
         return Blocks(made, words.view(torch.int16), norm.half(), grid)
     shape = (batch, HEADS, -(-count // made.scale_blocks), made.scales)
     scale = (torch.rand(shape, device="cuda") + 0.5) * 3.4 / 2**made.bits
+    order = None
+    if made.tiered:
+        words = words.view(torch.int16)
+        words[..., : 32 * made.full].copy_(
+            torch.randn(words[..., : 32 * made.full].shape, device="cuda").half().view(torch.int16)
+        )
+        order = torch.rand(*shape[:3], D, device="cuda").argsort(-1).to(torch.uint8)
     if not made.symmetric:
         zeros = scale.unflatten(-1, (-1, 2))[..., 1:] if made.inner else scale.unflatten(-1, (-1, 4))[..., 2:]
         zeros.copy_(torch.randn_like(zeros) * 0.2 - 1.7)
-    return Blocks(made, words.view(torch.int16), scale.half())
+    return Blocks(made, words.view(torch.int16), scale.half(), None, order)
 
 
 class Cell:
@@ -150,7 +162,10 @@ class Cell:
         out, found = self.run(launch), []
         for row in {0, len(self.q) - 1}:
             here = slice(row, row + 1)
-            keys, values = (Blocks(b.form, b.words[here], b.scale[here], b.grid) for b in (self.keys, self.values))
+            keys, values = (
+                Blocks(b.form, b.words[here], b.scale[here], b.grid, None if b.order is None else b.order[here])
+                for b in (self.keys, self.values)
+            )
             sink, recent = (tuple(t[here] for t in part) for part in (self.sink, self.recent))
             q, count = self.q[here], self.blocks[here]
             exact = reference.attend(q.float(), keys, values, count, sink, recent, D**-0.5)

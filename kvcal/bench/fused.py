@@ -1,4 +1,4 @@
-"""Fused decode attention of kvcal_kernels.attention over uniform integers and grids, as an operation.
+"""Fused decode attention of kvcal_kernels.attention over uniform integers, grids and tiers, as an operation.
 
 Packed tensors of the codecs are put into the order that the kernel reads, which no timed part of the operation does.
 """
@@ -10,9 +10,9 @@ import os
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Higgs, Uniform
+from kvcal_artifacts.codecs import Codec, Higgs, MixKVQ, Uniform
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_kernels.attention import Blocks, Form, Grid, pack
+from kvcal_kernels.attention import Blocks, Form, Grid, pack, pack_tiers
 from kvcal_kernels.packing import unpack
 
 from .layer import Case, fill, nbytes
@@ -61,8 +61,10 @@ def form_of(codec: Codec) -> Form:
     """The kernel's description of this storage; ValueError if it has none."""
     if isinstance(codec, Higgs):
         return codec.form()
+    if isinstance(codec, MixKVQ):
+        return _tier_form(codec)
     if not isinstance(codec, Uniform):
-        raise ValueError(f"the fused kernel reads uniform integers and grids, not {codec.name}")
+        raise ValueError(f"the fused kernel reads uniform integers, grids and tiers, not {codec.name}")
     inner = (codec.axis == "channel") == (codec.role == "key")
     return Form(codec.role, codec.shape.dim, codec.bits, codec.group, inner, codec.mode == "symmetric")
 
@@ -73,6 +75,8 @@ def blocks_of(codec: Codec, packed: Packed, twin: Grid | None = None) -> Blocks:
     """
     if isinstance(codec, Higgs):
         return codec.blocks(packed, twin)
+    if isinstance(codec, MixKVQ):
+        return _tiers_of(codec, packed)
     assert isinstance(codec, Uniform)
     count = codec.shape.block if codec.role == "value" else codec.shape.dim
     codes = unpack(packed["codes"], codec.bits, count)
@@ -88,3 +92,25 @@ def blocks_of(codec: Codec, packed: Packed, twin: Grid | None = None) -> Blocks:
 
     zero = None if base is None else by_token(base)
     return pack(codes.flatten(2, 3), by_token(scale), zero, form_of(codec))
+
+
+def _tier_form(codec: MixKVQ) -> Form:
+    full, four = codec.full, codec.four
+    if full is None or four is None or full + four == 0 or codec.group != codec.shape.block:
+        raise ValueError(
+            f"mixkvq, full {full}, four {four}, groups of {codec.group} in blocks of {codec.shape.block}: the kernel reads "
+            "blocks of one group and of one size, some channels of which are in the upper tiers"
+        )
+    return Form("key", codec.shape.dim, 2, codec.group, False, False, full=full, four=four)
+
+
+def _tiers_of(codec: MixKVQ, packed: Packed) -> Blocks:
+    """Exact channels in float16: those of bfloat16 models keep their values between 2^-14 and 65504."""
+
+    def by_token(rows: Tensor) -> Tensor:
+        return rows.transpose(-1, -2).flatten(2, 3)
+
+    block = codec.shape.block
+    four, two = (by_token(unpack(packed[f"{name}_codes"], bits, block)) for name, bits in (("four", 4), ("two", 2)))
+    scale, zero = torch.cat([packed["four_scale"], packed["two_scale"]], 3)[..., 0, :].unbind(-1)
+    return pack_tiers(by_token(packed["raw"]).half(), four, two, scale, zero, packed["perm"], _tier_form(codec))

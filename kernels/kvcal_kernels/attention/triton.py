@@ -161,6 +161,70 @@ def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
     return ((w & TWO) | (a & ONE)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
+@triton.constexpr_function
+def _field(shift, mask):
+    return f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 $0, t, {mask | mask << 16}; }}"
+
+
+@triton.jit
+def unpack_field(w, FIELD: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """WIDTH bits of a code from 2-bit field FIELD of 8 on, left at bit 2 FIELD % 8."""
+    SHIFT: tl.constexpr = FIELD // 4 * 8
+    MASK: tl.constexpr = (1 << WIDTH) - 1 << FIELD % 4 * 2
+    if ASM:
+        part = tl.inline_asm_elementwise(_field(SHIFT, MASK), "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        part = _and(w, SHIFT, MASK)
+    return part
+
+
+@triton.constexpr_function
+def _first(m, four):
+    """First field of piece m of the lower tiers, `four` of which take two."""
+    return m + min(m, four)
+
+
+@triton.jit
+def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.constexpr):
+    return tl.dot(unpack_field(tiles[FIELD // 8], FIELD % 8, WIDTH, ASM), b_q * (0.25 ** (FIELD % 4)), b_s)
+
+
+@triton.jit
+def _tier_scores(
+    p_k, p_ks, p_order, p_fit, i_head, b_block, live,
+    SLICES: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    FULL: tl.constexpr, FOUR: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
+    from p_fit, float16 [D][N].
+    """
+    r = tl.arange(0, 16)
+    EACH: tl.constexpr = GROUP // 32
+    at = (i_head * room + b_block)[:, None, None] * WORDS + r[None, :, None] * 16 + r[None, None, :]
+    at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
+    live_words = live[:, :, None]
+    tiles = ()
+    for u in tl.static_range(TILES):
+        tiles = tiles + (tl.load(p_k + at + (2 * FULL + u) * TILE, mask=live_words, other=0),)
+    b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
+    b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
+    for i in tl.static_range(SLICES):
+        channel = tl.load(p_order + at_group * (SLICES * 16) + i * 16 + r[None, :], mask=live, other=0).to(tl.int32)
+        b_q = tl.load(p_fit + channel[:, :, None] * N + tl.arange(0, N)[None, None, :])
+        if i < FULL:
+            w = tl.load(p_k + at + i * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            b_exact0 = tl.dot(w, b_q, b_exact0)
+            w = tl.load(p_k + at + (FULL + i) * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            b_exact1 = tl.dot(w, b_q, b_exact1)
+        else:
+            scale, zero = _pairs(p_ks, at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32, live, NW)
+            b_plain = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), b_q, b_plain)
+            b_q = b_q * scale[:, :, None]
+            b_0 = _lower(tiles, _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_0, ASM)
+            b_1 = _lower(tiles, FIELDS + _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_1, ASM)
+    return b_0 + (b_exact0 + b_plain) * 2.0**-24, b_1 + (b_exact1 + b_plain) * 2.0**-24
+
+
 @triton.jit
 def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr):
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; b_at: where each block's words
@@ -720,9 +784,9 @@ def _add(
 
 @triton.jit
 def _step(
-    p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms,
+    p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
     SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
-    K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
+    K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, room,
@@ -733,11 +797,17 @@ def _step(
     for turn in tl.static_range(TURNS):
         b_block = first + turn * NW + tl.arange(0, NW)
         b_live = b_block < (stop if MASK else 0x7FFFFFFF)
-        part = _scores(
-            p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room,
-            p_kt, norms[0], STEP, K_FOUR, 0, NW, N, ASM,
-        )  # fmt: skip
+        if K_MODE == 4:
+            part = _tier_scores(
+                p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
+                SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
+            )  # fmt: skip
+        else:
+            part = _scores(
+                p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
+                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room,
+                p_kt, norms[0], STEP, K_FOUR, 0, NW, N, ASM,
+            )  # fmt: skip
         if MASK:
             b_0 = tl.where(b_live[:, None, None], part[0], LOW)
             b_1 = tl.where(b_live[:, None, None], part[1], LOW)
@@ -836,7 +906,7 @@ def _exact(
 @triton.jit(do_not_specialize=["room", "sink_room", "recent_room", "splits"])
 def attend_kernel(
     p_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
-    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign,
+    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
     room, sink_room, recent_room, splits, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
@@ -844,6 +914,7 @@ def attend_kernel(
     K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_STRIDE: tl.constexpr,
     V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
+    K_FULL: tl.constexpr, K_TIER: tl.constexpr,
     K_FOUR: tl.constexpr, K_SHARED: tl.constexpr, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr,
     V_FOUR: tl.constexpr, V_SHARED: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
     SAME: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
@@ -867,7 +938,7 @@ def attend_kernel(
 
     # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
-    PEAK: tl.constexpr = 0.5 if K_MODE == 2 else 16.0
+    PEAK: tl.constexpr = 0.5 if K_MODE == 2 or K_MODE == 4 else 16.0
     b_peak = tl.zeros([N], tl.float32)
     for i in tl.static_range(SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
@@ -878,7 +949,16 @@ def attend_kernel(
     b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
     b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
     q, plain, sums = (), (), ()
-    if K_MODE == 3:
+    i_group = i_head * CHUNKS + i_chunk
+    # where this program's output will lie
+    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * (splits + 1) + i_split) * (2 * ROOM * D)
+    if K_MODE == 4:
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+            tl.store(p_fit + (i * 16 + r)[:, None] * N + column[None, :], b_q)
+        tl.debug_barrier()
+    elif K_MODE == 3:
         for i in tl.static_range(SLICES):
             channel = _query_channels(i, K_FOUR)
             b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
@@ -924,14 +1004,14 @@ def attend_kernel(
     middle = start + (stop - start) // (NW * TURNS) * (NW * TURNS)
     for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
         b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms,
-            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
         )  # fmt: skip
     for first in tl.range(middle, stop, NW, num_stages=1):
         b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms,
-            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
         )  # fmt: skip
     out = ()
@@ -970,7 +1050,6 @@ def attend_kernel(
     # the program's warps into one, then to memory
     b_top = tl.max(b_m, 0)
     fade = tl.exp2(b_m - b_top[None, :])
-    i_group = i_head * CHUNKS + i_chunk
     o_part = (i_group * (splits + 1) + i_split) * ROOM + column // EACH
     for i in tl.static_range(WIDE):
         b_o = tl.sum(out[i] * fade[:, None, :], 0)
@@ -1051,10 +1130,13 @@ def settings(
     for name, form in (("K", keys), ("V", values)):
         entries, numbers = ENTRIES[form.bits] if form.vector else (0, 2)
         made |= {f"{name}_BITS": form.bits, f"{name}_MODE": 3 if form.vector else MODES[form.inner, form.symmetric]}
+        made |= {f"{name}_MODE": 4} if form.tiered else {}
         made |= {f"{name}_GROUP": form.group, f"{name}_STRIDE": form.pieces}
         made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
         made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
+    made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
+    made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
     made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
     made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
@@ -1111,7 +1193,8 @@ def attend(
     out = torch.empty_like(q)
     arguments = (
         q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2], blocks, sink[2], recent[2],
-        part, stat, counter, k_table, v_table, k_sign, v_sign, room, sink[0].shape[2], recent[0].shape[2], count,
+        part, stat, counter, k_table, v_table, k_sign, v_sign,
+        keys.words if keys.order is None else keys.order, room, sink[0].shape[2], recent[0].shape[2], count,
         scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
     )  # fmt: skip
     options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted()}
@@ -1181,6 +1264,10 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
         if made.form.norm_heads not in (1, heads):
             raise ValueError(f"{name}: norms over {made.form.norm_heads} heads; must be of each head or of all {heads}")
         _check_grid(name, made, heads)
+        wanted = (batch, heads, room // made.form.scale_blocks, made.form.dim) if made.form.tiered else None
+        if (wanted is None) != (made.order is None) or (made.order is not None and made.order.shape != wanted):
+            seen = None if made.order is None else tuple(made.order.shape)
+            raise ValueError(f"{name}: order of channels {seen}; must be {wanted}")
         if made.words.shape != words or made.scale.shape != scales or room % made.form.scale_blocks:
             seen = f"words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
             raise ValueError(f"{name}: {seen}; must be {words} and {scales}, of whole groups of tokens")
@@ -1204,6 +1291,8 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
     for name, made in (("keys", keys), ("values", values)):
         if made.grid is not None:
             given |= {f"table of {name}": made.grid.table, f"signs of {name}": made.grid.sign}
+    if keys.order is not None:
+        given["order of channels"] = keys.order
     for name, tensor in (given | {"recent values": recent[1]} | counts).items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
