@@ -71,6 +71,7 @@ SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py time
     "HIGGS 2": ("grid 2 of 2", "grid 2 of 2"),
     "HIGGS 3": ("grid 3 of 2", "grid 3 of 2"),
     "HIGGS 4": ("grid 4 of 2", "grid 4 of 2"),
+    "MixKVQ": ("tiers 16 16", "outer 2"),
 }
 INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
 
