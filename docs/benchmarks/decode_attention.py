@@ -59,6 +59,7 @@ CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
 # warps, turns, stages, registers
 LAUNCHES = [(4, 1, 3, 168), (4, 2, 3, 168), (4, 1, 3, 0)]
 GRID_LAUNCHES = [(4, 1, 3, 128), (8, 1, 3, 128), (4, 1, 3, 0)]
+TIER_LAUNCHES = [(4, 1, 3, 168)]  # 80 s of compiling each
 MORE_LAUNCHES = [(4, 1, 2, 0), (4, 1, 3, 128), (4, 1, 4, 128), (8, 1, 3, 128), (2, 1, 3, 0)]
 PROGRAMS = (6, 12, 3, 24)
 
@@ -96,8 +97,10 @@ def form(role: Any, settings: tuple[Any, ...]) -> Form:
 
 
 def launches_of(scheme: str, more: bool = False) -> list[tuple[int, ...]]:
-    own = GRID_LAUNCHES if any(part[0] == "grid" for part in SCHEMES[scheme][:2]) else LAUNCHES
-    return own + (MORE_LAUNCHES if more else [])
+    kinds = {part[0] for part in SCHEMES[scheme][:2]}
+    if "tiers" in kinds:
+        return TIER_LAUNCHES
+    return (GRID_LAUNCHES if "grid" in kinds else LAUNCHES) + (MORE_LAUNCHES if more else [])
 
 
 def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None) -> Blocks:
