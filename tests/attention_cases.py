@@ -8,21 +8,57 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvcal_kernels.attention import Blocks, Form, decode, pack, reference
+from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, pack, pack_tiers, reference
+from kvcal_kernels.attention.grids import GRIDS
+from kvcal_kernels.hadamard import signs
 
-Setting = tuple[int, int, bool, bool]  # bits, group, inner, symmetric
+
+class Setting(NamedTuple):
+    """shared: the norm of a grid's token is that of all its heads."""
+
+    bits: int
+    group: int = 32
+    inner: bool = True
+    symmetric: bool = True
+    vector: int = 0
+    shared: bool = False
+    full: int = 0
+    four: int = 0
+
+    def form(self, role: Any, dim: int, heads: int = 1, group: int | None = None) -> Form:
+        norm_heads = heads if self.shared else 1
+        return Form(
+            role,
+            dim,
+            self.bits,
+            group or self.group,
+            self.inner,
+            self.symmetric,
+            self.vector,
+            norm_heads,
+            self.full,
+            self.four,
+        )
+
+
 Exact = tuple[Tensor, Tensor, Tensor]
 
 SETTINGS: dict[str, Setting] = {
-    **{f"symmetric {bits}": (bits, 32, True, True) for bits in reference.BITS},
-    **{f"asymmetric {bits}": (bits, 32, True, False) for bits in reference.BITS},
-    **{f"outer {bits}": (bits, 32, False, False) for bits in reference.BITS},
+    **{f"symmetric {bits}": Setting(bits) for bits in reference.BITS},
+    **{f"asymmetric {bits}": Setting(bits, symmetric=False) for bits in reference.BITS},
+    **{f"outer {bits}": Setting(bits, inner=False, symmetric=False) for bits in reference.BITS},
+    **{f"grid {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1) for bits, vector in GRIDS},
+}
+TIERS = {  # keys only
+    "tiers 16 16": Setting(2, inner=False, symmetric=False, full=16, four=16),
+    "tiers 0 16": Setting(2, inner=False, symmetric=False, four=16),
+    "tiers 32 16": Setting(2, inner=False, symmetric=False, full=32, four=16),
 }
 SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py times
     "uniform 4/4": ("symmetric 4", "symmetric 4"),
@@ -31,7 +67,13 @@ SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py time
     "InnerQ Small": ("symmetric 3", "symmetric 2"),
     "uniform 2/2": ("symmetric 2", "symmetric 2"),
     "KIVI": ("outer 2", "outer 2"),
+    "TurboQuant 4/3": ("grid 4 of 1", "grid 3 of 1"),
+    "HIGGS 2": ("grid 2 of 2", "grid 2 of 2"),
+    "HIGGS 3": ("grid 3 of 2", "grid 3 of 2"),
+    "HIGGS 4": ("grid 4 of 2", "grid 4 of 2"),
+    "MixKVQ": ("tiers 16 16", "outer 2"),
 }
+INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
 
 
 @dataclass(frozen=True)
@@ -60,8 +102,8 @@ class Case:
         return ", ".join([f"{self.key} and {self.value}", *other])
 
     def form(self, role: Any) -> Form:
-        bits, group, inner, symmetric = SETTINGS[self.key if role == "key" else self.value]
-        return Form(role, self.dim, bits, self.group or group, inner, symmetric)
+        setting = (SETTINGS | TIERS)[self.key if role == "key" else self.value]
+        return setting.form(role, self.dim, self.heads, self.group)
 
 
 @dataclass(frozen=True)
@@ -81,7 +123,13 @@ class Made:
     def to(self, device: str) -> Made:
         def moved(x: Any) -> Any:
             if isinstance(x, Blocks):
-                return Blocks(x.form, x.words.to(device), x.scale.to(device))
+                return Blocks(
+                    x.form,
+                    x.words.to(device),
+                    x.scale.to(device),
+                    x.grid and x.grid.to(device),
+                    x.order if x.order is None else x.order.to(device),
+                )
             return tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
 
         return Made(self.case, *(moved(x) for x in self.arguments()[:-1]), self.scaling)
@@ -113,22 +161,59 @@ def made(case: Case, seed: int = 0) -> Made:
         q[:, 0] = 0
     count = torch.tensor(case.blocks, dtype=torch.int32)
     sizes = exact(case.sink), exact(case.recent)
-    return Made(case, q.to(case.dtype), blocks("key"), blocks("value"), count, *sizes, case.dim**-0.5)
+    keys, values = blocks("key"), blocks("value")
+    if case.kind == "large":  # scales of 3400 to 10600
+        keys.scale.mul_(2.0**13)
+        q = q * 2.0**-13
+    if keys.grid and values.grid and case.key == case.value:
+        values = replace(values, grid=grid_of(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid))
+    return Made(case, q.to(case.dtype), keys, values, count, *sizes, case.dim**-0.5)
 
 
 def random_blocks(form: Form, batch: int, heads: int, room: int, live: tuple[int, ...], g: torch.Generator) -> Blocks:
     """Numbers of variance about 1."""
-    codes, scale, zero = random_codes(form, batch, heads, room, g)
-    packed = pack(codes, scale, zero, form)
+    if form.tiered:
+        packed = random_tiers(form, batch, heads, room, g)
+    else:
+        codes, scale, zero = random_codes(form, batch, heads, room, g)
+        packed = pack(codes, scale, zero, form, random_grid(form, heads, g))
     for row, count in enumerate(live):
         packed.scale[row, :, -(-count // form.scale_blocks) :] = torch.nan
     return packed
+
+
+def random_tiers(form: Form, batch: int, heads: int, room: int, g: torch.Generator) -> Blocks:
+    tokens, two = room * reference.BLOCK, form.dim - form.full - form.four
+    full = torch.randn(batch, heads, tokens, form.full, generator=g).half()
+    four, low = (
+        torch.randint(0, 1 << bits, (batch, heads, tokens, count), dtype=torch.int32, generator=g)
+        for bits, count in ((4, form.four), (2, two))
+    )
+    scale = torch.rand(batch, heads, tokens // form.group, form.four + two, generator=g) + 0.5
+    scale *= torch.tensor([3.4 / 16] * form.four + [3.4 / 4] * two)
+    zero = torch.randn(scale.shape, generator=g) * 0.3 - 1.7
+    order = torch.rand(batch, heads, tokens // form.group, form.dim, generator=g).argsort(-1)
+    return pack_tiers(full, four, low, scale.half(), zero.half(), order, form)
+
+
+def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
+    """Points in no order: what is looked up at the wrong place shows. In float16, because codes here are not those of Gaussian
+    numbers, for which a table's rounding is made small (`grids._times`).
+    """
+    if not form.vector:
+        return None
+    points = torch.randn(1 << form.bits * form.vector, form.vector, generator=g).half().float()
+    return grid_of(points, signs(heads * form.dim, form.bits).view(heads, -1), form.bits)
 
 
 def random_codes(
     form: Form, batch: int, heads: int, room: int, g: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     tokens = room * reference.BLOCK
+    if form.vector:
+        high, shape = 1 << form.bits * form.vector, (batch, heads, tokens, form.dim // form.vector)
+        norm = torch.rand(batch, heads // form.norm_heads, tokens, 1, generator=g) + 0.5
+        return torch.randint(0, high, shape, dtype=torch.int32, generator=g), norm.half(), None
     codes = torch.randint(0, 1 << form.bits, (batch, heads, tokens, form.dim), dtype=torch.int32, generator=g)
     along = (tokens // form.group, form.dim) if form.along_tokens else (tokens, form.dim // form.group)
     scale = ((torch.rand(batch, heads, *along, generator=g) + 0.5) * 3.4 / (1 << form.bits)).half()
@@ -197,6 +282,19 @@ def small() -> list[Case]:
         Case("outer 2", "outer 2", group=128, blocks=(6,), spare=0, kind="wide"),
         Case("outer 4", "symmetric 8", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),  # 35 rows: two chunks
         Case("asymmetric 4", "outer 4", 64, ratio=2, queries=16, blocks=(1,), recent=(16,), launch=(1, 1, 4)),
+        Case("outer 2", "outer 2", 64, blocks=(2,), dtype=bf, kind="large"),
+        Case(*SCHEMES["HIGGS 2"], 64, heads=2, blocks=(3, 0), sink=(5, 2), recent=(33, 1), dtype=bf),
+        Case(*SCHEMES["HIGGS 3"], blocks=(3,), kind="wide"),
+        Case(*SCHEMES["HIGGS 4"], 96, ratio=3, queries=3, blocks=(2,)),
+        Case(*SCHEMES["TurboQuant 4/3"], blocks=(2,), launch=(4, 1, 1)),
+        Case("grid 3 of 2", "symmetric 3", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),
+        Case("outer 2", "grid 3 of 2", 96, ratio=2, blocks=(2,), dtype=bf),
+        Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2, 2)),
+        Case("grid 2 of 1", "grid 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
+        Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
+        Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
+        Case("tiers 32 16", "grid 3 of 2", 96, ratio=3, heads=2, blocks=(2, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
+        Case("tiers 0 16", "outer 2", 64, queries=9, group=64, blocks=(6,), spare=0, recent=(17,)),
     ]
 
 
@@ -212,7 +310,12 @@ def exhaustive() -> list[Case]:
         return replace(case, dim=next(dims), dtype=next(dtypes), launch=next(launches), kind=next(kinds))
 
     two: dict[str, Any] = {"blocks": (5, 2), "sink": (19, 0), "recent": (41, 16)}
-    pairs = [more(Case(key, value, **two)) for key in SETTINGS for value in SETTINGS]
+    grids = [name for name in SETTINGS if name not in INTEGERS]
+    mixed = [pair for name in grids for pair in (("symmetric 3", name), (name, "outer 2"))]
+    among = [(key, value) for key in INTEGERS for value in INTEGERS] + [
+        (key, value) for key in grids for value in grids
+    ]
+    pairs = [more(Case(key, value, **two)) for key, value in among + mixed]
     schemes = itertools.cycle(SCHEMES.values())
     rows = [
         more(Case(*next(schemes), ratio=ratio, queries=queries, blocks=(3,), recent=(queries + 1,)))
@@ -220,9 +323,11 @@ def exhaustive() -> list[Case]:
         for queries in (1, 2, 5, 16)
     ]
     edges = [
-        replace(more(Case(*pair, blocks=(count,))), launch=launch)
+        replace(more(Case(*SCHEMES[name], blocks=(count,))), launch=launch)
         for count in (0, 1, 3, 4, 5, 8, 9)
-        for pair, launch in zip(list(SCHEMES.values())[1:4], [(1, 4, 1), (2, 2, 2), (4, 1, 4)], strict=True)
+        for name, launch in zip(
+            ["InnerQ Base", "InnerQ Hybrid", "HIGGS 3"], [(1, 4, 1), (2, 2, 2), (4, 1, 4)], strict=True
+        )
     ]
     windows = [
         more(Case("symmetric 3", "asymmetric 2", queries=queries, blocks=(blocks,), sink=(sink,), recent=(recent,)))

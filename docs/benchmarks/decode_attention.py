@@ -34,7 +34,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvcal_kernels.attention import Blocks, Form, decode, reference
+from kvcal_kernels.attention import Blocks, Form, decode, grid_of, reference
 from kvcal_kernels.attention import triton as fused
 
 HEADS, RATIO, D = 8, 4, 128
@@ -47,10 +47,19 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "uniform 2/2": ((2, 32, True, True), (2, 32, True, True), 0.80),
     "KIVI 2/2 G=32": ((2, 32, False, False), (2, 32, False, False), 0.78),
     "KIVI 2/2 G=128": ((2, 128, False, False), (2, 128, False, False), 0.75),
+    "TurboQuant 4/3": (("grid", 4, 1, 1), ("grid", 3, 1, 1), 0.65),  # norm per head; HIGGS: over the token
+    "HIGGS 2": (("grid", 2, 2, HEADS), ("grid", 2, 2, HEADS), 0.65),
+    "HIGGS 3": (("grid", 3, 2, HEADS), ("grid", 3, 2, HEADS), 0.65),
+    "HIGGS 4": (("grid", 4, 2, HEADS), ("grid", 4, 2, HEADS), 0.65),
+    "MixKVQ G=32": (("tiers", 32, 16, 16), (2, 32, False, False), 0.65),  # of 128 channels 16 exact, 16 of 4 bits
+    "MixKVQ G=128": (("tiers", 128, 16, 16), (2, 128, False, False), 0.65),
+    "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
 # warps, turns, stages, registers
 LAUNCHES = [(4, 1, 3, 168), (4, 2, 3, 168), (4, 1, 3, 0)]
+GRID_LAUNCHES = [(4, 1, 3, 128), (8, 1, 3, 128), (4, 1, 3, 0)]
+TIER_LAUNCHES = [(4, 1, 3, 168)]  # 80 s of compiling each
 MORE_LAUNCHES = [(4, 1, 2, 0), (4, 1, 3, 128), (4, 1, 4, 128), (8, 1, 3, 128), (2, 1, 3, 0)]
 PROGRAMS = (6, 12, 3, 24)
 
@@ -77,19 +86,48 @@ class Clock:
 
 
 def form(role: Any, settings: tuple[Any, ...]) -> Form:
+    if settings[0] == "grid":
+        _, bits, vector, norm_heads = settings
+        return Form(role, D, bits, vector=vector, norm_heads=norm_heads)
+    if settings[0] == "tiers":
+        _, group, full, four = settings
+        return Form(role, D, 2, group, False, False, full=full, four=four)
     bits, group, inner, symmetric = settings
     return Form(role, D, bits, group, inner, symmetric)
 
 
-def random_blocks(made: Form, batch: int, count: int) -> Blocks:
-    """Any word is a valid one. Scales such that a number's standard deviation is about 1."""
+def launches_of(scheme: str, more: bool = False) -> list[tuple[int, ...]]:
+    kinds = {part[0] for part in SCHEMES[scheme][:2]}
+    if "tiers" in kinds:
+        return TIER_LAUNCHES
+    return (GRID_LAUNCHES if "grid" in kinds else LAUNCHES) + (MORE_LAUNCHES if more else [])
+
+
+def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None) -> Blocks:
+    """Any word is a valid one. Scales such that a number's standard deviation is about 1. Points of a grid are random too;
+    twin: blocks of the same grid, if they are.
+    """
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (batch, HEADS, count, made.words // 4), device="cuda")
+    if made.vector:
+        points = torch.randn(1 << made.bits * made.vector, made.vector, device="cuda").half().float()
+        own = twin.grid if twin and twin.form.vector == made.vector and twin.form.bits == made.bits else None
+        sign = torch.randint(0, 2, (HEADS, D), device="cuda", dtype=torch.int8) * 2 - 1
+        grid = grid_of(own.points if own else points, sign, made.bits, own)
+        norm = torch.rand((batch, HEADS // made.norm_heads, count, made.scales), device="cuda") + 0.5
+        return Blocks(made, words.view(torch.int16), norm.half(), grid)
     shape = (batch, HEADS, -(-count // made.scale_blocks), made.scales)
     scale = (torch.rand(shape, device="cuda") + 0.5) * 3.4 / 2**made.bits
+    order = None
+    if made.tiered:
+        words = words.view(torch.int16)
+        words[..., : 32 * made.full].copy_(
+            torch.randn(words[..., : 32 * made.full].shape, device="cuda").half().view(torch.int16)
+        )
+        order = torch.rand(*shape[:3], D, device="cuda").argsort(-1).to(torch.uint8)
     if not made.symmetric:
         zeros = scale.unflatten(-1, (-1, 2))[..., 1:] if made.inner else scale.unflatten(-1, (-1, 4))[..., 2:]
         zeros.copy_(torch.randn_like(zeros) * 0.2 - 1.7)
-    return Blocks(made, words.view(torch.int16), scale.half())
+    return Blocks(made, words.view(torch.int16), scale.half(), None, order)
 
 
 class Cell:
@@ -98,9 +136,9 @@ class Cell:
     def __init__(self, scheme: str, batch: int, length: int, dtype: torch.dtype = torch.float16) -> None:
         key, value, self.wanted = SCHEMES[scheme]
         count = (length - SINK - RECENT) // 32
-        self.keys, self.values = (
-            random_blocks(form(role, s), batch, -(-count // 4) * 4) for role, s in (("key", key), ("value", value))
-        )
+        room = -(-count // 4) * 4
+        self.keys = random_blocks(form("key", key), batch, room)
+        self.values = random_blocks(form("value", value), batch, room, self.keys)
         self.q = torch.randn(batch, HEADS * RATIO, 1, D, device="cuda", dtype=dtype)
         self.blocks = torch.full((batch,), count, dtype=torch.int32, device="cuda")
         self.sink, self.recent = (self._exact(batch, room, dtype) for room in (SINK, RECENT))
@@ -127,7 +165,10 @@ class Cell:
         out, found = self.run(launch), []
         for row in {0, len(self.q) - 1}:
             here = slice(row, row + 1)
-            keys, values = (Blocks(b.form, b.words[here], b.scale[here]) for b in (self.keys, self.values))
+            keys, values = (
+                Blocks(b.form, b.words[here], b.scale[here], b.grid, None if b.order is None else b.order[here])
+                for b in (self.keys, self.values)
+            )
             sink, recent = (tuple(t[here] for t in part) for part in (self.sink, self.recent))
             q, count = self.q[here], self.blocks[here]
             exact = reference.attend(q.float(), keys, values, count, sink, recent, D**-0.5)
@@ -197,9 +238,9 @@ def compile_one(job: tuple[str, tuple[int, ...]]) -> str:
     return ""
 
 
-def compile_all(schemes: list[str], launches: list[tuple[int, ...]]) -> None:
+def compile_all(schemes: list[str], more: bool) -> None:
     """Into Triton's cache on disk, a process a core."""
-    jobs = [(scheme, launch) for launch in launches for scheme in schemes]
+    jobs = [(scheme, launch) for scheme in schemes for launch in launches_of(scheme, more)]
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for said in pool.map(compile_one, jobs):
@@ -265,8 +306,7 @@ def main() -> None:
     began = time.time()
     torch.manual_seed(0)
     wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]
-    launches = LAUNCHES + (MORE_LAUNCHES if chosen.all_launches else [])
-    compile_all(wanted, launches)
+    compile_all(wanted, chosen.all_launches)
     print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
     clock = Clock()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
@@ -289,6 +329,7 @@ def main() -> None:
             print(f"{'FP16':16} {name}: " + ", ".join(f"{who} {t:.1f} us" for who, t in found.items()), flush=True)
         best = min(result["fp16"][name].items(), key=lambda item: item[1], default=("none", float("nan")))
         try:
+            launches = launches_of(scheme, chosen.all_launches)
             row = measure(clock, scheme, batch, length, launches, copy, chosen.cell_seconds)
         except Exception as error:
             print(f"{scheme:16} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)

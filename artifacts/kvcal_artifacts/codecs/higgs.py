@@ -26,6 +26,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvcal_kernels.attention import Blocks, Form, Grid, grid_of
+from kvcal_kernels.attention import pack as pack_blocks
 from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
@@ -115,6 +117,27 @@ class Higgs(Codec):
         size = self._load_norm(packed["norm"].float())
         vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, self.rotation_width)
         return self._blocks(vectors).flatten(2, 3)
+
+    # For the fused kernel.
+
+    def form(self) -> Form:
+        """How the fused kernel names this storage; ValueError where it cannot read it (decode, then attend serves that)."""
+        if self.axis == "token" or self.rotation == "token":
+            raise ValueError(
+                f"HIGGS, axis {self.axis}, rotation over the {self.rotation}: a kernel rotates heads' queries only"
+            )
+        heads = self.shape.heads if self.norm == "token" else 1
+        return Form(self.role, self.shape.dim, self.code_bits // self.d, vector=self.d, norm_heads=heads)
+
+    def blocks(self, packed: Packed, twin: Grid | None = None) -> Blocks:
+        """Packed tensors in the order that the fused kernel reads: what `decode` gives, in units of 32 tokens. twin: of blocks
+        that may have the same table, so that the kernel keeps it once.
+        """
+        form, heads = self.form(), self.shape.heads
+        codes = self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
+        codes = codes.unflatten(-1, (heads, -1)).movedim(3, 1).flatten(2, 3)
+        grid = grid_of(self.grid, self.sign.view(heads, -1), form.bits, twin)
+        return pack_blocks(codes, packed["norm"].flatten(2, 3)[..., None], None, form, grid)
 
     # Vectors are (B, N, b, H * D) along channels, (B, H, N, D, b) along tokens; packed tensors are always (B, H, N, ...).
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .reference import BLOCK, Blocks, Form, decode, pack, pack_scales, unpack, unpack_scales
+from .grids import Grid, grid_of
+from .reference import BLOCK, Blocks, Form, decode, pack, pack_scales, pack_tiers, unpack, unpack_scales
 
 
 def fast() -> ModuleType:
@@ -14,4 +15,7 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["BLOCK", "Blocks", "Form", "decode", "fast", "pack", "pack_scales", "unpack", "unpack_scales"]
+__all__ = [
+    "BLOCK", "Blocks", "Form", "Grid", "decode", "fast", "grid_of", "pack", "pack_scales", "pack_tiers", "unpack",
+    "unpack_scales",
+]  # fmt: skip

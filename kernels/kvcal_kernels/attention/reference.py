@@ -11,6 +11,12 @@ Scales and zero points are float16, x = code * scale + zero point; symmetric for
 w = 4, 2 or 1 of them side by side: [columns / w][16][w]; of others as [columns / 2][8][scale, scale, zero point, zero point],
 the 16 being neighbours along the contracted dimension.
 
+Keys in tiers (MixKVQ): `full` channels in float16, `four` of 4 bits, the rest of 2, which ones a permutation of a group of
+tokens says. Pieces of the first as they are [2 halves][pieces][16 tokens][16 channels], then tiles of 2-bit fields: half block
+by half block two fields a piece of 4 bits (the lower bits in the first), then one a piece of 2 bits, an even number.
+
+Grids (HIGGS, TurboQuant): see grids.py. Their scale is one float16 norm of a token, of its head or of all of them.
+
 Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 """
 
@@ -21,6 +27,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ..hadamard import unrotate
+from . import grids
+from .grids import Grid
 
 BLOCK = 32
 PIECE = 16
@@ -33,6 +43,11 @@ class Form:
     """How the keys or values of a layer are stored. inner: groups lie along what attention contracts (channels of a key,
     tokens of a value: InnerQ), else along the other (tokens of a key's channel, channels of a value's token: KIVI). group:
     numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
+
+    vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token has one
+    norm, over `norm_heads` kv heads, which is 1 or all of them.
+
+    full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups only.
     """
 
     role: Literal["key", "value"]
@@ -41,8 +56,19 @@ class Form:
     group: int = 32
     inner: bool = True
     symmetric: bool = True
+    vector: int = 0
+    norm_heads: int = 1
+    full: int = 0
+    four: int = 0
 
     def __post_init__(self) -> None:
+        if self.full or self.four:
+            self._check_tiers()
+        if self.vector:
+            self._check_grid()
+            return
+        if self.norm_heads != 1:
+            raise ValueError(f"integers with norms over {self.norm_heads} heads: only grids have norms")
         if self.bits not in BITS or self.dim not in DIMS:
             raise ValueError(f"{self.bits} bits at head_dim {self.dim}: bits may be {BITS}, head_dim {DIMS}")
         if self.symmetric and not self.inner:
@@ -52,21 +78,61 @@ class Form:
         if not self.along_tokens and (self.group % PIECE or self.dim % self.group):
             raise ValueError(f"groups of {self.group} channels: must be a multiple of {PIECE} that divides {self.dim}")
 
+    def _check_tiers(self) -> None:
+        if (self.role, self.bits, self.inner, self.symmetric, self.vector) != ("key", 2, False, False, 0):
+            raise ValueError(
+                f"tiers of {self.role}s of {self.bits} bits: only keys of 2 bits in outer groups have tiers"
+            )
+        counts = (self.full, self.four)
+        if min(counts) < 0 or any(count % PIECE for count in counts) or sum(counts) >= self.dim:
+            raise ValueError(f"tiers of {counts} channels: must be multiples of {PIECE} that leave some of {self.dim}")
+
+    @property
+    def fields(self) -> int:
+        """Fields of 2 bits that a half block of the lower tiers takes."""
+        count = (self.dim - self.full + self.four) // PIECE
+        return count + count % 2
+
+    @property
+    def tiered(self) -> bool:
+        return self.full + self.four > 0
+
+    def _check_grid(self) -> None:
+        if (self.bits, self.vector) not in grids.GRIDS or self.dim not in DIMS:
+            raise ValueError(
+                f"grid of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may be "
+                f"{grids.GRIDS}, head_dim {DIMS}"
+            )
+        if self.norm_heads < 1:
+            raise ValueError(f"norms over {self.norm_heads} heads: must be 1 or all kv heads")
+
+    @property
+    def paired(self) -> bool:
+        """Whether a register holds two channels of a token's value, not two tokens of a channel's."""
+        return self.role == "value" and self.vector > 1
+
     @property
     def pieces(self) -> int:
         """Pieces of a half block, with empty ones where fields of both halves must lie at the same bits."""
         count = self.dim // PIECE
-        return count if self.bits >= 4 else -(-count // 4) * 4
+        return count if self.bits >= 4 or self.vector else -(-count // 4) * 4
 
     @property
     def tiles(self) -> int:
         """Tiles of the only or of the lower plane."""
+        if self.tiered:
+            return -(-2 * self.fields // 8)
+        if self.vector:
+            return grids.tiles(2 * self.pieces, self.bits)
         return -(-2 * self.pieces // (16 // self._plane))
 
     @property
     def words(self) -> int:
         """Words of 16 bits in a block."""
-        return (self.tiles + (-(-self.tiles // 2) if self.bits == 3 else 0)) * PIECE * PIECE
+        if self.tiered:
+            return BLOCK * self.full + self.tiles * PIECE * PIECE
+        third = -(-self.tiles // 2) if self.bits == 3 and not self.vector else 0
+        return (self.tiles + third) * PIECE * PIECE
 
     @property
     def scale_blocks(self) -> int:
@@ -76,11 +142,15 @@ class Form:
     @property
     def along_tokens(self) -> bool:
         """Whether a group is of tokens of one channel."""
-        return self.inner == (self.role == "value")
+        return not self.vector and self.inner == (self.role == "value")
 
     @property
     def columns(self) -> int:
         """Columns of 16 scales or zero points: of a half block, or where groups lie along tokens of `scale_blocks`."""
+        if self.vector:
+            return 1
+        if self.tiered:
+            return (self.dim - self.full) // PIECE * 2
         return self.dim // (PIECE if self.along_tokens else self.group) * (1 if self.symmetric else 2)
 
     @property
@@ -91,7 +161,8 @@ class Form:
     @property
     def stored_bits(self) -> float:
         """Bits a number."""
-        return 16 * (self.words + self.scales / self.scale_blocks) / (BLOCK * self.dim)
+        order = 8 / self.group if self.tiered else 0.0
+        return 16 * (self.words + self.scales / self.scale_blocks / self.norm_heads) / (BLOCK * self.dim) + order
 
     @property
     def _plane(self) -> int:
@@ -99,18 +170,71 @@ class Form:
 
 
 @dataclass(frozen=True)
+class _Fields(Form):
+    """The tiles of lower tiers, as 2-bit codes of as many channels as they have fields."""
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def pieces(self) -> int:
+        return self.dim // PIECE
+
+
+@dataclass(frozen=True)
 class Blocks:
-    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16."""
+    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16, of grids
+    (B, H / form.norm_heads, N, 32); grid of forms that have one; order uint8 (B, H, N / form.scale_blocks, D) of tiers: the
+    channels, tier by tier.
+    """
 
     form: Form
     words: Tensor
     scale: Tensor
+    grid: Grid | None = None
+    order: Tensor | None = None
 
 
-def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form) -> Blocks:
+def pack_tiers(
+    full: Tensor, four: Tensor, two: Tensor, scale: Tensor, zero: Tensor, order: Tensor, form: Form
+) -> Blocks:
+    """full (B, H, T, form.full) float16; four, two: codes (B, H, T, channels) of their tiers; scale, zero float16
+    (B, H, T / group, D - form.full); all with channels in the order of `order` (B, H, T / group, D).
+    """
+    exact = full.unflatten(2, (-1, 2, PIECE)).unflatten(-1, (-1, PIECE)).transpose(4, 5).flatten(3)
+    wide = four.unflatten(-1, (-1, PIECE))
+    codes = torch.cat([torch.stack([wide & 3, wide >> 2], -2).flatten(-3), two], -1)
+    fields = torch.nn.functional.pad(codes, (0, form.fields * PIECE - codes.shape[-1]))
+    inner = _Fields("key", form.fields * PIECE, 2, form.group, False, False)
+    packed = pack(fields, scale, zero, inner)
+    words = torch.cat([exact.contiguous().view(torch.int16), packed.words], -1)
+    return Blocks(form, words, packed.scale, None, order.to(torch.uint8).contiguous())
+
+
+def _decode_tiers(blocks: Blocks) -> Tensor:
+    form = blocks.form
+    exact, words = blocks.words.tensor_split((BLOCK * form.full,), -1)
+    full = exact.contiguous().view(torch.float16).unflatten(-1, (2, -1, PIECE, PIECE)).transpose(4, 5)
+    inner = _Fields("key", form.fields * PIECE, 2, form.group, False, False)
+    fields = unpack(Blocks(inner, words, blocks.scale))[0]
+    low, high = fields[..., : 2 * form.four].unflatten(-1, (-1, 2, PIECE)).unbind(-2)
+    two = fields[..., 2 * form.four :][..., : form.dim - form.full - form.four]
+    codes = torch.cat([(low | high << 2).flatten(-2), two], -1)
+    scale, zero = unpack_scales(blocks.scale, form)
+    assert zero is not None and blocks.order is not None
+    lower = codes * scale.float().repeat_interleave(form.group, 2) + zero.float().repeat_interleave(form.group, 2)
+    wide = torch.cat([full.flatten(-2).flatten(2, 4).float(), lower], -1)
+    return torch.empty_like(wide).scatter_(-1, blocks.order.long().repeat_interleave(form.group, 2), wide)
+
+
+def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Grid | None = None) -> Blocks:
     """codes (B, H, T, D) integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where groups lie
     along channels, (B, H, T / group, D) along tokens; zero None where symmetric.
+
+    Of a grid: codes (B, H, T, D / vector) in [0, n), scale (B, H / norm_heads, T, 1) the norms, zero None.
     """
+    if form.vector:
+        return _pack_grid(codes, scale, form, grid)
     empty = form.pieces - form.dim // PIECE
     wide = torch.nn.functional.pad(codes.to(torch.int32).unflatten(-1, (-1, PIECE)), (0, 0, 0, empty))
     wide = wide.unflatten(2, (-1, 2, PIECE)).transpose(4, 5)  # (B, H, N, 2, pieces, 16 tokens, 16 channels)
@@ -126,6 +250,31 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form) -> Block
         planes.append(_gather(third.transpose(4, 5).flatten(4, 5), 1))  # field f of even, odd tile: bits 2 f, 2 f + 1
     words = torch.cat(planes, 3).flatten(3)
     return Blocks(form, _int16(words), pack_scales(scale, zero, form))
+
+
+def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Blocks:
+    if grid is None or grid.points.shape != (1 << form.bits * form.vector, form.vector):
+        raise ValueError(f"blocks of {form}: need their grid, {1 << form.bits * form.vector} points of {form.vector}")
+    wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
+    order = grids.order(form.role, form.dim, form.bits, form.vector).to(codes.device)
+    words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).flatten(3).contiguous()
+    return Blocks(form, words, norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
+
+
+def _unpack_grid(blocks: Blocks) -> Tensor:
+    form = blocks.form
+    order = grids.order(form.role, form.dim, form.bits, form.vector).to(blocks.words.device)
+    found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
+    wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)
+    wide[..., order.flatten()] = found
+    wide = wide[..., :-1]
+    along = _pairs_of_tokens(form)
+    wide = wide.unflatten(-1, (BLOCK // 2, -1) if along else (BLOCK, -1))
+    return grids.unpairs(wide, form.bits, form.vector, along).flatten(2, 3)
+
+
+def _pairs_of_tokens(form: Form) -> bool:
+    return form.role == "value" and form.vector == 1
 
 
 def _gather(fields: Tensor, width: int) -> Tensor:
@@ -174,7 +323,11 @@ def together(count: int) -> int:
 
 
 def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given."""
+    """Codes (B, H, T, D) int32, scale and zero float16: the three that `pack` was given. Not of tiers: ValueError."""
+    if blocks.form.tiered:
+        raise ValueError("keys in tiers are more than codes, scales and zero points: decode gives their numbers")
+    if blocks.form.vector:
+        return _unpack_grid(blocks), blocks.scale.flatten(2)[..., None], None
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
     words = words.unflatten(-1, (-1, PIECE, PIECE))
     fields = _scatter(words[:, :, :, : form.tiles], form._plane)
@@ -209,7 +362,12 @@ def unpack_scales(packed: Tensor, form: Form) -> tuple[Tensor, Tensor | None]:
 def decode(blocks: Blocks) -> Tensor:
     """-> (B, H, N * 32, D) float32."""
     form = blocks.form
+    if form.tiered:
+        return _decode_tiers(blocks)
     codes, scale, zero = unpack(blocks)
+    if blocks.grid is not None:
+        rotated = blocks.grid.points[codes].flatten(-2) * scale.float()
+        return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim))
     offset = torch.tensor(-(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
     if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]

@@ -10,19 +10,28 @@ subnormals exactly, so nothing is added that would have to be subtracted again. 
 the scores' factor and the output. Queries enter as float16 whatever their dtype: each row is scaled by a power of two.
 
 Scales along the contracted dimension multiply partial products, others the query (keys) or the probabilities (values).
+Grids are looked up in a table in shared memory, a pair of numbers, or two, by one load (`_look_up`); queries are rotated as
+they are read, outputs before they are merged. Where a code stands for channels, the pair in a register is of two channels of
+a value: rows of the product are then pairs of channels, what is contracted is (token, parity), and every query row takes two
+columns, one of which meets the even channels, the other the odd ones (PAIRED).
+
 Sink and recent tokens are the last program of a kv head; the program that arrives last at a counter merges all of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .grids import ALIGNED, ENTRIES, rotation_width
 from .reference import Blocks, Form
 
 TOKENS = tl.constexpr(32)  # a block
@@ -152,6 +161,70 @@ def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
     return ((w & TWO) | (a & ONE)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
+@triton.constexpr_function
+def _field(shift, mask):
+    return f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 $0, t, {mask | mask << 16}; }}"
+
+
+@triton.jit
+def unpack_field(w, FIELD: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """WIDTH bits of a code from 2-bit field FIELD of 8 on, left at bit 2 FIELD % 8."""
+    SHIFT: tl.constexpr = FIELD // 4 * 8
+    MASK: tl.constexpr = (1 << WIDTH) - 1 << FIELD % 4 * 2
+    if ASM:
+        part = tl.inline_asm_elementwise(_field(SHIFT, MASK), "=r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        part = _and(w, SHIFT, MASK)
+    return part
+
+
+@triton.constexpr_function
+def _first(m, four):
+    """First field of piece m of the lower tiers, `four` of which take two."""
+    return m + min(m, four)
+
+
+@triton.jit
+def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.constexpr):
+    return tl.dot(unpack_field(tiles[FIELD // 8], FIELD % 8, WIDTH, ASM), b_q * (0.25 ** (FIELD % 4)), b_s)
+
+
+@triton.jit
+def _tier_scores(
+    p_k, p_ks, p_order, p_fit, i_head, b_block, live,
+    SLICES: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    FULL: tl.constexpr, FOUR: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
+    from p_fit, float16 [D][N].
+    """
+    r = tl.arange(0, 16)
+    EACH: tl.constexpr = GROUP // 32
+    at = (i_head * room + b_block)[:, None, None] * WORDS + r[None, :, None] * 16 + r[None, None, :]
+    at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
+    live_words = live[:, :, None]
+    tiles = ()
+    for u in tl.static_range(TILES):
+        tiles = tiles + (tl.load(p_k + at + (2 * FULL + u) * TILE, mask=live_words, other=0),)
+    b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
+    b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
+    for i in tl.static_range(SLICES):
+        channel = tl.load(p_order + at_group * (SLICES * 16) + i * 16 + r[None, :], mask=live, other=0).to(tl.int32)
+        b_q = tl.load(p_fit + channel[:, :, None] * N + tl.arange(0, N)[None, None, :])
+        if i < FULL:
+            w = tl.load(p_k + at + i * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            b_exact0 = tl.dot(w, b_q, b_exact0)
+            w = tl.load(p_k + at + (FULL + i) * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            b_exact1 = tl.dot(w, b_q, b_exact1)
+        else:
+            scale, zero = _pairs(p_ks, at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32, live, NW)
+            b_plain = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), b_q, b_plain)
+            b_q = b_q * scale[:, :, None]
+            b_0 = _lower(tiles, _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_0, ASM)
+            b_1 = _lower(tiles, FIELDS + _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_1, ASM)
+    return b_0 + (b_exact0 + b_plain) * 2.0**-24, b_1 + (b_exact1 + b_plain) * 2.0**-24
+
+
 @triton.jit
 def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr):
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; b_at: where each block's words
@@ -170,6 +243,300 @@ def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: 
             third = tl.load(p_words + b_at + (TILES + u // 2) * TILE, mask=b_live, other=0)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     return parts
+
+
+# Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16 times,
+# 128 = 2^STEP bytes altogether, so that lanes of a warp never meet in a bank. With STEP 6, where two tables of 256 entries
+# must fit, they meet in pairs.
+
+
+@triton.constexpr_function
+def _look_up(bits, step, first, pack=2):
+    """Assembly of a look-up: the units of `pack` words (times three at 3 bits) as operands, pairs of numbers as results, piece
+    by piece. grids.py says where codes lie. first: byte of kvcal_table at which the table begins. It is known by name: an
+    address as an operand keeps Triton from loading words in the layout that a product wants.
+    """
+    pieces, units, codes = {2: (8, pack // 2, 4), 3: (16, 3, 5), 4: (4, 1, 4)}[bits]
+    outputs = pieces * pack // 2
+    size, width, mask = (8 if bits == 2 else 4), (6 if bits == 3 else 8), (63 if bits == 3 else 255) << step
+    text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;", "mov.u32 lane, %laneid;"]
+    text += [f"and.b32 lane, lane, {(1 << step) // size - 1};", f"shl.b32 lane, lane, {size.bit_length() - 1};"]
+
+    def load(unit, code):
+        targets = _targets(bits, pack, unit, code)
+        into = f".b32 ${targets[0]}" if len(targets) == 1 else f".v2.b32 {{${targets[0]}, ${targets[1]}}}"
+        return ["add.u32 at, at, table;", f"ld.shared{into}, [at + {first}];"]
+
+    for unit in range(units):
+        for code in range(codes):
+            turn, source = code * width + ALIGNED - step, f"${outputs + unit}"
+            if turn:
+                text += [f"shf.r.wrap.b32 turned, {source}, {source}, {turn};"]
+                source = "turned"
+            text += [f"lop3.b32 at, {source}, {mask}, lane, 0xEA;", *load(unit, code)]
+    if bits == 3:
+        text += ["mov.b32 at, lane;"]
+        for unit in range(3):
+            up = step + 2 * unit - 5
+            text += [f"shl.b32 turned, ${outputs + unit}, {up};", f"lop3.b32 at, turned, {3 << up + 5}, at, 0xEA;"]
+        text += load(3, 0)
+    return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def _targets(bits, pack, unit, code):
+    """Results that a code's pairs are."""
+    if bits != 2:
+        return [unit * {3: 5, 4: 4}[bits] + code]
+    if pack == 2:  # of two pieces
+        return [2 * code, 2 * code + 1]
+    if pack == 4:  # units of rows r, r + 8
+        return [8 * unit + 2 * code, 8 * unit + 2 * code + 1]
+    first = 16 * (unit // 2) + 4 * code + unit % 2  # of r, r, r + 8, r + 8
+    return [first, first + 2]
+
+
+@triton.constexpr_function
+def _reserve(size):
+    """Without braces: the name holds for the whole kernel."""
+    return f".shared .align 128 .b8 kvcal_table[{size}]; mov.u32 $0, kvcal_table;"
+
+
+@triton.jit
+def _table(p_table, base, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr):
+    """ENTRIES of PAIRS pairs of float16 into shared memory at `base`, as often as 2^STEP bytes an entry hold them."""
+    p_pairs = p_table.to(tl.pointer_type(tl.int32))
+    for first in range(0, ENTRIES << (STEP - 2), 1024):
+        i = first + tl.arange(0, 1024)
+        pair = tl.load(p_pairs + (i >> (STEP - 2)) * PAIRS + i % PAIRS)
+        tl.inline_asm_elementwise(
+            "st.shared.b32 [$1], $2; mov.b32 $0, 0;",
+            "=r,r,r",
+            [base + i * 4, pair],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _tables(
+    p_kt, p_vt, zero, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
+    SAME: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
+    OWN: tl.constexpr = 0 if SAME else V_ENTRIES
+    base = tl.inline_asm_elementwise(
+        _reserve((K_ENTRIES + OWN) << STEP), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
+    )
+    _table(p_kt, base, K_ENTRIES, K_PAIRS, STEP)
+    _table(p_vt, base + (K_ENTRIES << STEP), OWN, V_PAIRS, STEP)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _units(w, NW: tl.constexpr):
+    """Words [NW, 16, 16] -> units [NW, 16, 8], twice one behind the other as int64."""
+    low, high = tl.split(tl.reshape(w.to(tl.int64) & 0xFFFF, [NW, 16, 8, 2]))
+    unit = low | (high << 16)
+    return unit | (unit << 32)
+
+
+@triton.jit
+def _entry(p_table, index, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr):
+    p = p_table + index * (2 * PAIRS) + 2 * PAIR
+    return tl.reshape(tl.join(tl.load(p), tl.load(p + 1)), [NW, 16, 16])
+
+
+@triton.jit
+def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """p_table: read without assembly. FIRST: byte of the table in shared memory. Here as below.
+
+    A byte is of rows r and r + 8, registers side by side, as a load of 8 bytes writes them. So this counts on the order of a
+    thread's numbers of a piece, that of a product's first operand (`check_layouts`): with PACK 4 (r, k), (r, k + 1),
+    (r + 8, k), (r + 8, k + 1); with PACK 8 (r, k) to (r, k + 3), (r + 8, k) to (r + 8, k + 3).
+    """
+    types: tl.constexpr = (
+        tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16
+    )  # fmt: skip
+    if ASM:
+        if PACK == 4:
+            parts = tl.inline_asm_elementwise(
+                _look_up(2, STEP, FIRST, 4),
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+                [w], dtype=types, is_pure=True, pack=4,
+            )  # fmt: skip
+        else:
+            parts = tl.inline_asm_elementwise(
+                _look_up(2, STEP, FIRST, 8),
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+                [w], dtype=types, is_pure=True, pack=8,
+            )  # fmt: skip
+    else:
+        top, bottom = tl.split(tl.permute(tl.reshape(_units(w, NW), [NW, 2, 8, 8]), [0, 2, 3, 1]))
+        parts = ()
+        for code in tl.static_range(8):
+            index = ((top if code < 4 else bottom) >> (7 + 8 * (code % 4))) & 255
+            p = p_table + index * 4
+            upper = tl.join(tl.load(p), tl.load(p + 1))  # [NW, 8, 8, 2]
+            lower = tl.join(tl.load(p + 2), tl.load(p + 3))
+            both = tl.permute(tl.join(upper, lower), [0, 4, 1, 2, 3])
+            parts = parts + (tl.reshape(both, [NW, 16, 16]),)
+    return parts
+
+
+@triton.jit
+def look2_four(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Keys of which a code stands for four channels: a byte is of two pieces."""
+    if ASM:
+        parts = tl.inline_asm_elementwise(
+            _look_up(2, STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        unit = _units(w, NW)
+        parts = ()
+        for code in tl.static_range(4):
+            index = (unit >> (7 + 8 * code)) & 255
+            parts = parts + (_entry(p_table, index, 0, 2, NW), _entry(p_table, index, 1, 2, NW))
+    return parts
+
+
+@triton.jit
+def look4(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    if ASM:
+        parts = tl.inline_asm_elementwise(
+            _look_up(4, STEP, FIRST), "=&r,=&r,=&r,=&r,r", [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        unit = _units(w, NW)
+        parts = ()
+        for code in tl.static_range(4):
+            parts = parts + (_entry(p_table, (unit >> (7 + 8 * code)) & 255, 0, 1, NW),)
+    return parts
+
+
+@triton.jit
+def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    if ASM:
+        parts = tl.inline_asm_elementwise(
+            _look_up(3, STEP, FIRST),
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r", [w, u, v],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
+                   tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        units = (_units(w, NW), _units(u, NW), _units(v, NW))
+        parts = ()
+        for code in tl.static_range(15):
+            parts = parts + (_entry(p_table, (units[code // 5] >> (7 + 6 * (code % 5))) & 63, 0, 1, NW),)
+        last = (units[0] >> 5) & 3 | ((units[1] >> 5) & 3) << 2 | ((units[2] >> 5) & 3) << 4
+        parts = parts + (_entry(p_table, last, 0, 1, NW),)
+    return parts
+
+
+@triton.jit
+def _points(
+    p_words, b_at, b_live, p_table, BITS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
+    PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_codes`, of a grid: the points that codes stand for. PACK: 2 for keys of which a code stands for four channels, 8
+    for values of which one stands for several, else 4.
+    """
+    parts = ()
+    if BITS == 3:
+        for u in tl.static_range(0, TILES, 3):
+            w0 = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
+            w1 = w0
+            w2 = w0
+            if u + 1 < TILES:
+                w1 = tl.load(p_words + b_at + (u + 1) * TILE, mask=b_live, other=0)
+            if u + 2 < TILES:
+                w2 = tl.load(p_words + b_at + (u + 2) * TILE, mask=b_live, other=0)
+            parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
+    else:
+        for u in tl.static_range(TILES):
+            w = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
+            if BITS == 4:
+                parts = parts + look4(w, p_table, STEP, FIRST, NW, ASM)
+            elif PACK == 2:
+                parts = parts + look2_four(w, p_table, STEP, FIRST, NW, ASM)
+            else:
+                parts = parts + look2(w, p_table, STEP, FIRST, PACK, NW, ASM)
+    return parts
+
+
+# Rotation: a Hadamard transform of 2^k channels is one of 16 rows on tensor cores, then one of the tensors of a tuple.
+
+
+@triton.jit
+def _hadamard(NW: tl.constexpr, TYPE: tl.constexpr):
+    r = tl.arange(0, 16)
+    v = r[:, None] & r[None, :]
+    v = v ^ (v >> 2)
+    v = v ^ (v >> 1)
+    return tl.broadcast_to((1 - 2 * (v & 1)).to(TYPE)[None], [NW, 16, 16])
+
+
+@triton.jit
+def _butterfly(x, COUNT: tl.constexpr, STEP: tl.constexpr):
+    made = ()
+    for i in tl.static_range(COUNT):
+        made = made + (x[i] + x[i + STEP] if i // STEP % 2 == 0 else x[i - STEP] - x[i],)
+    return made
+
+
+@triton.jit
+def _butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
+    """Of every SPAN of a tuple's COUNT tensors."""
+    if SPAN > 1:
+        x = _butterfly(x, COUNT, 1)
+    if SPAN > 2:
+        x = _butterfly(x, COUNT, 2)
+    if SPAN > 4:
+        x = _butterfly(x, COUNT, 4)
+    if SPAN > 8:
+        x = _butterfly(x, COUNT, 8)
+    return x
+
+
+@triton.jit
+def _of_parity(x, NW: tl.constexpr, N: tl.constexpr):
+    """The step between even and odd channels, which are neighbouring columns."""
+    even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
+    return tl.reshape(tl.join(even + odd, even - odd), [NW, 16, N])
+
+
+@triton.jit
+def _query_channels(i: tl.constexpr, FOUR: tl.constexpr):
+    """Channels of slice i of queries (16,). FOUR: a code stands for four of them."""
+    r = tl.arange(0, 16)
+    return i // 2 * 32 + r // 2 * 4 + i % 2 * 2 + r % 2 if FOUR else i * 16 + r
+
+
+@triton.jit
+def _value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
+    """Channels of rows r of slice i of values. odd: which one of a pair; other layouts have none."""
+    if not PAIRED:
+        return i * 16 + r + odd * 0
+    return i * 32 + (r % 8 * 4 + r // 8 * 2 if FOUR else r * 2) + odd
+
+
+@triton.jit
+def _spread(b_p, NW: tl.constexpr, N: tl.constexpr):
+    """Probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of the other."""
+    odd = (-(tl.arange(0, N) % 2)).to(tl.int16)[None, None, :]
+    bits = b_p.to(tl.int16, bitcast=True)
+    both = tl.join(bits & ~odd, bits & odd).to(b_p.dtype, bitcast=True)
+    wide = tl.reshape(tl.permute(both, [0, 1, 3, 2]), [NW, 2, 16, N])
+    return tl.split(tl.permute(wide, [0, 2, 3, 1]))
 
 
 @triton.constexpr_function
@@ -266,16 +633,39 @@ def _scores(
     p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
     SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    p_table, i_norm, STEP: tl.constexpr, FOUR: tl.constexpr, FIRST: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scores of both halves of NW blocks, [NW, 16, N] float32 each, in units of 2^-24 of the query's."""
+    """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     r = tl.arange(0, 16)
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
     piece = r[None, :, None] * 16 + r[None, None, :]
-    parts = _codes(p_k, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
+    if MODE == 3:
+        parts = _points(
+            p_k,
+            at[:, :, None] * WORDS + piece,
+            live[:, :, None],
+            p_table,
+            BITS,
+            TILES,
+            STEP,
+            FIRST,
+            2 if FOUR else 4,
+            NW,
+            ASM,
+        )
+    else:
+        parts = _codes(p_k, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
     scores = ()
-    if MODE < 2:  # groups of channels of one token
+    if MODE == 3:  # a norm for each token
+        for h in tl.static_range(2):
+            norm = _columns(p_ks, (i_norm * room + b_block)[:, None] * 32 + h * 16, live, 1, ASM)
+            b_dot = tl.dot(parts[h * STRIDE], q[0])
+            for i in tl.static_range(1, SLICES):
+                b_dot = tl.dot(parts[h * STRIDE + i], q[i], b_dot)
+            scores = scores + (b_dot * norm[0][:, :, None],)
+    elif MODE < 2:  # groups of channels of one token
         GROUPS: tl.constexpr = SLICES * 16 // GROUP
         EACH: tl.constexpr = GROUP // 16
         BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
@@ -314,18 +704,48 @@ def _add(
     p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
     SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    p_table, i_norm, STEP: tl.constexpr, FIRST: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, FADE: tl.constexpr,
 ):  # fmt: skip
     """acc, times fade where FADE says so, plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum
-    of the probabilities [NW, 16, N], every row the same.
+    of the probabilities [NW, 16, N], every row the same. Of grids (MODE 3) b_0 and b_1 are float32 and b_sum is not used.
     """
     r = tl.arange(0, 16)
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
     piece = r[None, :, None] * 16 + r[None, None, :]
-    parts = _codes(p_v, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
+    if MODE == 3:
+        parts = _points(
+            p_v,
+            at[:, :, None] * WORDS + piece,
+            live[:, :, None],
+            p_table,
+            BITS,
+            TILES,
+            STEP,
+            FIRST,
+            8 if PAIRED else 4,
+            NW,
+            ASM,
+        )
+    else:
+        parts = _codes(p_v, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
     made = ()
-    if MODE < 2:  # groups of tokens of one channel
+    if MODE == 3:
+        at_norm = (i_norm * room + b_block)[:, None] * 32
+        b_0 = (b_0 * _columns(p_vs, at_norm, live, 1, ASM)[0][:, :, None]).to(tl.float16)
+        b_1 = (b_1 * _columns(p_vs, at_norm + 16, live, 1, ASM)[0][:, :, None]).to(tl.float16)
+        if PAIRED:
+            probabilities = _spread(b_0, NW, N) + _spread(b_1, NW, N)
+        else:
+            probabilities = (b_0, b_1)
+        WIDE: tl.constexpr = SLICES // 2 if PAIRED else SLICES
+        for i in tl.static_range(WIDE):
+            b_acc = acc[i] * fade if FADE else acc[i]
+            for j in tl.static_range(4 if PAIRED else 2):
+                b_acc = tl.dot(parts[j * WIDE + i], probabilities[j], b_acc)
+            made = made + (b_acc,)
+    elif MODE < 2:  # groups of tokens of one channel
         EACH: tl.constexpr = GROUP // 32
         BOTH: tl.constexpr = 1 + MODE
         at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * BOTH * 16)
@@ -364,9 +784,9 @@ def _add(
 
 @triton.jit
 def _step(
-    p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
-    SLICES: tl.constexpr,
-    K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
+    p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+    SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
+    K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, room,
@@ -377,10 +797,17 @@ def _step(
     for turn in tl.static_range(TURNS):
         b_block = first + turn * NW + tl.arange(0, NW)
         b_live = b_block < (stop if MASK else 0x7FFFFFFF)
-        part = _scores(
-            p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N, ASM,
-        )  # fmt: skip
+        if K_MODE == 4:
+            part = _tier_scores(
+                p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
+                SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
+            )  # fmt: skip
+        else:
+            part = _scores(
+                p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
+                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room,
+                p_kt, norms[0], STEP, K_FOUR, 0, NW, N, ASM,
+            )  # fmt: skip
         if MASK:
             b_0 = tl.where(b_live[:, None, None], part[0], LOW)
             b_1 = tl.where(b_live[:, None, None], part[1], LOW)
@@ -394,13 +821,19 @@ def _step(
     for turn in tl.static_range(TURNS):
         b_block = first + turn * NW + tl.arange(0, NW)
         b_live = b_block < (stop if MASK else 0x7FFFFFFF)
-        b_0 = tl.exp2(halves[2 * turn] * unit[:, None, :] - b_new[:, None, :]).to(tl.float16)
-        b_1 = tl.exp2(halves[2 * turn + 1] * unit[:, None, :] - b_new[:, None, :]).to(tl.float16)
-        b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
+        b_0 = tl.exp2(halves[2 * turn] * unit[:, None, :] - b_new[:, None, :])
+        b_1 = tl.exp2(halves[2 * turn + 1] * unit[:, None, :] - b_new[:, None, :])
+        if V_MODE == 3:
+            b_sum = b_0 + b_1
+        else:
+            b_0 = b_0.to(tl.float16)
+            b_1 = b_1.to(tl.float16)
+            b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
         b_l = b_l * fade + b_sum if turn == 0 else b_l + b_sum
         acc = _add(
             p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
-            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, turn == 0,
+            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room,
+            p_vt, norms[1], STEP, V_FIRST, PAIRED, NW, N, ASM, turn == 0,
         )  # fmt: skip
     return b_new, b_l, acc
 
@@ -416,15 +849,24 @@ def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _times(a, b, c, ASM: tl.constexpr):
+    """c + a b: the interpreter's products of bfloat16 are wrong."""
+    if ASM:
+        return tl.dot(a, b, c)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
+
+
+@triton.jit
 def _exact(
     p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, count, factor, b_m, b_l, acc,
-    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
+    SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """`count` tokens as they are, with RING from slot `first` on and around. limit (N,): how many of them a row sees."""
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
     b_token = tl.arange(0, NW)[:, None] * 16 + r[None, :]
-    for start in range(0, count, NW * 16):
+    for start in tl.range(0, count, NW * 16, num_stages=STAGES):
         token = start + b_token
         live = token < count
         slot = token
@@ -436,10 +878,7 @@ def _exact(
             b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
             b_q = tl.load(p_q + o_q[None, None, :] + (i * 16 + r)[None, :, None], mask=b_row[None, None, :], other=0.0)
             b_q = tl.broadcast_to(b_q, [NW, 16, N])
-            if ASM:
-                b_s = tl.dot(b_k, b_q, b_s)
-            else:
-                b_s = tl.dot(b_k.to(tl.float32), b_q.to(tl.float32), b_s, input_precision="ieee")
+            b_s = _times(b_k, b_q, b_s, ASM)
         b_s = tl.where(token[:, :, None] < tl.minimum(limit, count)[None, None, :], b_s * factor, LOW)
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         fade = tl.exp2(b_m - b_new)
@@ -447,14 +886,22 @@ def _exact(
         b_l = b_l * fade + tl.sum(b_p.to(tl.float32), 1)
         b_m = b_new
         made = ()
-        for i in tl.static_range(SLICES):
-            b_v = tl.load(p_v + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
-            b_v = tl.trans(b_v, 0, 2, 1)
-            if ASM:
-                made = made + (tl.dot(b_v, b_p, acc[i] * fade[:, None, :]),)
-            else:
-                b_o = tl.dot(b_v.to(tl.float32), b_p.to(tl.float32), acc[i] * fade[:, None, :], input_precision="ieee")
+        if PAIRED:
+            halves = _spread(b_p, NW, N)
+            k = tl.arange(0, 16)[None, None, :]
+            for i in tl.static_range(SLICES // 2):
+                b_o = acc[i] * fade[:, None, :]
+                channel = _value_channels(i, r[None, :, None], k % 2, True, FOUR)
+                for j in tl.static_range(2):
+                    token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
+                    o_v = (i_head * room + token) * D + channel
+                    b_v = tl.load(p_v + o_v, mask=token + channel * 0 < count, other=0.0)
+                    b_o = _times(b_v, halves[j], b_o, ASM)
                 made = made + (b_o,)
+        else:
+            for i in tl.static_range(SLICES):
+                b_v = tl.load(p_v + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
+                made = made + (_times(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
         acc = made
     return b_m, b_l, acc
 
@@ -465,58 +912,98 @@ def _exact(
 )
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
-    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, room, sink_room, recent_room, splits, factor,
+    p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
+    room, sink_room, recent_room, splits, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
     K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_STRIDE: tl.constexpr,
     V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
+    K_FULL: tl.constexpr, K_TIER: tl.constexpr,
+    K_FOUR: tl.constexpr, K_SHARED: tl.constexpr, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr,
+    V_FOUR: tl.constexpr, V_SHARED: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
+    SAME: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent."""
+    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent.
+    k_unit, v_unit: of tables.
+    """
     SLICES: tl.constexpr = D // 16
+    WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
     ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
+    EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
+    ROOM: tl.constexpr = N // EACH
     i_split, i_batch = tl.program_id(0), tl.program_id(2)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     r = tl.arange(0, 16)
-    n = i_chunk * N + tl.arange(0, N)
+    column = tl.arange(0, N)
+    n = i_chunk * ROOM + column // EACH
     b_row = n < RATIO * QUERIES
     o_q = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
 
-    # each row's query times a power of two, so that its largest element lies in [16, 32)
+    # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
+    # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
+    PEAK: tl.constexpr = 0.5 if K_MODE == 2 or K_MODE == 4 else 16.0
     b_peak = tl.zeros([N], tl.float32)
     for i in tl.static_range(SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
-    exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23)
-    b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * 16.0
-    b_up = exponent.to(tl.float32, bitcast=True) * 0.0625
+    # at least 2^-100, of grids 2^-76: LOW times `unit` must stay far below every score
+    lowest: tl.constexpr = (51 if K_MODE == 3 else 27) << 23
+    exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
+    b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
+    b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
     q, plain, sums = (), (), ()
-    for i in tl.static_range(SLICES):
-        b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
-        b_q = b_q.to(tl.float32) * b_down[None, :]
-        b_fit = tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, 16, N])
-        q = q + (b_fit,)
-        if K_MODE == 2:
-            plain = plain + (tl.broadcast_to(b_q.to(tl.float16)[None], [NW, 16, N]),)
-        else:
-            b_total = tl.sum(b_fit.to(tl.float32), 1) * _place(i, K_BITS)
-            if i % (K_GROUP // 16) == 0:
-                b_group = b_total
+    i_group = i_head * CHUNKS + i_chunk
+    # where this program's output will lie
+    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * (splits + 1) + i_split) * (2 * ROOM * D)
+    if K_MODE == 4:
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+            tl.store(p_fit + (i * 16 + r)[:, None] * N + column[None, :], b_q)
+        tl.debug_barrier()
+    elif K_MODE == 3:
+        for i in tl.static_range(SLICES):
+            channel = _query_channels(i, K_FOUR)
+            b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
+            sign = tl.load(p_k_sign + i_kv * D + channel).to(tl.float32)
+            b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
+            plain = plain + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
+        plain = _butterflies(plain, SLICES, WIDTH // 16)
+        for i in tl.static_range(SLICES):
+            q = q + (plain[i].to(tl.float16),)
+    else:
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_q = b_q.to(tl.float32) * b_down[None, :]
+            b_fit = tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, 16, N])
+            q = q + (b_fit,)
+            if K_MODE == 2:
+                plain = plain + (tl.broadcast_to(b_q.to(tl.float16)[None], [NW, 16, N]),)
             else:
-                b_group += b_total
-            if (i + 1) % (K_GROUP // 16) == 0:
-                b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
-                sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]),)
-    unit = tl.broadcast_to((b_up * (factor * 2.0**24))[None, :], [NW, N])
+                b_total = tl.sum(b_fit.to(tl.float32), 1) * _place(i, K_BITS)
+                if i % (K_GROUP // 16) == 0:
+                    b_group = b_total
+                else:
+                    b_group += b_total
+                if (i + 1) % (K_GROUP // 16) == 0:
+                    b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
+                    sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]),)
+    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 2.0**24
+    unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
+
+    if ASM and K_ENTRIES + V_ENTRIES > 0:
+        _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
+    norms = (i_batch if K_SHARED else i_head, i_batch if V_SHARED else i_head)
 
     b_m = tl.full([NW, N], LOW, tl.float32)
-    b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike
+    b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
-    for _ in tl.static_range(SLICES + ZEROS):
+    for _ in tl.static_range(WIDE + ZEROS):
         acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
     blocks = tl.load(p_blocks + i_batch)
     each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
@@ -525,54 +1012,67 @@ def attend_kernel(
     middle = start + (stop - start) // (NW * TURNS) * (NW * TURNS)
     for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
         b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
         )  # fmt: skip
     for first in tl.range(middle, stop, NW, num_stages=1):
         b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
         )  # fmt: skip
-    b_l = tl.max(b_l, 1)
     out = ()
-    for i in tl.static_range(SLICES):
-        b_o = acc[i] * (2.0**24 / _place(i, V_BITS))
-        if V_MODE == 2:
-            b_o += acc[SLICES + i * 16 // V_GROUP]
-        out = out + (b_o,)
+    if V_MODE == 3:
+        b_l = tl.sum(b_l, 1)
+        turned = ()
+        for i in tl.static_range(WIDE):
+            b_o = tl.dot(_hadamard(NW, tl.float32), acc[i], input_precision="tf32x3")
+            turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
+        turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
+        for i in tl.static_range(WIDE):
+            channel = _value_channels(i, r[:, None], column[None, :] % EACH, PAIRED, V_FOUR)
+            sign = tl.load(p_v_sign + i_kv * D + channel).to(tl.float32) * (v_unit * WIDTH**-0.5)
+            out = out + (turned[i] * sign[None],)
+    else:
+        b_l = tl.max(b_l, 1)
+        for i in tl.static_range(SLICES):
+            b_o = acc[i] * (2.0**24 / _place(i, V_BITS))
+            if V_MODE == 2:
+                b_o += acc[SLICES + i * 16 // V_GROUP]
+            out = out + (b_o,)
 
+    FEW: tl.constexpr = STAGES if K_ENTRIES + V_ENTRIES == 0 else 1  # tables take the room in shared memory
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     own = i_split == splits
     b_m, b_l, out = _exact(
         p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
-        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM, False,
+        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False,
     )  # fmt: skip
     b_m, b_l, out = _exact(
         p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room, recent - b_behind,
-        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, NW, N, ASM, RING,
+        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING,
     )  # fmt: skip
 
     # the program's warps into one, then to memory
     b_top = tl.max(b_m, 0)
     fade = tl.exp2(b_m - b_top[None, :])
-    i_group = i_head * CHUNKS + i_chunk
-    o_part = (i_group * (splits + 1) + i_split) * N + tl.arange(0, N)
-    for i in tl.static_range(SLICES):
+    o_part = (i_group * (splits + 1) + i_split) * ROOM + column // EACH
+    for i in tl.static_range(WIDE):
         b_o = tl.sum(out[i] * fade[:, None, :], 0)
-        tl.store(p_part + o_part[None, :] * D + (i * 16 + r)[:, None], b_o, mask=b_row[None, :])
-    o_stat = (i_group * (splits + 1) + i_split) * 2 * N + tl.arange(0, N)
+        channel = _value_channels(i, r[:, None], column[None, :] % EACH, PAIRED, V_FOUR)
+        tl.store(p_part + o_part[None, :] * D + channel, b_o, mask=b_row[None, :])
+    o_stat = (i_group * (splits + 1) + i_split) * 2 * ROOM + column // EACH
     tl.store(p_stat + o_stat, b_top, mask=b_row)
-    tl.store(p_stat + o_stat + N, tl.sum(b_l * fade, 0), mask=b_row)
+    tl.store(p_stat + o_stat + ROOM, tl.sum(b_l * fade, 0), mask=b_row)
 
     tl.debug_barrier()  # all of the program's stores come before its arrival
     if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == splits:
         tl.store(p_count + i_group, 0)
         _merge(
             p_out, p_part, p_stat, i_head, i_group, i_chunk,
-            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, N, ASM,
+            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
         )  # fmt: skip
 
 
@@ -612,44 +1112,82 @@ def _merge(
 
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
-MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmetric): the kernel's MODE
+MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmetric): the kernel's MODE; 3: a grid
 
 
-def settings(keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int) -> dict[str, int]:
+def settings(
+    keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True
+) -> dict[str, int]:
     """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
-    length or the splits, so that a model's decode steps share one compiled kernel.
+    length or the splits, so that a model's decode steps share one compiled kernel. same: keys and values of one bit width
+    are of one grid.
     """
+    each = 2 if values.paired else 1  # columns of a query row
     rows = ratio * queries
-    wide = min(max(triton.next_power_of_2(rows), 8), 32)
-    merged = min(triton.next_power_of_2(rows), wide)
+    wide = min(max(triton.next_power_of_2(rows) * each, 8), 32)
+    merged = min(triton.next_power_of_2(rows), wide // each)
     made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
-    made |= {"CHUNKS": -(-rows // wide), "ROWS": merged}
+    made |= {
+        "CHUNKS": -(-rows * each // wide),
+        "ROWS": merged,
+        "WIDTH": rotation_width(keys.dim),
+        "PAIRED": values.paired,
+    }
     at_once = max(1, 64 * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))  # merged in 64 registers a thread
     made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
     for name, form in (("K", keys), ("V", values)):
-        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": MODES[form.inner, form.symmetric]}
+        entries, numbers = ENTRIES[form.bits] if form.vector else (0, 2)
+        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": 3 if form.vector else MODES[form.inner, form.symmetric]}
+        made |= {f"{name}_MODE": 4} if form.tiered else {}
         made |= {f"{name}_GROUP": form.group, f"{name}_STRIDE": form.pieces}
         made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
+        made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
+        made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
+    made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
+    made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
+    made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
+    own = 0 if made["SAME"] else made["V_ENTRIES"]
+    made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
+    made["V_FIRST"] = 0 if made["SAME"] else made["K_ENTRIES"] << made["STEP"]
     return made
 
 
-def splits(programs: int, blocks: int, warps: int, turns: int, processors: int, each: int = 4) -> int:
-    """Programs a kv head: enough for `each` on every multiprocessor, none with less than one turn of its warps."""
-    wanted = -(-processors * each // max(programs, 1))
-    return max(1, min(wanted, blocks // (warps * turns), 256))
+START = 6  # turns of a program that its start and end take the time of: a guess
+
+
+@functools.lru_cache(4096)
+def splits(groups: int, blocks: int, warps: int, turns: int, processors: int, programs: int) -> int:
+    """Programs a kv head, such that all of them take the least turns: `programs` of them run at a time on a multiprocessor,
+    and a round that is not full takes as long as one that is. At 256 groups, 32768 tokens and three programs on each of 132
+    multiprocessors that is 3 (two rounds of 86 turns), not 4 (three of 64).
+    """
+    every, room = max(1, blocks // (warps * turns)), processors * programs
+
+    def taken(count: int) -> int:
+        return -(-groups * count // room) * (-(-every // count) + START)
+
+    return min(range(1, min(every, 256) + 1), key=taken)
 
 
 @dataclass(frozen=True)
 class Launch:
     """warps: blocks at a time a program. turns: how often before maxima are compared. stages: of loads in flight.
-    programs: on a multiprocessor. registers: a thread at most, 0: as the compiler likes.
+    programs: that run on a multiprocessor at a time. registers: a thread at most, 0: as the compiler likes.
     """
 
     warps: int = 4
     turns: int = 1
     stages: int = 3
-    programs: int = 4
+    programs: int = 2
     registers: int = 0
+
+
+def usual(keys: Form, values: Form) -> Launch:
+    """As many registers as leave room for three programs of four warps, with grids for four: 4/4 took 360 us in place of 449
+    with it (H200, docs/benchmarks/decode_attention.md).
+    """
+    grids = keys.vector or values.vector
+    return Launch(programs=4, registers=128) if grids else Launch(programs=3, registers=168)
 
 
 def attend(
@@ -667,26 +1205,34 @@ def attend(
 ) -> Tensor:
     """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
     says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
-    overlap, and under a CUDA graph. Scales of outer groups of keys multiply queries in float16: above 2047 they overflow.
+    overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
     for given in (q, packed_q):
         _check(given, keys, values, blocks, sink, recent)
-    launch = launch or Launch()
+    launch = launch or usual(keys.form, values.form)
     batch, heads, room = keys.words.shape[:3]
-    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps)
+    k_table, k_sign = _of_grid(keys)
+    v_table, v_sign = _of_grid(values)
+    same = k_table.data_ptr() == v_table.data_ptr()
+    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps, same)
     groups, parts = _grid(fixed, batch, room, launch, q.device)
     space = workspace or Workspace(q.device)
     part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
     out = torch.empty_like(q)
-    attend_kernel[(parts, heads * fixed["CHUNKS"], batch)](
+    arguments = (
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2], part, stat, counter, room, sink[0].shape[2], recent[0].shape[2], parts - 1,
-        scaling * 1.4426950408889634, **fixed,
-        STAGES=launch.stages, TURNS=launch.turns, ASM=not interpreted(), RING=ring,
-        num_warps=launch.warps, num_stages=launch.stages,
-        **({"maxnreg": launch.registers} if launch.registers else {}),
+        blocks, sink[2], recent[2], part, stat, counter, k_table, v_table, k_sign, v_sign,
+        keys.words if keys.order is None else keys.order, room, sink[0].shape[2], recent[0].shape[2], parts - 1,
+        scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
     )  # fmt: skip
+    options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted(), "RING": ring}
+    options |= {"num_warps": launch.warps, "num_stages": launch.stages}
+    options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
+    grid = (parts, heads * fixed["CHUNKS"], batch)
+    if fixed["K_ENTRIES"] + fixed["V_ENTRIES"] and not interpreted():
+        _allow_shared(grid, arguments, options)
+    attend_kernel[grid](*arguments, **options)
     return out
 
 
@@ -698,8 +1244,49 @@ def _grid(fixed: dict[str, int], batch: int, room: int, launch: Launch, device: 
 
 def reserve(space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int) -> None:
     """Let `space` have what a launch for one token over `room` blocks needs: under a CUDA graph it must not grow."""
-    fixed = settings(keys, values, heads, ratio, 1, Launch().warps)
-    space.take(*_grid(fixed, batch, room, Launch(), space.counter.device), fixed["N"], fixed["D"])
+    launch = usual(keys, values)
+    fixed = settings(keys, values, heads, ratio, 1, launch.warps)
+    space.take(*_grid(fixed, batch, room, launch, space.counter.device), fixed["N"], fixed["D"])
+
+
+_ALLOWED: set[tuple[object, ...]] = set()
+
+
+def _allow_shared(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Above 48 KB a kernel must be allowed its shared memory. Triton asks where what it manages itself is that much, and does
+    not count the table, which assembly reserves: then it is asked for here, once for each compiled kernel.
+    """
+    aligned = tuple((a.device, a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
+    key = (*options.items(), *aligned)
+    if key in _ALLOWED:
+        return
+    made = attend_kernel.warmup(*arguments, grid=grid, **options)
+    check_layouts(made.asm["ttgir"])
+    made._init_handles()
+    size = made.metadata.shared
+    own = 0 if options["SAME"] else options["V_ENTRIES"]
+    if size <= 48 * 1024 < size + (options["K_ENTRIES"] + own << options["STEP"]):
+        most_dynamic = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(made.function), most_dynamic, size)
+        if error:
+            raise RuntimeError(f"{size} bytes of shared memory beside the tables of grids: CUDA error {error}")
+    _ALLOWED.add(key)
+
+
+def check_layouts(ttgir: str) -> None:
+    """RuntimeError where a look-up of several rows is not in the layout of a product's first operand that it counts on."""
+    for line in ttgir.splitlines():
+        packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
+        if packed:
+            operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
+            named = "|".join(re.findall(rf"^(#\w+) = {operand}", ttgir, re.MULTILINE) or [operand])
+            if not re.search(rf"-> \(?tensor<[\dx]*f16, ({operand}|{named})>", line):
+                raise RuntimeError(f"this Triton puts look-ups of grids in an unknown layout: {line.strip()[-200:]}")
+
+
+def _of_grid(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Table and signs; of integers what is never read."""
+    return (blocks.scale, blocks.words) if blocks.grid is None else (blocks.grid.table, blocks.grid.sign)
 
 
 def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:
@@ -714,8 +1301,15 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
     for name, made in (("keys", keys), ("values", values)):
         words, scales = (
             (batch, heads, room, made.form.words),
-            (batch, heads, room // made.form.scale_blocks, made.form.scales),
+            (batch, heads // made.form.norm_heads, room // made.form.scale_blocks, made.form.scales),
         )
+        if made.form.norm_heads not in (1, heads):
+            raise ValueError(f"{name}: norms over {made.form.norm_heads} heads; must be of each head or of all {heads}")
+        _check_grid(name, made, heads)
+        wanted = (batch, heads, room // made.form.scale_blocks, made.form.dim) if made.form.tiered else None
+        if (wanted is None) != (made.order is None) or (made.order is not None and made.order.shape != wanted):
+            seen = None if made.order is None else tuple(made.order.shape)
+            raise ValueError(f"{name}: order of channels {seen}; must be {wanted}")
         if made.words.shape != words or made.scale.shape != scales or room % made.form.scale_blocks:
             seen = f"words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
             raise ValueError(f"{name}: {seen}; must be {words} and {scales}, of whole groups of tokens")
@@ -736,9 +1330,28 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
             raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
     given = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
     given |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
+    for name, made in (("keys", keys), ("values", values)):
+        if made.grid is not None:
+            given |= {f"table of {name}": made.grid.table, f"signs of {name}": made.grid.sign}
+    if keys.order is not None:
+        given["order of channels"] = keys.order
     for name, tensor in (given | {"recent values": recent[1]} | counts).items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
+
+
+def _check_grid(name: str, made: Blocks, heads: int) -> None:
+    form, grid = made.form, made.grid
+    if (grid is not None) != bool(form.vector):
+        raise ValueError(
+            f"{name} of {form}: {'no grid' if grid is None else 'a grid'}; codes of a grid need one, others none"
+        )
+    if grid is None:
+        return
+    wanted = ENTRIES[form.bits], (heads, form.dim)
+    if (*grid.table.shape,) != wanted[0] or (*grid.sign.shape,) != wanted[1] or grid.vector != form.vector:
+        seen = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
+        raise ValueError(f"{name}: {seen}; must be {wanted[0]}, {wanted[1]}, {form.vector}")
 
 
 def interpreted() -> bool:
