@@ -169,7 +169,7 @@ class MixKVQ(Codec):
         name, bits = NAMES[tier - 1], BITS[tier - 1]
         groups = rows.unflatten(-1, (-1, self.group))
         low, high = groups.amin(-1), groups.amax(-1)
-        scale = to_half(((high - low) / (2**bits - 1)).clamp_min(HALF_FLOOR), "scale")
+        scale = to_half(((high - low) / low.new_full((), 2**bits - 1)).clamp_min(HALF_FLOOR), "scale")
         base = to_half(low, "group minimum")
         codes = ((groups - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, 2**bits - 1)
         return {f"{name}_codes": pack(codes.flatten(-2), bits), f"{name}_scale": torch.stack([scale, base], -1)}

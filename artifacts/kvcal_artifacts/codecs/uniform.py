@@ -226,13 +226,15 @@ class Uniform(Codec):
 
     def _asymmetric(self, x: Tensor, factors: tuple[float, ...]) -> Iterator[_Coded]:
         """Ranges of `factor` times the group's own, about its middle."""
-        low, spread, top = x.amin(-1), x.amax(-1) - x.amin(-1), 2**self.bits - 1
+        low, spread, levels = x.amin(-1), x.amax(-1) - x.amin(-1), 2**self.bits - 1
+        # a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
+        top = x.new_full((), levels)
         to_half(spread / top, "scale")
         to_half(low, "group minimum")
         for factor in factors:
             scale = (spread * factor / top).clamp(HALF_FLOOR, HALF_MAX).to(torch.float16)
             base = (low + spread * ((1 - factor) / 2)).to(torch.float16)
-            codes = ((x - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, top)
+            codes = ((x - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, levels)
             yield _Coded(codes, -scale if self.mode == "hybrid" else scale, base)
 
     def _grouped(self, blocks: Tensor) -> Tensor:
