@@ -54,7 +54,8 @@ class KVCalLayer(CacheLayerMixin):
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
         self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
-        if self.refused is None:
+        self.readable = self.refused is None  # whether a kernel may read it, wherever it is
+        if self.readable:  # a guess until keys come
             device, dtype = site.placed
             self.refused = fused.absence(cache.kernels, codecs, site.ratio, dtype, device)
         self._clear()
@@ -79,7 +80,7 @@ class KVCalLayer(CacheLayerMixin):
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device)
-        if self.refused is None and (self.device, self.dtype) != self.site.placed:
+        if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
@@ -112,9 +113,9 @@ class KVCalLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self._move(key_states.device)
         stored = [self._frame_keys(key_states), value_states]
-        if self._is_for_kernel(plan, key_states):
+        if self._is_for_kernel(plan, key_states, value_states):
             self._due = plan, stored
-            hf.turn_of(self.site).leave(self.handle)
+            hf.turn_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
         out = self._materialise(plan, key_states, value_states)
         self._finish(plan, stored)
@@ -126,7 +127,7 @@ class KVCalLayer(CacheLayerMixin):
         if self._cache.offloading_layers:
             self.offload()
 
-    def _is_for_kernel(self, plan: Plan, keys: Tensor) -> bool:
+    def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         return (
             self.refused is None
@@ -134,11 +135,17 @@ class KVCalLayer(CacheLayerMixin):
             and self._blocks > 0
             and (plan.valid is None or bool(plan.valid.all()))
             and not self._cache.has_custom_mask
+            and not self._cache.hides_old
             and not self.site.module.training
-            and not (torch.is_grad_enabled() and keys.requires_grad)
+            and not self.learns(keys, values)
         )
 
-    grows: str | None = "its storage grows"  # why it is not allocated once
+    def learns(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether a gradient may be asked for, which the operator does not have."""
+        if not torch.is_grad_enabled():
+            return False
+        return keys.requires_grad or values.requires_grad or any(p.requires_grad for p in self.site.module.parameters())
+
     ready = False
 
     def publish(self) -> None:
@@ -550,13 +557,12 @@ class KVCalCache(Cache):
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
-        if max_length is not None:
-            kind = self._fixed_kind(scheme)
         layers = [
             kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
             for i, pair in enumerate(scheme.layers)
         ]
-        super().__init__(layers=layers)
+        self._growing: str | None = "without max_length, storage grows on the host"
+        super().__init__(layers=layers if max_length is None else self._fixed(layers))
         if require_kernels:
             fused.require([(layer.index, layer.refused) for layer in self.own_layers if layer.refused])
         self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
@@ -583,34 +589,30 @@ class KVCalCache(Cache):
         self._counts: tuple[Tensor, Tensor, Tensor] | None = None
         self._workspaces: dict[torch.device, Any] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
-        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.refused is None])
+        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
+        self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
+        self._held_mask: Tensor | None = None  # the ledger's `valid`, on the masks' device
 
-    @staticmethod
-    def _fixed_kind(scheme: Scheme) -> Any:
-        """Makes the layers of a cache with max_length: with fixed storage where the device can do a step by itself."""
+    def _fixed(self, layers: list[Any]) -> list[Any]:
+        """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are."""
         from . import fixed
 
-        def made(cache: KVCalCache, index: int, pair: LayerCodecs, site: hf.AttentionSite) -> KVCalLayer:
-            grown = (KVCalLayer if scheme.selection is None else SelectedLayer)(cache, index, pair, site)
-            why = grown.refused or fixed.refusal(scheme, pair)
-            if why is not None:
-                grown.grows = why
-                return grown
-            return fixed.FixedLayer(cache, index, pair, site)
-
-        return made
+        own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, KVCalLayer):
+                self._growing = f"layer {index} is left to Transformers' own cache, which grows"
+            elif why := layer.refused or fixed.refusal(self.scheme, layer.codecs):
+                self._growing = f"layer {index}: {why}"
+            else:
+                continue
+            return layers
+        self._growing = None
+        return [fixed.FixedLayer(self, layer.index, layer.codecs, layer.site) for layer in own]
 
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are."""
-        if self.max_length is None:
-            return "without max_length, storage grows on the host"
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, KVCalLayer):
-                return f"layer {index} is left to Transformers' own cache, which grows"
-            if layer.grows is not None:
-                return f"layer {index}: {layer.grows}"
-        return None
+        return self._growing
 
     @property
     def is_compileable(self) -> bool:
@@ -630,14 +632,22 @@ class KVCalCache(Cache):
 
     def _can_step(self, keys: Tensor) -> bool:
         query, past = keys.shape[2], self.ledger.columns
-        if not self.is_compileable or query > fused.QUERIES or not all(layer.ready for layer in self.own_layers):
+        if (
+            self.watch is not None
+            or not self.is_compileable
+            or query > fused.QUERIES
+            or not all(layer.ready for layer in self.own_layers)
+        ):
             return False
         if hf.capturing():
             return True
         if not self._hooks.active or len(keys) != self.ledger.batch:
             return False  # what the host says of that
+        if any(layer.columns != past for layer in self.own_layers):
+            raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
         valid = self._new_valid(past, query)
-        if self._custom_mask or self.model.training or (torch.is_grad_enabled() and keys.requires_grad):
+        learns = any(layer.learns(keys, keys) for layer in self.own_layers)
+        if self._custom_mask or self.hides_old or self.model.training or learns:
             return False
         self._check_room(query)
         return valid is None or bool(valid.all())
@@ -659,6 +669,8 @@ class KVCalCache(Cache):
         length = fixed.length_of(ready)
         if new := length - self.ledger.columns:
             self.ledger.begin(self.ledger.batch, new, None)
+            if self._held_mask is not None:
+                self._held_mask = torch.nn.functional.pad(self._held_mask, (0, new), value=True)
         fixed.compare(ready, self.ledger)
         for layer in ready if new else ():
             layer.columns = length
@@ -671,7 +683,7 @@ class KVCalCache(Cache):
     # What the hooks tell.
 
     def on_forward(self, mask: Tensor | None) -> None:
-        self._on_device = None
+        self._on_device, self.hides_old = None, False
         if self.max_length is not None and not hf.capturing():
             self.settle()
             if mask is not None and mask.ndim == 4:
@@ -766,6 +778,10 @@ class KVCalCache(Cache):
         past = self.ledger.columns
         self._check_room(query)
         plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(device)
+        if self._mask is None or self._custom_mask or self._held_mask is None:
+            self._held_mask = None
+        else:
+            self._held_mask = torch.cat([self._held_mask, self._mask[:, past : past + query].bool()], 1)
         if isinstance(plan, SelectedPlan) and self._mask is not None:
             plan = self.ledger.hide(plan, self._mask[:, :past].to("cpu").bool())
         if self.scheme.frame == "pre_rope":
@@ -810,7 +826,22 @@ class KVCalCache(Cache):
                 f"attention_mask has {self._mask.shape[1]} columns, needs {past + query} (cached plus new); "
                 "give the mask of the whole sequence"
             )
-        return self._mask[:, past : past + query].to("cpu").bool()
+        new, same = self._mask[:, past : past + query].bool(), self._same_old(past)
+        told = torch.cat([new, same.expand(len(new), 1)], 1).to("cpu")  # one wait for the device
+        self.hides_old = not bool(told[:, -1].all())
+        return told[:, :-1]
+
+    def _same_old(self, past: int) -> Tensor:
+        """0-d bool: whether the mask says of the columns held what it said when they came."""
+        assert self._mask is not None
+        old, held = self._mask[:, :past].bool(), self._held_mask
+        if not past or self.scheme.selection is not None or len(old) != self.ledger.batch:
+            return torch.ones(
+                (), dtype=torch.bool, device=old.device
+            )  # with selection the ledger hides what the mask does
+        if held is None or held.shape != old.shape or held.device != old.device:
+            held = self._held_mask = self.ledger.valid.to(old.device)
+        return (old == held).all()
 
     def rope(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin for these columns of every row, in the dtype and on the device of `like`; once a forward."""
@@ -899,7 +930,7 @@ class KVCalCache(Cache):
             self.unforgotten["tokens"] += old
             self.unforgotten["blocks"] += self.ledger.early
         self.returned_tokens += plan.returned
-        self._rope = self._plan = None
+        self._rope = self._plan = self._held_mask = None
         self._publish()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -922,7 +953,7 @@ class KVCalCache(Cache):
                 layer.select_rows(rows, self.ledger.widths)
             else:
                 plain(layer)
-        self._rope = self._plan = None
+        self._rope = self._plan = self._held_mask = None
         self._publish()
 
     def reset(self) -> None:
@@ -930,7 +961,7 @@ class KVCalCache(Cache):
         self.ledger.clear()
         self.returned_tokens, self._torn = 0, False
         self.unforgotten = {"tokens": 0, "blocks": 0}
-        self._rope = self._plan = self._mask = None
+        self._rope = self._plan = self._mask = self._held_mask = None
         self._chain = {"old": {}, "new": {}}
 
     def close(self) -> None:

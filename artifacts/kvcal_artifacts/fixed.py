@@ -74,7 +74,6 @@ def most_blocks(windows: Windows, tokens: int) -> int:
 
 class FixedLayer(KVCalLayer):
     is_compileable = True
-    grows = None
     room: Room | None = None
     ready = False  # room holds what the layer holds
     _rules: tuple[Rule, Rule] | None = None  # of the kernel that appends; None where torch does
@@ -92,10 +91,10 @@ class FixedLayer(KVCalLayer):
                 f"layer {self.index}: a compiled call brings {key_states.shape[2]} tokens to a cache of {self.columns}: "
                 f"only steps of up to {fused.QUERIES} tokens behind a prompt can be compiled; run the prompt uncompiled"
             )
-        hf.turn_of(self.site).leave(self.handle)
+        hf.turn_of(self.site).leave(self.handle, key_states, value_states)
         return key_states, value_states
 
-    def _is_for_kernel(self, plan: Plan, keys: Tensor) -> bool:
+    def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         return False  # update() has asked
 
     def drop_turn(self) -> None:
@@ -151,9 +150,10 @@ class FixedLayer(KVCalLayer):
         return (first[:, None] + torch.arange(count, device=blocks.device)) % self.room.ring[0].shape[2]
 
     def _room_for(self, like: Tensor) -> Room:
-        """The layer's room; a new one for another number of rows."""
+        """The layer's room; a new one for another number of rows, dtype or device."""
         batch, heads, _, dim = like.shape
-        if self.room is None or len(self.room.sink[0]) != batch:
+        was = None if self.room is None else self.room.sink[0]
+        if self.room is None or was is None or (len(was), was.dtype, was.device) != (batch, like.dtype, like.device):
             windows, longest = self._cache.scheme.windows, self._cache.max_length
             assert longest is not None
             shared = quantise.Windows(windows.sink, windows.recent, windows.block)
@@ -229,7 +229,7 @@ class FixedLayer(KVCalLayer):
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False), fused.on(q.device):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)

@@ -6,6 +6,7 @@ import itertools
 import os
 import warnings
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -167,8 +168,14 @@ def attention(
     packed_q = queries_for(q, factor)
     if kernels == "torch":
         return reference.attend(q, keys, values, blocks, sink, recent, scaling, packed_q, ring)
-    out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q, ring)
+    with on(q.device):
+        out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q, ring)
     return out
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which a model spread over several does not change."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def workspace(kernels: str, device: torch.device) -> Any:
@@ -177,9 +184,10 @@ def workspace(kernels: str, device: torch.device) -> Any:
 
 
 def reserve(kernels: str, space: Any, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int) -> None:
-    """Have the memory of steps of one token over `room` blocks before a graph of one is recorded."""
+    """Have the memory of any step over `room` blocks before a graph of one is recorded: it must not move."""
     if kernels != "torch":
-        fast().reserve(space, keys, values, batch, heads, ratio, room)
+        for queries in range(1, QUERIES + 1):
+            fast().reserve(space, keys, values, batch, heads, ratio, room, queries)
 
 
 def rule_of(codec: Codec) -> Rule | str:

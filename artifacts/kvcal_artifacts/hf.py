@@ -53,9 +53,12 @@ class AttentionSite:
 
     @property
     def placed(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the layer's weights."""
-        own = [p for p in self.module.parameters() if p.is_floating_point()]
-        return (own[0].device, own[0].dtype) if own else (torch.device("cpu"), torch.float32)
+        """Device and dtype of the layer's weights: what its keys will be, if nothing changes before they come."""
+        every, plain = list(self.module.parameters()), (torch.float16, torch.bfloat16, torch.float32)
+        if own := [p for p in every if p.dtype in plain]:
+            return own[0].device, own[0].dtype
+        named = getattr(self.module.config, "dtype", None)  # of quantised weights
+        return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
     def keys_from(self, output: Tensor) -> Tensor:
         """The source's output (B, T, C) or (B, T, H, D) as keys (B, H, T, D), before RoPE."""
@@ -223,6 +226,8 @@ def odd_attention(site: AttentionSite) -> str | None:
     """Why nothing but the model's own attention function computes this layer's attention; None if others may."""
     if not hasattr(site.module, "config"):
         return "its attention has no config that names an attention function"
+    if (name := type(site.module).__name__).startswith(OWN_SCORES):
+        return f"{name} computes more than softmax(q k) v of what its cache gives"
     kind = implementation(site)
     if kind not in IMPLEMENTATIONS:
         return f"attn_implementation {kind!r}: the fused kernel takes the place of {' and '.join(IMPLEMENTATIONS)}"
@@ -230,6 +235,7 @@ def odd_attention(site: AttentionSite) -> str | None:
 
 
 OURS = "kvcal"
+OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into pieces behind the cache
 
 
 class Turn:
@@ -242,19 +248,28 @@ class Turn:
         self._threads = threading.local()
         self._traced: int | None = None
 
-    def leave(self, handle: int) -> None:
+    def leave(self, handle: int, key: Tensor, value: Tensor) -> None:
+        """key, value: what update() gives back, which attention must then be called with."""
         if torch.compiler.is_compiling():
             self._traced = handle
         else:
-            self._threads.handle = handle
+            self._threads.left = handle, key, value
 
-    def take(self) -> int | None:
+    def take(self, key: Tensor | None = None, value: Tensor | None = None) -> int | None:
+        """Raises KVCalError where attention was called with other keys or values than were left."""
         if torch.compiler.is_compiling():
             handle, self._traced = self._traced, None
-        else:
-            handle = getattr(self._threads, "handle", None)
-            self._threads.handle = None
-        return handle
+            return handle
+        left, self._threads.left = getattr(self._threads, "left", None), None
+        if left is None:
+            return None
+        if key is not None and (left[1] is not key or left[2] is not value):
+            raise KVCalError(
+                "attention was called with other keys or values than its cache gave: an earlier forward broke off (call "
+                "reset() and start again), or the architecture changes them (make the cache with kernels='off')"
+            )
+        found: int = left[0]
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
         return Turn()
@@ -262,7 +277,8 @@ class Turn:
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
     """The model's own attention function, or the operator over what the layer's cache holds."""
-    handle = module.config.kvcal_turn.take()
+    turn = getattr(module.config, "kvcal_turn", None)  # None: closed by another thread since this call began
+    handle = None if turn is None else turn.take(key, value)
     if handle is None:
         kind = _plain(module.config)._attn_implementation or "eager"
         if (

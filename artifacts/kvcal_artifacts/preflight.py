@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention, quantise
+from kvcal_kernels import attention, hadamard, quantise
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import Rule
 
@@ -51,9 +51,9 @@ def triton_version() -> str | None:
 
 @cache
 def source_hash() -> str:
-    """Of the kernels and their references."""
-    folders = [Path(str(one.__file__)).parent for one in (reference, quantise.reference)]
-    files = [path for own in folders for path in sorted(own.glob("*.py"))]
+    """Of the kernels, their references and this check."""
+    folders = [Path(str(one.__file__)).parent for one in (reference, quantise.reference, hadamard.reference)]
+    files = [Path(__file__), *(path for own in folders for path in sorted(own.glob("*.py")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
@@ -99,19 +99,20 @@ def _kept(name: str, trial: Callable[[], str | None]) -> str | None:
         why = trial()
     except torch.OutOfMemoryError as error:  # says nothing of the kernel
         return f"its check ran out of memory: {error}"
-    except Exception as error:
-        why = f"its check failed: {type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # no compiler, say, which may be there next time: not written down
+        return f"its check failed: {type(error).__name__}: {error}".splitlines()[0]
     write(read() | {name: why})
     return why
 
 
 def _said(form: Form) -> str:
-    return f"{form.bits}b g{form.group} {'inner' if form.inner else 'outer'} {'sym' if form.symmetric else 'asym'}"
+    return ", ".join(f"{name} {value}" for name, value in vars(form).items())
 
 
 def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
     """Everything that a verdict may depend on."""
-    own = [str(dtype), torch.cuda.get_device_name(device), source_hash(), f"triton {triton_version()}"]
+    mode = "interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled"
+    own = [str(dtype), torch.cuda.get_device_name(device), mode, source_hash(), f"triton {triton_version()}"]
     return " | ".join([*parts, *own, f"torch {torch.__version__}"])
 
 

@@ -1242,10 +1242,12 @@ def _grid(fixed: dict[str, int], batch: int, room: int, launch: Launch, device: 
     return groups, splits(groups, room, launch.warps, launch.turns, _processors(device), launch.programs) + 1
 
 
-def reserve(space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int) -> None:
-    """Let `space` have what a launch for one token over `room` blocks needs: under a CUDA graph it must not grow."""
+def reserve(
+    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, queries: int = 1
+) -> None:
+    """Let `space` have what a launch for so many tokens over `room` blocks needs: under a CUDA graph it must not grow."""
     launch = usual(keys, values)
-    fixed = settings(keys, values, heads, ratio, 1, launch.warps)
+    fixed = settings(keys, values, heads, ratio, queries, launch.warps)
     space.take(*_grid(fixed, batch, room, launch, space.counter.device), fixed["N"], fixed["D"])
 
 
