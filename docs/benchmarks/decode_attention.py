@@ -18,11 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +32,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvcal.bench.timing import Clock
 from kvcal_kernels.attention import Blocks, Form, decode, grid_of, reference
 from kvcal_kernels.attention import triton as fused
 
@@ -62,27 +61,6 @@ GRID_LAUNCHES = [(4, 1, 3, 128), (8, 1, 3, 128), (4, 1, 3, 0)]
 TIER_LAUNCHES = [(4, 1, 3, 168)]  # 80 s of compiling each
 MORE_LAUNCHES = [(4, 1, 2, 0), (4, 1, 3, 128), (4, 1, 4, 128), (8, 1, 3, 128), (2, 1, 3, 0)]
 PROGRAMS = (6, 12, 3, 24)
-
-
-class Clock:
-    """Median microseconds of a call with a cold L2."""
-
-    def __init__(self) -> None:
-        self.flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, call: Callable[[], Any], repeat: int = 15) -> float:
-        call()
-        torch.cuda.synchronize()
-        pairs = []
-        for _ in range(repeat):
-            self.flush.fill_(1)
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            stop.record()
-            pairs.append((start, stop))
-        torch.cuda.synchronize()
-        return 1e3 * statistics.median(start.elapsed_time(stop) for start, stop in pairs)
 
 
 def form(role: Any, settings: tuple[Any, ...]) -> Form:
@@ -182,12 +160,6 @@ class Cell:
         return max(f[0] for f in found), max(f[1] for f in found)
 
 
-def copy_bandwidth(clock: Clock) -> float:
-    """Bytes a second, read and written."""
-    a, b = (torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
-    return 2 * a.numel() / (clock(lambda: b.copy_(a)) * 1e-6)
-
-
 def peers(clock: Clock, batch: int, length: int) -> dict[str, float]:
     """Microseconds of FP16 attention by each backend that runs, printed as they come."""
     q = torch.randn(batch, HEADS * RATIO, 1, D, device="cuda", dtype=torch.float16)
@@ -198,7 +170,9 @@ def peers(clock: Clock, batch: int, length: int) -> dict[str, float]:
         try:
             with sdpa_kernel(backend), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # why other backends do not run
-                found[f"sdpa {name}"] = clock(lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 5)
+                found[f"sdpa {name}"] = clock.time(
+                    lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 5
+                ).microseconds
         except RuntimeError as error:
             print(f"  sdpa {name}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
     try:
@@ -225,7 +199,7 @@ def flashinfer_time(flashinfer: Any, clock: Clock, q: Tensor, k: Tensor, v: Tens
     index = torch.arange(pages, dtype=torch.int32, device="cuda")
     last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
     wrapper.plan(starts, index, last, HEADS * RATIO, HEADS, D, page, q_data_type=q.dtype, kv_data_type=k.dtype)
-    return clock(lambda: wrapper.run(q[:, :, 0], cache))
+    return clock.time(lambda: wrapper.run(q[:, :, 0], cache)).microseconds
 
 
 def compile_one(job: tuple[str, tuple[int, ...]]) -> str:
@@ -259,7 +233,7 @@ def tune(clock: Clock, cell: Cell, launches: list[tuple[int, ...]], seconds: flo
                 return sorted(found, key=lambda f: f[0])
             launch = fused.Launch(warps, turns, stages, each, registers)
             try:
-                found.append((clock(lambda launch=launch: cell.run(launch), 5), launch))
+                found.append((clock.time(lambda launch=launch: cell.run(launch), 5).microseconds, launch))
             except Exception as error:
                 print(f"  {launch}: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
     return sorted(found, key=lambda f: f[0])
@@ -278,7 +252,7 @@ def measure(
     if not row["error"] <= 2 * row["error_fp16"]:
         row["microseconds"] = None
         return row
-    row["microseconds"] = clock(lambda: cell.run(tried[0][1]), 21)
+    row["microseconds"] = clock.time(lambda: cell.run(tried[0][1]), 21).microseconds
     row["fraction_of_copy"] = cell.bytes / copy * 1e6 / row["microseconds"]
     row["wanted"] = cell.wanted
     row["launch"] = vars(tried[0][1])
@@ -308,10 +282,10 @@ def main() -> None:
     wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]
     compile_all(wanted, chosen.all_launches)
     print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
-    clock = Clock()
+    clock = Clock(torch.device("cuda"), repeats=15)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result["triton"] = triton.__version__
-    result["copy_bandwidth"] = copy = copy_bandwidth(clock)
+    result["copy_bandwidth"] = copy = clock.copy_bandwidth()
     print(
         f"{result['device']}, torch {torch.__version__}, triton {triton.__version__}, copy {copy / 1e12:.2f} TB/s",
         flush=True,

@@ -18,10 +18,8 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvcal.bench.timing import Clock
 from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.compensated import Moves, moves
 from kvcal_kernels.compensated import reference as compensated_reference
@@ -67,27 +66,6 @@ INSTRUCTIONS = {
 GRIDS = {"HIGGS 2 (2, 16)": (2, 16, 1), "HIGGS 3 (2, 64)": (2, 64, 1), "HIGGS 4 (2, 256)": (2, 256, 1)}
 GRIDS |= {"TurboQuant 3 (1, 8)": (1, 8, HEADS)}  # d, n, norms
 LAUNCHES = [fused.Launch(4), fused.Launch(1), fused.Launch(4, 96)]
-
-
-class Clock:
-    """Median microseconds of a call with a cold L2."""
-
-    def __init__(self) -> None:
-        self.flush = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-
-    def __call__(self, call: Callable[[], Any], repeat: int = 15) -> float:
-        call()
-        torch.cuda.synchronize()
-        pairs = []
-        for _ in range(repeat):
-            self.flush.fill_(1)
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            call()
-            stop.record()
-            pairs.append((start, stop))
-        torch.cuda.synchronize()
-        return 1e3 * statistics.median(start.elapsed_time(stop) for start, stop in pairs)
 
 
 def rule(role: Any, setting: Setting) -> Rule:
@@ -193,14 +171,16 @@ def measure_prefill(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
         if wrong := check_prefill(scheme, launch):
             tried.append((float("inf"), launch, wrong))
             continue
-        tried.append((clock(lambda launch=launch: fused.quantise(k, v, *own, launch=launch), 9), launch, 0))
+        tried.append(
+            (clock.time(lambda launch=launch: fused.quantise(k, v, *own, launch=launch), 9).microseconds, launch, 0)
+        )
     tried.sort(key=lambda one: one[0])
     row: dict[str, Any] = {"operation": "quantise", "scheme": scheme, "batch": BATCH, "length": LENGTH, "bytes": size}
     row["stored_bits"], row["differing"] = bits, [wrong for _, _, wrong in tried]
     row["tried"] = [[t, *vars(launch).values()] for t, launch, _ in tried]
     if tried[0][2]:
         return row | {"microseconds": None}
-    row["microseconds"] = clock(lambda: fused.quantise(k, v, *own, launch=tried[0][1]), 15)
+    row["microseconds"] = clock.time(lambda: fused.quantise(k, v, *own, launch=tried[0][1]), 15).microseconds
     row |= bound(scheme, 2 * k.numel(), row["microseconds"])
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
@@ -222,14 +202,8 @@ def measure_append(clock: Clock, scheme: str, copy: float, due: bool) -> dict[st
         "batch": BATCH,
         "bytes": size,
     }
-    row["microseconds"] = clock(lambda: fused.append(layer, counts, k, v, *own), 21)
+    row["microseconds"] = clock.time(lambda: fused.append(layer, counts, k, v, *own), 21).microseconds
     return row | {"stored_bits": bits, "fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
-
-
-def copy_bandwidth(clock: Clock) -> float:
-    """Bytes a second, read and written."""
-    a, b = (torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
-    return 2 * a.numel() / (clock(lambda: b.copy_(a)) * 1e-6)
 
 
 def rotated_of(scheme: str) -> Rotated:
@@ -261,7 +235,7 @@ def measure_grid(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
     row |= {"stored_bits": math.log2(n) / d, "microseconds": None, "differing": check_grid(scheme)}
     if row["differing"]:
         return row
-    row["microseconds"] = clock(lambda: rotated.encode(x, how), 9)
+    row["microseconds"] = clock.time(lambda: rotated.encode(x, how), 9).microseconds
     row |= bound(scheme, x.numel(), row["microseconds"])
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
@@ -287,7 +261,7 @@ def measure_squat(clock: Clock, copy: float) -> dict[str, Any]:
     row |= {"bytes": x.numel() * 6, "stored_bits": 2.0, "microseconds": None, "differing": check_squat()}
     if row["differing"]:
         return row
-    row["microseconds"] = clock(lambda: compensated.corrected(x, own, 2, 32, 32), 9)
+    row["microseconds"] = clock.time(lambda: compensated.corrected(x, own, 2, 32, 32), 9).microseconds
     row |= bound("SQuat", x.numel(), row["microseconds"])
     return row | {"fraction_of_copy": x.numel() * 6 / copy * 1e6 / row["microseconds"]}
 
@@ -306,7 +280,7 @@ def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
     row |= {"stored_bits": 0.0, "microseconds": None, "differing": check_selection()}
     if row["differing"]:
         return row
-    row["microseconds"] = clock(lambda: salience.select(x, own, Tiers(), 32), 9)
+    row["microseconds"] = clock.time(lambda: salience.select(x, own, Tiers(), 32), 9).microseconds
     row |= bound("MixKVQ", x.numel(), row["microseconds"])
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
@@ -378,8 +352,8 @@ def main() -> None:
     ]
     compile_all(wanted)
     print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
-    clock = Clock()
-    copy = copy_bandwidth(clock)
+    clock = Clock(torch.device("cuda"), repeats=15)
+    copy = clock.copy_bandwidth()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result |= {"triton": triton.__version__, "copy_bandwidth": copy, "rows": []}
     print(

@@ -47,7 +47,9 @@ class Clock:
     _flush: Tensor | None = None
     _ceilings: dict[str, float] = field(default_factory=dict)
 
-    def time(self, run: Run) -> Timed:
+    def time(self, run: Run, repeats: int | None = None) -> Timed:
+        """repeats: in the place of the clock's own."""
+        repeats = repeats or self.repeats
         self.spare()  # made before memory is short
         started = time.perf_counter()
         for _ in range(WARM_UP):
@@ -56,7 +58,7 @@ class Clock:
             if time.perf_counter() - started > self.seconds:
                 break
         taken: list[float] = []
-        while len(taken) < self.repeats:
+        while len(taken) < repeats:
             taken.append(self._once(run))
             if len(taken) >= LEAST_REPEATS and time.perf_counter() - started > self.seconds:
                 break
