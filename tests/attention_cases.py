@@ -6,7 +6,6 @@ TRITON_INTERPRET=1 python -m attention_cases small|exhaustive    # a line for ea
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from interpreted import run_cases
 from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, pack, pack_tiers, reference
 from kvcal_kernels.attention.grids import GRIDS
 from kvcal_kernels.hadamard import signs
@@ -363,11 +363,4 @@ def main(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    import conftest
-
-    torch.set_num_threads(1)
-    conftest.pytest_configure()  # torch.empty is full of NaN
-    try:
-        main({"small": small, "exhaustive": exhaustive}[sys.argv[1]]())
-    finally:
-        conftest.pytest_unconfigure()
+    run_cases(main, small=small, exhaustive=exhaustive)

@@ -6,13 +6,13 @@ TRITON_INTERPRET=1 python -m quantise_cases small|exhaustive    # a line for eac
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from interpreted import run_cases
 from kvcal_artifacts.codecs import Shape, Uniform
 from kvcal_kernels.attention import Blocks, Form, decode
 from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
@@ -270,11 +270,4 @@ def main(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    import conftest
-
-    torch.set_num_threads(1)
-    conftest.pytest_configure()  # torch.empty is full of NaN
-    try:
-        main({"small": small, "exhaustive": exhaustive}[sys.argv[1]]())
-    finally:
-        conftest.pytest_unconfigure()
+    run_cases(main, small=small, exhaustive=exhaustive)

@@ -5,7 +5,6 @@ interpreter. Prints what is wrong, then how many there were.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interpreted import run_cases
 from kvcal_artifacts.codecs import Predicted, Shape
 from kvcal_artifacts.codecs.base import Codec, Context
 from kvcal_artifacts.codecs.higgs import GRIDS, Higgs
@@ -158,11 +158,4 @@ def main(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    import conftest
-
-    torch.set_num_threads(1)
-    conftest.pytest_configure()  # torch.empty is full of NaN
-    try:
-        main(list({"small": small, "exhaustive": exhaustive}[sys.argv[1]]()))
-    finally:
-        conftest.pytest_unconfigure()
+    run_cases(main, small=small, exhaustive=exhaustive)

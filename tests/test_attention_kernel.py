@@ -5,14 +5,10 @@ kernel against the reference in the interpreter and on a GPU, and what it compil
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +34,13 @@ from attention_cases import (
     wrong,
 )
 from compiled import compiled, loops, resources
+from interpreted import interpreted, needs_triton
 from kvcal.bench.fused import blocks_of, form_of
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, grids, pack, reference, unpack
 from kvcal_kernels.lattice import nearest
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 FORMS = [
     setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.DIMS for setting in SETTINGS.values()
 ]
@@ -289,25 +285,16 @@ def test_the_test_of_errors_can_fail() -> None:
 # The kernel in Triton's interpreter.
 
 
-def interpreted(which: str) -> list[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "attention_cases", which], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    assert interpreted("small") == [str(len(small()))]
+    assert interpreted("-m", "attention_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
-    assert interpreted("exhaustive") == [str(len(exhaustive()))]
+    assert interpreted("-m", "attention_cases", "exhaustive") == [str(len(exhaustive()))]
 
 
 @needs_triton

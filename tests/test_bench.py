@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from architectures import TINY
+from interpreted import interpreted, needs_triton
 from kvcal.bench import (
     caches,
     devices,
@@ -340,14 +339,9 @@ print(*(one.path for one in made), *(one.check() for one in made))
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["None None"] * 3 + ["triton: quantise triton: append None None"]
+    assert interpreted("-c", INTERPRETED) == ["None None"] * 3 + ["triton: quantise triton: append None None"]
 
 
 def test_hybrid_shares_are_what_they_are_named_after() -> None:

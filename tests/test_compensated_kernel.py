@@ -5,10 +5,6 @@ test_compensated_kernel
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +13,12 @@ import torch
 from torch import Tensor
 
 from compiled import compiled, resources
+from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
 from kvcal_kernels.attention import Form
 from kvcal_kernels.compensated import Moves, corrected, moves
 from kvcal_kernels.quantise import Rule, reference
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 Case = tuple[int, int, int, int, int]
 CASES: list[Case] = [  # head_dim, channels, block, group, bits
     (128, 64, 32, 32, 2),
@@ -88,12 +84,8 @@ def main() -> None:
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "test_compensated_kernel"], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["False"] * 3
+    lines = interpreted("-m", "test_compensated_kernel")
+    assert lines == ["False"] * 3
 
 
 @needs_triton

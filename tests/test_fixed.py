@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from interpreted import interpreted, needs_triton
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Uniform
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
@@ -356,14 +353,9 @@ for name in ("innerq-prefill",):
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_steps_of_the_triton_kernels_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = interpreted("-c", INTERPRETED)
     assert float(lines[0]) < 2e-3, lines
     assert lines[1] == "[True, True]" and lines[2] == "[[2, 0], [2, 0]]"
 

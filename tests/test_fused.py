@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from architectures import build
+from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import fused, preflight
 from kvcal_artifacts.cache import KVCalCache
@@ -360,14 +358,9 @@ print(t.preflight.trial(*forms, 2, torch.float16, torch.device("cpu")))
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = interpreted("-c", INTERPRETED)
     assert float(lines[0]) < 2e-3 and lines[1] == "fused: Triton kernel", lines  # of float16
     assert lines[2:5] == ["None", "None", "packed keys differ"] and lines[5].startswith("2 new tokens: off by"), lines
 

@@ -4,11 +4,7 @@ interpreter and on a GPU, and what they compile to without one.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import pytest
 import torch
 
 from compiled import compiled, loops, resources
+from interpreted import interpreted, needs_triton
 from kvcal_artifacts import scheme
 from kvcal_artifacts.codecs import uniform
 from kvcal_artifacts.ledger import Ledger
@@ -37,7 +34,6 @@ from quantise_cases import (
     wrong,
 )  # fmt: skip
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 WINDOWS = Windows(5, 33)
 
 
@@ -174,25 +170,16 @@ def test_attention_reads_the_ring() -> None:
 # The kernels in Triton's interpreter.
 
 
-def interpreted(which: str) -> list[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "quantise_cases", which], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @needs_triton
 def test_interpreted_kernels_agree_with_the_reference() -> None:
-    assert interpreted("small") == [str(len(small()))]
+    assert interpreted("-m", "quantise_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernels_agree_with_the_reference_everywhere() -> None:
-    assert interpreted("exhaustive") == [str(len(exhaustive()))]
+    assert interpreted("-m", "quantise_cases", "exhaustive") == [str(len(exhaustive()))]
 
 
 @needs_triton

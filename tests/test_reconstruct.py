@@ -4,10 +4,6 @@ the codec's hook, and what the kernel compiles to without a GPU.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import pytest
 import torch
 
 from compiled import compiled, loops, resources
+from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
 from kvcal_artifacts.codecs.base import Context
 from kvcal_artifacts.codecs.higgs import Higgs
@@ -25,7 +22,6 @@ from kvcal_kernels.packing import packed_bytes
 from kvcal_kernels.reconstruct import Coded, Turn, decode, reference
 from reconstruct_cases import Case, codec_of, exhaustive, normal, rope, small
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 SHAPE = Shape(2, 64, 32)
 
 
@@ -119,29 +115,16 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
 # The kernel in Triton's interpreter.
 
 
-def interpreted(which: str) -> list[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "reconstruct_cases", which],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    assert interpreted("small") == [str(len(small()))]
+    assert interpreted("-m", "reconstruct_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
-    assert interpreted("exhaustive") == [str(len(list(exhaustive())))]
+    assert interpreted("-m", "reconstruct_cases", "exhaustive") == [str(len(list(exhaustive())))]
 
 
 # Compiled without a GPU, at Llama-3.1-8B's geometry.

@@ -5,10 +5,6 @@ test_rotated_kernel
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +13,11 @@ import torch
 from torch import Tensor
 
 from compiled import compiled, loops, resources
+from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
 from kvcal_kernels.packing import unpack
 from kvcal_kernels.rotated import Rotated, encode, reference
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
     (2, 16, "token", "mse", 64),
     (2, 64, "head", "debiased", 128),
@@ -87,13 +83,9 @@ def main() -> None:
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "test_rotated_kernel"], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    flags = [int(flag) & reference.NONFINITE for flag in done.stdout.splitlines()[-1].strip("[]").split(",")]
-    assert done.stdout.splitlines()[:-1] == [""] * 5
+    lines = interpreted("-m", "test_rotated_kernel")
+    flags = [int(flag) & reference.NONFINITE for flag in lines[-1].strip("[]").split(",")]
+    assert lines[:-1] == [""] * 5
     assert flags == [0, reference.NONFINITE]
 
 

@@ -4,10 +4,6 @@ on a GPU. Also run by itself: TRITON_INTERPRET=1 python -m test_salience_kernel
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled import compiled, resources
+from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_kernels.salience import Tiers, select
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 CASES: list[tuple[Tiers, str, int]] = [  # tiers, importance of a "block", a "row" or "none", head_dim
     (Tiers(), "row", 64),
     (Tiers(0.7, 1.6, 4), "block", 128),
@@ -75,12 +71,8 @@ def main() -> None:
 
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "test_salience_kernel"], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]"] * len(CASES)
+    lines = interpreted("-m", "test_salience_kernel")
+    assert lines == ["[]"] * len(CASES)
 
 
 @needs_triton

@@ -4,11 +4,7 @@ reference in the interpreter and on a GPU, and what they compile to without one.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from compiled import compiled, loops, resources
+from interpreted import interpreted, needs_triton
 from kvcal_kernels.vq_attention import Band, Coded, decode, merge, reference
 from vq_attention_cases import Case, Made, codec_of, exhaustive, made, normal, small, wrong
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def test_the_reference_decodes_what_the_codec_does() -> None:
@@ -65,24 +60,16 @@ def test_what_is_wrong_is_seen() -> None:
 # The kernels in Triton's interpreter.
 
 
-def interpreted(which: str) -> list[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "vq_attention_cases", which]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 @needs_triton
 def test_interpreted_kernels_agree_with_the_reference() -> None:
-    assert interpreted("small") == [str(len(small()))]
+    assert interpreted("-m", "vq_attention_cases", "small") == [str(len(small()))]
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_interpreted_kernels_agree_with_the_reference_everywhere() -> None:
-    assert interpreted("exhaustive") == [str(len(exhaustive()))]
+    assert interpreted("-m", "vq_attention_cases", "exhaustive") == [str(len(exhaustive()))]
 
 
 def bands_of(side: Coded, **changes: Any) -> Coded:

@@ -5,13 +5,13 @@ in Triton's interpreter. Prints what is wrong, then how many there were.
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from interpreted import run_cases
 from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_kernels.vq_attention import Coded, reference
 
@@ -158,11 +158,4 @@ def main(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    import conftest
-
-    torch.set_num_threads(1)
-    conftest.pytest_configure()  # torch.empty is full of NaN
-    try:
-        main({"small": small, "exhaustive": exhaustive}[sys.argv[1]]())
-    finally:
-        conftest.pytest_unconfigure()
+    run_cases(main, small=small, exhaustive=exhaustive)
