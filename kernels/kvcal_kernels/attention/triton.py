@@ -1261,8 +1261,9 @@ def usual(keys: Form, values: Form) -> Launch:
     """A warp alone waits for no other: 2/2 took 257 us in place of 318 with four (H200, docs/benchmarks/decode_attention.md).
     Tables of grids lie in shared memory once a program, so that there four warps share one.
     """
-    grids = keys.vector or values.vector
-    return Launch(warps=4, registers=128) if grids else Launch(registers=168)
+    if keys.vector or values.vector:
+        return Launch(warps=4, registers=128)
+    return Launch(registers=0 if keys.tiered else 168)  # tiers spill with 168
 
 
 def attend(
