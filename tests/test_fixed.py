@@ -170,6 +170,32 @@ def test_generate_with_a_compiled_forward() -> None:
     assert found == generated(plain, ids, attention_mask=mask, max_new_tokens=45)
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["open", "closed"])
+def test_caches_that_come_and_go_are_one_compilation(dropped: bool) -> None:
+    """The first has its handles as constants, the second makes them dynamic, and all later ones run what that gave."""
+    ids, served = token_ids(1, 84, seed=6), model()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(served, fullgraph=True, backend="eager")
+    for _ in range(5):
+        own = fixed()
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3):
+            wanted = served(ids).logits[:, -1]
+            served(ids[:, :80], past_key_values=own)
+            for i in range(80, 84):
+                given = {
+                    "position_ids": torch.tensor([[i]]),
+                    "attention_mask": torch.ones(1, 1, 1, 256, dtype=torch.bool),
+                }
+                found = step(ids[:, i : i + 1], past_key_values=own, **given).logits[:, -1]
+        assert (found - wanted).norm() < 0.1 * wanted.norm()  # of 4 bits
+        own.settle()
+        assert own.ledger.columns == 84
+        if dropped:
+            own.close()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_reads_no_value(name: str) -> None:
     """Traced with tensors that have none: whatever asked for one would raise."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -62,6 +64,9 @@ PAIRS: dict[str, LayerCodecs] = {
     ),
     "squat": LayerCodecs(Squat(uniform("key", 4, inner=False), channels=32), uniform("value", 8)),
 }  # fmt: skip
+
+
+LONG = pytest.mark.parametrize("longest", [None, 256])
 
 
 def scheme(pair: LayerCodecs, layers: int = 3, frame: Any = "post_rope", windows: Windows = WINDOWS) -> Scheme:
@@ -283,7 +288,7 @@ def test_a_forward_that_breaks_off_before_its_attention_leaves_no_turn(monkeypat
         own.model(token_ids(1, 80), past_key_values=own)
         layer = own.own_layers[0]
         own.on_forward(None)
-        monkeypatch.setattr(own._hooks._state, "active", True, raising=False)
+        monkeypatch.setattr(type(own._hooks), "active", True)
         layer.update(*(torch.randn(1, 2, 1, 64) for _ in range(2)))  # and no attention
         monkeypatch.undo()
         with pytest.raises(KVCalError, match="broke off"):
@@ -300,6 +305,52 @@ def test_gradients_and_training_take_the_reference_path(calls: list[int]) -> Non
     with torch.no_grad():
         own.model(token_ids(1, 1), past_key_values=own)
     assert len(calls) == 3
+
+
+UNPICKLED = """
+import pickle, sys
+import torch
+with open(sys.argv[1], "rb") as file:
+    model, config, ids, wanted = pickle.load(file)
+assert not [name for name in sys.modules if name.startswith("kvcal")]
+assert model.model.layers[0].self_attn.config is model.config and type(config) is type(model.config)
+with torch.no_grad():
+    print(torch.equal(model(ids).logits, wanted))
+"""
+
+
+def test_models_with_a_cache_can_be_copied_and_written(tmp_path: Path) -> None:
+    """What comes back has no cache, and is read without this package."""
+    served, ids = build("Llama", head_dim=64), token_ids(1, 81)
+    served.requires_grad_(False)
+    wanted, plain = served(ids).logits, served.config.to_json_string()
+    made = scheme(PAIRS["squat"], served.config.num_hidden_layers)  # taps queries, too
+    for kept in (made, scheme(PAIRS["inner-4"], served.config.num_hidden_layers)):
+        own = opened(kept, served, kernels="torch", max_length=256)
+        served(ids[:, :80], past_key_values=own)
+        served(ids[:, 80:], past_key_values=own)
+    config = served.model.layers[0].self_attn.config
+    assert config is not served.config and config.to_json_string() == plain
+    for other in (copy.deepcopy(served), pickle.loads(pickle.dumps(served))):
+        assert other.model.layers[0].self_attn.config is other.config
+        assert torch.equal(other(ids).logits, wanted)
+    assert type(copy.copy(config)) is type(copy.deepcopy(config)) is type(served.config)
+    (tmp_path / "model").write_bytes(pickle.dumps((served, config, ids, wanted)))
+    done = subprocess.run(
+        [sys.executable, "-c", UNPICKLED, str(tmp_path / "model")], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_what_is_changed_in_a_models_config_while_a_cache_is_open_stays_changed() -> None:
+    served = build("Llama", head_dim=64)
+    own = opened(scheme(PAIRS["inner-4"], served.config.num_hidden_layers), served, kernels="torch")
+    attention = served.model.layers[0].self_attn
+    attention.config.attention_dropout = 0.25
+    assert served.config.attention_dropout == 0.25
+    served.set_attn_implementation("eager")
+    own.close()
+    assert attention.config is served.config and served.config._attn_implementation == "eager"
 
 
 def test_an_operator_whose_cache_is_gone_says_so() -> None:
@@ -519,8 +570,6 @@ def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 # What a review found.
-
-LONG = pytest.mark.parametrize("longest", [None, 256])
 
 
 @LONG
