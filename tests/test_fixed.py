@@ -196,6 +196,60 @@ def test_caches_that_come_and_go_are_one_compilation(dropped: bool) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.parametrize(("longest", "count"), [(None, 80), (256, 5)])
+def test_prompts_that_are_compiled_say_what_can_be(longest: int | None, count: int) -> None:
+    served = model(num_hidden_layers=1)
+    own = opened(scheme(PAIRS["inner-4"], 1), served, kernels="torch", max_length=longest)
+    why = "storage grows on the host" if longest is None else ""
+    for whole in (True, False):
+        torch._dynamo.reset()
+        compiled = torch.compile(served, fullgraph=whole, backend="eager")
+        with (
+            pytest.raises(Exception, match=rf"not {count} behind 0.*{why}.*with the uncompiled model"),
+            torch.no_grad(),
+        ):
+            compiled(token_ids(1, count), past_key_values=own)
+        own.reset()
+
+
+def test_a_compiled_step_gives_no_attention_weights() -> None:
+    served = model(attn_implementation="eager")
+    own = fixed(served=served)
+    with torch.no_grad():
+        served(token_ids(1, 80), past_key_values=own)
+        torch._dynamo.reset()
+        given = {"position_ids": torch.tensor([[80]]), "attention_mask": torch.zeros(1, 1, 1, 256)}
+        attention = served.model.layers[0].self_attn
+        compiled = torch.compile(attention, fullgraph=True, backend="eager")
+        hidden = torch.zeros(1, 1, served.config.hidden_size)
+        rope = served.model.rotary_emb(hidden, given["position_ids"])
+        with pytest.raises(Exception, match="output_attentions: the fused kernel gives no attention weights"):
+            compiled(hidden, rope, given["attention_mask"], past_key_values=own, output_attentions=True)
+
+
+@pytest.mark.parametrize("longest", [None, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_mode_may_come_and_go(name: str, longest: int | None) -> None:
+    """A server runs prompts in one mode and steps in another."""
+    ids = token_ids(2, 140, seed=3)
+    own, plain = (opened(scheme(PAIRS[name]), model(), kernels="torch", max_length=n) for n in (longest, None))
+    modes, apart = (torch.inference_mode, torch.no_grad), []
+    for number, (start, stop) in enumerate([(0, 80), (80, 81), (81, 97), (97, 98), (98, 130), (130, 131), (131, 132)]):
+        with modes[number % 2]():
+            found = model()(ids[:, start:stop], past_key_values=own).logits
+        with torch.no_grad():
+            wanted = model()(ids[:, start:stop], past_key_values=plain).logits
+        apart.append(float((found - wanted).norm() / wanted.norm()))
+    close(apart)
+    with torch.inference_mode():
+        own.crop(-3)
+        own.reorder_cache(torch.tensor([1, 0]))
+    with torch.no_grad():
+        model()(ids[:, :2], past_key_values=own)
+    own.settle()
+    assert own.ledger.columns == 131
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_reads_no_value(name: str) -> None:
     """Traced with tensors that have none: whatever asked for one would raise."""

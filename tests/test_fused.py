@@ -353,6 +353,32 @@ def test_what_is_changed_in_a_models_config_while_a_cache_is_open_stays_changed(
     assert attention.config is served.config and served.config._attn_implementation == "eager"
 
 
+@LONG
+def test_attention_weights_that_are_asked_for_are_the_models_own(
+    longest: int | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_WARNED", set())
+    served, ids = model(attn_implementation="eager"), token_ids(1, 84)
+    own, plain = (
+        opened(scheme(PAIRS["inner-4"]), served, kernels=kernels, max_length=n)
+        for kernels, n in (("torch", longest), ("off", None))
+    )
+    with torch.no_grad():
+        for one in (own, plain):
+            served(ids[:, :80], past_key_values=one)
+        with pytest.warns(UserWarning, match="output_attentions: the fused kernel gives no attention weights") as seen:
+            found = [served(ids[:, 80:82], past_key_values=one, output_attentions=True) for one in (own, plain)]
+        monkeypatch.setattr(served.config, "output_attentions", True)
+        found += [served(ids[:, 82:83], past_key_values=one) for one in (own, plain)]
+        monkeypatch.setattr(served.config, "output_attentions", False)
+        assert len(seen) == 1 and not calls
+        for left, right in (found[:2], found[2:]):
+            assert len(left.attentions) == 3 and torch.allclose(left.logits, right.logits, atol=1e-5)
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(left.attentions, right.attentions, strict=True))
+        served(ids[:, 83:], past_key_values=own)
+    assert calls == [1] * 3
+
+
 def test_an_operator_whose_cache_is_gone_says_so() -> None:
     own = KVCalCache(scheme(PAIRS["inner-4"]), model(), kernels="torch")
     handle = own.own_layers[0].handle

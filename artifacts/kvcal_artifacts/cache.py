@@ -136,6 +136,7 @@ class KVCalLayer(CacheLayerMixin):
             and (plan.valid is None or bool(plan.valid.all()))
             and not self._cache.has_custom_mask
             and not self._cache.hides_old
+            and not self._cache.gives_weights
             and not self.site.module.training
             and not self.learns(keys, values)
         )
@@ -591,6 +592,7 @@ class KVCalCache(Cache):
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
+        self.gives_weights = False  # whether attention weights are asked of the current forward
         self._held_mask: Tensor | None = None  # the ledger's `valid`, on the masks' device
 
     def _fixed(self, layers: list[Any]) -> list[Any]:
@@ -613,6 +615,15 @@ class KVCalCache(Cache):
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are."""
         return self._growing
+
+    def why_not_compiled(self, query: int) -> str:
+        """Why a call of so many tokens cannot run compiled, and what to do."""
+        what = f"behind a prompt, of a cache with max_length, not {query} behind {self.ledger.columns}"
+        grows = f" ({self._growing})" if self._growing else ""
+        return (
+            f"only steps of up to {fused.QUERIES} tokens can run compiled, {what}{grows}: run this call with the uncompiled "
+            "model, as generate() runs its prompt"
+        )
 
     @property
     def is_compileable(self) -> bool:
@@ -647,7 +658,7 @@ class KVCalCache(Cache):
             raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
         valid = self._new_valid(past, query)
         learns = any(layer.learns(keys, keys) for layer in self.own_layers)
-        if self._custom_mask or self.hides_old or self.model.training or learns:
+        if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
             return False
         self._check_room(query)
         return valid is None or bool(valid.all())
@@ -682,8 +693,10 @@ class KVCalCache(Cache):
 
     # What the hooks tell.
 
-    def on_forward(self, mask: Tensor | None) -> None:
-        self._on_device, self.hides_old = None, False
+    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+        self._on_device, self.hides_old, self.gives_weights = None, False, weights
+        if weights and any(layer.refused is None for layer in self.own_layers):
+            fused.warn("output_attentions: the fused kernel gives no attention weights")
         if self.max_length is not None and not hf.capturing():
             self.settle()
             if mask is not None and mask.ndim == 4:
@@ -754,8 +767,11 @@ class KVCalCache(Cache):
 
     def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
         if not self._hooks.active:
+            if torch.compiler.is_compiling():
+                raise KVCalError(f"layer {layer.index}: {self.why_not_compiled(query)}")
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
-            raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model)")
+            more = "" if self._hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
+            raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
         if self._plan is None:
             self._check_whole(layer.index, query)
             self._plan = self._begin(batch, query, device)

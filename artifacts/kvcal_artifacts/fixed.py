@@ -87,10 +87,7 @@ class FixedLayer(KVCalLayer):
         if not torch.compiler.is_compiling() and not self._cache.steps_on_device(key_states):
             return super().update(key_states, value_states)
         if not self.ready or key_states.shape[2] > fused.QUERIES:
-            raise KVCalError(
-                f"layer {self.index}: a compiled call brings {key_states.shape[2]} tokens to a cache of {self.columns}: "
-                f"only steps of up to {fused.QUERIES} tokens behind a prompt can be compiled; run the prompt uncompiled"
-            )
+            raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
         hf.turn_of(self.site).leave(self.handle, key_states, value_states)
         return key_states, value_states
 
@@ -106,6 +103,7 @@ class FixedLayer(KVCalLayer):
 
     # From the host to the device and back.
 
+    @torch.inference_mode(False)  # else what is allocated could be written to in inference mode alone
     @torch.no_grad()
     def publish(self) -> None:
         """Write what the host has made of the layer into its room."""

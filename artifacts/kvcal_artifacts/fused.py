@@ -67,13 +67,13 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         return None
     if why := preflight.unsupported(device):
         if device.type == "cuda":
-            _warn(f"fused kernel: {why}")
+            warn(f"fused kernel: {why}")
         return why
     keys, values = pair.key.fused(), pair.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
     if why := preflight.verdict(keys, values, ratio, dtype, device):
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-        _warn(why)
+        warn(why)
     return why
 
 
@@ -109,7 +109,7 @@ def require(refused: list[tuple[int, str]]) -> None:
 _WARNED: set[str] = set()
 
 
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
     """Once a process: a model has many layers, and a program many caches."""
     if line not in _WARNED:
         _WARNED.add(line)

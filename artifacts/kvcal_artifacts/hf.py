@@ -312,11 +312,22 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
             attention_mask = attention_mask[..., : key.shape[2]]
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)(module, query, key, value, attention_mask, **given)
+    if _weights_wanted(_plain(module.config), given):
+        raise KVCalError(
+            "output_attentions: the fused kernel gives no attention weights, and a compiled or recorded forward cannot do "
+            "without it; run this call with the uncompiled model (generate: disable_compile=True)"
+        )
     odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
     if odd:
         raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
     out = torch.ops.kvcal.decode_attention(query, key, value, float(given["scaling"]), handle)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _weights_wanted(config: Any, given: dict[str, Any]) -> bool:
+    """Whether a call is to give back the weights of the model's own attention, which eager attention alone has."""
+    asked = given.get("output_attentions", getattr(config, "output_attentions", False))
+    return bool(asked) and (getattr(config, "_attn_implementation", None) or "eager") == "eager"
 
 
 def _plain(config: Any) -> Any:
@@ -398,8 +409,10 @@ def capturing() -> bool:
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
-    def on_forward(self, mask: Tensor | None) -> None:
-        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real)."""
+    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real), and whether it
+        is to give attention weights back.
+        """
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Position ids int (B or 1, query) and what the rotary module made of them, each (B or 1, query, rotary dim)."""
@@ -522,7 +535,7 @@ class _Board:
         cache: object = given.get("past_key_values")
         self._thread.owner = own = self._owners.get(id(cache))
         if own is not None and (owner := own[0]()) is not None:
-            owner.on_forward(given.get("attention_mask"))
+            owner.on_forward(given.get("attention_mask"), _weights_wanted(getattr(module, "config", None), given))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """output: None after a forward that failed."""
