@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from . import fused, hf, store
+from .call import Call
 from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError, UsageError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
-from .statistics import KeyScale, Prefixes, Summed, statistic
+from .statistics import KeyScale, Summed, statistic
 
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
@@ -166,7 +167,7 @@ class KVCalLayer(CacheLayerMixin):
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
         plan, stored = due
         with torch.autocast(q.device.type, enabled=False):
-            sink, blocks, recent = self._cache.counts(plan, q.device)
+            sink, blocks, recent = self._cache.call.counts(q.device)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
             context = Context(self.index, stats=self._current())
             keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
@@ -183,7 +184,7 @@ class KVCalLayer(CacheLayerMixin):
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
         wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
-        if plan.past_index is None:
+        if not plan.ragged:
             return wide
         slots = (recent.long() - plan.query)[:, None] + torch.arange(plan.query, device=new.device)
         return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
@@ -207,7 +208,7 @@ class KVCalLayer(CacheLayerMixin):
         before, self.pending_queries = self.pending_queries, None
         if not self.statistics:
             return {}
-        at, seen = Prefixes(plan, self._cache.scheme.windows, keys.device), {"k": keys}
+        at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
         for own in self.statistics.values():
@@ -314,9 +315,11 @@ class KVCalLayer(CacheLayerMixin):
                 leaving.append(rest[:, :, :wide])
                 window = rest[:, :, wide:]
             else:
-                assert plan.window_index is not None and plan.flush_index is not None and plan.idle is not None
+                assert plan.window_index is not None
                 sink, window = _take(fresh, plan.sink_index), _take(fresh, plan.window_index)
-                leaving.append(_take(fresh, plan.flush_index).masked_fill(plan.idle[:, None, :, None], 0))
+                if plan.flush:
+                    assert plan.flush_index is not None and plan.idle is not None
+                    leaving.append(_fill(_take(fresh, plan.flush_index), plan.idle))
             self.sink[role], self.window[role] = _own(sink), _own(window)
         if plan.flush:
             self._pack(plan, leaving, stats)
@@ -468,9 +471,8 @@ class SelectedLayer(KVCalLayer):
         before = self.pending_queries
         if before is None:
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
-        valid = None if plan.valid is None else plan.valid.to(keys.device)
-        scaling = hf.score_scaling(self.site)
-        self._cache.add_mass(attention_mass(self._turned(before), keys, plan.alive.to(keys.device), valid, scaling))
+        valid, scaling = self._cache.call.prefixes(keys.device).valid, hf.score_scaling(self.site)
+        self._cache.add_mass(attention_mass(self._turned(before), keys, plan.alive, valid, scaling))
 
     @staticmethod
     def _newest(plan: SelectedPlan, found: Tensor) -> Tensor:
@@ -480,11 +482,9 @@ class SelectedLayer(KVCalLayer):
 
     @torch.no_grad()
     def _hold(self, plan: SelectedPlan, new: list[Tensor]) -> None:
-        for role in (0, 1):
-            fresh = new[role]
-            if plan.valid is not None:  # what a pad holds never comes near a softmax
-                fresh = fresh.masked_fill(~plan.valid.to(fresh.device)[:, None, :, None], 0)
-            self.window[role] = torch.cat([self.window[role], fresh], 2)
+        at = self._cache.call.prefixes(new[0].device)
+        for role in (0, 1):  # what a pad holds never comes near a softmax
+            self.window[role] = torch.cat([self.window[role], at.mask(new[role])], 2)
 
     @torch.no_grad()
     def carry_out(self, moves: Moves) -> None:
@@ -578,7 +578,7 @@ class KVCalCache(Cache):
         self._positions: Tensor | None = None
         self._rope: tuple[Tensor, Tensor] | None = None  # of all columns
         self._rope_now: tuple[Tensor, Tensor] | None = None  # of the current call's, as the model itself made them
-        self._plan: Plan | None = None
+        self._call: Call | None = None  # the current forward's, from its first layer on
         self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
@@ -587,7 +587,6 @@ class KVCalCache(Cache):
         self._on_device: bool | None = None
         self.steps: dict[torch.device, Any] = {}  # fixed.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
-        self._counts: tuple[Tensor, Tensor, Tensor] | None = None
         self._workspaces: dict[torch.device, Any] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
@@ -712,8 +711,7 @@ class KVCalCache(Cache):
         self._masks = {}
         for layer in self.own_layers:
             layer.drop_turn()
-        self._counts = None
-        self._plan = self._rope = self._rope_now = self._positions = None
+        self._call = self._rope = self._rope_now = self._positions = None
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         self._positions, self._rope_now = positions, (cos, sin)
@@ -739,14 +737,12 @@ class KVCalCache(Cache):
             return mask
         if hidden.device not in self._masks:
             hf.check_selectable(own.site)
-            alive = plan.alive.to(hidden.device)
-            valid = None if plan.valid is None else plan.valid.to(hidden.device)
-            seen = allowed(alive, valid, 0, plan.query)
+            seen = allowed(plan.alive, self.call.prefixes(hidden.device).valid, 0, plan.query)
             self._masks[hidden.device] = None if bool(seen.all()) else hf.mask_for(own.site, seen, hidden.dtype)
         return self._masks[hidden.device]
 
     def on_done(self) -> None:
-        plan, self._torn = self._plan, self.scheme.selection is not None
+        plan, self._torn = None if self._call is None else self._call.plan, self.scheme.selection is not None
         if isinstance(plan, SelectedPlan) and plan.flush:
             moves = self.ledger.choose(plan)
             self._chain = {"old": {}, "new": {}}
@@ -761,8 +757,14 @@ class KVCalCache(Cache):
         """Attention (B, past + query) that one layer's queries gave to each slot."""
         self.ledger.add(mass)
 
+    @property
+    def call(self) -> Call:
+        """What the current forward's layers share; once its first one has come."""
+        assert self._call is not None
+        return self._call
+
     def plan_for(self, layer: KVCalLayer, keys: Tensor) -> Plan:
-        """The current forward's plan, made when its first layer comes."""
+        """The current forward's plan, made when its first layer comes, on the device of the keys."""
         return self._plan_of(layer, keys.shape[0], keys.shape[2], keys.device)
 
     def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
@@ -772,10 +774,10 @@ class KVCalCache(Cache):
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
             more = "" if self._hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
             raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
-        if self._plan is None:
+        if self._call is None:
             self._check_whole(layer.index, query)
-            self._plan = self._begin(batch, query, device)
-        return self._plan
+            self._call = Call(self._begin(batch, query), self.scheme.windows)
+        return self._call.on(device)
 
     def _check_whole(self, first: int, query: int) -> None:
         """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
@@ -790,10 +792,10 @@ class KVCalCache(Cache):
                     "an earlier forward broke off; call reset() and start again"
                 )
 
-    def _begin(self, batch: int, query: int, device: torch.device) -> Plan:
+    def _begin(self, batch: int, query: int) -> Plan:
         past = self.ledger.columns
         self._check_room(query)
-        plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(device)
+        plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query))
         if self._mask is None or self._custom_mask or self._held_mask is None:
             self._held_mask = None
         else:
@@ -816,16 +818,6 @@ class KVCalCache(Cache):
     def has_custom_mask(self) -> bool:
         """Whether the current forward was given a mask that is not (batch, tokens)."""
         return self._custom_mask
-
-    def counts(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Sink tokens, packed blocks, recent tokens with the new ones, of each row: (B,) int32; once a forward."""
-        if self._counts is None or self._counts[0].device != device:
-            assert plan.seen is not None and plan.packed is not None
-            sink = plan.seen.clamp_max(self.scheme.windows.sink)
-            recent = plan.seen - sink - plan.packed * self.scheme.windows.block + plan.query
-            sinks, blocks, recents = torch.stack([sink, plan.packed, recent]).int().to(device).unbind()
-            self._counts = sinks, blocks, recents
-        return self._counts
 
     def workspace(self, device: torch.device) -> Any:
         """Memory that the launches of this cache's layers share on a device."""
@@ -946,7 +938,7 @@ class KVCalCache(Cache):
             self.unforgotten["tokens"] += old
             self.unforgotten["blocks"] += self.ledger.early
         self.returned_tokens += plan.returned
-        self._rope = self._plan = self._held_mask = None
+        self._rope = self._call = self._held_mask = None
         self._publish()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -969,7 +961,7 @@ class KVCalCache(Cache):
                 layer.select_rows(rows, self.ledger.widths)
             else:
                 plain(layer)
-        self._rope = self._plan = self._held_mask = None
+        self._rope = self._call = self._held_mask = None
         self._publish()
 
     def reset(self) -> None:
@@ -977,7 +969,7 @@ class KVCalCache(Cache):
         self.ledger.clear()
         self.returned_tokens, self._torn = 0, False
         self.unforgotten = {"tokens": 0, "blocks": 0}
-        self._rope = self._plan = self._mask = self._held_mask = None
+        self._rope = self._call = self._mask = self._held_mask = None
         self._chain = {"old": {}, "new": {}}
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class Audit:
             nonlocal done
             plan, blocks = cache.plan_for(layer, keys), _blocks(layer)
             due = blocks >= max(1, 2 * done) or layer.columns + keys.shape[2] >= self.last
-            if not blocks or not due or plan.past_index is not None:  # rows of padding lie in another order
+            if not blocks or not due or plan.ragged:  # rows of padding lie in another order
                 return honest(keys, values, *args, **kwargs)
             done = blocks
             also(layer)
