@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from . import fused, hf, store
 from .call import Call
 from .codecs import Codec, Context
-from .codecs.base import Packed, check_finite
-from .errors import KVCalError, UsageError
+from .codecs.base import Packed, Refusals, check_finite, collecting
+from .errors import KVCalError, NonFiniteError, UsageError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
@@ -336,13 +336,20 @@ class KVCalLayer(CacheLayerMixin):
             self.remembered = self.packed, remembered[1]
 
     def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
-        """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above."""
+        """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above.
+
+        What cannot be packed is told when all layers are done, by `KVCalCache.check_packed`.
+        """
+        with collecting(self._cache.refusals):
+            return self._encode_both(leaving, stats)
+
+    def _encode_both(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
         context, chained = self._cache.new_context(self.index), self._cache.scheme.chained
         context.stats = stats
         blocks: list[Packed] = [{}, {}]
         made: list[Tensor | None] = [None, None]
         for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
-            check_finite(x, self.index, codec.role)
+            x = check_finite(x, self.index, codec.role)
             if chained:
                 blocks[role], made[role] = codec.encode_decode(x, context)
             else:
@@ -584,6 +591,8 @@ class KVCalCache(Cache):
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
+        self.refusals = Refusals()
+        self._refused: str | None = None  # what was packed last and could not be
         self._on_device: bool | None = None
         self.steps: dict[torch.device, Any] = {}  # fixed.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
@@ -671,8 +680,11 @@ class KVCalCache(Cache):
 
     def settle(self) -> None:
         """Let the host know of the steps that the device did by itself."""
+        if hf.capturing() or torch.compiler.is_compiling():
+            return
+        self.check_packed()
         ready: list[Any] = [layer for layer in self.own_layers if layer.ready]
-        if not ready or hf.capturing() or torch.compiler.is_compiling():
+        if not ready:
             return
         from . import fixed
 
@@ -696,11 +708,10 @@ class KVCalCache(Cache):
         self._on_device, self.hides_old, self.gives_weights = None, False, weights
         if weights and any(layer.refused is None for layer in self.own_layers):
             fused.warn("output_attentions: the fused kernel gives no attention weights")
-        if self.max_length is not None and not hf.capturing():
-            self.settle()
-            if mask is not None and mask.ndim == 4:
-                real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
-                mask = mask if real is None else real
+        self.settle()
+        if self.max_length is not None and mask is not None and mask.ndim == 4 and not hf.capturing():
+            real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
+            mask = mask if real is None else real
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
         if self._custom_mask and self.scheme.selection is not None:
             assert mask is not None
@@ -750,6 +761,15 @@ class KVCalCache(Cache):
                 assert isinstance(layer, SelectedLayer)
                 layer.carry_out(moves)
         self._torn = False
+        self.check_packed()
+
+    def check_packed(self) -> None:
+        """Raises NonFiniteError where a forward packed what cannot be: at its end, or at the next use if it broke off."""
+        try:
+            self.refusals.check()
+        except NonFiniteError as error:
+            self._refused = str(error)
+            raise
 
     # What layers ask for.
 
@@ -781,6 +801,10 @@ class KVCalCache(Cache):
 
     def _check_whole(self, first: int, query: int) -> None:
         """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
+        if self._refused is not None:
+            raise KVCalError(
+                f"an earlier forward broke off; call reset() and start again. It ended with: {self._refused}"
+            )
         if self._torn:
             raise KVCalError("an earlier forward broke off while it evicted tokens: call reset() and start again")
         for index, layer in enumerate(self.layers):
@@ -968,6 +992,7 @@ class KVCalCache(Cache):
         super().reset()
         self.ledger.clear()
         self.returned_tokens, self._torn = 0, False
+        self.refusals, self._refused = Refusals(), None
         self.unforgotten = {"tokens": 0, "blocks": 0}
         self._rope = self._call = self._mask = self._held_mask = None
         self._chain = {"old": {}, "new": {}}
@@ -990,7 +1015,7 @@ class KVCalCache(Cache):
         kind |= {"kernels": self.kernels, "max_length": self.max_length}
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
-        twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
+        twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):

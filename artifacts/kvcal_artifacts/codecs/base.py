@@ -201,18 +201,68 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return copies[device]
 
 
-def check_finite(x: Tensor, layer: int, role: Role) -> None:
-    """One clear error naming layer and head instead of a silent NaN in the cache."""
-    if bool(torch.isfinite(x).all()):
-        return
-    bad = (~torch.isfinite(x)).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-    raise NonFiniteError(
-        f"layer {layer}, {role} head {bad[0]}: a NaN or infinity reached the cache; "
-        "only finite values can be compressed: check the model's dtype and weights"
-    )
-
-
 _THREAD = threading.local()
+
+
+class Refusals:
+    """What encoding refused inside `collecting`: told by `check`, with one wait for each device, not some for each layer.
+
+    Until then what was refused is encoded as something else, which must not be used.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, Callable[[], NonFiniteError]]] = []
+
+    def note(self, fine: Tensor, error: Callable[[], NonFiniteError]) -> None:
+        """fine: 0-d bool on the device; error: what to raise where it is not."""
+        self._found.append((fine, error))
+
+    def check(self) -> None:
+        """Raises NonFiniteError for the first refusal since the last check."""
+        found, self._found = self._found, []
+        places = {fine.device for fine, _ in found}
+        said = {
+            place: iter(torch.stack([fine for fine, _ in found if fine.device == place]).to("cpu").tolist())
+            for place in places
+        }
+        for fine, error in found:
+            if not next(said[fine.device]):
+                raise error()
+
+
+@contextmanager
+def collecting(refusals: Refusals) -> Iterator[None]:
+    """Inside, on this thread, check_finite and to_half leave what they refuse to `refusals`."""
+    before, _THREAD.refusals = getattr(_THREAD, "refusals", None), refusals
+    try:
+        yield
+    finally:
+        _THREAD.refusals = before
+
+
+def check_finite(x: Tensor, layer: int, role: Role) -> Tensor:
+    """x (B, H, T, D); one clear error naming layer and head instead of a silent NaN in the cache."""
+    finite = torch.isfinite(x)
+    heads = finite.transpose(0, 1).flatten(1).all(1)
+
+    def error() -> NonFiniteError:
+        return NonFiniteError(
+            f"layer {layer}, {role} head {int((~heads).nonzero()[0])}: a NaN or infinity reached the cache; "
+            "only finite values can be compressed: check the model's dtype and weights"
+        )
+
+    return _unless(heads.all(), error, x, lambda: x.masked_fill(~finite, 0))
+
+
+def _unless(fine: Tensor, error: Callable[[], NonFiniteError], x: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+    """x where `fine` holds. Else raises the error, now or when collected refusals are looked at; then `otherwise`, always."""
+    refusals: Refusals | None = getattr(_THREAD, "refusals", None)
+    if refusals is not None:
+        refusals.note(fine, error)
+        return otherwise()
+    if not bool(fine):
+        raise error()
+    return x
 
 
 @contextmanager
@@ -230,14 +280,18 @@ def device_only() -> Iterator[list[Tensor]]:
 
 def to_half(x: Tensor, what: str) -> Tensor:
     """float32 (B, ...) -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
-    holds, fits = x.abs() <= 65504.0, getattr(_THREAD, "fits", None)  # not where x is NaN
+    fits = getattr(_THREAD, "fits", None)
     if fits is not None:
-        fits.append(holds.flatten(1).all(1))
-    elif not bool(holds.all()):
-        raise NonFiniteError(
-            f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use smaller groups"
+        fits.append((x.abs() <= HALF_MAX).flatten(1).all(1))  # not where x is NaN
+        return x.to(torch.float16)
+    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+
+    def error() -> NonFiniteError:
+        return NonFiniteError(
+            f"{what} of {float(largest):.3g} does not fit float16 (largest 65504); use smaller groups"
         )
-    return x.to(torch.float16)
+
+    return _unless(largest <= HALF_MAX, error, x, lambda: x.clamp(-HALF_MAX, HALF_MAX)).to(torch.float16)
 
 
 PRODUCT_BLOCKS = 8  # blocks a matrix product while encoding
@@ -255,4 +309,5 @@ def by_fixed_rows(x: Tensor, block: int, product: Callable[[Tensor], Tensor]) ->
     return (torch.cat(made, -2) if len(made) > 1 else made[0])[..., :count, :]
 
 
+HALF_MAX = 65504.0
 HALF_FLOOR = 2.0**-24  # the smallest positive float16: scales never round to zero
