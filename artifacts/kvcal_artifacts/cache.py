@@ -591,6 +591,7 @@ class KVCalCache(Cache):
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
+        self._held: Any = None
         self.refusals = Refusals()
         self._refused: str | None = None  # what was packed last and could not be
         self._on_device: bool | None = None
@@ -688,15 +689,24 @@ class KVCalCache(Cache):
             return
         from . import fixed
 
-        length = fixed.length_of(ready)
+        length, counts = fixed.read(ready)
         if new := length - self.ledger.columns:
             self.ledger.begin(self.ledger.batch, new, None)
             if self._held_mask is not None:
                 self._held_mask = torch.nn.functional.pad(self._held_mask, (0, new), value=True)
-        fixed.compare(ready, self.ledger)
+        fixed.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
         for layer in ready if new else ():
             layer.columns = length
-            layer.look()
+            layer.overlook(self.held)
+
+    @property
+    def held(self) -> Any:
+        """fixed.Held of the ledger as it is, for all layers."""
+        from . import fixed
+
+        if self._held is None or not self._held.of(self.ledger):
+            self._held = fixed.Held(self.ledger)
+        return self._held
 
     def _publish(self) -> None:
         for layer in self.own_layers:

@@ -368,7 +368,7 @@ def decode(blocks: Blocks) -> Tensor:
     if blocks.grid is not None:
         rotated = blocks.grid.points[codes].flatten(-2) * scale.float()
         return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim))
-    offset = torch.tensor(-(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
+    offset = torch.full((), -(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
     if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]
     else:
