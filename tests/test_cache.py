@@ -1069,6 +1069,50 @@ def test_not_a_number(name: str, bad: float, role: str) -> None:
     feed(made, Rows([60, 50]))
 
 
+@pytest.mark.parametrize("next_use", ["forward", "describe", "crop", "copy"])
+def test_what_cannot_be_packed_is_said_even_if_the_forward_breaks_off(next_use: str) -> None:
+    """By the next use, and until reset() no other is possible."""
+    model, ids = schemes.tiny("llama"), token_ids(1, 60)
+    made = schemes.make(model, "uniform-2")
+    bad = model.model.embed_tokens(ids).detach().clone()
+    bad[0, 7] = torch.nan
+
+    def fail(*given: Any) -> None:
+        raise MemoryError("mine")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="mine"):
+        model(inputs_embeds=bad, past_key_values=made)
+    hook.remove()
+    use: dict[str, Any] = {
+        "forward": lambda: model(ids[:, :1], past_key_values=made),
+        "describe": made.describe,
+        "crop": lambda: made.crop(-1),
+        "copy": lambda: copy.deepcopy(made),
+    }
+    with pytest.raises(NonFiniteError, match="layer 0, key head 0: a NaN or infinity reached the cache"):
+        use[next_use]()
+    for _ in range(2):
+        with pytest.raises(KVCalError, match=r"broke off; call reset.* It ended with: layer 0, key head 0"):
+            model(ids[:, :1], past_key_values=made)
+    made.reset()
+    model(ids, past_key_values=made)
+    assert made.ledger.blocks.tolist() == [5]
+
+
+def test_scales_beyond_float16_are_refused_at_the_end_of_the_forward() -> None:
+    model, ids = schemes.tiny("llama"), token_ids(1, 60)
+    made = schemes.make(model, "uniform-2")
+    loud = copy.deepcopy(model.model.layers[2].self_attn.v_proj)
+    quiet, model.model.layers[2].self_attn.v_proj = model.model.layers[2].self_attn.v_proj, loud
+    loud.weight.data *= 1e7
+    with pytest.raises(NonFiniteError, match=r"(scale|minimum) of .*e\+.* does not fit float16"):
+        model(ids, past_key_values=made)
+    model.model.layers[2].self_attn.v_proj = quiet
+    with pytest.raises(KVCalError, match="broke off; call reset"):
+        model(ids, past_key_values=made)
+
+
 def test_a_mask_of_four_dimensions() -> None:
     """Then nobody says what is padding: every token counts as real, as in DynamicCache, and describe() says so."""
     model, ids = schemes.tiny("llama"), token_ids(2, 40)

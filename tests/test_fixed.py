@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interpreted import interpreted, needs_triton
+from kvcal_artifacts import fused
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Uniform
-from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs
 from schemes import close_all, left_mask, mixkvq_of, opened, packed_row, same, token_ids, window_row
@@ -389,6 +390,82 @@ def test_caches_that_do_not_compile_say_why() -> None:
     assert "no fused kernel reads mixkvq" in why(small, max_length=100)
     left = type(scheme(pair))(WINDOWS, "post_rope", (pair, None, pair), {1: "asked for"})
     assert "layer 1 is left to Transformers' own cache" in why(left, max_length=100)
+
+
+def only(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...] = (0, 1, 2)) -> None:
+    """As if the kernel took that dtype alone, and in other layers, which ask in turn, none."""
+    asked: list[int] = []
+
+    def absence(kernels: str, pair: Any, ratio: int, given: torch.dtype, device: torch.device) -> str | None:
+        asked.append(len(asked) % 3)
+        taken = given == dtype and asked[-1] in layers
+        return None if taken else f"not in {given}"
+
+    monkeypatch.setattr(fused, "absence", absence)
+
+
+def test_the_first_keys_say_whether_storage_is_allocated_once(
+    monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    """Weights may be cast between construction and the prompt, or packed; what they were then is a guess."""
+    only(torch.bfloat16, monkeypatch)
+    served = copy.deepcopy(model())
+    own, plain = fixed(served=served), opened(scheme(PAIRS["inner-4"]), served, kernels="off")
+    assert own.why_not_compileable == "layer 0: not in torch.float32"
+    served.bfloat16()
+    ids = token_ids(2, 160, seed=4)
+    steps((own, plain), ids[:, :80], [])
+    assert own.is_compileable and all(layer.ready for layer in own.own_layers)
+    where = addresses(own)
+    apart = steps((own, plain), ids[:, 80:], [*range(1, 70)])
+    assert addresses(own) == where and len(calls) == 3 * 70 and max(apart) < 0.1  # of bfloat16
+    own.reset()
+    served.float()
+    steps((own, plain), ids[:, :1], [])  # plain goes on in float32, too
+    assert own.why_not_compileable == "layer 0: not in torch.float32"
+
+
+@pytest.mark.parametrize(("layers", "late"), [((), False), ((0, 2), False), ((0,), True)])
+def test_layers_whose_first_keys_are_refused_grow_with_all_others(
+    layers: tuple[int, ...], late: bool, monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    """late: when the first layer has allocated its room already."""
+    only(torch.float32, monkeypatch)
+    ids = token_ids(2, 200, seed=4)
+    caches = both()
+    assert caches[0].is_compileable
+    steps(caches, ids[:, :80], [])  # with a room
+    caches[0].reset()
+    caches[1].reset()
+    only(torch.float32, monkeypatch, layers)
+    if late:
+        monkeypatch.setattr(FixedLayer, "expect", lambda self, kernels, dtype: setattr(self, "refused", None))
+    mask = torch.cat([left_mask([80, 60]), torch.ones(2, 60, dtype=torch.long)], 1)
+    first = steps(caches, ids[:, :140], [80, 81, 97, 130, 131], mask)
+    assert not caches[0].is_compileable and "not in torch.float32" in str(caches[0].describe()["compileable"])
+    assert [layer.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
+    close(first)
+    for row in (0, 1):
+        assert same(first_layer(caches[0], row), first_layer(caches[1], row))
+    caches[0].crop(-9)
+    caches[1].crop(-9)
+    twin = copy.deepcopy(caches[0])
+    close(steps((twin, caches[1]), ids[:, 150:], [3]))
+    twin.close()
+    assert bool(calls) == bool(layers)
+
+
+def test_kernels_that_are_required_are_asked_of_the_first_keys_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(torch.float32, monkeypatch)
+    served = copy.deepcopy(model())
+    caches = [
+        opened(scheme(PAIRS["inner-4"]), served, kernels="torch", require_kernels=True, max_length=length)
+        for length in (None, 256)
+    ]
+    served.bfloat16()
+    for own in caches:
+        with pytest.raises(KernelsUnavailable, match=r"layer 0: .*: not in torch.bfloat16; .*require_kernels"):
+            served(token_ids(1, 80), past_key_values=own)
 
 
 def test_token_selection_goes_on_as_ever() -> None:

@@ -247,6 +247,43 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
         opened(scheme(pair), model(), kernels="fast")
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_shapes_without_a_kernel_are_warned_of_once(
+    kernels: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Where a kernel would run: not on a CPU that nobody asked one of, nor for codecs that have none."""
+
+    def lines(pair: LayerCodecs, own: Any = None, kernels: str = kernels) -> list[str]:
+        served = own or model()
+        for _ in range(2):
+            kept = opened(scheme(pair, served.config.num_hidden_layers), served, kernels=kernels)
+            with torch.no_grad():
+                served(token_ids(1, 40), past_key_values=kept)
+        found = [str(one.message) for one in recwarn]
+        recwarn.clear()
+        return [
+            line.removesuffix("; packed blocks are decoded for the model's own attention instead") for line in found
+        ]
+
+    monkeypatch.setattr(fused, "_WARNED", set())
+    narrow = LayerCodecs(Uniform(SHAPE, "key", 3, 32), PAIRS["inner-4"].value)
+    if kernels == "auto":
+        assert lines(narrow) == []  # on a CPU
+        monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+        assert lines(PAIRS["inner-4"]) == ["fused kernel: the fused kernel takes float16 and bfloat16, not float32"]
+    (line,) = lines(narrow)
+    assert line.startswith("fused kernel: keys: 3 bits at head_dim 64 would take")
+    many = build("Llama", head_dim=64, num_attention_heads=34, hidden_size=68, num_hidden_layers=1)
+    assert lines(PAIRS["kivi-4"], many) == ["fused kernel: 17 query heads a kv head: the fused kernel takes 16 at most"]
+    assert lines(PAIRS["kivi-4"], many) == []
+    monkeypatch.setattr(fused, "_WARNED", set())
+    assert lines(narrow, kernels="off") == []
+    higgs = Preset("higgs-2", "higgs-2", "post_rope", 4, 32, 32).scheme(model()).layers[0]
+    assert higgs is not None and lines(LayerCodecs(higgs.key, PAIRS["inner-4"].value)) == []
+    with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*3 bits at head_dim 64"):
+        opened(scheme(narrow), model(), kernels=kernels, require_kernels=True)
+
+
 def test_kernels_can_be_required() -> None:
     made = scheme(PAIRS["inner-4"])
     with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*not float32.*require_kernels") as found:

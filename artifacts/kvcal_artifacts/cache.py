@@ -56,10 +56,13 @@ class KVCalLayer(CacheLayerMixin):
         self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
-        if self.readable:  # a guess until keys come
-            device, dtype = site.placed
-            self.refused = fused.absence(cache.kernels, codecs, site.ratio, dtype, device)
+        if self.readable:
+            self.expect(cache.kernels, site.placed[1])
         self._clear()
+
+    def expect(self, kernels: str, dtype: torch.dtype) -> None:
+        """Until keys come: whether they will take the kernel if they are of that dtype and where the layer's weights are."""
+        self.refused = fused.absence(kernels, self.codecs, self.site.ratio, dtype, self.site.placed[0])
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -81,9 +84,12 @@ class KVCalLayer(CacheLayerMixin):
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device)
+        self._cache.on_keys_of(self.dtype)
         if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
+        if self.refused is not None:
+            self._cache.on_refused(self)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
 
@@ -152,6 +158,9 @@ class KVCalLayer(CacheLayerMixin):
 
     def publish(self) -> None:
         """After the host changed the layer: nothing to do where the host has it all."""
+
+    def leave_room(self) -> None:
+        """Storage grows on the host from now on: as ever."""
 
     def drop_turn(self) -> None:
         """Of a forward that broke off between update() and its attention."""
@@ -530,7 +539,8 @@ class KVCalCache(Cache):
     its check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
     max_length: columns that a row can have; layers that take the kernel then have all their storage from the first call on,
     and decode steps of up to 16 tokens work under a CUDA graph and generate()'s compiled forward (`is_compileable`).
-    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel.
+    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel, here as far as it can be
+    known, else when the first keys come.
     """
 
     layers: list[Any]
@@ -561,7 +571,7 @@ class KVCalCache(Cache):
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
-        self.model, self.max_length, self.kernels = model, max_length, kernels
+        self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
@@ -605,14 +615,16 @@ class KVCalCache(Cache):
         self._held_mask: Tensor | None = None  # the ledger's `valid`, on the masks' device
 
     def _fixed(self, layers: list[Any]) -> list[Any]:
-        """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are."""
+        """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are. Whether
+        the kernel runs where the model is and in its dtype is for the first keys to say: those that are refused then grow.
+        """
         from . import fixed
 
         own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
         for index, layer in enumerate(layers):
             if not isinstance(layer, KVCalLayer):
                 self._growing = f"layer {index} is left to Transformers' own cache, which grows"
-            elif why := layer.refused or fixed.refusal(self.scheme, layer.codecs):
+            elif why := (None if layer.readable else layer.refused) or fixed.refusal(self.scheme, layer.codecs):
                 self._growing = f"layer {index}: {why}"
             else:
                 continue
@@ -622,13 +634,14 @@ class KVCalCache(Cache):
 
     @property
     def why_not_compileable(self) -> str | None:
-        """Why decode steps are not left to the device as a whole; None if they are."""
-        return self._growing
+        """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
+        refused = (f"layer {layer.index}: {layer.refused}" for layer in self.own_layers if layer.refused)
+        return self._growing or next(refused, None)
 
     def why_not_compiled(self, query: int) -> str:
         """Why a call of so many tokens cannot run compiled, and what to do."""
         what = f"behind a prompt, of a cache with max_length, not {query} behind {self.ledger.columns}"
-        grows = f" ({self._growing})" if self._growing else ""
+        grows = f" ({self.why_not_compileable})" if self.why_not_compileable else ""
         return (
             f"only steps of up to {fused.QUERIES} tokens can run compiled, {what}{grows}: run this call with the uncompiled "
             "model, as generate() runs its prompt"
@@ -707,6 +720,22 @@ class KVCalCache(Cache):
         if self._held is None or not self._held.of(self.ledger):
             self._held = fixed.Held(self.ledger)
         return self._held
+
+    def on_keys_of(self, dtype: torch.dtype) -> None:
+        """The first keys of a layer come: if they are the cache's first, all layers expect their dtype."""
+        if not any(layer.is_initialized for layer in self.own_layers):
+            for layer in self.own_layers:
+                if layer.readable:
+                    layer.expect(self.kernels, dtype)
+
+    def on_refused(self, layer: KVCalLayer) -> None:
+        """The first keys of a layer show that it does not take the kernel."""
+        assert layer.refused is not None
+        fused.warn_of_shape(self.kernels, layer.codecs, layer.site, layer.device, layer.refused)
+        if self.require_kernels:
+            fused.require([(layer.index, layer.refused)])
+        for other in self.own_layers:
+            other.leave_room()
 
     def _publish(self) -> None:
         for layer in self.own_layers:
@@ -1022,7 +1051,7 @@ class KVCalCache(Cache):
         """An independent cache on the same model with the same contents, for reusing a prompt."""
         self.settle()
         kind: dict[str, Any] = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
-        kind |= {"kernels": self.kernels, "max_length": self.max_length}
+        kind |= {"kernels": self.kernels, "max_length": self.max_length, "require_kernels": self.require_kernels}
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused

@@ -133,9 +133,12 @@ class FixedLayer(KVCalLayer):
         return key_states, value_states
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
-        return False  # update() has asked
+        if self._cache.is_compileable:
+            return False  # update() has asked
+        return super()._is_for_kernel(plan, keys, values)
 
     def drop_turn(self) -> None:
+        self._due = None
         hf.turn_of(self.site).take()
 
     def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
@@ -148,7 +151,7 @@ class FixedLayer(KVCalLayer):
     @torch.no_grad()
     def publish(self) -> None:
         """Write what the host has made of the layer into its room."""
-        if not self.is_initialized:
+        if not self.is_initialized or not self._cache.is_compileable:
             return
         like, ledger, held = self.window[0], self._cache.ledger, self._cache.held
         room, steps = self._room_for(like), self._steps_for(like)
@@ -172,6 +175,11 @@ class FixedLayer(KVCalLayer):
                 own.state[name] = kept.copy_(value)
         self.ready = True
         self.overlook(held)
+
+    def leave_room(self) -> None:
+        if self.room is not None:
+            self.look()
+            self.ready, self.room, self._views = False, None, []
 
     def _fill(self, room: Tensor, new: Tensor) -> None:
         """Into the first slots; nothing to do where `new` is what the host saw of them."""
@@ -249,11 +257,13 @@ class FixedLayer(KVCalLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
         if self.ready and query_length <= fused.QUERIES:
-            return self.get_max_length(), 0
+            return self._cache.max_length or 0, 0
         self._cache.settle()
         return super().get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
+        if not self._cache.is_compileable:
+            return super().get_max_length()
         assert self._cache.max_length is not None
         return self._cache.max_length
 
@@ -273,6 +283,8 @@ class FixedLayer(KVCalLayer):
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
+        if self._due is not None:  # of a cache that grows
+            return super().attend(q, k, v, scaling)
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)

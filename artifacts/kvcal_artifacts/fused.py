@@ -24,6 +24,7 @@ from .scheme import LayerCodecs, Scheme
 CHOICES = ("auto", "off", "torch", "triton")
 QUERIES = 16  # new tokens a call, at most
 RATIO = 16  # query heads a kv head, at most
+DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of each row (B,) int32
 
@@ -45,16 +46,26 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
         return "layers are predicted from reconstructions of others, which decoding makes"
     if scheme.frame == "pre_rope" and site.rope:
         return "keys before RoPE are rotated after they are decoded"
+    return shape_refusal(pair, site) or hf.odd_attention(site)
+
+
+def shape_refusal(pair: LayerCodecs, site: hf.AttentionSite) -> str | None:
+    """Why no kernel reads what these codecs store at this layer's shape."""
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
-    return hf.odd_attention(site) or _odd_ratio(site)
+    many = f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
+    return None if site.ratio <= RATIO else many
 
 
-def _odd_ratio(site: hf.AttentionSite) -> str | None:
-    return (
-        None if site.ratio <= RATIO else f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
-    )
+def warn_of_shape(kernels: str, pair: LayerCodecs, site: hf.AttentionSite, device: torch.device, why: str) -> None:
+    """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
+    describe() alone.
+    """
+    wanted = kernels in ("torch", "triton") or preflight.unsupported(device) is None
+    known = all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    if kernels != "off" and wanted and known and (why == shape_refusal(pair, site) or why.startswith(DTYPES_TAKEN)):
+        warn(f"fused kernel: {why}")
 
 
 def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -62,7 +73,7 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
     if kernels == "torch":
         return None
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"the fused kernel takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
     if kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if why := preflight.unsupported(device):
