@@ -558,51 +558,28 @@ def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
     )
 
 
-def generated_logits(own: KVCalCache, ids: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Tokens, prompt and all, and the logits (rows, new tokens, vocabulary) they were taken from."""
-    made = own.model.generate(
-        ids, past_key_values=own, max_new_tokens=45, do_sample=False, pad_token_id=0,
-        return_dict_in_generate=True, output_logits=True, **options,
+def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Tokens (B, count) and logits (B, count, vocabulary) of generate()."""
+    out: Any = own.model.generate(
+        ids, past_key_values=own, max_new_tokens=count, do_sample=False, pad_token_id=0, return_dict_in_generate=True,
+        output_logits=True,
     )  # fmt: skip
-    return made.sequences, torch.stack(made.logits, 1)
-
-
-def stepped_logits(own: KVCalCache, sequences: Tensor, prompt: int) -> Tensor:
-    """Those of the same tokens, fed one by one."""
-    out = []
-    with torch.no_grad():
-        for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, sequences.shape[1] - 1))]:
-            out.append(own.model(sequences[:, start:stop], past_key_values=own).logits[:, -1].float())
-    return torch.stack(out, 1)
-
-
-def check_generated_logits(served: Any, ids: Tensor, kernels: str, **options: Any) -> None:
-    """Of generate() with its compiled forward, against uncompiled steps of a cache that grows. Not token by token: of random
-    weights, the first tie of float16 that falls otherwise makes another text.
-    """
-    own = fixed("innerq", served, kernels=kernels)
-    assert own.is_compileable, own.describe()["compileable"]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    sequences, found = generated_logits(own, ids, **options)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
-    plain = opened(scheme(PAIRS["innerq"]), served, kernels=kernels)
-    wanted = stepped_logits(plain, sequences, ids.shape[1])
-    own.settle()
-    assert own.ledger.blocks.tolist() == plain.ledger.blocks.tolist() and own.ledger.columns == plain.ledger.columns
-    apart = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert apart.median() < 5e-3 and apart.max() < 0.05, apart.tolist()
-
-
-def test_logits_of_a_compiled_forward_in_float16() -> None:
-    """What the test on a GPU does, with torch for the kernels."""
-    from transformers import CompileConfig
-
-    compiled = CompileConfig(backend="aot_eager", mode=None)
-    compiled._compile_all_devices = True
-    check_generated_logits(copy.deepcopy(model()).half(), token_ids(2, 90, seed=10), "torch", compile_config=compiled)
+    return out.sequences[:, -count:], torch.stack(out.logits, 1).float()
 
 
 @pytest.mark.gpu
 def test_generate_compiles_its_forward_on_a_gpu() -> None:
-    check_generated_logits(copy.deepcopy(model()).half().cuda(), token_ids(2, 90, seed=10).cuda(), "auto")
+    served = copy.deepcopy(model()).half().cuda()
+    ids = token_ids(2, 90, seed=10).cuda()
+    own = fixed("innerq", served, kernels="auto")
+    assert own.is_compileable, own.describe()["compileable"]
+    found, logits = steps_of(own, ids, 60)
+    wanted, plain_logits = steps_of(opened(scheme(PAIRS["innerq"]), served, kernels="auto"), ids, 60)
+    for row in (0, 1):
+        alike = int((found[row] == wanted[row]).long().cumprod(0).sum())  # tokens before the first that differs
+        off = (logits[row, : alike + 1] - plain_logits[row, : alike + 1]).abs().max()
+        assert off < 0.02 * plain_logits.abs().max(), (row, alike)
+        if alike < 60:  # a tie of float16, which ends the comparison: random weights hardly tell tokens apart
+            top = plain_logits[row, alike].topk(2).values
+            assert top[0] - top[1] <= 2 * off, (row, alike)
+        assert alike > 2, row

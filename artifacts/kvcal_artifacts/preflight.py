@@ -141,7 +141,8 @@ def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torc
     Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
     """
     generator = torch.Generator(device).manual_seed(0)
-    held = [_blocks(form, device, generator) for form in (keys, values)]
+    each = max(keys.scale_blocks, values.scale_blocks)
+    held = [_blocks(form, each, device, generator) for form in (keys, values)]
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
 
     def random(heads: int, tokens: int) -> Tensor:
@@ -164,9 +165,9 @@ def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str 
     return None if off <= allowed else f"{what}: off by {off:.2g} of the reference, allowed {allowed:.2g}"
 
 
-def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> attention.Blocks:
-    """Random blocks of two kv heads, numbers of variance about 1."""
-    rows, tokens = len(BLOCKS), -(-max(BLOCKS) // form.scale_blocks) * form.scale_blocks * BLOCK
+def _blocks(form: Form, each: int, device: torch.device, generator: torch.Generator) -> attention.Blocks:
+    """Random blocks of two kv heads, a multiple of `each` of them, numbers of variance about 1."""
+    rows, tokens = len(BLOCKS), -(-max(BLOCKS) // each) * each * BLOCK
     codes = torch.randint(0, 1 << form.bits, (rows, 2, tokens, form.dim), generator=generator, device=device)
     along = (tokens // form.group, form.dim) if form.along_tokens else (tokens, form.dim // form.group)
     noise = torch.rand(rows, 2, *along, generator=generator, device=device)
