@@ -1106,8 +1106,9 @@ def test_scales_beyond_float16_are_refused_at_the_end_of_the_forward() -> None:
     loud = copy.deepcopy(model.model.layers[2].self_attn.v_proj)
     quiet, model.model.layers[2].self_attn.v_proj = model.model.layers[2].self_attn.v_proj, loud
     loud.weight.data *= 1e7
-    with pytest.raises(NonFiniteError, match=r"(scale|minimum) of .*e\+.* does not fit float16"):
+    with pytest.raises(NonFiniteError, match=r"^layer 2: .*(scale|minimum) of .*e\+.* does not fit") as raised:
         model(ids, past_key_values=made)
+    assert raised.value.layer == 2
     model.model.layers[2].self_attn.v_proj = quiet
     with pytest.raises(KVCalError, match="broke off; call reset"):
         model(ids, past_key_values=made)

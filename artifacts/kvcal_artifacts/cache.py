@@ -349,7 +349,7 @@ class KVCalLayer(CacheLayerMixin):
 
         What cannot be packed is told when all layers are done, by `KVCalCache.check_packed`.
         """
-        with collecting(self._cache.refusals):
+        with collecting(self._cache.refusals, self.index):
             return self._encode_both(leaving, stats)
 
     def _encode_both(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:

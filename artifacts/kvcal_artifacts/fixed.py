@@ -398,7 +398,10 @@ def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
         if why := quantise.check(flags, index):
             kind = KVCalError if "no slot left" in why else NonFiniteError
             more = " (max_length)" if kind is KVCalError else ""
-            raise kind(f"{why}{more}; call reset() and start again")
+            error = kind(f"{why}{more}; call reset() and start again")
+            if isinstance(error, NonFiniteError):
+                error.layer = index
+            raise error
 
 
 def compare(found: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:

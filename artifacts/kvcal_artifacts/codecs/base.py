@@ -211,29 +211,34 @@ class Refusals:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[Tensor, Callable[[], NonFiniteError]]] = []
+        self._found: list[tuple[int, Tensor, Callable[[], NonFiniteError]]] = []
 
-    def note(self, fine: Tensor, error: Callable[[], NonFiniteError]) -> None:
+    def note(self, layer: int, fine: Tensor, error: Callable[[], NonFiniteError]) -> None:
         """fine: 0-d bool on the device; error: what to raise where it is not."""
-        self._found.append((fine, error))
+        self._found.append((layer, fine, error))
 
     def check(self) -> None:
-        """Raises NonFiniteError for the first refusal since the last check."""
+        """Raises NonFiniteError, which names its layer, for the first refusal since the last check."""
         found, self._found = self._found, []
-        places = {fine.device for fine, _ in found}
-        said = {
-            place: iter(torch.stack([fine for fine, _ in found if fine.device == place]).to("cpu").tolist())
-            for place in places
-        }
-        for fine, error in found:
+        places: dict[torch.device, list[Tensor]] = {}
+        for _, fine, _ in found:
+            places.setdefault(fine.device, []).append(fine)
+        said = {place: iter(torch.stack(own).to("cpu").tolist()) for place, own in places.items()}
+        for layer, fine, error in found:
             if not next(said[fine.device]):
-                raise error()
+                raise _of_layer(layer, str(error()))
+
+
+def _of_layer(layer: int, why: str) -> NonFiniteError:
+    error = NonFiniteError(why if why.startswith(f"layer {layer},") else f"layer {layer}: {why}")
+    error.layer = layer
+    return error
 
 
 @contextmanager
-def collecting(refusals: Refusals) -> Iterator[None]:
+def collecting(refusals: Refusals, layer: int) -> Iterator[None]:
     """Inside, on this thread, check_finite and to_half leave what they refuse to `refusals`."""
-    before, _THREAD.refusals = getattr(_THREAD, "refusals", None), refusals
+    before, _THREAD.refusals = getattr(_THREAD, "refusals", None), (refusals, layer)
     try:
         yield
     finally:
@@ -256,9 +261,10 @@ def check_finite(x: Tensor, layer: int, role: Role) -> Tensor:
 
 def _unless(fine: Tensor, error: Callable[[], NonFiniteError], x: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
     """x where `fine` holds. Else raises the error, now or when collected refusals are looked at; then `otherwise`, always."""
-    refusals: Refusals | None = getattr(_THREAD, "refusals", None)
-    if refusals is not None:
-        refusals.note(fine, error)
+    collected: tuple[Refusals, int] | None = getattr(_THREAD, "refusals", None)
+    if collected is not None:
+        refusals, layer = collected
+        refusals.note(layer, fine, error)
         return otherwise()
     if not bool(fine):
         raise error()
