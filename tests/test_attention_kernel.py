@@ -199,11 +199,27 @@ def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode:
 @pytest.mark.parametrize("norm", ["head", "token"])
 @pytest.mark.parametrize(("n", "d"), [(16, 2), (64, 2), (256, 2), (256, 4), (4, 1), (8, 1), (16, 1)])
 def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: int) -> None:
-    codec = Higgs(Shape(2, 64, 64), role, d, n, norm=norm, seed=n)
-    packed = codec.encode(torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(d)) * 3 + 1)
-    made = blocks_of(codec, packed)
-    assert made.form == form_of(codec) and made.form.stored_bits >= 8 * codec.block_bytes() / (2 * 64 * 64)
-    assert torch.equal(decode(made), codec.decode(packed))
+    codec = Higgs(Shape(2, 128, 64), role, d, n, norm=norm, gain="debiased", seed=n)
+    x = torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(d)) * 3 + 1
+    packed, other = codec.encode(x), codec.for_decoding()
+    made = codec.as_blocks(packed)
+    assert made.form == codec.fused() and made.form.stored_bits == codec.bits_per_value() == other.bits_per_value()
+    assert all(
+        t.untyped_storage().data_ptr() == packed[n].untyped_storage().data_ptr()
+        for n, t in (("words", made.words), ("norm", made.scale))
+    )
+    before = other.encode(x)
+    assert set(before) == {"codes", "norm"} and torch.equal(packed["norm"], before["norm"])
+    assert torch.equal(codec.codes(packed), other.codes(before))
+    assert torch.equal(decode(made), other.decode(before))
+
+
+def test_codecs_of_one_grid_share_their_table() -> None:
+    keys, values, others = (
+        Higgs(Shape(2, 64, 32), role, 2, n) for role, n in (("key", 16), ("value", 16), ("key", 256))
+    )  # type: ignore[arg-type]
+    tables = [codec.as_blocks(codec.empty(1, torch.device("cpu"))).grid.table for codec in (keys, values, others)]  # type: ignore[union-attr]
+    assert tables[0].data_ptr() == tables[1].data_ptr() != tables[2].data_ptr()
 
 
 @pytest.mark.parametrize(("d", "n"), sorted(GRID_MSE))
@@ -242,9 +258,12 @@ def test_tiers_that_are_not_whole_pieces_are_refused(settings: Any, says: str) -
         form_of(MixKVQ(Shape(2, 64, 32), "key", **{"group": 32, **settings}))
 
 
-@pytest.mark.parametrize("settings", [{"rotation": "token"}, {"axis": "token"}])
-def test_rotations_that_a_query_cannot_take_are_refused(settings: Any) -> None:
-    with pytest.raises(ValueError, match="a kernel rotates heads' queries only"):
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"rotation": "token"}, "rotates the query of one head"), ({"axis": "token"}, "along tokens")],
+)
+def test_rotations_that_a_query_cannot_take_are_refused(settings: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         form_of(Higgs(Shape(2, 64, 64), "key", **settings))
 
 

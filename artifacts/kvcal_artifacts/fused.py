@@ -71,7 +71,7 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         return why
     keys, values = pair.key.fused(), pair.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
-    if why := preflight.verdict(keys, values, ratio, dtype, device):
+    if why := preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device):
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
         _warn(why)
     return why

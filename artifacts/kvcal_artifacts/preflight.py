@@ -27,8 +27,8 @@ from kvcal_kernels.quantise import Rule
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
-SINK, RECENT = (4, 2, 4), (131, 3, 40)
-QUERIES = (1, 3)
+SINK, RECENT = (4, 2, 4), (131, 17, 40)
+CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
 
 
 def folder() -> Path:
@@ -70,17 +70,18 @@ def unsupported(device: torch.device) -> str | None:
     return None
 
 
-def verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head."""
     if why := unsupported(device):
         return why
-    return _verdict(keys, values, ratio, dtype, device)
+    return _verdict(keys, values, heads, ratio, dtype, device)
 
 
 @cache
-def _verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    name = key_of(["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"r{ratio}"], dtype, device)
-    return _kept(name, lambda: trial(keys, values, ratio, dtype, device))
+def _verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    shape = [f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    name = key_of(["decode_attention", _said(keys), _said(values), *shape], dtype, device)
+    return _kept(name, lambda: trial(keys, values, heads, ratio, dtype, device))
 
 
 @cache
@@ -135,26 +136,31 @@ def write(verdicts: dict[str, str | None]) -> None:
         Path(name).replace(folder() / FILE)
 
 
-def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def trial(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """The kernel on random rows of different lengths against the reference in float32: None, or by how much it is off.
 
     Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
     """
     generator = torch.Generator(device).manual_seed(0)
-    held = [_blocks(form, device, generator) for form in (keys, values)]
+    own = _blocks(keys, heads, None, device, generator)
+    held = own, _blocks(values, heads, own.grid, device, generator)
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
 
-    def random(heads: int, tokens: int) -> Tensor:
-        size = (len(BLOCKS), heads, tokens, keys.dim)
+    def random(count: int, tokens: int) -> Tensor:
+        size = (len(BLOCKS), count, tokens, keys.dim)
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
-    exact = [(random(2, max(n)), random(2, max(n)), count) for n, count in zip((SINK, RECENT), counts[1:], strict=True)]
-    scaling = keys.dim**-0.5
-    for queries in QUERIES:
-        q = random(2 * ratio, queries)
-        found = attention.fast().attend(q, held[0], held[1], counts[0], exact[0], exact[1], scaling)
-        wanted = reference.attend(q.float(), held[0], held[1], counts[0], exact[0], exact[1], scaling)
-        if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
+    def exact(tokens: int, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return random(heads, tokens), random(heads, tokens), count
+
+    sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
+    for queries, ring in CALLS:
+        q, scaling = random(heads * ratio, queries), keys.dim**-0.5
+        packed_q = (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
+        given = *held, counts[0], sink, recent, scaling
+        found = attention.fast().attend(q, *given, packed_q=packed_q, ring=ring)
+        wanted = reference.attend(q.float(), *given, packed_q.float(), ring)
+        if why := _apart(found, wanted, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
             return why
     return None
 
@@ -164,14 +170,43 @@ def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str 
     return None if off <= allowed else f"{what}: off by {off:.2g} of the reference, allowed {allowed:.2g}"
 
 
-def _blocks(form: Form, device: torch.device, generator: torch.Generator) -> attention.Blocks:
-    """Random blocks of two kv heads, numbers of variance about 1."""
-    rows, tokens = len(BLOCKS), -(-max(BLOCKS) // form.scale_blocks) * form.scale_blocks * BLOCK
-    codes = torch.randint(0, 1 << form.bits, (rows, 2, tokens, form.dim), generator=generator, device=device)
-    along = (tokens // form.group, form.dim) if form.along_tokens else (tokens, form.dim // form.group)
-    noise = torch.rand(rows, 2, *along, generator=generator, device=device)
-    scale = ((noise + 0.5) * 3.4 / (1 << form.bits)).half()
-    return attention.pack(codes, scale, None if form.symmetric else (noise.half() - 2.2), form)
+def _blocks(
+    form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
+) -> attention.Blocks:
+    """Random blocks, numbers of variance about 1. twin: of keys, whose grid values have where they may."""
+    tokens = -(-max(BLOCKS) // form.scale_blocks) * form.scale_blocks * BLOCK
+
+    def codes(high: int, count: int) -> Tensor:
+        size = (len(BLOCKS), heads, tokens, count)
+        return torch.randint(0, high, size, generator=generator, device=device)
+
+    def noise(*size: int) -> Tensor:
+        return torch.rand(len(BLOCKS), *size, generator=generator, device=device)
+
+    if form.vector:
+        grid = _grid(form, heads, twin, device, generator)
+        norm = (noise(heads // form.norm_heads, tokens, 1) + 0.5).half()
+        return attention.pack(codes(len(grid.points), form.dim // form.vector), norm, None, form, grid)
+    along = (tokens // form.group, form.dim - form.full) if form.along_tokens else (tokens, form.dim // form.group)
+    scale, zero = (noise(heads, *along) + 0.5) * 3.4 / (1 << form.bits), noise(heads, *along).half() - 2.2
+    if not form.tiered:
+        return attention.pack(codes(1 << form.bits, form.dim), scale.half(), None if form.symmetric else zero, form)
+    scale[..., : form.four] /= 4
+    exact = (noise(heads, tokens, form.full) * 3.4 - 1.7).half()
+    order = noise(heads, tokens // form.group, form.dim).argsort(-1)
+    lower = codes(16, form.four), codes(4, form.dim - form.full - form.four)
+    return attention.pack_tiers(exact, *lower, scale.half(), zero, order, form)
+
+
+def _grid(
+    form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
+) -> attention.Grid:
+    """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times)."""
+    size = (1 << form.bits * form.vector, form.vector)
+    own = torch.randn(size, generator=generator, device=device).half().float()
+    sign = torch.randint(0, 2, (heads, form.dim), generator=generator, device=device) * 2 - 1
+    points = own if twin is None or twin.points.shape != size else twin.points
+    return attention.grid_of(points, sign, form.bits, twin)
 
 
 def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device, flushes: int = 2) -> str | None:

@@ -96,6 +96,9 @@ class Scheme:
                 raise KVCalError(f"layer {index} has no codecs and no reason for it")
             if pair is not None:
                 self._check(index, pair)
+        if self.chained or self.frame == "pre_rope":
+            made = [p and LayerCodecs(p.key.for_decoding(), p.value.for_decoding()) for p in self.layers]
+            object.__setattr__(self, "layers", tuple(made))
 
     def _check(self, index: int, pair: LayerCodecs) -> None:
         for codec in (pair.key, pair.value):

@@ -1,6 +1,6 @@
 """Fused decode attention of kvcal_kernels.attention over uniform integers, grids and tiers, as an operation.
 
-Integers lie as the kernel reads them. Packed tensors of grids and tiers are put into its order, which no timed part does.
+Integers and grids lie as the kernel reads them. Packed tensors of tiers are put into its order, which no timed part does.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Higgs, MixKVQ
+from kvcal_artifacts.codecs import Codec, MixKVQ
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.fused import absence, queries_for
-from kvcal_kernels.attention import Blocks, Form, Grid, pack_tiers
+from kvcal_kernels.attention import Blocks, Form, pack_tiers
 from kvcal_kernels.packing import unpack
 
 from ..catalogue import Geometry
@@ -57,7 +57,7 @@ def fused_attention(case: Case) -> Prepared:
 
     filled, queries = fill(case), case.queries()
     keys = blocks_of(filled.pair[0], filled.packed[0])
-    values = blocks_of(filled.pair[1], filled.packed[1], keys.grid)
+    values = blocks_of(filled.pair[1], filled.packed[1])
 
     def rows(count: int) -> Tensor:
         return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
@@ -79,8 +79,6 @@ def fused_attention(case: Case) -> Prepared:
 
 def form_of(codec: Codec) -> Form:
     """The kernel's description of this storage; ValueError if it has none."""
-    if isinstance(codec, Higgs):
-        return codec.form()
     if isinstance(codec, MixKVQ):
         return _tier_form(codec)
     if isinstance(form := codec.fused(), str):
@@ -88,10 +86,8 @@ def form_of(codec: Codec) -> Form:
     return form
 
 
-def blocks_of(codec: Codec, packed: Packed, twin: Grid | None = None) -> Blocks:
-    """A codec's packed tensors in the kernel's order. twin: the keys' grid, for values."""
-    if isinstance(codec, Higgs):
-        return codec.blocks(packed, twin)
+def blocks_of(codec: Codec, packed: Packed) -> Blocks:
+    """A codec's packed tensors in the kernel's order."""
     return _tiers_of(codec, packed) if isinstance(codec, MixKVQ) else codec.as_blocks(packed)
 
 

@@ -32,7 +32,7 @@ class Predicted(Codec):
         unknown = [name for name in inputs if name not in INPUTS or (name == "k0" and inner.role == "key")]
         if unknown or not inputs:
             raise KVCalError(f"{inner.role} predictor inputs {inputs}: allowed are {', '.join(INPUTS)} (k0 for values)")
-        self.inner, self.predictor, self.inputs = inner, predictor, tuple(inputs)
+        self.inner, self.predictor, self.inputs = inner.for_decoding(), predictor, tuple(inputs)
         self._check_widths()
         self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels.attention import Form
 from kvcal_kernels.reconstruct import Coded, Turn, fast
 
 from ..errors import KVCalError
@@ -31,6 +32,8 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
         return f"a {predictor.name} predictor; the kernel takes linear ones"
     if not isinstance(inner, Higgs) or inner.axis != "channel":
         return f"{inner.describe()}; the kernel reads HIGGS along channels"
+    if isinstance(inner.fused(), Form):
+        return f"{inner.describe()} as the attention kernel reads it; this one reads Codec.for_decoding()"
     if dtype not in KERNEL_DTYPES:
         return f"{dtype}; the kernel writes float16 and bfloat16"
     if find_spec("triton") is None:
