@@ -28,7 +28,7 @@ from kvcal.methods.backbones import BACKBONES
 from kvcal.methods.plain import PRESETS, Preset
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Context, Shape
+from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_kernels.attention import Form
@@ -162,7 +162,7 @@ def test_wide_predictors_pack_the_same_in_pieces() -> None:
     assert same(schemes.packed_row(whole, 0), schemes.packed_row(single, 0))
 
 
-STORED_FOR_THE_KERNEL = ["inner-2-hybrid", "higgs-2", "turboquant-4"]
+STORED_FOR_THE_KERNEL = ["inner-2-hybrid", "higgs-2", "turboquant-4", "mixkvq-16-16"]
 
 
 @pytest.mark.parametrize("name", STORED_FOR_THE_KERNEL)
@@ -170,7 +170,9 @@ STORED_FOR_THE_KERNEL = ["inner-2-hybrid", "higgs-2", "turboquant-4"]
 def test_blocks_in_the_kernels_layout_depend_on_the_tokens_only(name: str, cuts: Any) -> None:
     """Rows that have packed most, one block and none; then in another order, and cropped into what is packed."""
     fed, shape, rows = Fed(heads=2, dim=64), Shape(2, 64, 32), Rows([150, 60, 20], heads=2, dim=64)
-    pair = LayerCodecs(BACKBONES[name](shape, "key"), BACKBONES[name](shape, "value"))
+    make = BACKBONES.get(name, BACKBONES["kivi-2"])
+    key = MixKVQ(shape, "key", full=16, four=16) if name == "mixkvq-16-16" else make(shape, "key")
+    pair = LayerCodecs(key, make(shape, "value"))
     assert all(isinstance(codec.fused(), Form) for codec in (pair.key, pair.value))
     found = Scheme(Windows(SINK, RECENT, 32), "post_rope", (pair,) * LAYERS)
     batch = schemes.opened(found, fed)

@@ -269,6 +269,45 @@ def mixkvq(state: dict[str, Any], packed: dict[str, Any], block: int) -> ndarray
     return np.swapaxes(out, -1, -2)
 
 
+def mixkvq_words(state: dict[str, Any], packed: dict[str, ndarray], block: int) -> ndarray:
+    """(B, H, N * b, D) of the fused kernel's words."""
+    c, dim, perm = state["config"], state["shape"][1], packed["perm"].astype(np.int64)
+    full, four, low = c["full"], c["four"], dim - c["full"]
+    words = packed["words"].reshape(*perm.shape[:3], block // 32, -1).view(np.uint16)
+    exact, tiles = words[..., : 32 * full].view(np.float16), words[..., 32 * full :].astype(np.int64)
+    scale = packed["scale"].astype(np.float32).reshape(*perm.shape[:3], -1)
+    out = np.zeros((*perm.shape[:3], block, dim), np.float32)
+    for t, i in np.ndindex(block, dim):
+        n, half, row = t // 32, t % 32 // 16, t % 16
+        if i < full:
+            x = exact[..., n, (half * full // 16 + i // 16) * 256 + row * 16 + i % 16].astype(np.float32)
+        else:
+            j, fields = i - full, (low + four) // 16
+
+            def field(number: int, column: int, n: int = n, first: int = half * fields, row: int = row) -> ndarray:
+                tile, bit = divmod(first + number, 8)
+                return tiles[..., n, tile * 256 + row * 16 + column] >> 2 * bit & 3
+
+            if j < four:
+                q = field(j // 16 * 2, j % 16) | field(j // 16 * 2 + 1, j % 16) << 2
+            else:
+                q = field(four // 16 + j // 16, j % 16)
+            at = j // 16 * 32 + j % 16 // 2 * 4 + j % 2
+            x = q * scale[..., at] + scale[..., at + 2]
+        np.put_along_axis(out[..., t, :], perm[..., i : i + 1], x[..., None], -1)
+    return out.reshape(*perm.shape[:2], -1, dim)
+
+
+@pytest.mark.parametrize(("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64)])
+def test_words_of_tiers_are_as_the_page_says(dim: int, block: int, full: int, four: int) -> None:
+    codec = MixKVQ(Shape(2, dim, block), "key", group=block, full=full, four=four, importance="none")
+    packed = codec.encode(numbers(2, 2, 2 * block, dim, seed=full))
+    assert set(packed) == {"perm", "words", "scale"}
+    state = {"config": codec.config(), "shape": [2, dim]}
+    found = mixkvq_words(state, {name: t.numpy() for name, t in packed.items()}, block)
+    assert np.array_equal(found, codec.decode(packed).numpy())
+
+
 def residual_vq(state: dict[str, Any], block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:
     c = state["config"]
     found = np.zeros((*packed["codes.0"].shape[:3], block, state["shape"][1]), np.float32)

@@ -21,7 +21,7 @@ from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import fused, preflight
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Higgs, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import Higgs, MixKVQ, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from models_fixture import kvcal
@@ -66,6 +66,7 @@ PAIRS: dict[str, LayerCodecs] = {
         Scaled(uniform("key", 4, mode="symmetric"), None, "prefill"), uniform("value", 2, mode="hybrid")
     ),
     "squat": LayerCodecs(Squat(uniform("key", 4, inner=False), channels=32), uniform("value", 8)),
+    "mixkvq": LayerCodecs(MixKVQ(SHAPE, "key", full=16, four=16), uniform("value", 2, inner=False)),
     "higgs-2": higgs(2, 16),
     "turboquant-4-2": LayerCodecs(higgs(1, 16, norm="head").key, higgs(1, 4, norm="head", seed=1).value),
     "higgs-4-debiased": LayerCodecs(
@@ -155,7 +156,7 @@ def test_layers_without_rope_take_the_kernel_before_rope_too(calls: list[int]) -
     assert sorted(paths) == ["fused", "fused", "reference", "reference"]
 
 
-@pytest.mark.parametrize("name", ["innerq-prefill", "squat", "higgs-2"])
+@pytest.mark.parametrize("name", ["innerq-prefill", "squat", "mixkvq", "higgs-2"])
 def test_left_padding_and_rows_that_pack_nothing(name: str, calls: list[int]) -> None:
     mask = left_mask([120, 90, 40, 3])
     mask = torch.cat([mask, torch.ones(4, 40, dtype=mask.dtype)], 1)
@@ -245,6 +246,8 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
     )
     assert "keys: HIGGS along tokens" in paths(scheme(higgs(2, 16, axis="token")))
     assert "keys: codes of 3 bits at head_dim 64 would take 4 bits" in paths(scheme(higgs(2, 64)))
+    ragged = LayerCodecs(MixKVQ(SHAPE, "key"), PAIRS["mixkvq"].value)
+    assert "keys: MixKVQ's tiers take another size in every block" in paths(scheme(ragged))
     odd = Windows(4, 32, 16)
     small = [Higgs(Shape(2, 64, 16), role) for role in ("key", "value")]  # type: ignore[arg-type]
     assert "keys: blocks of 16 tokens" in paths(scheme(LayerCodecs(*small), windows=odd))
@@ -368,6 +371,7 @@ caches = t.both("higgs-2", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 74), [72, 73], mask[:, :74])))
 print(caches[0].describe()["layers"][0]["path"])
 t.preflight.BLOCKS, t.preflight.RECENT, t.preflight.CALLS = (2, 0), (40, 3), ((2, True),)
+t.preflight.OF_TIERS = ((2, False),)
 t.preflight.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")

@@ -29,6 +29,7 @@ FILE = "preflight.json"
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
+OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
 
 
 def folder() -> Path:
@@ -154,7 +155,7 @@ def trial(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, 
         return random(heads, tokens), random(heads, tokens), count
 
     sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
-    for queries, ring in CALLS:
+    for queries, ring in OF_TIERS if keys.tiered else CALLS:
         q, scaling = random(heads * ratio, queries), keys.dim**-0.5
         packed_q = (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
         given = *held, counts[0], sink, recent, scaling
