@@ -67,13 +67,13 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         return None
     if why := preflight.unsupported(device):
         if device.type == "cuda":
-            _warn(f"fused kernel: {why}")
+            warn(f"fused kernel: {why}")
         return why
     keys, values = pair.key.fused(), pair.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
     if why := preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device):
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-        _warn(why)
+        warn(why)
     return why
 
 
@@ -109,11 +109,11 @@ def require(refused: list[tuple[int, str]]) -> None:
 _WARNED: set[str] = set()
 
 
-def _warn(line: str) -> None:
+def warn(line: str, instead: str = "packed blocks are decoded for the model's own attention instead") -> None:
     """Once a process: a model has many layers, and a program many caches."""
     if line not in _WARNED:
         _WARNED.add(line)
-        warnings.warn(f"{line}; packed blocks are decoded for the model's own attention instead", stacklevel=2)
+        warnings.warn(f"{line}; {instead}", stacklevel=2)
 
 
 class Layer(Protocol):
@@ -211,10 +211,7 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     if kernels == "torch" or len(own) < 2:
         return None
     if os.environ.get("TRITON_INTERPRET") != "1" and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
-        line = f"append kernel: {why}"
-        if line not in _WARNED:
-            _WARNED.add(line)
-            warnings.warn(f"{line}; steps of a cache with max_length are packed by torch instead, slowly", stacklevel=2)
+        warn(f"append kernel: {why}", "steps of a cache with max_length are packed by torch instead, slowly")
         return None
     return own[0], own[1]
 

@@ -16,13 +16,20 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcal_kernels import attention, hadamard, quantise
+from kvcal_kernels import reconstruct as reconstruction
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import Rule
+from kvcal_kernels.reconstruct import Turn
+
+from .codecs import Codec, Context
+from .codecs.base import CONTEXT_TENSORS
+from .codecs.reconstruct import Reconstruction, kind
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
@@ -30,6 +37,7 @@ BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
 OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
+ROWS = (512, 832)  # tokens that the reconstruction kernel is tried on: whole tiles of it, and not
 
 
 def folder() -> Path:
@@ -50,10 +58,13 @@ def triton_version() -> str | None:
         return None
 
 
+_TRIED_ON = (reference, quantise.reference, hadamard.reference, reconstruction.reference)
+
+
 @cache
 def source_hash() -> str:
     """Of the kernels, their references and this check."""
-    folders = [Path(str(one.__file__)).parent for one in (reference, quantise.reference, hadamard.reference)]
+    folders = [Path(str(one.__file__)).parent for one in _TRIED_ON]
     files = [Path(__file__), *(path for own in folders for path in sorted(own.glob("*.py")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
@@ -91,6 +102,20 @@ def append_verdict(key: Rule, value: Rule, dtype: torch.dtype, device: torch.dev
     said = [f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}" for rule in (key, value)]
     name = key_of(["append", *said, f"d{key.form.dim}"], dtype, device)
     return _kept(name, lambda: append_trial(key, value, dtype, device))
+
+
+def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that decodes HIGGS under linear predictors. rotary: channels that it turns by RoPE."""
+    if why := unsupported(device):
+        return why
+    parts = ["reconstruct", kind(codec), f"RoPE of {rotary}"]
+    name = key_of(parts, dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, lambda: reconstruct_trial(codec, dtype, rotary, device))
+    return _TRIED[name]
+
+
+_TRIED: dict[str, str | None] = {}  # of this process
 
 
 def _kept(name: str, trial: Callable[[], str | None]) -> str | None:
@@ -208,6 +233,29 @@ def _grid(
     sign = torch.randint(0, 2, (heads, form.dim), generator=generator, device=device) * 2 - 1
     points = own if twin is None or twin.points.shape != size else twin.points
     return attention.grid_of(points, sign, form.bits, twin)
+
+
+def reconstruct_trial(
+    codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device, by: str = "auto", sizes: tuple[int, ...] = ROWS
+) -> str | None:
+    """The kernel on random blocks and inputs against the codec in float32, as often as the kernel is compiled."""
+    generator, shape, codec = torch.Generator(device).manual_seed(0), codec.shape, codec.to(device)
+    own = Reconstruction(codec, dtype, rotary, by)
+    for rows in sizes:
+        size = (2, shape.heads, max(1, rows // (2 * shape.block)) * shape.block, shape.dim)
+        x, *inputs = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(6))
+        given: dict[str, Any] = dict(zip(CONTEXT_TENSORS, inputs, strict=True))
+        context = Context(1, **{name: given[name] for name in codec.needs})
+        packed = codec.encode(x, context)
+        angle = torch.rand(2, size[2], rotary // 2, generator=generator, device=device).repeat(1, 1, 2) * 6.28
+        turn = Turn(angle.cos(), angle.sin()) if rotary else None
+        (found, turned), exact = own(packed, context, turn), codec.decode(packed, context)
+        why = _apart(found, exact, dtype, f"{rows} tokens")
+        if turn is not None and turned is not None:
+            why = why or _apart(turned, turn(exact), dtype, f"{rows} tokens after RoPE")
+        if why:
+            return why
+    return None
 
 
 def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device, flushes: int = 2) -> str | None:

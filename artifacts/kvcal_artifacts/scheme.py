@@ -55,8 +55,11 @@ class HeavyHitters:
 
 @dataclass(frozen=True)
 class LayerCodecs:
+    """readers: of reconstructed.py, which caches on a device share."""
+
     key: Codec
     value: Codec
+    readers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def needs(self) -> frozenset[str]:

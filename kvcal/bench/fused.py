@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcal_artifacts import reconstructed
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.fused import absence, queries_for
 
@@ -33,11 +34,11 @@ def _unreadable(one: Benched) -> str | None:
 
 
 def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises KernelsUnavailable naming the first scheme that the kernel does not serve on this device."""
+    """Raises KernelsUnavailable naming the first scheme that no kernel attends to or reconstructs on this device."""
     for one in schemes:
         ratio = geometry.heads // geometry.kv_heads
         why = _unreadable(one) or absence("auto", one.codecs, ratio, dtype, device)
-        if why:
+        if why and reconstructed.refusal("auto", one.codecs, dtype, device):
             raise KernelsUnavailable(f"--require-kernels, scheme {one.name}: {why}; use another scheme or device")
 
 

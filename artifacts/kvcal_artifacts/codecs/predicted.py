@@ -67,7 +67,7 @@ class Predicted(Codec):
         """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
         self.check_inputs(context)
         parts = [getattr(context, name) for name in self.inputs]
-        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
+        return torch.cat([part.float().transpose(1, 2).flatten(2) for part in parts], -1)
 
     def _heads(self, guess: Tensor) -> Tensor:
         """(B, T, C) -> (B, H, T, D)."""

@@ -49,13 +49,15 @@ class Reconstruction:
     RoPE turns by halves, where keys are wanted after it too; 0: no RoPE. Weights are kept as the kernel reads them, in
     `dtype`; those that no RoPE follows and that have it already are the codec's own.
 
-    why: what keeps the kernel away, None where it runs; path: "triton" or "reference".
+    by: "auto", the kernel on a GPU; "triton", the kernel anywhere; "torch", the codec. why: what keeps the kernel away, None
+    where it runs; path: "triton" or "reference".
     """
 
-    def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0) -> None:
+    def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0, by: str = "auto") -> None:
         self.codec, self.dtype, self.rotary = codec, dtype, rotary
         device = next((t.device for t in codec.tensors().values()), torch.device("cpu"))
-        self.why = f"{device.type}: no CUDA GPU" if device.type != "cuda" else refuses(codec, dtype)
+        missing = f"{device.type}: no CUDA GPU" if by == "auto" and device.type != "cuda" else None
+        self.why = "kernels='torch'" if by == "torch" else missing or refuses(codec, dtype)
         self._fused_rotary = rotary if refuses(codec, dtype, rotary) is None else 0
         self._prepared: Any = None
 
@@ -117,6 +119,15 @@ def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
     own = codec.predictor
     weights = own.weights if isinstance(own, Linear) else own.working()
     return weights["weight"], weights["bias"]
+
+
+def kind(codec: Codec) -> str:
+    """What the kernel's code depends on, in words."""
+    inner = codec.inner if isinstance(codec, Predicted) else codec
+    assert isinstance(inner, Higgs)
+    behind = f"{codec.predictor.name} of {len(codec.inputs)}" if isinstance(codec, Predicted) else "alone"
+    shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
+    return f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}"
 
 
 def coded(codec: Higgs, packed: Packed) -> Coded:
