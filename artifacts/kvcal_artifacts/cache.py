@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcal_kernels.reconstruct import Turn
 
-from . import fused, hf, reconstructed, store
+from . import fused, hf, reconstructed, store, vectors
 from .codecs import Codec, Context
 from .codecs.base import Packed, check_finite
 from .errors import KVCalError, UsageError
@@ -55,6 +55,8 @@ class KVCalLayer(CacheLayerMixin):
         self.pending: Tensor | None = None  # keys before RoPE of the current call
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
         self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
+        self.vectors = vectors.both(codecs)
+        self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
         device, dtype = site.placed  # a guess until keys come
@@ -145,7 +147,7 @@ class KVCalLayer(CacheLayerMixin):
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         return (
             self.refused is None
-            and plan.query <= fused.QUERIES
+            and plan.query <= self.most_queries
             and self._blocks > 0
             and (plan.valid is None or bool(plan.valid.all()))
             and not self._cache.has_custom_mask
@@ -181,17 +183,23 @@ class KVCalLayer(CacheLayerMixin):
         with torch.autocast(q.device.type, enabled=False):
             sink, blocks, recent = self._cache.counts(plan, q.device)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
-            context = Context(self.index, stats=self._current())
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
-            out = fused.attention(
-                self._cache.kernels, q.to(self.dtype).contiguous(), keys, values, blocks * fused.kernel_blocks(self.codecs),
-                (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent), scaling,
-                self.codecs.key.key_factor(context), self._cache.workspace(q.device),
-            )  # fmt: skip
+            exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
+            out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
             if self._cache.watch is not None:
                 self._cache.watch.read(self.index, self._blocks * q.shape[0])
             self._finish(plan, stored)
         return out.to(q.dtype)
+
+    def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
+        """blocks (B,) int32: of the scheme."""
+        kernels, space = self._cache.kernels, self._cache.workspace(q.device, self.vectors)
+        if self.vectors:
+            coded = vectors.coded(self.codecs, self.packed)
+            return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
+        factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+        keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
+        own = blocks * fused.kernel_blocks(self.codecs)
+        return fused.attention(kernels, q, keys, values, own, sink, recent, scaling, factor, space)
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
@@ -633,7 +641,7 @@ class KVCalCache(Cache):
         self.steps: dict[torch.device, Any] = {}  # fixed.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
         self._counts: tuple[Tensor, Tensor, Tensor] | None = None
-        self._workspaces: dict[torch.device, Any] = {}
+        self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, reconstructed.Rooms] = {}
         self._turns: dict[torch.device, Turn | None] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
@@ -859,11 +867,12 @@ class KVCalCache(Cache):
             self._counts = sinks, blocks, recents
         return self._counts
 
-    def workspace(self, device: torch.device) -> Any:
-        """Memory that the launches of this cache's layers share on a device."""
-        if device not in self._workspaces:
-            self._workspaces[device] = fused.workspace(self.kernels, device)
-        return self._workspaces[device]
+    def workspace(self, device: torch.device, vector: bool = False) -> Any:
+        """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
+        if (device, vector) not in self._workspaces:
+            make = vectors.workspace if vector else fused.workspace
+            self._workspaces[device, vector] = make(self.kernels, device)
+        return self._workspaces[device, vector]
 
     def rooms(self, device: torch.device) -> reconstructed.Rooms:
         """Storage for the layers on a device that are read one after the other."""

@@ -45,6 +45,10 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
         return "layers are predicted from reconstructions of others, which decoding makes"
     if scheme.frame == "pre_rope" and site.rope:
         return "keys before RoPE are rotated after they are decoded"
+    from . import vectors
+
+    if vectors.both(pair):
+        return vectors.refusal(pair) or hf.odd_attention(site) or _odd_ratio(site)
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
@@ -69,9 +73,15 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         if device.type == "cuda":
             warn(f"fused kernel: {why}")
         return why
+    from . import vectors
+
     keys, values = pair.key.fused(), pair.value.fused()
-    assert isinstance(keys, Form) and isinstance(values, Form)
-    if why := preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device):
+    if vectors.both(pair):
+        why = vectors.verdict(pair, ratio, dtype, device)
+    else:
+        assert isinstance(keys, Form) and isinstance(values, Form)
+        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device)
+    if why:
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
         warn(why)
     return why

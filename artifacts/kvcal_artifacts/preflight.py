@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention, hadamard, quantise
+from kvcal_kernels import attention, hadamard, quantise, vq_attention
 from kvcal_kernels import reconstruct as reconstruction
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import Rule
 from kvcal_kernels.reconstruct import Turn
 
-from .codecs import Codec, Context
+from .codecs import Codec, Context, ResidualVQ
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 
@@ -37,6 +37,7 @@ BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
 OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
+VECTOR_CALLS = (1, 3)  # new tokens, of kernels over vector codes
 ROWS = (512, 832)  # tokens that the reconstruction kernel is tried on: whole tiles of it, and not
 
 
@@ -58,7 +59,9 @@ def triton_version() -> str | None:
         return None
 
 
-_TRIED_ON = (reference, quantise.reference, hadamard.reference, reconstruction.reference)
+_TRIED_ON = (
+    reference, quantise.reference, hadamard.reference, reconstruction.reference, vq_attention.reference,
+)  # fmt: skip
 
 
 @cache
@@ -112,6 +115,23 @@ def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: t
     name = key_of(parts, dtype, device)
     if name not in _TRIED:
         _TRIED[name] = _kept(name, lambda: reconstruct_trial(codec, dtype, rotary, device))
+    return _TRIED[name]
+
+
+def vectors_verdict(
+    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernels that attend to vector codes."""
+    if why := unsupported(device):
+        return why
+    shape = keys.shape
+    parts = [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
+    parts.append(
+        f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {[c.scale is not None for c in (keys, values)]}"
+    )
+    name = key_of(["vq_attention", *parts, f"r{ratio}"], dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, lambda: vectors_trial(keys, values, ratio, dtype, device))
     return _TRIED[name]
 
 
@@ -254,6 +274,33 @@ def reconstruct_trial(
         if turn is not None and turned is not None:
             why = why or _apart(turned, turn(exact), dtype, f"{rows} tokens after RoPE")
         if why:
+            return why
+    return None
+
+
+def vectors_trial(
+    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernels on random codes of rows of different lengths against the reference in float32."""
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = torch.tensor(BLOCKS, dtype=torch.int32, device=device)
+    sides = []
+    for codec in (keys.to(device), values.to(device)):
+        packed = codec.empty(len(BLOCKS), device)
+        for name, none in packed.items():
+            size = (*none.shape[:2], max(BLOCKS), *none.shape[3:])
+            packed[name] = torch.randint(0, 256, size, generator=generator, device=device, dtype=torch.uint8)
+        sides.append(codec.coded(packed))
+    k, v = sides
+    shape, there = keys.shape, blocks > 0
+    for queries in VECTOR_CALLS:
+        q = torch.randn(len(BLOCKS), shape.heads * ratio, queries, shape.dim, generator=generator, device=device)
+        own = (q / float(vq_attention.decode(k).std())).to(dtype)
+        found, log = vq_attention.fast().attend(own, k, v, blocks, shape.dim**-0.5)
+        wanted, sums = vq_attention.attend(own.float(), k, v, blocks, shape.dim**-0.5)
+        if bool(found[~there].any()) or not float((log - sums)[there].abs().max()) < 8 * torch.finfo(dtype).eps:
+            return f"{queries} new tokens: sums differ, or a row without blocks is not nothing"
+        if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
             return why
     return None
 
