@@ -593,6 +593,10 @@ def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
     check_layouts(text)
     with pytest.raises(RuntimeError, match="unknown layout"):
         check_layouts(text.replace("kWidth = 4", "kWidth = 2"))
+    tiers = built(Case("tiers 16 16", "outer 2", 64), 90, 0).asm["ttgir"]
+    check_layouts(tiers)
+    with pytest.raises(RuntimeError, match="contracts 32"):
+        check_layouts(tiers.replace("kWidth = 4", "kWidth = 8"))
 
 
 @needs_triton

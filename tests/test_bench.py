@@ -58,7 +58,7 @@ STABLE = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ceilings from small buffers, and nothing kept from one test to the next."""
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
     monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
     monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
     yield
@@ -598,4 +598,8 @@ def test_generation_on_a_gpu() -> None:
     own = [schemes.named(name, GEOMETRY) for name in ("innerq-base", "mixkvq", "aqua-kv-2")]
     every = caches.kinds(model, GEOMETRY, own)
     found = list(generation.generate_rows("llama", model, every, [(2, 400)], "gpu"))
-    assert all(row.microseconds and row.more["peak_bytes"] > 0 for row in found)
+    found = [
+        row for row in found if not (row.refused and "backend" in row.refused)
+    ]  # of torch: none for a head_dim, say
+    assert {row.scheme for row in found} >= {"fp16", *(one.name for one in own)}
+    assert all(row.microseconds and row.more["peak_bytes"] > 0 for row in found), [row.refused for row in found]

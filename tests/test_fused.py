@@ -24,6 +24,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_kernels.attention import Form, decode
 from models_fixture import kvcal
 from schemes import close_all, left_mask, numbers, opened, token_ids
 
@@ -400,6 +401,25 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
 
 
 # The check before the first use.
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_kernels_are_tried_on_blocks_of_one_room(name: str) -> None:
+    """Whole groups of either side; grids share a table where a codec's do."""
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    long = Form("key", 64, 2, 128, False, False)
+    keys, values = PAIRS[name].key.fused(), PAIRS[name].value.fused()
+    assert isinstance(keys, Form) and isinstance(values, Form)
+    for key in (keys, long):
+        each = max(key.scale_blocks, values.scale_blocks)
+        own = preflight._blocks(key, 2, each, None, device, generator)
+        other = preflight._blocks(values, 2, each, own.grid, device, generator)
+        assert own.words.shape[2] == other.words.shape[2] == -(-9 // each) * each
+        assert own.words.shape[2] == own.scale.shape[2] * key.scale_blocks and (own.order is None) != key.tiered
+        if own.grid and other.grid:
+            assert (own.grid.table.data_ptr() == other.grid.table.data_ptr()) == (name == "higgs-2")
+        numbers = decode(own)[:, :, :288].std(), decode(other)[:, :, :288].std()
+        assert all(0.5 < float(size) < 2 for size in numbers), numbers
 
 
 class Card:

@@ -188,8 +188,9 @@ def trial(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, 
     Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
     """
     generator = torch.Generator(device).manual_seed(0)
-    own = _blocks(keys, heads, None, device, generator)
-    held = own, _blocks(values, heads, own.grid, device, generator)
+    each = max(keys.scale_blocks, values.scale_blocks)
+    own = _blocks(keys, heads, each, None, device, generator)
+    held = own, _blocks(values, heads, each, own.grid, device, generator)
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
 
     def random(count: int, tokens: int) -> Tensor:
@@ -217,10 +218,10 @@ def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str 
 
 
 def _blocks(
-    form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
+    form: Form, heads: int, each: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
 ) -> attention.Blocks:
-    """Random blocks, numbers of variance about 1. twin: of keys, whose grid values have where they may."""
-    tokens = -(-max(BLOCKS) // form.scale_blocks) * form.scale_blocks * BLOCK
+    """Random blocks, a multiple of `each`, numbers of variance about 1. twin: of keys; values have its grid if they may."""
+    tokens = -(-max(BLOCKS) // each) * each * BLOCK
 
     def codes(high: int, count: int) -> Tensor:
         size = (len(BLOCKS), heads, tokens, count)

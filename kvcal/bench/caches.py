@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
@@ -61,6 +62,13 @@ class Start:
 
 
 Maker = Callable[[int, int, int], Start]  # (batch, length, steps)
+
+
+# A step sees all tokens. Transformers makes a mask all the same while a graph is recorded: with one it repeats the keys and
+# values of each kv head for its query heads, and the flash backend refuses.
+UNMASKED = "kvcal_bench_sdpa_without_mask"
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
     full, static = (None if odd else partial(make, model, geometry) for make in (_full, _static))
     first, dynamic = backends[0][0], partial(_dynamic, model, geometry)
     found = [
-        Kind(name, full, None, path, why_not, plain=True, backend=own, bytes_like=None if path == first else first)
+        Kind(name, full, None, path, why_not, True, own, UNMASKED, None if path == first else first)
         for path, own in backends
     ]
     found.append(Kind(name, static, None, "StaticCache", why_not, plain=True, bytes_like=first))
