@@ -400,6 +400,29 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     assert lines[7].startswith("2 new tokens behind a ring: off by"), lines
 
 
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+def on_a_gpu(made: Scheme, dtype: torch.dtype, wanted: str, **options: Any) -> None:
+    """Decode steps with what a cache takes by itself against the reference path, over a flush, 3 and 16 tokens at a time.
+
+    Rounding of the dtype, and more where it moves a code that lies between two.
+    """
+    served = copy.deepcopy(model()).to(dtype).cuda()
+    caches = opened(made, served, **options), opened(made, served, kernels="off")
+    apart = torch.stack(steps(caches, token_ids(2, 140, seed=1).cuda(), [80, *range(81, 105), 108, 124])).tolist()
+    paths = [row["path"] for row in caches[0].describe()["layers"]]
+    assert all(wanted in path for path in paths), paths
+    assert sorted(apart)[len(apart) // 2] < 8 * torch.finfo(dtype).eps and max(apart) < 0.1, apart
+
+
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    on_a_gpu(scheme(PAIRS[name]), dtype, "fused: Triton kernel", require_kernels=True)
+
+
 # The check before the first use.
 
 

@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 from schemes import close_all, left_mask, numbers, opened, token_ids
-from test_fused import WINDOWS, Card, close, generated, model, steps
+from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
 
 pytestmark = needs_triton
 SHAPE = Shape(2, 64, 32)
@@ -201,6 +201,13 @@ def test_a_scheme_that_is_reconstructed_has_its_kernels(monkeypatch: pytest.Monk
     opened(chained(), model(), kernels="torch", require_kernels=True)
     with pytest.raises(KernelsUnavailable, match="layer 0 and 2 more: no fused kernel"):
         KVCalCache(chained(), model(), kernels="auto", require_kernels=True)
+
+
+@pytest.mark.gpu
+@FRAMES
+@HALVES
+def test_logits_on_a_gpu(dtype: torch.dtype, frame: Any) -> None:
+    on_a_gpu(chained(frame), dtype, "; reconstructed by the Triton kernel", require_kernels=True)
 
 
 INTERPRETED = """

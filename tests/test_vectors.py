@@ -19,7 +19,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.attention import reference as plain
 from kvcal_kernels.vq_attention import attend_exact
 from schemes import close_all, left_mask, numbers, opened, token_ids
-from test_fused import WINDOWS, Card, close, generated, model, steps, uniform
+from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps, uniform
 
 SHAPE = Shape(2, 64, 32)
 
@@ -143,6 +143,12 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch: pytest.MonkeyPa
         UserWarning, match="does not pass on Card 1: 1 new tokens: off by 0.3; packed blocks are decoded"
     ):
         assert "off by 0.3" in str(fused.absence("auto", LayerCodecs(codes("key", size=128), PAIR.value), *place))
+
+
+@pytest.mark.gpu
+@HALVES
+def test_logits_on_a_gpu(dtype: torch.dtype) -> None:
+    on_a_gpu(scheme(), dtype, "fused: Triton kernel", require_kernels=True)
 
 
 INTERPRETED = """
