@@ -55,10 +55,10 @@ class KVCalLayer(CacheLayerMixin):
         self.pending: Tensor | None = None  # keys before RoPE of the current call
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
         self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
-        self.vectors = vectors.both(codecs)
-        self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
+        self.vectors = self.readable and vectors.both(codecs)
+        self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
         device, dtype = site.placed  # a guess until keys come
         if self.readable:
             self.refused = fused.absence(cache.kernels, codecs, site.ratio, dtype, device)
