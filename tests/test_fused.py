@@ -370,6 +370,9 @@ caches = t.both("innerq", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75), [72, 73], mask)))
 caches = t.both("higgs-2", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 74), [72, 73], mask[:, :74])))
+assert all(codec._how is not None for codec in caches[0].layers[0]._pair)
+from schemes import packed_row
+assert all(torch.equal(a, b) for a, b in zip(*(packed_row(own, 0) for own in caches), strict=True))
 print(caches[0].describe()["layers"][0]["path"])
 t.preflight.BLOCKS, t.preflight.RECENT, t.preflight.CALLS = (2, 0), (40, 3), ((2, True),)
 t.preflight.OF_TIERS = ((2, False),)
@@ -378,6 +381,7 @@ forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.un
 place = torch.float16, torch.device("cpu")
 print(t.preflight.trial(*forms, 2, 2, *place))
 one = t.PAIRS["higgs-2"]
+print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one.value, *place, 1))
 print(t.preflight.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
 tiers = t.preflight.Form("key", 64, 2, 32, False, False, full=16, four=16)
 print(t.preflight.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
@@ -396,8 +400,8 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     lines = interpreted("-c", INTERPRETED)
     apart = float(lines[0]), float(lines.pop(1))
     assert max(apart) < 2e-3 and lines[1] == "fused: Triton kernel", lines  # of float16
-    assert lines[2:7] == [*["None"] * 4, "packed keys differ"], lines
-    assert lines[7].startswith("2 new tokens behind a ring: off by"), lines
+    assert lines[2:8] == ["None", "None None", *["None"] * 3, "packed keys differ"], lines
+    assert lines[8].startswith("2 new tokens behind a ring: off by"), lines
 
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -527,6 +531,26 @@ def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytes
         assert fused.rules("auto", PAIRS["kivi-4"], *place) is None
     card.forget()
     assert fused.rules("auto", PAIRS["kivi-4"], *place) is None and len(card.tried) == 3
+
+
+def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = Card(monkeypatch, tmp_path)
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(preflight, "encode_trial", card._trial)
+    place = torch.float16, torch.device("cuda", 0)
+    for name, tried in (("higgs-2", 2), ("higgs-2", 2), ("higgs-4-debiased", 4)):
+        pair = fused.packing("auto", PAIRS[name], *place)
+        assert pair.key is not PAIRS[name].key and pair.value._how is not None and len(card.tried) == tried  # type: ignore[attr-defined]
+    assert card.tried[2][1] == torch.float32  # behind factors
+    for kernels, name in (("torch", "higgs-2"), ("off", "higgs-2"), ("auto", "kivi-4")):
+        pair = fused.packing(kernels, PAIRS[name], *place)
+        assert pair.key is PAIRS[name].key and pair.value is PAIRS[name].value
+    card.says = "words of packed keys differ"
+    with pytest.warns(UserWarning, match="encoding kernel: words of packed keys differ; blocks are packed by torch"):
+        pair = fused.packing("auto", PAIRS["turboquant-4-2"], *place)
+    assert pair.key is PAIRS["turboquant-4-2"].key
 
 
 def test_files_that_cannot_be_read_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ class KVCalLayer(CacheLayerMixin):
             ratio, kernels = self.site.ratio, self._cache.kernels
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
         self._find_reader(self.device, self.dtype)
+        self.codecs = fused.packing(self._cache.kernels, self.codecs, self.dtype, self.device)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
 

@@ -226,6 +226,21 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     return own[0], own[1]
 
 
+def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
+    """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
+    anywhere = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels in ("off", "torch") or not (anywhere or preflight.unsupported(device) is None):
+        return pair
+    made = []
+    for codec in (pair.key, pair.value):
+        own = codec.by_kernel()
+        if own is not codec and not anywhere and (why := preflight.encode_verdict(codec, dtype, device)):
+            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly")
+            own = codec
+        made.append(own)
+    return LayerCodecs(*made)
+
+
 def steps_by(kernels: str) -> Any:
     """What moves counts and appends tokens of a step: the Triton kernels of quantise."""
     return quantise.fast() if kernels != "torch" else None

@@ -27,7 +27,7 @@ from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import Rule
 from kvcal_kernels.reconstruct import Turn
 
-from .codecs import Codec, Context, ResidualVQ
+from .codecs import Codec, Context, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 
@@ -115,6 +115,17 @@ def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: t
     name = key_of(parts, dtype, device)
     if name not in _TRIED:
         _TRIED[name] = _kept(name, lambda: reconstruct_trial(codec, dtype, rotary, device))
+    return _TRIED[name]
+
+
+def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors."""
+    if why := unsupported(device):
+        return why
+    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled) else (codec, dtype)
+    name = key_of(["encode", kind(own)], dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, lambda: encode_trial(own, dtype, device))
     return _TRIED[name]
 
 
@@ -277,6 +288,18 @@ def reconstruct_trial(
         if why:
             return why
     return None
+
+
+def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
+    """The kernel on random tokens, one of them nothing, against the codec on the CPU, bit by bit."""
+    shape, generator = codec.shape, torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(2, shape.heads, blocks * shape.block, shape.dim, generator=generator)
+    x[..., ::9] *= 20
+    x[0, :, 3] = 0
+    x = x.to(dtype)
+    found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+    apart = [name for name, one in wanted.items() if not torch.equal(found[name].cpu(), one)]
+    return f"{apart[0]} of packed {codec.role}s differ" if apart else None
 
 
 def vectors_trial(

@@ -129,6 +129,10 @@ class Codec(ABC):
         """
         return self
 
+    def by_kernel(self) -> Codec:
+        """The same codec, encoding by a Triton kernel where there is one for it: itself where there is none."""
+        return self
+
     def key_factor(self, context: Context = EMPTY) -> Tensor | None:
         """What decoded keys are multiplied by after as_blocks, (H, 1, D) or (B, H, 1, D) float32: the query takes it."""
         return None

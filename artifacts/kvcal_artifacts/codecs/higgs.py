@@ -26,11 +26,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcal_kernels import attention
+from kvcal_kernels import attention, rotated
 from kvcal_kernels.attention import Blocks, Form, Grid, grids
 from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.rotated import Rotated
 
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device, to_half
@@ -109,22 +110,44 @@ class Higgs(Codec):
             )
         self._form = self._find_form()
         self._look_up = self._grid()
+        self._how: Rotated | None = None  # of the kernel that encodes
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        vectors = self._vectors(self.shape.blocks(x.float()))
-        rotated = rotate(vectors, self.sign, self.rotation_width)
-        groups = rotated.unflatten(-1, (self._norms, -1))
+        blocks = self.shape.blocks(x)
+        codes, norms = self._coded(blocks.float()) if self._how is None else self._coded_by_kernel(x, self._how)
+        if isinstance(self._form, Form):
+            own = self._by_head(codes).flatten(2, 3)
+            made = attention.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
+            return {"words": made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3), "norm": norms}
+        return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": norms}
+
+    def _coded(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes as `codes` gives them, and norms as they are stored."""
+        vectors = self._vectors(blocks)
+        groups = rotate(vectors, self.sign, self.rotation_width).unflatten(-1, (self._norms, -1))
         norm = (tree_sum(groups * groups) / groups.shape[-1]).sqrt()
         stored = to_half(norm * self._gain, "norm")
         unit = self._gain / stored.float().clamp_min(1e-30)
         scaled = (groups * unit[..., None]).flatten(-2)
         codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], self.length // self.d)
-        norms = self._store_norm(stored)
-        if isinstance(self._form, Form):
-            own = self._by_head(codes).flatten(2, 3)
-            made = attention.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
-            return {"words": made.words.unflatten(2, (codes.shape[1], -1)).flatten(3), "norm": norms}
-        return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": norms}
+        return codes, self._store_norm(stored)
+
+    def _coded_by_kernel(self, x: Tensor, how: Rotated) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device_of(x):
+            codes, norm, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
+        by_token: Tensor = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
+        return by_token.flatten(3), to_half(norm.float(), "norm").unflatten(2, (-1, self.shape.block))
+
+    def by_kernel(self) -> Higgs:
+        """Its numbers are those of torch, bit for bit; rotation per head, kv heads and head_dim powers of two."""
+        s = self.shape
+        odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256
+        if odd or self.axis == "token" or self.rotation == "token":
+            return self
+        twin = copy.copy(self)
+        twin._how = Rotated(self.grid, self.sign, self._norms, self._gain)
+        _ = twin._how.half  # made now: no graph of a step may wait for it
+        return twin
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         if isinstance(self._form, Form):
@@ -272,7 +295,7 @@ class Higgs(Codec):
             return self
         twin = copy.copy(self)
         twin.grid, twin.sign = self.grid.to(device), self.sign.to(device)
-        twin._look_up = twin._grid()
+        twin._look_up, twin._how = twin._grid(), None
         return twin
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

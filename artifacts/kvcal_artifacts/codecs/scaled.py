@@ -80,6 +80,10 @@ class Scaled(Codec):
         inner = self.inner.for_decoding()
         return self if inner is self.inner else self._around(inner, self.factor)
 
+    def by_kernel(self) -> Scaled:
+        inner = self.inner.by_kernel()
+        return self if inner is self.inner else self._around(inner, self.factor)
+
     def key_factor(self, context: Context = EMPTY) -> Tensor:
         below = self.inner.key_factor(context)
         return self._factor(context) if below is None else self._factor(context) * below
