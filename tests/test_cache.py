@@ -28,9 +28,10 @@ from kvcal.methods.backbones import BACKBONES
 from kvcal.methods.plain import PRESETS, Preset
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Context, Shape
+from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_kernels.attention import Form
 from schemes import BLOCK, DIM, HEADS, LAYERS, RECENT, SINK, Fed, Rows, feed, left_mask, same, token_ids
 
 pytestmark = pytest.mark.transformers
@@ -159,6 +160,34 @@ def test_wide_predictors_pack_the_same_in_pieces() -> None:
     for row in (0, 1):
         assert same(schemes.packed_row(whole, row), schemes.packed_row(pieces, row))
     assert same(schemes.packed_row(whole, 0), schemes.packed_row(single, 0))
+
+
+STORED_FOR_THE_KERNEL = ["inner-2-hybrid", "higgs-2", "turboquant-4", "mixkvq-16-16"]
+
+
+@pytest.mark.parametrize("name", STORED_FOR_THE_KERNEL)
+@pytest.mark.parametrize("cuts", [(), range(1, 150), (90, 91, 123)], ids=["whole", "ones", "pieces"])
+def test_blocks_in_the_kernels_layout_depend_on_the_tokens_only(name: str, cuts: Any) -> None:
+    """Rows that have packed most, one block and none; then in another order, and cropped into what is packed."""
+    fed, shape, rows = Fed(heads=2, dim=64), Shape(2, 64, 32), Rows([150, 60, 20], heads=2, dim=64)
+    make = BACKBONES.get(name, BACKBONES["kivi-2"])
+    key = MixKVQ(shape, "key", full=16, four=16) if name == "mixkvq-16-16" else make(shape, "key")
+    pair = LayerCodecs(key, make(shape, "value"))
+    assert all(isinstance(codec.fused(), Form) for codec in (pair.key, pair.value))
+    found = Scheme(Windows(SINK, RECENT, 32), "post_rope", (pair,) * LAYERS)
+    batch = schemes.opened(found, fed)
+    feed(batch, rows, cuts=cuts, pad=float("nan"))
+    assert batch.ledger.blocks.tolist() == [4, 1, 0]
+    alone = []
+    for row, length in enumerate(rows.lengths):
+        single = schemes.opened(found, fed)
+        feed(single, rows.one(row), torch.ones(1, length, dtype=torch.bool))
+        alone.append(schemes.packed_row(single, 0))
+        assert same(schemes.packed_row(batch, row), alone[row])
+    batch.reorder_cache(torch.tensor([2, 0, 1]))
+    batch.crop(-40)
+    assert batch.ledger.blocks.tolist() == [0, 3, 0]
+    assert same(schemes.packed_row(batch, 1), [t[:, :3] for t in alone[0]])
 
 
 @pytest.mark.parametrize("inner", ["exact-32", "exact-16", "uniform-2", "higgs-2"])

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from . import fused, hf, store
+from kvcal_kernels.reconstruct import Turn
+
+from . import fused, hf, reconstructed, store, vectors
 from .call import Call
 from .codecs import Codec, Context
 from .codecs.base import Packed, Refusals, check_finite, collecting
@@ -56,13 +58,27 @@ class KVCalLayer(CacheLayerMixin):
         self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
-        if self.readable:
-            self.expect(cache.kernels, site.placed[1])
+        self.vectors = self.readable and vectors.both(codecs)
+        self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
+        self.expect(cache.kernels, site.placed[1])
         self._clear()
 
     def expect(self, kernels: str, dtype: torch.dtype) -> None:
         """Until keys come: whether they will take the kernel if they are of that dtype and where the layer's weights are."""
-        self.refused = fused.absence(kernels, self.codecs, self.site.ratio, dtype, self.site.placed[0])
+        device = self.site.placed[0]
+        if self.readable:
+            self.refused = fused.absence(kernels, self.codecs, self.site.ratio, dtype, device)
+        self._find_reader(device, dtype)
+
+    def _find_reader(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Where no kernel attends to the blocks, one may decode them."""
+        scheme, kernels = self._cache.scheme, self._cache.kernels
+        self.reader: reconstructed.Reader | None = None
+        self.unread = "token selection" if scheme.selection is not None else ""
+        if self.refused is not None and not self.unread:
+            self.unread = reconstructed.refusal(kernels, self.codecs, dtype, device) or ""
+            if not self.unread:
+                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, self.index, scheme.reach + 1)
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -88,8 +104,10 @@ class KVCalLayer(CacheLayerMixin):
         if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
+        self._find_reader(self.device, self.dtype)
         if self.refused is not None:
             self._cache.on_refused(self)
+        self.codecs = fused.packing(self._cache.kernels, self.codecs, self.dtype, self.device)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
 
@@ -138,7 +156,7 @@ class KVCalLayer(CacheLayerMixin):
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         return (
             self.refused is None
-            and plan.query <= fused.QUERIES
+            and plan.query <= self.most_queries
             and self._blocks > 0
             and (plan.valid is None or bool(plan.valid.all()))
             and not self._cache.has_custom_mask
@@ -178,17 +196,23 @@ class KVCalLayer(CacheLayerMixin):
         with torch.autocast(q.device.type, enabled=False):
             sink, blocks, recent = self._cache.call.counts(q.device)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
-            context = Context(self.index, stats=self._current())
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
-            out = fused.attention(
-                self._cache.kernels, q.to(self.dtype).contiguous(), keys, values, blocks * fused.kernel_blocks(self.codecs),
-                (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent), scaling,
-                self.codecs.key.key_factor(context), self._cache.workspace(q.device),
-            )  # fmt: skip
+            exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
+            out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
             if self._cache.watch is not None:
                 self._cache.watch.read(self.index, self._blocks * q.shape[0])
             self._finish(plan, stored)
         return out.to(q.dtype)
+
+    def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
+        """blocks (B,) int32: of the scheme."""
+        kernels, space = self._cache.kernels, self._cache.workspace(q.device, self.vectors)
+        if self.vectors:
+            coded = vectors.coded(self.codecs, self.packed)
+            return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
+        factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+        keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
+        own = blocks * fused.kernel_blocks(self.codecs)
+        return fused.attention(kernels, q, keys, values, own, sink, recent, scaling, factor, space)
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
@@ -253,6 +277,8 @@ class KVCalLayer(CacheLayerMixin):
         if plan.past == 0:
             self._cache.leave_old(self.index, None, None)
             return new_keys, new_values
+        if self.reader and self._blocks and not self._cache.remember and not self.learns(new_keys, new_values):
+            return self._read(self.reader, plan, new_keys, new_values)
         keys, values = self._decode_all()
         whole = [
             self._ordered(plan, torch.cat([self.sink[role], x.to(self.dtype), self.window[role]], 2))
@@ -261,6 +287,32 @@ class KVCalLayer(CacheLayerMixin):
         if self._rotates:
             whole[0] = self.site.rotate(whole[0], *self._cache.rope(slice(0, plan.past), whole[0]))
         return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
+
+    @torch.no_grad()
+    def _read(self, reader: reconstructed.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
+        """What _materialise gives, from shared storage where all rows hold the same columns."""
+        context, dense = self._cache.old_context(self.index), not plan.ragged
+        context.stats = self._current()
+        sink, rest, turn = list(self.sink), list(self.window), None
+        first = sink[0].shape[2]
+        if dense and self._rotates:
+            turn = self._cache.turn(self, slice(first, plan.past - rest[0].shape[2]), reader)
+        if turn is not None:
+            for part, columns in ((sink, slice(0, first)), (rest, slice(plan.past - rest[0].shape[2], plan.past))):
+                part[0] = self.site.rotate(part[0], *self._cache.rope(columns, part[0]))
+        placed = dense and (turn is not None or not self._rotates)
+        if placed:
+            rest = [torch.cat([x, y.to(self.dtype)], 2) for x, y in zip(rest, new, strict=True)]
+        whole, made = reader(self._cache.rooms(self.device), self.packed, context, sink, rest, turn)
+        self._cache.leave_old(self.index, *made)
+        if self._cache.watch is not None:
+            self._cache.watch.read(self.index, self._blocks * new[0].shape[0])
+        if placed:
+            return whole[0], whole[1]
+        keys, values = (self._ordered(plan, x) for x in whole)
+        if self._rotates:
+            keys = self.site.rotate(keys, *self._cache.rope(slice(0, plan.past), keys))
+        return torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2)
 
     @torch.no_grad()
     def _decode_all(self) -> tuple[Tensor, Tensor]:
@@ -435,7 +487,11 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
-        return fused.path(self.refused, self._cache.kernels)
+        told = fused.path(self.refused, self._cache.kernels)
+        if self.reader is not None:
+            kernel = "its reference in torch" if self._cache.kernels == "torch" else "the Triton kernel"
+            return f"{told}; reconstructed by {kernel}"
+        return f"{told}; decoded by torch, not the reconstruction kernel: {self.unread}" if self.codecs.needs else told
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -539,8 +595,8 @@ class KVCalCache(Cache):
     its check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
     max_length: columns that a row can have; layers that take the kernel then have all their storage from the first call on,
     and decode steps of up to 16 tokens work under a CUDA graph and generate()'s compiled forward (`is_compileable`).
-    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel, here as far as it can be
-    known, else when the first keys come.
+    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel, or another decodes it,
+    here as far as it can be known, else when the first keys come.
     """
 
     layers: list[Any]
@@ -582,7 +638,7 @@ class KVCalCache(Cache):
         self._growing: str | None = "without max_length, storage grows on the host"
         super().__init__(layers=layers if max_length is None else self._fixed(layers))
         if require_kernels:
-            fused.require([(layer.index, layer.refused) for layer in self.own_layers if layer.refused])
+            fused.require([(o.index, o.refused) for o in self.own_layers if o.refused and o.reader is None])
         self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
         if scheme.selection is not None:
             self.ledger = SelectedLedger(scheme.windows, scheme.selection)
@@ -607,7 +663,9 @@ class KVCalCache(Cache):
         self._on_device: bool | None = None
         self.steps: dict[torch.device, Any] = {}  # fixed.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
-        self._workspaces: dict[torch.device, Any] = {}
+        self._workspaces: dict[tuple[torch.device, bool], Any] = {}
+        self._rooms: dict[torch.device, reconstructed.Rooms] = {}
+        self._turns: dict[torch.device, Turn | None] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
@@ -725,15 +783,15 @@ class KVCalCache(Cache):
         """The first keys of a layer come: if they are the cache's first, all layers expect their dtype."""
         if not any(layer.is_initialized for layer in self.own_layers):
             for layer in self.own_layers:
-                if layer.readable:
-                    layer.expect(self.kernels, dtype)
+                layer.expect(self.kernels, dtype)
 
     def on_refused(self, layer: KVCalLayer) -> None:
         """The first keys of a layer show that it does not take the kernel."""
         assert layer.refused is not None
-        fused.warn_of_shape(self.kernels, layer.codecs, layer.site, layer.device, layer.refused)
-        if self.require_kernels:
-            fused.require([(layer.index, layer.refused)])
+        if layer.reader is None:
+            fused.warn_of_shape(self.kernels, layer.codecs, layer.site, layer.device, layer.refused)
+            if self.require_kernels:
+                fused.require([(layer.index, layer.refused)])
         for other in self.own_layers:
             other.leave_room()
 
@@ -758,7 +816,7 @@ class KVCalCache(Cache):
                 f"attention_mask has {mask.ndim} dimensions: with token selection it must be (batch, tokens), because "
                 "evicted tokens are not there to be masked"
             )
-        self._masks = {}
+        self._masks, self._turns = {}, {}
         for layer in self.own_layers:
             layer.drop_turn()
         self._call = self._rope = self._rope_now = self._positions = None
@@ -882,11 +940,25 @@ class KVCalCache(Cache):
         """Whether the current forward was given a mask that is not (batch, tokens)."""
         return self._custom_mask
 
-    def workspace(self, device: torch.device) -> Any:
-        """Memory that the launches of this cache's layers share on a device."""
-        if device not in self._workspaces:
-            self._workspaces[device] = fused.workspace(self.kernels, device)
-        return self._workspaces[device]
+    def workspace(self, device: torch.device, vector: bool = False) -> Any:
+        """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
+        if (device, vector) not in self._workspaces:
+            make = vectors.workspace if vector else fused.workspace
+            self._workspaces[device, vector] = make(self.kernels, device)
+        return self._workspaces[device, vector]
+
+    def rooms(self, device: torch.device) -> reconstructed.Rooms:
+        """Storage for the layers on a device that are read one after the other."""
+        return self._rooms.setdefault(device, reconstructed.Rooms())
+
+    def turn(self, layer: KVCalLayer, columns: slice, reader: reconstructed.Reader) -> Turn | None:
+        """RoPE of these columns as the reconstruction kernel takes it, once a forward; None where the model's is another."""
+        device = layer.window[0].device
+        if device not in self._turns:
+            cos, sin = self.rope(columns, layer.window[0])
+            self._turns[device] = Turn(cos, sin) if reconstructed.by_halves(layer.site, cos.shape[-1]) else None
+        turn = self._turns[device]
+        return turn if turn is not None and reader.turns(turn.cos.shape[-1], device) else None
 
     def _new_valid(self, past: int, query: int) -> Tensor | None:
         """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""
@@ -1136,6 +1208,7 @@ class KVCalCache(Cache):
             "max_length": self.max_length,
             "compileable": self.why_not_compileable or True,
             "nbytes": {name: self.nbytes(name) for name in PARTS},
+            "shared_bytes": sum(rooms.nbytes for rooms in self._rooms.values()),
             "bits_per_value": self.bits_per_value(),
             "resident_bytes": self.resident_bytes(),
             "layers": rows,

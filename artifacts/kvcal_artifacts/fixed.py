@@ -20,7 +20,7 @@ from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form
 from kvcal_kernels.quantise import Counts, Rule
 
-from . import fused, hf
+from . import fused, hf, vectors
 from .cache import KVCalLayer
 from .codecs import Context
 from .codecs.base import Packed, device_only
@@ -37,6 +37,8 @@ def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
     """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can."""
     if scheme.frame != "post_rope":
         return "positions are kept on the host for keys before RoPE"
+    if vectors.both(pair):
+        return "vector codes: no kernel appends them"
     if others := sorted(name for name in pair.stats if name != KeyScale.name):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
     return None

@@ -51,19 +51,26 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
 
 def shape_refusal(pair: LayerCodecs, site: hf.AttentionSite) -> str | None:
     """Why no kernel reads what these codecs store at this layer's shape."""
+    from . import vectors
+
+    many = f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
+    crowded = None if site.ratio <= RATIO else many
+    if vectors.both(pair):
+        return vectors.refusal(pair) or crowded
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
-    many = f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
-    return None if site.ratio <= RATIO else many
+    return crowded
 
 
 def warn_of_shape(kernels: str, pair: LayerCodecs, site: hf.AttentionSite, device: torch.device, why: str) -> None:
     """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
     describe() alone.
     """
+    from . import vectors
+
     wanted = kernels in ("torch", "triton") or preflight.unsupported(device) is None
-    known = all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    known = vectors.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
     if kernels != "off" and wanted and known and (why == shape_refusal(pair, site) or why.startswith(DTYPES_TAKEN)):
         warn(f"fused kernel: {why}")
 
@@ -80,9 +87,15 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         if device.type == "cuda":
             warn(f"fused kernel: {why}")
         return why
+    from . import vectors
+
     keys, values = pair.key.fused(), pair.value.fused()
-    assert isinstance(keys, Form) and isinstance(values, Form)
-    if why := preflight.verdict(keys, values, ratio, dtype, device):
+    if vectors.both(pair):
+        why = vectors.verdict(pair, ratio, dtype, device)
+    else:
+        assert isinstance(keys, Form) and isinstance(values, Form)
+        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device)
+    if why:
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
         warn(why)
     return why
@@ -120,11 +133,11 @@ def require(refused: list[tuple[int, str]]) -> None:
 _WARNED: set[str] = set()
 
 
-def warn(line: str) -> None:
+def warn(line: str, instead: str = "packed blocks are decoded for the model's own attention instead") -> None:
     """Once a process: a model has many layers, and a program many caches."""
     if line not in _WARNED:
         _WARNED.add(line)
-        warnings.warn(f"{line}; packed blocks are decoded for the model's own attention instead", stacklevel=2)
+        warnings.warn(f"{line}; {instead}", stacklevel=2)
 
 
 class Layer(Protocol):
@@ -222,12 +235,24 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     if kernels == "torch" or len(own) < 2:
         return None
     if os.environ.get("TRITON_INTERPRET") != "1" and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
-        line = f"append kernel: {why}"
-        if line not in _WARNED:
-            _WARNED.add(line)
-            warnings.warn(f"{line}; steps of a cache with max_length are packed by torch instead, slowly", stacklevel=2)
+        warn(f"append kernel: {why}", "steps of a cache with max_length are packed by torch instead, slowly")
         return None
     return own[0], own[1]
+
+
+def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
+    """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
+    anywhere = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels in ("off", "torch") or not (anywhere or preflight.unsupported(device) is None):
+        return pair
+    made = []
+    for codec in (pair.key, pair.value):
+        own = codec.by_kernel()
+        if own is not codec and not anywhere and (why := preflight.encode_verdict(codec, dtype, device)):
+            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly")
+            own = codec
+        made.append(own)
+    return LayerCodecs(*made)
 
 
 def steps_by(kernels: str) -> Any:

@@ -60,7 +60,7 @@ class AttentionSite:
         every, plain = list(self.module.parameters()), (torch.float16, torch.bfloat16, torch.float32)
         if own := [p for p in every if p.dtype in plain]:
             return own[0].device, own[0].dtype
-        named = getattr(self.module.config, "dtype", None)  # of quantised weights
+        named = getattr(getattr(self.module, "config", None), "dtype", None)  # of quantised weights
         return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
     def keys_from(self, output: Tensor) -> Tensor:

@@ -123,6 +123,16 @@ class Codec(ABC):
         """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), without a copy."""
         raise KVCalError(f"codec {self.name!r}: {self.fused()}")
 
+    def for_decoding(self) -> Codec:
+        """The same codec where no kernel attends to its blocks, which may then be stored otherwise, in as many bytes: under a
+        predictor, and in schemes that predict layers or keep keys before RoPE.
+        """
+        return self
+
+    def by_kernel(self) -> Codec:
+        """The same codec, encoding by a Triton kernel where there is one for it: itself where there is none."""
+        return self
+
     def key_factor(self, context: Context = EMPTY) -> Tensor | None:
         """What decoded keys are multiplied by after as_blocks, (H, 1, D) or (B, H, 1, D) float32: the query takes it."""
         return None
