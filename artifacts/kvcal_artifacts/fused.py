@@ -69,10 +69,14 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, site: hf.AttentionSite, devic
     """
     from . import vectors
 
-    wanted = kernels in ("torch", "triton") or preflight.unsupported(device) is None
+    wanted = kernels in ("torch", "triton") or runs_kernels(device)
     known = vectors.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
     if kernels != "off" and wanted and known and (why == shape_refusal(pair, site) or why.startswith(DTYPES_TAKEN)):
         warn(f"fused kernel: {why}")
+
+
+def runs_kernels(device: torch.device) -> bool:
+    return preflight.unsupported(device) is None
 
 
 def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
