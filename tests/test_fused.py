@@ -28,7 +28,7 @@ from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.attention import Form, decode
 from models_fixture import kvcal
-from schemes import close_all, left_mask, numbers, opened, token_ids
+from schemes import Fed, close_all, left_mask, numbers, opened, token_ids
 
 WINDOWS = Windows(4, 32, 32)
 SHAPE = Shape(2, 64, 32)
@@ -307,6 +307,11 @@ def test_shapes_without_a_kernel_are_warned_of_once(
     assert higgs is not None and lines(LayerCodecs(higgs.key, PAIRS["inner-4"].value)) == []
     with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*3 bits at head_dim 64"):
         opened(scheme(narrow), model(), kernels=kernels, require_kernels=True)
+
+
+def test_attention_without_a_config_takes_the_reference_path() -> None:
+    made = opened(scheme(PAIRS["inner-4"]), Fed(3, 2, 64), kernels="torch").describe()
+    assert "no config that names an attention function" in made["layers"][0]["path"]
 
 
 def test_kernels_can_be_required() -> None:

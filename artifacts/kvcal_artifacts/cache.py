@@ -789,7 +789,7 @@ class KVCalCache(Cache):
         """The first keys of a layer show that it does not take the kernel."""
         assert layer.refused is not None
         if layer.reader is None:
-            fused.warn_of_shape(self.kernels, layer.codecs, layer.site, layer.device, layer.refused)
+            fused.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.refused)
             if self.require_kernels:
                 fused.require([(layer.index, layer.refused)])
         for other in self.own_layers:

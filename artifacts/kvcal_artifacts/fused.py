@@ -24,6 +24,7 @@ from .scheme import LayerCodecs, Scheme
 CHOICES = ("auto", "off", "torch", "triton")
 QUERIES = 16  # new tokens a call, at most
 RATIO = 16  # query heads a kv head, at most
+MANY_HEADS = f"query heads a kv head: the fused kernel takes {RATIO} at most"
 DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of each row (B,) int32
@@ -46,24 +47,26 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
         return "layers are predicted from reconstructions of others, which decoding makes"
     if scheme.frame == "pre_rope" and site.rope:
         return "keys before RoPE are rotated after they are decoded"
-    return shape_refusal(pair, site) or hf.odd_attention(site)
+    return shape_refusal(pair) or hf.odd_attention(site) or _odd_ratio(site)
 
 
-def shape_refusal(pair: LayerCodecs, site: hf.AttentionSite) -> str | None:
-    """Why no kernel reads what these codecs store at this layer's shape."""
+def shape_refusal(pair: LayerCodecs) -> str | None:
+    """Why no kernel reads what these codecs store at their shape."""
     from . import vectors
 
-    many = f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
-    crowded = None if site.ratio <= RATIO else many
     if vectors.both(pair):
-        return vectors.refusal(pair) or crowded
+        return vectors.refusal(pair)
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
-    return crowded
+    return None
 
 
-def warn_of_shape(kernels: str, pair: LayerCodecs, site: hf.AttentionSite, device: torch.device, why: str) -> None:
+def _odd_ratio(site: hf.AttentionSite) -> str | None:
+    return None if site.ratio <= RATIO else f"{site.ratio} {MANY_HEADS}"
+
+
+def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: str) -> None:
     """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
     describe() alone.
     """
@@ -71,7 +74,8 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, site: hf.AttentionSite, devic
 
     wanted = kernels in ("torch", "triton") or runs_kernels(device)
     known = vectors.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
-    if kernels != "off" and wanted and known and (why == shape_refusal(pair, site) or why.startswith(DTYPES_TAKEN)):
+    shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
+    if kernels != "off" and wanted and known and shape:
         warn(f"fused kernel: {why}")
 
 
