@@ -79,7 +79,7 @@ INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
 @dataclass(frozen=True)
 class Case:
     """blocks, sink, recent: how many of each a row has; there is room for `spare` more. group: in the place of the settings'.
-    kind: of the query's numbers. launch: warps, turns, programs a multiprocessor (of 4 that the interpreter pretends to have).
+    kind: of the query's numbers. launch: warps, turns, turns of a program.
     """
 
     key: str = "symmetric 4"
@@ -349,8 +349,8 @@ def main(cases: list[Case]) -> None:
     space.take(64, 64, 8, 128)
     for number, case in enumerate(cases):
         given = made(case, number)
-        warps, turns, programs = case.launch
-        found = triton.attend(*given.arguments(), triton.Launch(warps, turns, 1, programs), space)
+        warps, turns, length = case.launch
+        found = triton.attend(*given.arguments(), triton.Launch(warps, turns, 1, length), space)
         if space.counter.any():
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):

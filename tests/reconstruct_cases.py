@@ -135,6 +135,7 @@ def small() -> list[Case]:
         Case("value", grid=(1, 4), block=8, blocks=5, inputs=("k1", "v1", "k2", "v2"), batch=1),
         Case(grid=(2, 256), inputs=("k1", "v1"), four_bit=True, blocks=1, dtype=bf),
         Case("value", grid=(2, 64), block=4, blocks=3, inputs=(), batch=1),
+        Case(heads=8, rotation="token", inputs=(), batch=1, blocks=1),
     ]
 
 

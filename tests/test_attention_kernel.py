@@ -482,7 +482,7 @@ TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
     **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8",
-    **dict.fromkeys(["room", "sink_room", "recent_room", "splits"], "i32"),
+    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share"], "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
@@ -616,7 +616,7 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
     assert constants == {*fixed, "STAGES", "TURNS", "ASM", "RING"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
-    assert not specialised & {"room", "sink_room", "recent_room", "splits"}
+    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share"}
 
 
 # On a GPU.
@@ -633,8 +633,8 @@ def on_a_gpu(case: Case) -> tuple[Any, Any]:
     from kvcal_kernels.attention import triton as fused
 
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
-    warps, turns, programs = case.launch
-    launch = fused.Launch(warps, turns, 3, programs)
+    warps, turns, length = case.launch
+    launch = fused.Launch(warps, turns, 3, length)
     return own, lambda: fused.attend(*own.arguments(), launch, space)
 
 

@@ -140,7 +140,9 @@ def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capabil
     blocks = Coded(codes, torch.empty(1, 1, 1, 32), torch.empty(16, 2), torch.ones(1024), rotation, 4, 128, key)
     nothing = torch.empty(0)
     prepared = kernel.Prepared(nothing, torch.empty(8, 128, 128), nothing, nothing, rotary)
-    launch = kernel.Launch(256) if capability >= 90 else kernel.Launch(128, 32)
+    launch = kernel.Launch(128) if not inputs else kernel.launch_for(torch.device("cpu"))
+    if inputs and capability >= 90:
+        launch = kernel.Launch(256)
     constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 2, "ASM": True}
     types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
     types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16", "p_bias": "*fp32"}
@@ -157,6 +159,7 @@ BUDGET = [
     *(pytest.param(False, width, 2, 0, kind, capability, 0, marks=pytest.mark.slow) for width, kind, capability in (
         (1024, "bf16", 90), (128, "fp16", 90), (1024, "fp16", 80), (1024, "fp16", 87),
     )),
+    *(pytest.param(key, 1024, 0, 0, "fp16", 90, 0, marks=pytest.mark.slow) for key in (True, False)),
 ]  # fmt: skip
 
 
@@ -171,7 +174,7 @@ def test_compiled_kernel_keeps_to_its_budget(
     assert registers <= 255
     assert spilled <= stack
     assert made.metadata.shared <= {90: 227, 80: 163, 87: 163}[capability] * 1024
-    if capability == 90:
+    if capability == 90 and inputs:
         products = [loop for loop in loops(made, tmp_path) if loop["HGMMA"] == 8]
         assert len(products) == inputs
         assert max(loop.total() for loop in products) <= 140

@@ -119,13 +119,24 @@ def test_layers_say_why_their_codes_are_decoded() -> None:
     assert path(PAIR).startswith("fused: the kernel's reference")
     assert "takes float16 and bfloat16, not float32" in path(PAIR, "auto")
     assert "before RoPE" in path(PAIR, frame="pre_rope")
-    large = LayerCodecs(codes("key", size=8192), PAIR.value)
-    assert "keys: residual-vq, codebooks of 8192 codewords: the kernels are used up to 4096" in path(large)
     assert "keys: residual-vq in 3 bands" in path(LayerCodecs(codes("key", (16, 16, 32)), PAIR.value))
     assert "values: residual-vq, a band of 8 dimensions" in path(LayerCodecs(PAIR.key, codes("value", (56, 8))))
     assert "keys: no fused kernel reads residual-vq" in path(LayerCodecs(PAIR.key, uniform("value", 4)))
     fixed = opened(scheme(), model(), kernels="torch", max_length=200).describe()["compileable"]
     assert "vector codes: no kernel appends them" in fixed
+
+
+def test_large_codebooks_are_attended_to_from_where_that_is_faster(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert vectors.least_tokens(PAIR) == 0
+    large = LayerCodecs(codes("key", size=8192), PAIR.value)
+    assert vectors.least_tokens(large) == 600
+    monkeypatch.setattr(vectors, "CODEWORDS", 32)
+    monkeypatch.setattr(vectors, "TOKENS", 63)
+    caches = both()
+    close(steps(caches, token_ids(1, 104), [80, 81, *range(99, 104)]))
+    assert calls == [1] * 12  # behind 100 tokens, 64 of them packed
 
 
 def test_as_many_new_tokens_as_the_kernels_take() -> None:

@@ -60,6 +60,7 @@ class KVCalLayer(CacheLayerMixin):
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
         self.vectors = self.readable and vectors.both(codecs)
         self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
+        self.least_tokens = vectors.least_tokens(codecs) if self.vectors else 0
         self.expect(cache.kernels, site.placed[1])
         self._clear()
 
@@ -157,7 +158,7 @@ class KVCalLayer(CacheLayerMixin):
         return (
             self.refused is None
             and plan.query <= self.most_queries
-            and self._blocks > 0
+            and self._blocks * self._cache.scheme.windows.block > self.least_tokens
             and (plan.valid is None or bool(plan.valid.all()))
             and not self._cache.has_custom_mask
             and not self._cache.hides_old

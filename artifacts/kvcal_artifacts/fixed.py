@@ -234,7 +234,9 @@ class FixedLayer(KVCalLayer):
         keys, values = self.codecs.key.fused(), self.codecs.value.fused()
         assert isinstance(keys, Form) and isinstance(values, Form)
         space, blocks = self._cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
-        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, self.site.ratio, blocks)
+        assert self.room is not None
+        windows = self.room.sink[0].shape[2], self.room.ring[0].shape[2]
+        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, self.site.ratio, blocks, windows)
 
     def _steps_for(self, like: Tensor) -> Steps:
         """What the cache's layers on this device share; anew for another number of rows."""

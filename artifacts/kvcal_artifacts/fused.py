@@ -215,11 +215,21 @@ def workspace(kernels: str, device: torch.device) -> Any:
     return None if kernels == "torch" else fast().Workspace(device)
 
 
-def reserve(kernels: str, space: Any, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int) -> None:
+def reserve(
+    kernels: str,
+    space: Any,
+    keys: Form,
+    values: Form,
+    batch: int,
+    heads: int,
+    ratio: int,
+    room: int,
+    windows: tuple[int, int],
+) -> None:
     """Have the memory of any step over `room` blocks before a graph of one is recorded: it must not move."""
     if kernels != "torch":
         for queries in range(1, QUERIES + 1):
-            fast().reserve(space, keys, values, batch, heads, ratio, room, queries)
+            fast().reserve(space, keys, values, batch, heads, ratio, room, windows, queries)
 
 
 def rule_of(codec: Codec) -> Rule | str:

@@ -16,9 +16,10 @@ from . import fused, preflight
 from .codecs import ResidualVQ
 from .scheme import LayerCodecs
 
-# Tables and sums by code are a fixed cost of every row and step: with 4096 codewords made up for by about 600 tokens, at the
-# paper's sizes by 8000 (a count of bytes: docs/benchmarks/vq_attention.md).
-CODEWORDS = 4096
+# Tables and sums by code are a fixed cost of every row and step. On an H200 (docs/benchmarks/vq_attention.md) it is made up
+# for at once with 4096 codewords; at the paper's sizes by 8000 tokens against a decode in one pass, so by about 600 against
+# torch's, the alternative here, which takes ten times as long.
+CODEWORDS, TOKENS = 4096, 600
 ROWS = 64  # query heads of a kv head times new tokens, at most: MOST_ROWS of the kernels
 Exact = tuple[Tensor, Tensor, Tensor]  # as of fused.py
 
@@ -44,16 +45,18 @@ def refusal(pair: LayerCodecs) -> str | None:
     for codec in (pair.key, pair.value):
         if (narrow := min(len(band) for band in codec.bands)) < 16:
             return f"{codec.role}s: residual-vq, a band of {narrow} dimensions: the kernels take 16 at least"
-        if (most := max(book.shape[1] for book in codec.codebooks)) > CODEWORDS:
-            return (
-                f"{codec.role}s: residual-vq, codebooks of {most} codewords: the kernels are used up to {CODEWORDS}, as "
-                "tables of more pay for very long texts only"
-            )
     return None
 
 
 def most_queries(ratio: int) -> int:
     return max(1, min(fused.QUERIES, ROWS // ratio))
+
+
+def least_tokens(pair: LayerCodecs) -> int:
+    """Packed tokens of a row from which the kernels are faster than decoding."""
+    assert _is_vq(pair.key) and _is_vq(pair.value)
+    largest = max(book.shape[1] for codec in (pair.key, pair.value) for book in codec.codebooks)
+    return 0 if largest <= CODEWORDS else TOKENS
 
 
 def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:

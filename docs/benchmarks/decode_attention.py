@@ -55,12 +55,12 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
-# warps, turns, stages, registers
-LAUNCHES = [(4, 1, 3, 168), (4, 2, 3, 168), (4, 1, 3, 0)]
-GRID_LAUNCHES = [(4, 1, 3, 128), (8, 1, 3, 128), (4, 1, 3, 0)]
-TIER_LAUNCHES = [(4, 1, 3, 168)]  # 80 s of compiling each
-MORE_LAUNCHES = [(4, 1, 2, 0), (4, 1, 3, 128), (4, 1, 4, 128), (8, 1, 3, 128), (2, 1, 3, 0)]
-PROGRAMS = (6, 12, 3, 24)
+# warps, turns, stages, registers; the first with the first length is what `usual` gives
+LAUNCHES = [(1, 1, 3, 168), (1, 1, 4, 168), (1, 1, 3, 128)]
+GRID_LAUNCHES = [(4, 1, 3, 128), (4, 1, 3, 0)]
+TIER_LAUNCHES = [(1, 1, 3, 168)]
+MORE_LAUNCHES = [(1, 1, 2, 168), (2, 1, 3, 168), (2, 1, 3, 128), (4, 1, 3, 168), (1, 2, 3, 0)]
+LENGTHS = (60, 40, 90)  # turns of a program
 
 
 def form(role: Any, settings: tuple[Any, ...]) -> Form:
@@ -177,7 +177,8 @@ def peers(clock: Clock, batch: int, length: int) -> dict[str, float]:
             print(f"  sdpa {name}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
     try:
         import flashinfer
-    except ImportError:
+    except ImportError as error:
+        print(f"  flashinfer is not there: {error}", file=sys.stderr)
         return found
     try:
         found["flashinfer"] = flashinfer_time(flashinfer, clock, q, k, v)
@@ -226,7 +227,7 @@ def tune(clock: Clock, cell: Cell, launches: list[tuple[int, ...]], seconds: flo
     """(microseconds, launch), best first; no further ones after so many seconds."""
     found: list[tuple[float, Any]] = []
     began = time.time()
-    for each in PROGRAMS:
+    for each in LENGTHS:
         for warps, turns, stages, registers in launches:
             if found and time.time() - began > seconds:
                 print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)

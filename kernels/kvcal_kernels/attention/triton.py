@@ -190,6 +190,15 @@ def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.co
 
 
 @triton.jit
+def _words(b_at):
+    """Where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in memory, which Triton
+    does not see: without the hint a warp loads four rows of each of four blocks, and their places share banks.
+    """
+    r = tl.arange(0, 16)
+    return tl.max_contiguous(b_at[:, :, None] + (r[None, :, None] * 16 + r[None, None, :]), [1, 2, 16])
+
+
+@triton.jit
 def _two_bytes(p, live, NW: tl.constexpr):
     """16 bytes [NW, 16] int32 from p [NW, 1]. Not loaded as bytes: Triton lays out a product's operands by the narrowest load
     that they come from, and with bytes it takes kWidth 8, which contracts 32 numbers, not 16 (H200: 0.07 to 0.7 off).
@@ -207,9 +216,8 @@ def _tier_scores(
     """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
     from p_fit, float16 [D][N].
     """
-    r = tl.arange(0, 16)
     EACH: tl.constexpr = GROUP // 32
-    at = (i_head * room + b_block)[:, None, None] * WORDS + r[None, :, None] * 16 + r[None, None, :]
+    at = _words((i_head * room + b_block)[:, None] * WORDS)
     at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
     live_words = live[:, :, None]
     tiles = ()
@@ -646,14 +654,13 @@ def _scores(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
-    r = tl.arange(0, 16)
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    piece = r[None, :, None] * 16 + r[None, None, :]
+    b_words = _words(at * WORDS)
     if MODE == 3:
         parts = _points(
             p_k,
-            at[:, :, None] * WORDS + piece,
+            b_words,
             live[:, :, None],
             p_table,
             BITS,
@@ -665,7 +672,7 @@ def _scores(
             ASM,
         )
     else:
-        parts = _codes(p_k, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
+        parts = _codes(p_k, b_words, live[:, :, None], BITS, TILES, ASM)
     scores = ()
     if MODE == 3:  # a norm for each token
         for h in tl.static_range(2):
@@ -719,14 +726,13 @@ def _add(
     """acc, times fade where FADE says so, plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum
     of the probabilities [NW, 16, N], every row the same. Of grids (MODE 3) b_0 and b_1 are float32 and b_sum is not used.
     """
-    r = tl.arange(0, 16)
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    piece = r[None, :, None] * 16 + r[None, None, :]
+    b_words = _words(at * WORDS)
     if MODE == 3:
         parts = _points(
             p_v,
-            at[:, :, None] * WORDS + piece,
+            b_words,
             live[:, :, None],
             p_table,
             BITS,
@@ -738,7 +744,7 @@ def _add(
             ASM,
         )
     else:
-        parts = _codes(p_v, at[:, :, None] * WORDS + piece, live[:, :, None], BITS, TILES, ASM)
+        parts = _codes(p_v, b_words, live[:, :, None], BITS, TILES, ASM)
     made = ()
     if MODE == 3:
         at_norm = (i_norm * room + b_block)[:, None] * 32
@@ -869,29 +875,35 @@ def _times(a, b, c, ASM: tl.constexpr):
 
 
 @triton.jit
+def _slot(token, first, room, RING: tl.constexpr):
+    if RING:
+        token = tl.where(first + token >= room, first + token - room, first + token)
+    return token
+
+
+@triton.jit
 def _exact(
-    p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, count, factor, b_m, b_l, acc,
+    p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """`count` tokens as they are, with RING from slot `first` on and around. limit (N,): how many of them a row sees."""
+    """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
+    limit (N,): the first token that a row does not see.
+    """
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
     b_token = tl.arange(0, NW)[:, None] * 16 + r[None, :]
-    for start in tl.range(0, count, NW * 16, num_stages=STAGES):
+    for start in tl.range(begin, end, NW * 16, num_stages=STAGES):
         token = start + b_token
-        live = token < count
-        slot = token
-        if RING:
-            slot = tl.where(first + token >= room, first + token - room, first + token)
-        o_token = (i_head * room + slot) * D
+        live = token < end
+        o_token = (i_head * room + _slot(token, first, room, RING)) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(SLICES):
             b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
             b_q = tl.load(p_q + o_q[None, None, :] + (i * 16 + r)[None, :, None], mask=b_row[None, None, :], other=0.0)
             b_q = tl.broadcast_to(b_q, [NW, 16, N])
             b_s = _times(b_k, b_q, b_s, ASM)
-        b_s = tl.where(token[:, :, None] < tl.minimum(limit, count)[None, None, :], b_s * factor, LOW)
+        b_s = tl.where(token[:, :, None] < tl.minimum(limit, end)[None, None, :], b_s * factor, LOW)
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         fade = tl.exp2(b_m - b_new)
         b_p = _as(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
@@ -906,8 +918,8 @@ def _exact(
                 channel = _value_channels(i, r[None, :, None], k % 2, True, FOUR)
                 for j in tl.static_range(2):
                     token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
-                    o_v = (i_head * room + token) * D + channel
-                    b_v = tl.load(p_v + o_v, mask=token + channel * 0 < count, other=0.0)
+                    o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel
+                    b_v = tl.load(p_v + o_v, mask=token + channel * 0 < end, other=0.0)
                     b_o = _times(b_v, halves[j], b_o, ASM)
                 made = made + (b_o,)
         else:
@@ -918,14 +930,42 @@ def _exact(
     return b_m, b_l, acc
 
 
+@triton.constexpr_function
+def _at_a_time(count, columns):
+    """Slices of outputs that warps add up together: each time costs three barriers, and shared memory as large as they are."""
+    most = 32 // columns
+    return 4 if most >= 4 and count % 4 == 0 else 2 if most >= 2 and count % 2 == 0 else 1
+
+
+@triton.jit
+def _numbers(COUNT: tl.constexpr):
+    """Of the tensors of `_joined`, where they lie there: [1, 1, inner, outer]."""
+    inner = tl.arange(0, min(COUNT, 2))[None, None, :, None]
+    return inner + 2 * tl.arange(0, max(COUNT // 2, 1))[None, None, None, :]
+
+
+@triton.jit
+def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
+    """COUNT (1, 2 or 4) tensors of a tuple, times factor: [NW, 16, N, inner, outer]."""
+    if COUNT == 1:
+        made = (x[FIRST] * factor)[:, :, :, None, None]
+    else:
+        made = tl.join(x[FIRST] * factor, x[FIRST + 1] * factor)
+        if COUNT == 2:
+            made = made[:, :, :, :, None]
+        else:
+            made = tl.join(made, tl.join(x[FIRST + 2] * factor, x[FIRST + 3] * factor))
+    return made
+
+
 @triton.jit(
-    do_not_specialize=["room", "sink_room", "recent_room", "splits"],
+    do_not_specialize=["room", "sink_room", "recent_room", "splits", "share"],
     do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],  # rows of one tensor, as they come
 )
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
-    room, sink_room, recent_room, splits, factor, k_unit, v_unit,
+    room, sink_room, recent_room, splits, share, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -939,8 +979,8 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits + 1, HEADS * CHUNKS, batch). factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent.
-    k_unit, v_unit: of tables.
+    """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` sink or recent tokens each.
+    factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables.
     """
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
@@ -950,6 +990,8 @@ def attend_kernel(
     i_split, i_batch = tl.program_id(0), tl.program_id(2)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
+    sink_parts = tl.cdiv(sink_room, share)
+    parts = splits + sink_parts + tl.cdiv(recent_room, share)
     r = tl.arange(0, 16)
     column = tl.arange(0, N)
     n = i_chunk * ROOM + column // EACH
@@ -971,7 +1013,7 @@ def attend_kernel(
     q, plain, sums = (), (), ()
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
-    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * (splits + 1) + i_split) * (2 * ROOM * D)
+    p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     if K_MODE == 4:
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
@@ -1008,8 +1050,9 @@ def attend_kernel(
     scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 2.0**24
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
-    if ASM and K_ENTRIES + V_ENTRIES > 0:
-        _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
+    if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
+        if i_split < splits:
+            _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
     norms = (i_batch if K_SHARED else i_head, i_batch if V_SHARED else i_head)
 
     b_m = tl.full([NW, N], LOW, tl.float32)
@@ -1054,44 +1097,52 @@ def attend_kernel(
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
 
-    FEW: tl.constexpr = STAGES if K_ENTRIES + V_ENTRIES == 0 else 1  # tables take the room in shared memory
+    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES == 0 else 1  # tables take the room in shared memory
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
-    own = i_split == splits
-    b_m, b_l, out = _exact(
-        p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
-        tl.where(own, sink, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False,
-    )  # fmt: skip
-    b_m, b_l, out = _exact(
-        p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room, recent - b_behind,
-        tl.where(own, recent, 0), factor, b_m, b_l, out, SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING,
-    )  # fmt: skip
+    if i_split >= splits:
+        own = (i_split - splits) * share
+        if own < sink_parts * share:
+            b_m, b_l, out = _exact(
+                p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
+                own, tl.minimum(own + share, sink), factor, b_m, b_l, out,
+                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False,
+            )  # fmt: skip
+        else:
+            own -= sink_parts * share
+            b_m, b_l, out = _exact(
+                p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
+                recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, out,
+                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING,
+            )  # fmt: skip
 
     # the program's warps into one, then to memory
     b_top = tl.max(b_m, 0)
     fade = tl.exp2(b_m - b_top[None, :])
-    o_part = (i_group * (splits + 1) + i_split) * ROOM + column // EACH
-    for i in tl.static_range(WIDE):
-        b_o = tl.sum(out[i] * fade[:, None, :], 0)
-        channel = _value_channels(i, r[:, None], column[None, :] % EACH, PAIRED, V_FOUR)
-        tl.store(p_part + o_part[None, :] * D + channel, b_o, mask=b_row[None, :])
-    o_stat = (i_group * (splits + 1) + i_split) * 2 * ROOM + column // EACH
+    o_part = (i_group * parts + i_split) * ROOM + column // EACH
+    TOGETHER: tl.constexpr = _at_a_time(WIDE, N)
+    for i in tl.static_range(0, WIDE, TOGETHER):
+        which = i + _numbers(TOGETHER)
+        b_o = tl.sum(_joined(out, i, TOGETHER, fade[:, None, :]), 0)
+        channel = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, V_FOUR)
+        tl.store(p_part + o_part[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
+    o_stat = (i_group * parts + i_split) * 2 * ROOM + column // EACH
     tl.store(p_stat + o_stat, b_top, mask=b_row)
     tl.store(p_stat + o_stat + ROOM, tl.sum(b_l * fade, 0), mask=b_row)
 
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == splits:
+    if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == parts - 1:
         tl.store(p_count + i_group, 0)
         _merge(
             p_out, p_part, p_stat, i_head, i_group, i_chunk,
-            splits, RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
+            parts, RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge(
     p_out, p_part, p_stat, i_head, i_group, i_chunk,
-    splits, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    parts, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = triton.next_power_of_2(D)
@@ -1102,13 +1153,13 @@ def _merge(
     b_m = tl.full([ROWS], LOW, tl.float32)
     b_l = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, WIDE], tl.float32)
-    for first in tl.range(0, splits + 1, AT_ONCE):
+    for first in tl.range(0, parts, AT_ONCE):
         part = first + tl.arange(0, AT_ONCE)
-        there = (part <= splits)[:, None] & live[None, :]
-        o_stat = (i_group * (splits + 1) + part)[:, None] * 2 * N + row[None, :]
+        there = (part < parts)[:, None] & live[None, :]
+        o_stat = (i_group * parts + part)[:, None] * 2 * N + row[None, :]
         m = tl.load(p_stat + o_stat, mask=there, other=LOW, cache_modifier=".cg")
         l = tl.load(p_stat + o_stat + N, mask=there, other=0.0, cache_modifier=".cg")
-        o_part = ((i_group * (splits + 1) + part)[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
+        o_part = ((i_group * parts + part)[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
         inside = there[:, :, None] & (column < D)[None, None, :]
         o = tl.load(p_part + o_part, mask=inside, other=0.0, cache_modifier=".cg")
         b_new = tl.maximum(b_m, tl.max(m, 0))
@@ -1164,42 +1215,54 @@ def settings(
     return made
 
 
-START = 6  # turns of a program that its start and end take the time of: a guess
+LEAST, ENOUGH, TOGETHER = 8, 20, 6
 
 
 @functools.lru_cache(4096)
-def splits(groups: int, blocks: int, warps: int, turns: int, processors: int, programs: int) -> int:
-    """Programs a kv head, such that all of them take the least turns: `programs` of them run at a time on a multiprocessor,
-    and a round that is not full takes as long as one that is. At 256 groups, 32768 tokens and three programs on each of 132
-    multiprocessors that is 3 (two rounds of 86 turns), not 4 (three of 64).
+def splits(groups: int, blocks: int, warps: int, turns: int, processors: int, length: int) -> int:
+    """Programs a kv head. As many on each multiprocessor as have ENOUGH turns each, at most TOGETHER, so that all take equally
+    many; one may have LEAST turns. Where that is more than one and a half `length` turns: programs of `length`, in several
+    rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others.
+
+    Measured at 4/4 (H200, docs/benchmarks/decode_attention.md): 8 x 32768 tokens took 100 us with 6 programs a multiprocessor,
+    115 with 8, 120 with 12; 32 x 32768 took 378 us with 12 programs at once, 322 with 33 of 60 turns.
     """
-    every, room = max(1, blocks // (warps * turns)), processors * programs
+    every = -(-max(1, blocks) // (warps * turns))
+    together = min(TOGETHER, max(1, groups * every // (processors * ENOUGH)))
+    count = max(1, min(together * processors // groups, -(-every // LEAST)))
+    if 2 * every > 3 * length * count:
+        count = -(-every // length)
+    return min(count, 256)
 
-    def taken(count: int) -> int:
-        return -(-groups * count // room) * (-(-every // count) + START)
 
-    return min(range(1, min(every, 256) + 1), key=taken)
+def shares(windows: tuple[int, int], crowded: bool) -> tuple[int, int]:
+    """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few where
+    multiprocessors have enough to do, else as many as finish before those of packed tokens.
+    """
+    least = 128 if crowded else 32
+    share = max(1, -(-sum(windows) // (16 * least))) * least
+    return share, sum(-(-window // share) for window in windows)
 
 
 @dataclass(frozen=True)
 class Launch:
     """warps: blocks at a time a program. turns: how often before maxima are compared. stages: of loads in flight.
-    programs: that run on a multiprocessor at a time. registers: a thread at most, 0: as the compiler likes.
+    length: turns of a program, about, at most. registers: a thread at most, 0: as the compiler likes.
     """
 
-    warps: int = 4
+    warps: int = 1
     turns: int = 1
     stages: int = 3
-    programs: int = 2
+    length: int = 60
     registers: int = 0
 
 
 def usual(keys: Form, values: Form) -> Launch:
-    """As many registers as leave room for three programs of four warps, with grids for four: 4/4 took 360 us in place of 449
-    with it (H200, docs/benchmarks/decode_attention.md).
+    """A warp alone waits for no other: 2/2 took 257 us in place of 318 with four (H200, docs/benchmarks/decode_attention.md).
+    Tables of grids lie in shared memory once a program, so that there four warps share one.
     """
     grids = keys.vector or values.vector
-    return Launch(programs=4, registers=128) if grids else Launch(programs=3, registers=168)
+    return Launch(warps=4, registers=128) if grids else Launch(registers=168)
 
 
 def attend(
@@ -1228,14 +1291,16 @@ def attend(
     v_table, v_sign = _of_grid(values)
     same = k_table.data_ptr() == v_table.data_ptr()
     fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps, same)
-    groups, parts = _grid(fixed, batch, room, launch, q.device)
+    windows = sink[0].shape[2], recent[0].shape[2]
+    groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
+    parts = packed + exact
     space = workspace or Workspace(q.device)
     part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
     out = torch.empty_like(q)
     arguments = (
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
         blocks, sink[2], recent[2], part, stat, counter, k_table, v_table, k_sign, v_sign,
-        keys.words if keys.order is None else keys.order, room, sink[0].shape[2], recent[0].shape[2], parts - 1,
+        keys.words if keys.order is None else keys.order, room, *windows, packed, share,
         scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
     )  # fmt: skip
     options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted(), "RING": ring}
@@ -1248,19 +1313,26 @@ def attend(
     return out
 
 
-def _grid(fixed: dict[str, int], batch: int, room: int, launch: Launch, device: torch.device) -> tuple[int, int]:
-    """Groups of query rows, and programs of each: its splits and the one of sink and recent tokens."""
-    groups = batch * fixed["HEADS"] * fixed["CHUNKS"]
-    return groups, splits(groups, room, launch.warps, launch.turns, _processors(device), launch.programs) + 1
+def _grid(
+    fixed: dict[str, int], batch: int, room: int, windows: tuple[int, int], launch: Launch, device: torch.device
+) -> tuple[int, int, int, int]:
+    """Groups of query rows; programs of each over packed tokens; sink and recent tokens of a program, programs of those."""
+    groups, processors = batch * fixed["HEADS"] * fixed["CHUNKS"], _processors(device)
+    packed = splits(groups, room, launch.warps, launch.turns, processors, launch.length)
+    return groups, packed, *shares(windows, groups * packed > 2 * processors)
 
 
 def reserve(
-    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, queries: int = 1
-) -> None:
-    """Let `space` have what a launch for so many tokens over `room` blocks needs: under a CUDA graph it must not grow."""
+    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
+    queries: int = 1,
+) -> None:  # fmt: skip
+    """Let `space` have what a launch for so many tokens over `room` blocks needs: under a CUDA graph it must not grow.
+    windows: rooms of sink and recent tokens.
+    """
     launch = usual(keys, values)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps)
-    space.take(*_grid(fixed, batch, room, launch, space.counter.device), fixed["N"], fixed["D"])
+    groups, packed, _, exact = _grid(fixed, batch, room, windows, launch, space.counter.device)
+    space.take(groups, packed + exact, fixed["N"], fixed["D"])
 
 
 _ALLOWED: set[tuple[object, ...]] = set()
