@@ -84,7 +84,7 @@ class AttentionError:
             for kept in layer:
                 seen, values, exact = kept[0].to(self.device), kept[1].to(self.device), kept[2].to(self.device)
                 packed = key.encode(seen.k[:, :, seen.packed], seen.context())
-                sizes.add(packed)
+                sizes.add(key, packed)
                 error.add(exact, seen.outputs(key.decode(packed, seen.context()), values))
             errors.append(error.value)
         return sum(errors) / len(errors), (sizes.bits(self.shape) + value.bits_per_value()) / 2

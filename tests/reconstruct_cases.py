@@ -65,7 +65,7 @@ def predictor(case: Case) -> Predictor:
 
 def codec_of(case: Case) -> Codec:
     shape = Shape(case.heads, case.dim, case.block)
-    inner = Higgs(shape, case.role, *case.grid, case.rotation, case.norm, seed=5)
+    inner = Higgs(shape, case.role, *case.grid, case.rotation, case.norm, seed=5).for_decoding()
     return Predicted(inner, predictor(case), case.inputs) if case.inputs else inner
 
 

@@ -35,7 +35,6 @@ from attention_cases import (
 )
 from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
-from kvcal.bench.fused import blocks_of, form_of
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, grids, pack, reference, unpack
@@ -199,11 +198,27 @@ def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode:
 @pytest.mark.parametrize("norm", ["head", "token"])
 @pytest.mark.parametrize(("n", "d"), [(16, 2), (64, 2), (256, 2), (256, 4), (4, 1), (8, 1), (16, 1)])
 def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: int) -> None:
-    codec = Higgs(Shape(2, 64, 64), role, d, n, norm=norm, seed=n)
-    packed = codec.encode(torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(d)) * 3 + 1)
-    made = blocks_of(codec, packed)
-    assert made.form == form_of(codec) and made.form.stored_bits >= 8 * codec.block_bytes() / (2 * 64 * 64)
-    assert torch.equal(decode(made), codec.decode(packed))
+    codec = Higgs(Shape(2, 128, 64), role, d, n, norm=norm, gain="debiased", seed=n)
+    x = torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(d)) * 3 + 1
+    packed, other = codec.encode(x), codec.for_decoding()
+    made = codec.as_blocks(packed)
+    assert made.form == codec.fused() and made.form.stored_bits == codec.bits_per_value() == other.bits_per_value()
+    assert all(
+        t.untyped_storage().data_ptr() == packed[n].untyped_storage().data_ptr()
+        for n, t in (("words", made.words), ("norm", made.scale))
+    )
+    before = other.encode(x)
+    assert set(before) == {"codes", "norm"} and torch.equal(packed["norm"], before["norm"])
+    assert torch.equal(codec.codes(packed), other.codes(before))
+    assert torch.equal(decode(made), other.decode(before))
+
+
+def test_codecs_of_one_grid_share_their_table() -> None:
+    keys, values, others = (
+        Higgs(Shape(2, 64, 32), role, 2, n) for role, n in (("key", 16), ("value", 16), ("key", 256))
+    )  # type: ignore[arg-type]
+    tables = [codec.as_blocks(codec.empty(1, torch.device("cpu"))).grid.table for codec in (keys, values, others)]  # type: ignore[union-attr]
+    assert tables[0].data_ptr() == tables[1].data_ptr() != tables[2].data_ptr()
 
 
 @pytest.mark.parametrize(("d", "n"), sorted(GRID_MSE))
@@ -217,35 +232,40 @@ def test_rounding_of_a_table_does_not_add_up_over_tokens(d: int, n: int) -> None
     assert off(table[codes].mean(0), points.double()[codes].mean(0)) < 4e-4  # as they are up to 4.8e-3
 
 
-@pytest.mark.parametrize(("block", "full", "four"), [(32, 16, 16), (64, 0, 16), (32, 16, 0)])
-def test_blocks_hold_what_a_codec_of_tiers_decodes(block: int, full: int, four: int) -> None:
-    codec = MixKVQ(Shape(2, 64, block), "key", group=block, round_up=16, full=full, four=four, importance="none")
-    x = torch.randn(2, 2, 128, 64, generator=torch.Generator().manual_seed(full))
-    packed = codec.encode(x * torch.linspace(0.5, 4, 64))
-    made = blocks_of(codec, packed)
-    assert made.form == form_of(codec) and len(made.order.unique(dim=2)[0, 0]) > 1  # type: ignore[union-attr]
-    assert torch.equal(decode(made), codec.decode(packed))
+@pytest.mark.parametrize(("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64), (96, 128, 16, 48)])
+def test_blocks_hold_what_a_codec_of_tiers_decodes(dim: int, block: int, full: int, four: int) -> None:
+    settings: Any = {"group": block, "round_up": 16, "full": full, "four": four, "importance": "none"}
+    codec, other = (MixKVQ(Shape(2, dim, block), "key", **settings) for _ in range(2))
+    other._form = "as it was stored before there was a kernel"
+    x = torch.randn(2, 2, 256, dim, generator=torch.Generator().manual_seed(full)) * torch.linspace(0.5, 4, dim)
+    packed, before = codec.encode(x), other.encode(x)
+    made = codec.as_blocks(packed)
+    assert made.form == codec.fused() and made.order is not None and len(made.order.unique(dim=2)[0, 0]) > 1
+    assert codec.block_bytes() == other.block_bytes() and set(packed) == {"perm", "words", "scale"}
+    assert all(
+        t.untyped_storage().data_ptr() == packed[n].untyped_storage().data_ptr()
+        for n, t in (("words", made.words), ("scale", made.scale), ("perm", made.order))
+    )
+    assert torch.equal(packed["perm"], before["perm"])
+    assert all(torch.equal(a, b) for a, b in zip(codec.counts(packed), other.counts(before), strict=True))
+    assert torch.equal(decode(made), other.decode(before))
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"full": 8, "four": 16}, "tiers of \\(8, 16\\) channels: must be multiples of 16"),
+        ({"full": 8, "four": 16}, r"tiers of \(8, 16\) channels: must be multiples of 16"),
         ({"full": 16, "four": 48}, "that leave some of 64"),
-        ({"full": 0, "four": 0}, "mixkvq, full 0, four 0"),
-        ({}, "mixkvq, full None"),
-        ({"full": 16, "four": 16, "group": 16}, "groups of 16 in blocks of 32"),
+        ({"full": 0, "four": 0}, "without channels in the upper tiers"),
+        ({}, "another size in every block"),
+        ({"full": 16, "four": 16, "group": 16}, "groups of 16 tokens, blocks of 32"),
+        ({"full": 16, "four": 16, "dtype": "bfloat16"}, "first tier in bfloat16"),
+        ({"full": 0, "four": 16}, "tiers of 0 and 16 of 64 channels would take 256 bits a token .*, 160 as stored"),
     ],
 )
-def test_tiers_that_are_not_whole_pieces_are_refused(settings: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        form_of(MixKVQ(Shape(2, 64, 32), "key", **{"group": 32, **settings}))
-
-
-@pytest.mark.parametrize("settings", [{"rotation": "token"}, {"axis": "token"}])
-def test_rotations_that_a_query_cannot_take_are_refused(settings: Any) -> None:
-    with pytest.raises(ValueError, match="a kernel rotates heads' queries only"):
-        form_of(Higgs(Shape(2, 64, 64), "key", **settings))
+def test_tiers_that_the_kernel_does_not_read_are_refused(settings: Any, says: str) -> None:
+    why = MixKVQ(Shape(2, 64, 32), "key", **{"group": 32, **settings}).fused()
+    assert isinstance(why, str) and re.search(says, why)
 
 
 GRID = Form("key", 128, 4, vector=2)

@@ -28,9 +28,10 @@ from kvcal.methods.backbones import BACKBONES
 from kvcal.methods.plain import PRESETS, Preset
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Context, Shape
+from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_kernels.attention import Form
 from schemes import BLOCK, DIM, HEADS, LAYERS, RECENT, SINK, Fed, Rows, feed, left_mask, same, token_ids
 
 pytestmark = pytest.mark.transformers
@@ -159,6 +160,34 @@ def test_wide_predictors_pack_the_same_in_pieces() -> None:
     for row in (0, 1):
         assert same(schemes.packed_row(whole, row), schemes.packed_row(pieces, row))
     assert same(schemes.packed_row(whole, 0), schemes.packed_row(single, 0))
+
+
+STORED_FOR_THE_KERNEL = ["inner-2-hybrid", "higgs-2", "turboquant-4", "mixkvq-16-16"]
+
+
+@pytest.mark.parametrize("name", STORED_FOR_THE_KERNEL)
+@pytest.mark.parametrize("cuts", [(), range(1, 150), (90, 91, 123)], ids=["whole", "ones", "pieces"])
+def test_blocks_in_the_kernels_layout_depend_on_the_tokens_only(name: str, cuts: Any) -> None:
+    """Rows that have packed most, one block and none; then in another order, and cropped into what is packed."""
+    fed, shape, rows = Fed(heads=2, dim=64), Shape(2, 64, 32), Rows([150, 60, 20], heads=2, dim=64)
+    make = BACKBONES.get(name, BACKBONES["kivi-2"])
+    key = MixKVQ(shape, "key", full=16, four=16) if name == "mixkvq-16-16" else make(shape, "key")
+    pair = LayerCodecs(key, make(shape, "value"))
+    assert all(isinstance(codec.fused(), Form) for codec in (pair.key, pair.value))
+    found = Scheme(Windows(SINK, RECENT, 32), "post_rope", (pair,) * LAYERS)
+    batch = schemes.opened(found, fed)
+    feed(batch, rows, cuts=cuts, pad=float("nan"))
+    assert batch.ledger.blocks.tolist() == [4, 1, 0]
+    alone = []
+    for row, length in enumerate(rows.lengths):
+        single = schemes.opened(found, fed)
+        feed(single, rows.one(row), torch.ones(1, length, dtype=torch.bool))
+        alone.append(schemes.packed_row(single, 0))
+        assert same(schemes.packed_row(batch, row), alone[row])
+    batch.reorder_cache(torch.tensor([2, 0, 1]))
+    batch.crop(-40)
+    assert batch.ledger.blocks.tolist() == [0, 3, 0]
+    assert same(schemes.packed_row(batch, 1), [t[:, :3] for t in alone[0]])
 
 
 @pytest.mark.parametrize("inner", ["exact-32", "exact-16", "uniform-2", "higgs-2"])
@@ -1067,6 +1096,51 @@ def test_not_a_number(name: str, bad: float, role: str) -> None:
         feed(made, Rows([61, 51]), left_mask([61, 51]).bool())
     made.reset()
     feed(made, Rows([60, 50]))
+
+
+@pytest.mark.parametrize("next_use", ["forward", "describe", "crop", "copy"])
+def test_what_cannot_be_packed_is_said_even_if_the_forward_breaks_off(next_use: str) -> None:
+    """By the next use, and until reset() no other is possible."""
+    model, ids = schemes.tiny("llama"), token_ids(1, 60)
+    made = schemes.make(model, "uniform-2")
+    bad = model.model.embed_tokens(ids).detach().clone()
+    bad[0, 7] = torch.nan
+
+    def fail(*given: Any) -> None:
+        raise MemoryError("mine")
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="mine"):
+        model(inputs_embeds=bad, past_key_values=made)
+    hook.remove()
+    use: dict[str, Any] = {
+        "forward": lambda: model(ids[:, :1], past_key_values=made),
+        "describe": made.describe,
+        "crop": lambda: made.crop(-1),
+        "copy": lambda: copy.deepcopy(made),
+    }
+    with pytest.raises(NonFiniteError, match="layer 0, key head 0: a NaN or infinity reached the cache"):
+        use[next_use]()
+    for _ in range(2):
+        with pytest.raises(KVCalError, match=r"broke off; call reset.* It ended with: layer 0, key head 0"):
+            model(ids[:, :1], past_key_values=made)
+    made.reset()
+    model(ids, past_key_values=made)
+    assert made.ledger.blocks.tolist() == [5]
+
+
+def test_scales_beyond_float16_are_refused_at_the_end_of_the_forward() -> None:
+    model, ids = schemes.tiny("llama"), token_ids(1, 60)
+    made = schemes.make(model, "uniform-2")
+    loud = copy.deepcopy(model.model.layers[2].self_attn.v_proj)
+    quiet, model.model.layers[2].self_attn.v_proj = model.model.layers[2].self_attn.v_proj, loud
+    loud.weight.data *= 1e7
+    with pytest.raises(NonFiniteError, match=r"^layer 2: .*(scale|minimum) of .*e\+.* does not fit") as raised:
+        model(ids, past_key_values=made)
+    assert raised.value.layer == 2
+    model.model.layers[2].self_attn.v_proj = quiet
+    with pytest.raises(KVCalError, match="broke off; call reset"):
+        model(ids, past_key_values=made)
 
 
 def test_a_mask_of_four_dimensions() -> None:

@@ -12,15 +12,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interpreted import interpreted, needs_triton
+from kvcal_artifacts import fused
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Uniform
-from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs
 from schemes import close_all, left_mask, mixkvq_of, opened, packed_row, same, token_ids, window_row
 from test_fused import PAIRS, WINDOWS, close, generated, model, scheme, steps
 
-NAMES = ["inner-4", "kivi-4", "innerq-prefill"]
+NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2"]
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +171,86 @@ def test_generate_with_a_compiled_forward() -> None:
     assert found == generated(plain, ids, attention_mask=mask, max_new_tokens=45)
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["open", "closed"])
+def test_caches_that_come_and_go_are_one_compilation(dropped: bool) -> None:
+    """The first has its handles as constants, the second makes them dynamic, and all later ones run what that gave."""
+    ids, served = token_ids(1, 84, seed=6), model()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(served, fullgraph=True, backend="eager")
+    for _ in range(5):
+        own = fixed()
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3):
+            wanted = served(ids).logits[:, -1]
+            served(ids[:, :80], past_key_values=own)
+            for i in range(80, 84):
+                given = {
+                    "position_ids": torch.tensor([[i]]),
+                    "attention_mask": torch.ones(1, 1, 1, 256, dtype=torch.bool),
+                }
+                found = step(ids[:, i : i + 1], past_key_values=own, **given).logits[:, -1]
+        assert (found - wanted).norm() < 0.1 * wanted.norm()  # of 4 bits
+        own.settle()
+        assert own.ledger.columns == 84
+        if dropped:
+            own.close()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize(("longest", "count"), [(None, 80), (256, 5)])
+def test_prompts_that_are_compiled_say_what_can_be(longest: int | None, count: int) -> None:
+    served = model(num_hidden_layers=1)
+    own = opened(scheme(PAIRS["inner-4"], 1), served, kernels="torch", max_length=longest)
+    why = "storage grows on the host" if longest is None else ""
+    for whole in (True, False):
+        torch._dynamo.reset()
+        compiled = torch.compile(served, fullgraph=whole, backend="eager")
+        with (
+            pytest.raises(Exception, match=rf"not {count} behind 0.*{why}.*with the uncompiled model"),
+            torch.no_grad(),
+        ):
+            compiled(token_ids(1, count), past_key_values=own)
+        own.reset()
+
+
+def test_a_compiled_step_gives_no_attention_weights() -> None:
+    served = model(attn_implementation="eager")
+    own = fixed(served=served)
+    with torch.no_grad():
+        served(token_ids(1, 80), past_key_values=own)
+        torch._dynamo.reset()
+        given = {"position_ids": torch.tensor([[80]]), "attention_mask": torch.zeros(1, 1, 1, 256)}
+        attention = served.model.layers[0].self_attn
+        compiled = torch.compile(attention, fullgraph=True, backend="eager")
+        hidden = torch.zeros(1, 1, served.config.hidden_size)
+        rope = served.model.rotary_emb(hidden, given["position_ids"])
+        with pytest.raises(Exception, match="output_attentions: the fused kernel gives no attention weights"):
+            compiled(hidden, rope, given["attention_mask"], past_key_values=own, output_attentions=True)
+
+
+@pytest.mark.parametrize("longest", [None, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_inference_mode_may_come_and_go(name: str, longest: int | None) -> None:
+    """A server runs prompts in one mode and steps in another."""
+    ids = token_ids(2, 140, seed=3)
+    own, plain = (opened(scheme(PAIRS[name]), model(), kernels="torch", max_length=n) for n in (longest, None))
+    modes, apart = (torch.inference_mode, torch.no_grad), []
+    for number, (start, stop) in enumerate([(0, 80), (80, 81), (81, 97), (97, 98), (98, 130), (130, 131), (131, 132)]):
+        with modes[number % 2]():
+            found = model()(ids[:, start:stop], past_key_values=own).logits
+        with torch.no_grad():
+            wanted = model()(ids[:, start:stop], past_key_values=plain).logits
+        apart.append(float((found - wanted).norm() / wanted.norm()))
+    close(apart)
+    with torch.inference_mode():
+        own.crop(-3)
+        own.reorder_cache(torch.tensor([1, 0]))
+    with torch.no_grad():
+        model()(ids[:, :2], past_key_values=own)
+    own.settle()
+    assert own.ledger.columns == 131
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_reads_no_value(name: str) -> None:
     """Traced with tensors that have none: whatever asked for one would raise."""
@@ -179,7 +260,7 @@ def test_a_step_reads_no_value(name: str) -> None:
     layer = own.layers[0]
     assert isinstance(layer, FixedLayer) and layer.room is not None
     room, shared = layer.room, layer.steps
-    with FakeTensorMode() as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # constants of codecs
 
         def fake(x: Any) -> Any:
             if isinstance(x, Tensor):
@@ -306,9 +387,85 @@ def test_caches_that_do_not_compile_say_why() -> None:
     assert "3 bits at head_dim 64" in why(scheme(narrow), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
     small = mixkvq_of(model(), "post_rope")
-    assert "no fused kernel reads mixkvq" in why(small, max_length=100)
+    assert "MixKVQ's tiers take another size" in why(small, max_length=100)
     left = type(scheme(pair))(WINDOWS, "post_rope", (pair, None, pair), {1: "asked for"})
     assert "layer 1 is left to Transformers' own cache" in why(left, max_length=100)
+
+
+def only(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...] = (0, 1, 2)) -> None:
+    """As if the kernel took that dtype alone, and in other layers, which ask in turn, none."""
+    asked: list[int] = []
+
+    def absence(kernels: str, pair: Any, ratio: int, given: torch.dtype, device: torch.device) -> str | None:
+        asked.append(len(asked) % 3)
+        taken = given == dtype and asked[-1] in layers
+        return None if taken else f"not in {given}"
+
+    monkeypatch.setattr(fused, "absence", absence)
+
+
+def test_the_first_keys_say_whether_storage_is_allocated_once(
+    monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    """Weights may be cast between construction and the prompt, or packed; what they were then is a guess."""
+    only(torch.bfloat16, monkeypatch)
+    served = copy.deepcopy(model())
+    own, plain = fixed(served=served), opened(scheme(PAIRS["inner-4"]), served, kernels="off")
+    assert own.why_not_compileable == "layer 0: not in torch.float32"
+    served.bfloat16()
+    ids = token_ids(2, 160, seed=4)
+    steps((own, plain), ids[:, :80], [])
+    assert own.is_compileable and all(layer.ready for layer in own.own_layers)
+    where = addresses(own)
+    apart = steps((own, plain), ids[:, 80:], [*range(1, 70)])
+    assert addresses(own) == where and len(calls) == 3 * 70 and max(apart) < 0.1  # of bfloat16
+    own.reset()
+    served.float()
+    steps((own, plain), ids[:, :1], [])  # plain goes on in float32, too
+    assert own.why_not_compileable == "layer 0: not in torch.float32"
+
+
+@pytest.mark.parametrize(("layers", "late"), [((), False), ((0, 2), False), ((0,), True)])
+def test_layers_whose_first_keys_are_refused_grow_with_all_others(
+    layers: tuple[int, ...], late: bool, monkeypatch: pytest.MonkeyPatch, calls: list[int]
+) -> None:
+    """late: when the first layer has allocated its room already."""
+    only(torch.float32, monkeypatch)
+    ids = token_ids(2, 200, seed=4)
+    caches = both()
+    assert caches[0].is_compileable
+    steps(caches, ids[:, :80], [])  # with a room
+    caches[0].reset()
+    caches[1].reset()
+    only(torch.float32, monkeypatch, layers)
+    if late:
+        monkeypatch.setattr(FixedLayer, "expect", lambda self, kernels, dtype: setattr(self, "refused", None))
+    mask = torch.cat([left_mask([80, 60]), torch.ones(2, 60, dtype=torch.long)], 1)
+    first = steps(caches, ids[:, :140], [80, 81, 97, 130, 131], mask)
+    assert not caches[0].is_compileable and "not in torch.float32" in str(caches[0].describe()["compileable"])
+    assert [layer.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
+    close(first)
+    for row in (0, 1):
+        assert same(first_layer(caches[0], row), first_layer(caches[1], row))
+    caches[0].crop(-9)
+    caches[1].crop(-9)
+    twin = copy.deepcopy(caches[0])
+    close(steps((twin, caches[1]), ids[:, 150:], [3]))
+    twin.close()
+    assert bool(calls) == bool(layers)
+
+
+def test_kernels_that_are_required_are_asked_of_the_first_keys_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(torch.float32, monkeypatch)
+    served = copy.deepcopy(model())
+    caches = [
+        opened(scheme(PAIRS["inner-4"]), served, kernels="torch", require_kernels=True, max_length=length)
+        for length in (None, 256)
+    ]
+    served.bfloat16()
+    for own in caches:
+        with pytest.raises(KernelsUnavailable, match=r"layer 0: .*: not in torch.bfloat16; .*require_kernels"):
+            served(token_ids(1, 80), past_key_values=own)
 
 
 def test_token_selection_goes_on_as_ever() -> None:

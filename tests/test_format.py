@@ -152,11 +152,80 @@ def test_words_of_the_fused_kernel_are_as_the_page_says(
     assert np.array_equal(found, codec.decode(packed).numpy())
 
 
+def pair_code(words: ndarray, role: str, bits: int, d: int, piece: int, row: int, column: int) -> ndarray:
+    """words (..., tiles, 16, 8) unsigned 32 bits."""
+    turned = words >> 7 | words << 25 & 0xFFFFFFFF
+    if bits == 4:
+        return turned[..., piece // 4, row, column] >> 8 * (piece % 4) & 255
+    if bits == 3 and piece % 16 == 15:
+        parts = [(turned[..., piece // 16 * 3 + i, row, column] >> 30 & 3) << 2 * i for i in range(3)]
+        return parts[0] | parts[1] | parts[2]
+    if bits == 3:
+        return turned[..., piece // 16 * 3 + piece % 16 // 5, row, column] >> 6 * (piece % 16 % 5) & 63
+    tile, at = divmod(piece, 8)
+    if role == "key" and d == 4:
+        return turned[..., tile, row, column] >> 4 * at & 15
+    return turned[..., tile, row % 8 + at // 4 * 8, column] >> 8 * (at % 4) + row // 8 * 4 & 15
+
+
+def higgs_words(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray]) -> ndarray:
+    """Codes (B, H, N, b, D/d) of the fused kernel's words."""
+    d, dim = state["config"]["d"], state["shape"][1]
+    bits = (state["config"]["n"] - 1).bit_length() // d
+    shape = packed["words"].shape
+    own = (
+        packed["words"]
+        .reshape(*shape[:2], shape[2] * block // 32, -1, 16, 8, 2)
+        .view(np.uint32)[..., 0]
+        .astype(np.int64)
+    )
+    found = np.zeros((*own.shape[:3], 32, dim // d), np.int64)
+    for t, i in np.ndindex(32, dim // d):
+        half, across = t // 16, dim // 16
+        if role == "key" and d == 4:
+            places = [(half * across + i // 8 * 2 + part, t % 16, i % 8) for part in (0, 1)]
+        elif role == "key":
+            places = [(half * across + i * d // 16, t % 16, i * d % 16 // 2)]
+        elif d == 1:
+            places = [(half * across + i // 16, i % 16, t % 16 // 2)]
+        elif d == 2:
+            places = [(t // 8 * (dim // 32) + i // 16, i % 16, t % 8)]
+        else:
+            places = [(t // 8 * (dim // 32) + i // 8, i % 8 + 8 * part, t % 8) for part in (0, 1)]
+        codes = [pair_code(own, role, bits, d, *place) for place in places]
+        if d == 1:
+            codes[0] = codes[0] >> bits * ((i if role == "key" else t) % 2) & 2**bits - 1
+        found[..., t, i] = codes[0] | codes[-1] << 4 if d == 4 else codes[0]
+    return found.reshape(*shape[:3], block, dim // d)
+
+
+GRIDS = [
+    ("key", 2, 16, 64, 32), ("value", 2, 16, 128, 32), ("key", 2, 64, 128, 32), ("value", 2, 64, 128, 64),
+    ("key", 2, 256, 96, 32), ("value", 2, 256, 64, 32), ("key", 4, 256, 64, 64), ("value", 4, 256, 128, 32),
+    ("key", 1, 8, 128, 32), ("value", 1, 8, 256, 32), ("key", 1, 16, 64, 32), ("value", 1, 4, 64, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "d", "n", "dim", "block"), GRIDS)
+def test_words_of_grids_are_as_the_page_says(role: Any, d: int, n: int, dim: int, block: int) -> None:
+    codec = Higgs(Shape(2, dim, block), role, d, n, norm="head" if d == 1 else "token", seed=n)
+    packed = {name: t.numpy() for name, t in codec.encode(numbers(2, 2, 2 * block, dim, seed=n)).items()}
+    assert set(packed) == {"words", "norm"}
+    state, own = {"config": codec.config(), "shape": [2, dim]}, {name: t.numpy() for name, t in codec.tensors().items()}
+    found = higgs(state, role, block, packed, own).reshape(2, 2, -1, dim)
+    wanted = codec.decode({name: torch.from_numpy(t) for name, t in packed.items()}).numpy()
+    assert np.allclose(found, wanted, atol=1e-5)
+
+
 def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:
     c, (heads, dim), d = state["config"], state["shape"], state["config"]["d"]
     tokens, bits, norm = c["axis"] == "token", (c["n"] - 1).bit_length(), packed["norm"].astype(np.float32)
     down, across = (block // d, dim) if tokens else (block, dim // d)
-    codes = matrix(packed["codes"], role, bits, down, across)
+    codes = (
+        matrix(packed["codes"], role, bits, down, across)
+        if "codes" in packed
+        else higgs_words(state, role, block, packed)
+    )
     if tokens:  # (B, H, N, D) vectors of b
         y = own["grid"][np.swapaxes(codes, -1, -2)].reshape(*codes.shape[:3], dim, block) * norm[..., None]
     else:  # (B, N, b) vectors of C
@@ -198,6 +267,45 @@ def mixkvq(state: dict[str, Any], packed: dict[str, Any], block: int) -> ndarray
             place += counts[at]
         begin += counts
     return np.swapaxes(out, -1, -2)
+
+
+def mixkvq_words(state: dict[str, Any], packed: dict[str, ndarray], block: int) -> ndarray:
+    """(B, H, N * b, D) of the fused kernel's words."""
+    c, dim, perm = state["config"], state["shape"][1], packed["perm"].astype(np.int64)
+    full, four, low = c["full"], c["four"], dim - c["full"]
+    words = packed["words"].reshape(*perm.shape[:3], block // 32, -1).view(np.uint16)
+    exact, tiles = words[..., : 32 * full].view(np.float16), words[..., 32 * full :].astype(np.int64)
+    scale = packed["scale"].astype(np.float32).reshape(*perm.shape[:3], -1)
+    out = np.zeros((*perm.shape[:3], block, dim), np.float32)
+    for t, i in np.ndindex(block, dim):
+        n, half, row = t // 32, t % 32 // 16, t % 16
+        if i < full:
+            x = exact[..., n, (half * full // 16 + i // 16) * 256 + row * 16 + i % 16].astype(np.float32)
+        else:
+            j, fields = i - full, (low + four) // 16
+
+            def field(number: int, column: int, n: int = n, first: int = half * fields, row: int = row) -> ndarray:
+                tile, bit = divmod(first + number, 8)
+                return tiles[..., n, tile * 256 + row * 16 + column] >> 2 * bit & 3
+
+            if j < four:
+                q = field(j // 16 * 2, j % 16) | field(j // 16 * 2 + 1, j % 16) << 2
+            else:
+                q = field(four // 16 + j // 16, j % 16)
+            at = j // 16 * 32 + j % 16 // 2 * 4 + j % 2
+            x = q * scale[..., at] + scale[..., at + 2]
+        np.put_along_axis(out[..., t, :], perm[..., i : i + 1], x[..., None], -1)
+    return out.reshape(*perm.shape[:2], -1, dim)
+
+
+@pytest.mark.parametrize(("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64)])
+def test_words_of_tiers_are_as_the_page_says(dim: int, block: int, full: int, four: int) -> None:
+    codec = MixKVQ(Shape(2, dim, block), "key", group=block, full=full, four=four, importance="none")
+    packed = codec.encode(numbers(2, 2, 2 * block, dim, seed=full))
+    assert set(packed) == {"perm", "words", "scale"}
+    state = {"config": codec.config(), "shape": [2, dim]}
+    found = mixkvq_words(state, {name: t.numpy() for name, t in packed.items()}, block)
+    assert np.array_equal(found, codec.decode(packed).numpy())
 
 
 def residual_vq(state: dict[str, Any], block: int, packed: dict[str, ndarray], own: dict[str, ndarray]) -> ndarray:

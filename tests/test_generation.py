@@ -214,7 +214,7 @@ def rows(every: list[Kind]) -> list[Row]:
 
 
 def test_generation_rows() -> None:
-    every = [*caches.plain_kinds(model(), geometry()), kind("inner-4"), kind("higgs-2")]
+    every = [*caches.plain_kinds(model(), geometry()), kind("inner-4"), kind("fp8")]
     found = generation.beside_fp16(rows(every))
     assert [row.refused for row in found] == [None] * 5
     best = min((row for row in found if row.scheme == "fp32"), key=lambda row: row.microseconds or 0)
@@ -224,7 +224,7 @@ def test_generation_rows() -> None:
         assert row.ratio_to_fp16 == pytest.approx(best.microseconds / row.microseconds)  # type: ignore[operator]
     why = [row.more["no_graph"] for row in found]
     assert why[:2] == [why[3]] * 2 == ["needs a CUDA GPU"] * 2 and why[2] == caches.GROWS
-    assert "no fused kernel reads higgs" in why[4]
+    assert "no fused kernel reads float8" in why[4]
     assert found[3].more["flush_microseconds"] and found[3].more["tokens"] >= LENGTH
 
 

@@ -32,7 +32,7 @@ def linear(inputs: int = 1) -> Linear:
 @pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize(("grid", "rotation", "norm"), [((2, 16), "token", "token"), ((1, 8), "head", "head")])
 def test_the_reference_decodes_what_the_codec_does(role: Any, grid: Any, rotation: Any, norm: Any) -> None:
-    codec = Higgs(SHAPE, role, *grid, rotation, norm, seed=3)
+    codec = Higgs(SHAPE, role, *grid, rotation, norm, seed=3).for_decoding()
     packed = codec.encode(normal(2, 2, 96, 64, seed=0))
     assert torch.allclose(decode(coded(codec, packed)), codec.decode(packed), atol=1e-5)
 
@@ -68,7 +68,8 @@ def test_the_hook_on_a_cpu_is_the_codec() -> None:
     [
         (Uniform(SHAPE, "key", 2, 32, "channel"), torch.float16, 0, "uniform.*; the kernel reads HIGGS"),
         (Higgs(SHAPE, "key", axis="token"), torch.float16, 0, "the kernel reads HIGGS along channels"),
-        (Higgs(SHAPE, "key"), torch.float32, 0, "torch.float32; the kernel writes float16 and bfloat16"),
+        (Higgs(SHAPE, "key"), torch.float16, 0, "as the attention kernel reads it"),
+        (Higgs(SHAPE, "key").for_decoding(), torch.float32, 0, "torch.float32; the kernel writes float16 and bfloat16"),
         (Higgs(SHAPE, "key", rotation="token", norm="head"), torch.float16, 0, "a norm a head under a rotation over"),
         (Higgs(Shape(2, 96, 32), "key"), torch.float16, 96, "RoPE of 96 of 96 channels: .* heads that divide 128"),
         (Higgs(Shape(2, 40, 32), "value"), torch.float16, 0, None),
@@ -104,7 +105,7 @@ def test_other_predictors_are_refused() -> None:
 def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: str) -> None:
     from kvcal_kernels.reconstruct import triton as kernel
 
-    codec = Higgs(SHAPE, "key")
+    codec = Higgs(SHAPE, "key").for_decoding()
     blocks = coded(codec, codec.encode(normal(2, 2, 64, 64, seed=0)))
     given: dict[str, Any] = {"inputs": [torch.zeros(2, 2, 64, 64).half()]}
     prepared = kernel.prepare(blocks, torch.zeros(128, 128), channels=64)

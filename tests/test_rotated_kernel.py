@@ -15,7 +15,6 @@ from torch import Tensor
 from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
-from kvcal_kernels.packing import unpack
 from kvcal_kernels.rotated import Rotated, encode, reference
 
 CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
@@ -46,7 +45,7 @@ def test_numbers_are_those_of_the_codec(case: Any) -> None:
     codec, how, x = made(case)
     codes, norm, flags = encode(x, how)
     packed = codec.encode(x)
-    wanted = codec._load_codes(unpack(packed["codes"], codec.code_bits, codec._packed_count))
+    wanted = codec.codes(packed)
     assert torch.equal(codes, wanted.unflatten(-1, (2, -1)).movedim(3, 1).flatten(2, 3))
     assert torch.equal(norm, packed["norm"].flatten(2))
     assert not flags.any()

@@ -17,14 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from . import fused, hf, store
+from kvcal_kernels.reconstruct import Turn
+
+from . import fused, hf, reconstructed, store, vectors
+from .call import Call
 from .codecs import Codec, Context
-from .codecs.base import Packed, check_finite
-from .errors import KVCalError, UsageError
+from .codecs.base import Packed, Refusals, check_finite, collecting
+from .errors import KVCalError, NonFiniteError, UsageError
 from .ledger import CropPlan, Ledger, Plan
 from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
-from .statistics import KeyScale, Prefixes, Summed, statistic
+from .statistics import KeyScale, Summed, statistic
 
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
@@ -55,10 +58,28 @@ class KVCalLayer(CacheLayerMixin):
         self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
-        if self.readable:  # a guess until keys come
-            device, dtype = site.placed
-            self.refused = fused.absence(cache.kernels, codecs, site.ratio, dtype, device)
+        self.vectors = self.readable and vectors.both(codecs)
+        self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
+        self.least_tokens = vectors.least_tokens(codecs) if self.vectors else 0
+        self.expect(cache.kernels, site.placed[1])
         self._clear()
+
+    def expect(self, kernels: str, dtype: torch.dtype) -> None:
+        """Until keys come: whether they will take the kernel if they are of that dtype and where the layer's weights are."""
+        device = self.site.placed[0]
+        if self.readable:
+            self.refused = fused.absence(kernels, self.codecs, self.site.ratio, dtype, device)
+        self._find_reader(device, dtype)
+
+    def _find_reader(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Where no kernel attends to the blocks, one may decode them."""
+        scheme, kernels = self._cache.scheme, self._cache.kernels
+        self.reader: reconstructed.Reader | None = None
+        self.unread = "token selection" if scheme.selection is not None else ""
+        if self.refused is not None and not self.unread:
+            self.unread = reconstructed.refusal(kernels, self.codecs, dtype, device) or ""
+            if not self.unread:
+                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, self.index, scheme.reach + 1)
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -80,9 +101,14 @@ class KVCalLayer(CacheLayerMixin):
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device)
+        self._cache.on_keys_of(self.dtype)
         if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels
             self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
+        self._find_reader(self.device, self.dtype)
+        if self.refused is not None:
+            self._cache.on_refused(self)
+        self.codecs = fused.packing(self._cache.kernels, self.codecs, self.dtype, self.device)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
 
@@ -131,11 +157,12 @@ class KVCalLayer(CacheLayerMixin):
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         return (
             self.refused is None
-            and plan.query <= fused.QUERIES
-            and self._blocks > 0
+            and plan.query <= self.most_queries
+            and self._blocks * self._cache.scheme.windows.block > self.least_tokens
             and (plan.valid is None or bool(plan.valid.all()))
             and not self._cache.has_custom_mask
             and not self._cache.hides_old
+            and not self._cache.gives_weights
             and not self.site.module.training
             and not self.learns(keys, values)
         )
@@ -151,6 +178,9 @@ class KVCalLayer(CacheLayerMixin):
     def publish(self) -> None:
         """After the host changed the layer: nothing to do where the host has it all."""
 
+    def leave_room(self) -> None:
+        """Storage grows on the host from now on: as ever."""
+
     def drop_turn(self) -> None:
         """Of a forward that broke off between update() and its attention."""
         if self._due is not None:
@@ -165,24 +195,30 @@ class KVCalLayer(CacheLayerMixin):
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
         plan, stored = due
         with torch.autocast(q.device.type, enabled=False):
-            sink, blocks, recent = self._cache.counts(plan, q.device)
+            sink, blocks, recent = self._cache.call.counts(q.device)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
-            context = Context(self.index, stats=self._current())
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
-            out = fused.attention(
-                self._cache.kernels, q.to(self.dtype).contiguous(), keys, values, blocks * fused.kernel_blocks(self.codecs),
-                (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent), scaling,
-                self.codecs.key.key_factor(context), self._cache.workspace(q.device),
-            )  # fmt: skip
+            exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
+            out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
             if self._cache.watch is not None:
                 self._cache.watch.read(self.index, self._blocks * q.shape[0])
             self._finish(plan, stored)
         return out.to(q.dtype)
 
+    def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
+        """blocks (B,) int32: of the scheme."""
+        kernels, space = self._cache.kernels, self._cache.workspace(q.device, self.vectors)
+        if self.vectors:
+            coded = vectors.coded(self.codecs, self.packed)
+            return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
+        factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+        keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
+        own = blocks * fused.kernel_blocks(self.codecs)
+        return fused.attention(kernels, q, keys, values, own, sink, recent, scaling, factor, space)
+
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
         wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
-        if plan.past_index is None:
+        if not plan.ragged:
             return wide
         slots = (recent.long() - plan.query)[:, None] + torch.arange(plan.query, device=new.device)
         return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
@@ -206,7 +242,7 @@ class KVCalLayer(CacheLayerMixin):
         before, self.pending_queries = self.pending_queries, None
         if not self.statistics:
             return {}
-        at, seen = Prefixes(plan, self._cache.scheme.windows, keys.device), {"k": keys}
+        at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
         for own in self.statistics.values():
@@ -242,6 +278,8 @@ class KVCalLayer(CacheLayerMixin):
         if plan.past == 0:
             self._cache.leave_old(self.index, None, None)
             return new_keys, new_values
+        if self.reader and self._blocks and not self._cache.remember and not self.learns(new_keys, new_values):
+            return self._read(self.reader, plan, new_keys, new_values)
         keys, values = self._decode_all()
         whole = [
             self._ordered(plan, torch.cat([self.sink[role], x.to(self.dtype), self.window[role]], 2))
@@ -250,6 +288,32 @@ class KVCalLayer(CacheLayerMixin):
         if self._rotates:
             whole[0] = self.site.rotate(whole[0], *self._cache.rope(slice(0, plan.past), whole[0]))
         return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
+
+    @torch.no_grad()
+    def _read(self, reader: reconstructed.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
+        """What _materialise gives, from shared storage where all rows hold the same columns."""
+        context, dense = self._cache.old_context(self.index), not plan.ragged
+        context.stats = self._current()
+        sink, rest, turn = list(self.sink), list(self.window), None
+        first = sink[0].shape[2]
+        if dense and self._rotates:
+            turn = self._cache.turn(self, slice(first, plan.past - rest[0].shape[2]), reader)
+        if turn is not None:
+            for part, columns in ((sink, slice(0, first)), (rest, slice(plan.past - rest[0].shape[2], plan.past))):
+                part[0] = self.site.rotate(part[0], *self._cache.rope(columns, part[0]))
+        placed = dense and (turn is not None or not self._rotates)
+        if placed:
+            rest = [torch.cat([x, y.to(self.dtype)], 2) for x, y in zip(rest, new, strict=True)]
+        whole, made = reader(self._cache.rooms(self.device), self.packed, context, sink, rest, turn)
+        self._cache.leave_old(self.index, *made)
+        if self._cache.watch is not None:
+            self._cache.watch.read(self.index, self._blocks * new[0].shape[0])
+        if placed:
+            return whole[0], whole[1]
+        keys, values = (self._ordered(plan, x) for x in whole)
+        if self._rotates:
+            keys = self.site.rotate(keys, *self._cache.rope(slice(0, plan.past), keys))
+        return torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2)
 
     @torch.no_grad()
     def _decode_all(self) -> tuple[Tensor, Tensor]:
@@ -313,9 +377,11 @@ class KVCalLayer(CacheLayerMixin):
                 leaving.append(rest[:, :, :wide])
                 window = rest[:, :, wide:]
             else:
-                assert plan.window_index is not None and plan.flush_index is not None and plan.idle is not None
+                assert plan.window_index is not None
                 sink, window = _take(fresh, plan.sink_index), _take(fresh, plan.window_index)
-                leaving.append(_take(fresh, plan.flush_index).masked_fill(plan.idle[:, None, :, None], 0))
+                if plan.flush:
+                    assert plan.flush_index is not None and plan.idle is not None
+                    leaving.append(_fill(_take(fresh, plan.flush_index), plan.idle))
             self.sink[role], self.window[role] = _own(sink), _own(window)
         if plan.flush:
             self._pack(plan, leaving, stats)
@@ -332,13 +398,20 @@ class KVCalLayer(CacheLayerMixin):
             self.remembered = self.packed, remembered[1]
 
     def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
-        """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above."""
+        """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above.
+
+        What cannot be packed is told when all layers are done, by `KVCalCache.check_packed`.
+        """
+        with collecting(self._cache.refusals, self.index):
+            return self._encode_both(leaving, stats)
+
+    def _encode_both(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
         context, chained = self._cache.new_context(self.index), self._cache.scheme.chained
         context.stats = stats
         blocks: list[Packed] = [{}, {}]
         made: list[Tensor | None] = [None, None]
         for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
-            check_finite(x, self.index, codec.role)
+            x = check_finite(x, self.index, codec.role)
             if chained:
                 blocks[role], made[role] = codec.encode_decode(x, context)
             else:
@@ -415,7 +488,11 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
-        return fused.path(self.refused, self._cache.kernels)
+        told = fused.path(self.refused, self._cache.kernels)
+        if self.reader is not None:
+            kernel = "its reference in torch" if self._cache.kernels == "torch" else "the Triton kernel"
+            return f"{told}; reconstructed by {kernel}"
+        return f"{told}; decoded by torch, not the reconstruction kernel: {self.unread}" if self.codecs.needs else told
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -467,9 +544,8 @@ class SelectedLayer(KVCalLayer):
         before = self.pending_queries
         if before is None:
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
-        valid = None if plan.valid is None else plan.valid.to(keys.device)
-        scaling = hf.score_scaling(self.site)
-        self._cache.add_mass(attention_mass(self._turned(before), keys, plan.alive.to(keys.device), valid, scaling))
+        valid, scaling = self._cache.call.prefixes(keys.device).valid, hf.score_scaling(self.site)
+        self._cache.add_mass(attention_mass(self._turned(before), keys, plan.alive, valid, scaling))
 
     @staticmethod
     def _newest(plan: SelectedPlan, found: Tensor) -> Tensor:
@@ -479,11 +555,9 @@ class SelectedLayer(KVCalLayer):
 
     @torch.no_grad()
     def _hold(self, plan: SelectedPlan, new: list[Tensor]) -> None:
-        for role in (0, 1):
-            fresh = new[role]
-            if plan.valid is not None:  # what a pad holds never comes near a softmax
-                fresh = fresh.masked_fill(~plan.valid.to(fresh.device)[:, None, :, None], 0)
-            self.window[role] = torch.cat([self.window[role], fresh], 2)
+        at = self._cache.call.prefixes(new[0].device)
+        for role in (0, 1):  # what a pad holds never comes near a softmax
+            self.window[role] = torch.cat([self.window[role], at.mask(new[role])], 2)
 
     @torch.no_grad()
     def carry_out(self, moves: Moves) -> None:
@@ -522,7 +596,8 @@ class KVCalCache(Cache):
     its check; "off": never; "triton": anywhere (on a CPU in Triton's interpreter); "torch": by its reference in torch.
     max_length: columns that a row can have; layers that take the kernel then have all their storage from the first call on,
     and decode steps of up to 16 tokens work under a CUDA graph and generate()'s compiled forward (`is_compileable`).
-    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel.
+    require_kernels: raises errors.KernelsUnavailable unless every compressed layer takes the kernel, or another decodes it,
+    here as far as it can be known, else when the first keys come.
     """
 
     layers: list[Any]
@@ -553,7 +628,7 @@ class KVCalCache(Cache):
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
-        self.model, self.max_length, self.kernels = model, max_length, kernels
+        self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
@@ -564,7 +639,7 @@ class KVCalCache(Cache):
         self._growing: str | None = "without max_length, storage grows on the host"
         super().__init__(layers=layers if max_length is None else self._fixed(layers))
         if require_kernels:
-            fused.require([(layer.index, layer.refused) for layer in self.own_layers if layer.refused])
+            fused.require([(o.index, o.refused) for o in self.own_layers if o.refused and o.reader is None])
         self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
         if scheme.selection is not None:
             self.ledger = SelectedLedger(scheme.windows, scheme.selection)
@@ -577,31 +652,38 @@ class KVCalCache(Cache):
         self._positions: Tensor | None = None
         self._rope: tuple[Tensor, Tensor] | None = None  # of all columns
         self._rope_now: tuple[Tensor, Tensor] | None = None  # of the current call's, as the model itself made them
-        self._plan: Plan | None = None
+        self._call: Call | None = None  # the current forward's, from its first layer on
         self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn = False
+        self._held: Any = None
+        self.refusals = Refusals()
+        self._refused: str | None = None  # what was packed last and could not be
         self._on_device: bool | None = None
         self.steps: dict[torch.device, Any] = {}  # fixed.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
-        self._counts: tuple[Tensor, Tensor, Tensor] | None = None
-        self._workspaces: dict[torch.device, Any] = {}
+        self._workspaces: dict[tuple[torch.device, bool], Any] = {}
+        self._rooms: dict[torch.device, reconstructed.Rooms] = {}
+        self._turns: dict[torch.device, Turn | None] = {}
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
+        self.gives_weights = False  # whether attention weights are asked of the current forward
         self._held_mask: Tensor | None = None  # the ledger's `valid`, on the masks' device
 
     def _fixed(self, layers: list[Any]) -> list[Any]:
-        """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are."""
+        """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are. Whether
+        the kernel runs where the model is and in its dtype is for the first keys to say: those that are refused then grow.
+        """
         from . import fixed
 
         own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
         for index, layer in enumerate(layers):
             if not isinstance(layer, KVCalLayer):
                 self._growing = f"layer {index} is left to Transformers' own cache, which grows"
-            elif why := layer.refused or fixed.refusal(self.scheme, layer.codecs):
+            elif why := (None if layer.readable else layer.refused) or fixed.refusal(self.scheme, layer.codecs):
                 self._growing = f"layer {index}: {why}"
             else:
                 continue
@@ -611,8 +693,18 @@ class KVCalCache(Cache):
 
     @property
     def why_not_compileable(self) -> str | None:
-        """Why decode steps are not left to the device as a whole; None if they are."""
-        return self._growing
+        """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
+        refused = (f"layer {layer.index}: {layer.refused}" for layer in self.own_layers if layer.refused)
+        return self._growing or next(refused, None)
+
+    def why_not_compiled(self, query: int) -> str:
+        """Why a call of so many tokens cannot run compiled, and what to do."""
+        what = f"behind a prompt, of a cache with max_length, not {query} behind {self.ledger.columns}"
+        grows = f" ({self.why_not_compileable})" if self.why_not_compileable else ""
+        return (
+            f"only steps of up to {fused.QUERIES} tokens can run compiled, {what}{grows}: run this call with the uncompiled "
+            "model, as generate() runs its prompt"
+        )
 
     @property
     def is_compileable(self) -> bool:
@@ -647,7 +739,7 @@ class KVCalCache(Cache):
             raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
         valid = self._new_valid(past, query)
         learns = any(layer.learns(keys, keys) for layer in self.own_layers)
-        if self._custom_mask or self.hides_old or self.model.training or learns:
+        if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
             return False
         self._check_room(query)
         return valid is None or bool(valid.all())
@@ -661,20 +753,48 @@ class KVCalCache(Cache):
 
     def settle(self) -> None:
         """Let the host know of the steps that the device did by itself."""
+        if hf.capturing() or torch.compiler.is_compiling():
+            return
+        self.check_packed()
         ready: list[Any] = [layer for layer in self.own_layers if layer.ready]
-        if not ready or hf.capturing() or torch.compiler.is_compiling():
+        if not ready:
             return
         from . import fixed
 
-        length = fixed.length_of(ready)
+        length, counts = fixed.read(ready)
         if new := length - self.ledger.columns:
             self.ledger.begin(self.ledger.batch, new, None)
             if self._held_mask is not None:
                 self._held_mask = torch.nn.functional.pad(self._held_mask, (0, new), value=True)
-        fixed.compare(ready, self.ledger)
+        fixed.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
         for layer in ready if new else ():
             layer.columns = length
-            layer.look()
+            layer.overlook(self.held)
+
+    @property
+    def held(self) -> Any:
+        """fixed.Held of the ledger as it is, for all layers."""
+        from . import fixed
+
+        if self._held is None or not self._held.of(self.ledger):
+            self._held = fixed.Held(self.ledger)
+        return self._held
+
+    def on_keys_of(self, dtype: torch.dtype) -> None:
+        """The first keys of a layer come: if they are the cache's first, all layers expect their dtype."""
+        if not any(layer.is_initialized for layer in self.own_layers):
+            for layer in self.own_layers:
+                layer.expect(self.kernels, dtype)
+
+    def on_refused(self, layer: KVCalLayer) -> None:
+        """The first keys of a layer show that it does not take the kernel."""
+        assert layer.refused is not None
+        if layer.reader is None:
+            fused.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.refused)
+            if self.require_kernels:
+                fused.require([(layer.index, layer.refused)])
+        for other in self.own_layers:
+            other.leave_room()
 
     def _publish(self) -> None:
         for layer in self.own_layers:
@@ -682,13 +802,14 @@ class KVCalCache(Cache):
 
     # What the hooks tell.
 
-    def on_forward(self, mask: Tensor | None) -> None:
-        self._on_device, self.hides_old = None, False
-        if self.max_length is not None and not hf.capturing():
-            self.settle()
-            if mask is not None and mask.ndim == 4:
-                real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
-                mask = mask if real is None else real
+    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+        self._on_device, self.hides_old, self.gives_weights = None, False, weights
+        if weights and any(layer.refused is None for layer in self.own_layers):
+            fused.warn("output_attentions: the fused kernel gives no attention weights")
+        self.settle()
+        if self.max_length is not None and mask is not None and mask.ndim == 4 and not hf.capturing():
+            real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
+            mask = mask if real is None else real
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
         if self._custom_mask and self.scheme.selection is not None:
             assert mask is not None
@@ -696,11 +817,10 @@ class KVCalCache(Cache):
                 f"attention_mask has {mask.ndim} dimensions: with token selection it must be (batch, tokens), because "
                 "evicted tokens are not there to be masked"
             )
-        self._masks = {}
+        self._masks, self._turns = {}, {}
         for layer in self.own_layers:
             layer.drop_turn()
-        self._counts = None
-        self._plan = self._rope = self._rope_now = self._positions = None
+        self._call = self._rope = self._rope_now = self._positions = None
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         self._positions, self._rope_now = positions, (cos, sin)
@@ -726,14 +846,12 @@ class KVCalCache(Cache):
             return mask
         if hidden.device not in self._masks:
             hf.check_selectable(own.site)
-            alive = plan.alive.to(hidden.device)
-            valid = None if plan.valid is None else plan.valid.to(hidden.device)
-            seen = allowed(alive, valid, 0, plan.query)
+            seen = allowed(plan.alive, self.call.prefixes(hidden.device).valid, 0, plan.query)
             self._masks[hidden.device] = None if bool(seen.all()) else hf.mask_for(own.site, seen, hidden.dtype)
         return self._masks[hidden.device]
 
     def on_done(self) -> None:
-        plan, self._torn = self._plan, self.scheme.selection is not None
+        plan, self._torn = None if self._call is None else self._call.plan, self.scheme.selection is not None
         if isinstance(plan, SelectedPlan) and plan.flush:
             moves = self.ledger.choose(plan)
             self._chain = {"old": {}, "new": {}}
@@ -741,6 +859,15 @@ class KVCalCache(Cache):
                 assert isinstance(layer, SelectedLayer)
                 layer.carry_out(moves)
         self._torn = False
+        self.check_packed()
+
+    def check_packed(self) -> None:
+        """Raises NonFiniteError where a forward packed what cannot be: at its end, or at the next use if it broke off."""
+        try:
+            self.refusals.check()
+        except NonFiniteError as error:
+            self._refused = str(error)
+            raise
 
     # What layers ask for.
 
@@ -748,21 +875,34 @@ class KVCalCache(Cache):
         """Attention (B, past + query) that one layer's queries gave to each slot."""
         self.ledger.add(mass)
 
+    @property
+    def call(self) -> Call:
+        """What the current forward's layers share; once its first one has come."""
+        assert self._call is not None
+        return self._call
+
     def plan_for(self, layer: KVCalLayer, keys: Tensor) -> Plan:
-        """The current forward's plan, made when its first layer comes."""
+        """The current forward's plan, made when its first layer comes, on the device of the keys."""
         return self._plan_of(layer, keys.shape[0], keys.shape[2], keys.device)
 
     def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
         if not self._hooks.active:
+            if torch.compiler.is_compiling():
+                raise KVCalError(f"layer {layer.index}: {self.why_not_compiled(query)}")
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
-            raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model)")
-        if self._plan is None:
+            more = "" if self._hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
+            raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
+        if self._call is None:
             self._check_whole(layer.index, query)
-            self._plan = self._begin(batch, query, device)
-        return self._plan
+            self._call = Call(self._begin(batch, query), self.scheme.windows)
+        return self._call.on(device)
 
     def _check_whole(self, first: int, query: int) -> None:
         """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
+        if self._refused is not None:
+            raise KVCalError(
+                f"an earlier forward broke off; call reset() and start again. It ended with: {self._refused}"
+            )
         if self._torn:
             raise KVCalError("an earlier forward broke off while it evicted tokens: call reset() and start again")
         for index, layer in enumerate(self.layers):
@@ -774,10 +914,10 @@ class KVCalCache(Cache):
                     "an earlier forward broke off; call reset() and start again"
                 )
 
-    def _begin(self, batch: int, query: int, device: torch.device) -> Plan:
+    def _begin(self, batch: int, query: int) -> Plan:
         past = self.ledger.columns
         self._check_room(query)
-        plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query)).to(device)
+        plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query))
         if self._mask is None or self._custom_mask or self._held_mask is None:
             self._held_mask = None
         else:
@@ -801,21 +941,25 @@ class KVCalCache(Cache):
         """Whether the current forward was given a mask that is not (batch, tokens)."""
         return self._custom_mask
 
-    def counts(self, plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Sink tokens, packed blocks, recent tokens with the new ones, of each row: (B,) int32; once a forward."""
-        if self._counts is None or self._counts[0].device != device:
-            assert plan.seen is not None and plan.packed is not None
-            sink = plan.seen.clamp_max(self.scheme.windows.sink)
-            recent = plan.seen - sink - plan.packed * self.scheme.windows.block + plan.query
-            sinks, blocks, recents = torch.stack([sink, plan.packed, recent]).int().to(device).unbind()
-            self._counts = sinks, blocks, recents
-        return self._counts
+    def workspace(self, device: torch.device, vector: bool = False) -> Any:
+        """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
+        if (device, vector) not in self._workspaces:
+            make = vectors.workspace if vector else fused.workspace
+            self._workspaces[device, vector] = make(self.kernels, device)
+        return self._workspaces[device, vector]
 
-    def workspace(self, device: torch.device) -> Any:
-        """Memory that the launches of this cache's layers share on a device."""
-        if device not in self._workspaces:
-            self._workspaces[device] = fused.workspace(self.kernels, device)
-        return self._workspaces[device]
+    def rooms(self, device: torch.device) -> reconstructed.Rooms:
+        """Storage for the layers on a device that are read one after the other."""
+        return self._rooms.setdefault(device, reconstructed.Rooms())
+
+    def turn(self, layer: KVCalLayer, columns: slice, reader: reconstructed.Reader) -> Turn | None:
+        """RoPE of these columns as the reconstruction kernel takes it, once a forward; None where the model's is another."""
+        device = layer.window[0].device
+        if device not in self._turns:
+            cos, sin = self.rope(columns, layer.window[0])
+            self._turns[device] = Turn(cos, sin) if reconstructed.by_halves(layer.site, cos.shape[-1]) else None
+        turn = self._turns[device]
+        return turn if turn is not None and reader.turns(turn.cos.shape[-1], device) else None
 
     def _new_valid(self, past: int, query: int) -> Tensor | None:
         """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""
@@ -930,7 +1074,7 @@ class KVCalCache(Cache):
             self.unforgotten["tokens"] += old
             self.unforgotten["blocks"] += self.ledger.early
         self.returned_tokens += plan.returned
-        self._rope = self._plan = self._held_mask = None
+        self._rope = self._call = self._held_mask = None
         self._publish()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -953,15 +1097,16 @@ class KVCalCache(Cache):
                 layer.select_rows(rows, self.ledger.widths)
             else:
                 plain(layer)
-        self._rope = self._plan = self._held_mask = None
+        self._rope = self._call = self._held_mask = None
         self._publish()
 
     def reset(self) -> None:
         super().reset()
         self.ledger.clear()
         self.returned_tokens, self._torn = 0, False
+        self.refusals, self._refused = Refusals(), None
         self.unforgotten = {"tokens": 0, "blocks": 0}
-        self._rope = self._plan = self._mask = self._held_mask = None
+        self._rope = self._call = self._mask = self._held_mask = None
         self._chain = {"old": {}, "new": {}}
 
     def close(self) -> None:
@@ -979,10 +1124,10 @@ class KVCalCache(Cache):
         """An independent cache on the same model with the same contents, for reusing a prompt."""
         self.settle()
         kind: dict[str, Any] = {"strict": self.strict, "offload": self.offloading_layers, "remember": self.remember}
-        kind |= {"kernels": self.kernels, "max_length": self.max_length}
+        kind |= {"kernels": self.kernels, "max_length": self.max_length, "require_kernels": self.require_kernels}
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
-        twin.returned_tokens, twin._torn = self.returned_tokens, self._torn
+        twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
@@ -1064,6 +1209,7 @@ class KVCalCache(Cache):
             "max_length": self.max_length,
             "compileable": self.why_not_compileable or True,
             "nbytes": {name: self.nbytes(name) for name in PARTS},
+            "shared_bytes": sum(rooms.nbytes for rooms in self._rooms.values()),
             "bits_per_value": self.bits_per_value(),
             "resident_bytes": self.resident_bytes(),
             "layers": rows,

@@ -70,4 +70,6 @@ class TextUnavailable(TextError):
 
 
 class NonFiniteError(KVCalError):
-    """NaN or infinity where numbers are needed; the message names layer and head."""
+    """NaN or infinity where numbers are needed; the message names layer and head. layer: where a cache could not pack."""
+
+    layer: int | None = None

@@ -20,7 +20,7 @@ from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form
 from kvcal_kernels.quantise import Counts, Rule
 
-from . import fused, hf
+from . import fused, hf, vectors
 from .cache import KVCalLayer
 from .codecs import Context
 from .codecs.base import Packed, device_only
@@ -37,6 +37,8 @@ def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
     """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can."""
     if scheme.frame != "post_rope":
         return "positions are kept on the host for keys before RoPE"
+    if vectors.both(pair):
+        return "vector codes: no kernel appends them"
     if others := sorted(name for name in pair.stats if name != KeyScale.name):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
     return None
@@ -72,13 +74,54 @@ def most_blocks(windows: Windows, tokens: int) -> int:
     return max(1, (tokens - windows.sink - windows.recent) // windows.block)
 
 
+class Held:
+    """What rows held when the host last knew: widths of sink, blocks and window, and packed blocks of each, (B,)."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.widths, self._window, self._blocks = ledger.widths, ledger.window, ledger.blocks
+        self._slots: dict[tuple[torch.device, int], Tensor] = {}
+
+    def of(self, ledger: Ledger) -> bool:
+        """Whether the ledger, which never changes a tensor in place, still says so."""
+        return self._window is ledger.window and self._blocks is ledger.blocks
+
+    def slots(self, block: int, ring: Tensor) -> Tensor:
+        """(B, window) int64, of a ring (B, H, tokens, D): where the tokens of each row's window lie."""
+        key = ring.device, ring.shape[2]
+        if key not in self._slots:
+            self._slots[key] = _slots(self._blocks.to(ring.device), block, self.widths[2], ring)
+        return self._slots[key]
+
+
+def _of_room(name: str) -> Any:
+    """A part of what the host sees of a layer; looked up in the room when it is asked for, which most steps do not."""
+
+    def get(layer: FixedLayer) -> Any:
+        layer.look()
+        return layer._host[name]
+
+    def put(layer: FixedLayer, value: Any) -> None:
+        if not hasattr(layer, "_host"):
+            layer._host = {}
+        layer._host[name] = value
+
+    return property(get, put)
+
+
 class FixedLayer(KVCalLayer):
     is_compileable = True
     room: Room | None = None
     ready = False  # room holds what the layer holds
+    sink: Any = _of_room("sink")
+    window: Any = _of_room("window")
+    packed: Any = _of_room("packed")
+    _host: dict[str, Any]
+    _unseen: Held | None = None  # the host has not looked since the room came to hold that
+    _views: list[Tensor]  # what it got when it looked, parts of the room
     _rules: tuple[Rule, Rule] | None = None  # of the kernel that appends; None where torch does
 
     def _clear(self) -> None:
+        self._unseen, self._views = None, []
         super()._clear()
         self.ready = False  # the room stays where it is: a graph knows its address
 
@@ -87,17 +130,17 @@ class FixedLayer(KVCalLayer):
         if not torch.compiler.is_compiling() and not self._cache.steps_on_device(key_states):
             return super().update(key_states, value_states)
         if not self.ready or key_states.shape[2] > fused.QUERIES:
-            raise KVCalError(
-                f"layer {self.index}: a compiled call brings {key_states.shape[2]} tokens to a cache of {self.columns}: "
-                f"only steps of up to {fused.QUERIES} tokens behind a prompt can be compiled; run the prompt uncompiled"
-            )
+            raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
         hf.turn_of(self.site).leave(self.handle, key_states, value_states)
         return key_states, value_states
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
-        return False  # update() has asked
+        if self._cache.is_compileable:
+            return False  # update() has asked
+        return super()._is_for_kernel(plan, keys, values)
 
     def drop_turn(self) -> None:
+        self._due = None
         hf.turn_of(self.site).take()
 
     def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
@@ -106,23 +149,25 @@ class FixedLayer(KVCalLayer):
 
     # From the host to the device and back.
 
+    @torch.inference_mode(False)  # else what is allocated could be written to in inference mode alone
     @torch.no_grad()
     def publish(self) -> None:
         """Write what the host has made of the layer into its room."""
-        if not self.is_initialized:
+        if not self.is_initialized or not self._cache.is_compileable:
             return
-        like, ledger = self.window[0], self._cache.ledger
+        like, ledger, held = self.window[0], self._cache.ledger, self._cache.held
         room, steps = self._room_for(like), self._steps_for(like)
-        slots = self._slots(ledger.blocks.to(like.device), like.shape[2])
+        slots = held.slots(self._cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
-            _fill(room.sink[role], self.sink[role])
+            self._fill(room.sink[role], self.sink[role])
             room.ring[role].scatter_(2, _wide(slots, like), self.window[role])
-            for name, held in self.packed[role].items():
-                _fill(room.packed[role][name], held)
-        stored = ledger.sink, ledger.window, ledger.blocks * fused.kernel_blocks(self.codecs)
-        for name, count in zip(STORED, stored, strict=True):
-            getattr(steps.counts, name).copy_(count)
-        steps.length.fill_(self.columns)
+            for name, part in self.packed[role].items():
+                self._fill(room.packed[role][name], part)
+        if self.index == steps.first:
+            stored = torch.stack([ledger.sink, ledger.window, ledger.blocks * fused.kernel_blocks(self.codecs)])
+            for name, count in zip(STORED, stored.to(like.device), strict=True):
+                getattr(steps.counts, name).copy_(count)
+            steps.length.fill_(self.columns)
         room.flags.zero_()
         for own in self.statistics.values():
             for name, value in own.state.items():
@@ -131,23 +176,35 @@ class FixedLayer(KVCalLayer):
                     kept = room.statistics[name] = value.clone()
                 own.state[name] = kept.copy_(value)
         self.ready = True
-        self.look()
+        self.overlook(held)
+
+    def leave_room(self) -> None:
+        if self.room is not None:
+            self.look()
+            self.ready, self.room, self._views = False, None, []
+
+    def _fill(self, room: Tensor, new: Tensor) -> None:
+        """Into the first slots; nothing to do where `new` is what the host saw of them."""
+        if new.shape[2] > room.shape[2]:
+            raise KVCalError(f"{new.shape[2]} slots of a row do not fit into {room.shape[2]}; give a larger max_length")
+        if not any(new is view for view in self._views):
+            room[:, :, : new.shape[2]].copy_(new)
+
+    def overlook(self, held: Held) -> None:
+        """The room has what `held` says; the host's own tensors are of no use any more."""
+        self._unseen, self._host, self._views = held, {}, []
 
     def look(self) -> None:
-        """The host's tensors become those parts of the room that the ledger says are in use; the window, in order, a copy."""
-        room, ledger = self.room, self._cache.ledger
+        """The host's tensors become those parts of the room that are in use; the window, in order, a copy."""
+        if self._unseen is None:
+            return
+        (sink, blocks, _), room = self._unseen.widths, self.room
         assert room is not None
-        sink, blocks, window = ledger.widths
-        slots = self._slots(ledger.blocks.to(room.flags.device), window)
+        slots, self._unseen = self._unseen.slots(self._cache.scheme.windows.block, room.ring[0]), None
         self.sink = [t[:, :, :sink] for t in room.sink]
         self.window = [_take(t, slots) for t in room.ring]
         self.packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in room.packed]
-
-    def _slots(self, blocks: Tensor, count: int) -> Tensor:
-        """Of the first `count` tokens in the ring of each row; blocks (B,) of the scheme. (B, count) int64."""
-        assert self.room is not None
-        first = blocks.long() * self._cache.scheme.windows.block
-        return (first[:, None] + torch.arange(count, device=blocks.device)) % self.room.ring[0].shape[2]
+        self._views = self.sink + [t for packed in self.packed for t in packed.values()]
 
     def _room_for(self, like: Tensor) -> Room:
         """The layer's room; a new one for another number of rows, dtype or device."""
@@ -204,11 +261,13 @@ class FixedLayer(KVCalLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
         if self.ready and query_length <= fused.QUERIES:
-            return self.get_max_length(), 0
+            return self._cache.max_length or 0, 0
         self._cache.settle()
         return super().get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
+        if not self._cache.is_compileable:
+            return super().get_max_length()
         assert self._cache.max_length is not None
         return self._cache.max_length
 
@@ -228,6 +287,8 @@ class FixedLayer(KVCalLayer):
     @torch.no_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
+        if self._due is not None:  # of a cache that grows
+            return super().attend(q, k, v, scaling)
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)
@@ -287,7 +348,8 @@ class FixedLayer(KVCalLayer):
         context = Context(self.index, stats=self._current())
         for role, (codec, packed) in enumerate(zip(self._pair, room.packed, strict=True)):
             with device_only() as fits:
-                made = codec.encode(_take(room.ring[role], self._slots(slot, windows.block)), context)
+                first = _slots(slot, windows.block, windows.block, room.ring[role])
+                made = codec.encode(_take(room.ring[role], first), context)
             bad = (due & ~torch.stack(fits).all(0)).any() * NOT_FINITE + (due & (slot > last)).any() * ROOM
             room.flags.bitwise_or_(bad.int() << quantise.reference.VALUES * role)
             for name, x in made.items():
@@ -296,12 +358,10 @@ class FixedLayer(KVCalLayer):
                 packed[name].scatter_(2, index, torch.where(keep, x, packed[name].gather(2, index)))
 
 
-def _fill(held: Tensor, new: Tensor) -> None:
-    """Into the first slots; nothing to do where `new` is a part of `held` already."""
-    if new.shape[2] > held.shape[2]:
-        raise KVCalError(f"{new.shape[2]} slots of a row do not fit into {held.shape[2]}; give a larger max_length")
-    if new.untyped_storage().data_ptr() != held.untyped_storage().data_ptr():
-        held[:, :, : new.shape[2]].copy_(new)
+def _slots(blocks: Tensor, block: int, count: int, ring: Tensor) -> Tensor:
+    """Of the first `count` tokens in the ring of each row; blocks (B,) of the scheme, of `block` tokens. (B, count) int64."""
+    first = blocks.long() * block
+    return (first[:, None] + torch.arange(count, device=blocks.device)) % ring.shape[2]
 
 
 def _wide(index: Tensor, like: Tensor) -> Tensor:
@@ -317,31 +377,42 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 BROKE_OFF = "a forward broke off; call reset() and start again"
 
 
-def length_of(layers: Sequence[FixedLayer]) -> int:
-    """Columns that all of them hold, read from the device; an error says what steps there could not say."""
-    flags = [layer.room.flags for layer in layers if layer.room is not None]
-    if any(bool(one.any()) for one in _together(flags)):
-        for layer, own in zip(layers, flags, strict=True):
-            if why := quantise.check(own, layer.index):
-                kind = KVCalError if "no slot left" in why else NonFiniteError
-                more = " (max_length)" if kind is KVCalError else ""
-                raise kind(f"{why}{more}; call reset() and start again")
-    lengths = {int(layer.steps.length) for layer in {id(layer.steps): layer for layer in layers}.values()}
+def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]:
+    """Columns that all of them hold, and of each device (3, B) what its rows do, as in STORED: one wait for each device. An
+    error says what steps there could not say.
+    """
+    found: list[tuple[Steps, Tensor]] = []
+    lengths: set[int] = set()
+    for steps in {id(layer.steps): layer.steps for layer in layers}.values():
+        rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
+        flagged = torch.cat([flags for _, flags in rooms]).any()
+        held = [getattr(steps.counts, name) for name in STORED]
+        told = torch.cat([flagged[None].long(), steps.length[None], *(one.long() for one in held)]).to("cpu")
+        if bool(told[0]):
+            _refuse(rooms)
+        lengths.add(int(told[1]))
+        found.append((steps, told[2:].view(len(STORED), -1)))
     if len(lengths) > 1:
         raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
-    return lengths.pop()
+    return lengths.pop(), found
 
 
-def _together(flags: list[Tensor]) -> list[Tensor]:
-    """One tensor a device, to be waited for once."""
-    places = {one.device for one in flags}
-    return [torch.stack([one for one in flags if one.device == place]) for place in places]
+def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
+    for index, flags in rooms:
+        if why := quantise.check(flags, index):
+            kind = KVCalError if "no slot left" in why else NonFiniteError
+            more = " (max_length)" if kind is KVCalError else ""
+            error = kind(f"{why}{more}; call reset() and start again")
+            if isinstance(error, NonFiniteError):
+                error.layer = index
+            raise error
 
 
-def compare(layers: Sequence[FixedLayer], ledger: Ledger) -> None:
-    """Raises KVCalError where counts on the device are not the ledger's: its first layer ran a step, its last did not."""
-    for layer in {id(layer.steps): layer for layer in layers}.values():
-        counts, each = layer.steps.counts, fused.kernel_blocks(layer.codecs)
-        held = torch.stack([getattr(counts, name) for name in STORED]).to("cpu", torch.long)
-        if not torch.equal(held, torch.stack([ledger.sink, ledger.window, ledger.blocks * each])):
-            raise KVCalError(f"layers on {counts.data.device} hold different numbers of tokens: {BROKE_OFF}")
+def compare(found: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
+    """Raises KVCalError where counts on a device are not the ledger's: its first layer ran a step, its last did not. each:
+    blocks of the kernel in one of the scheme.
+    """
+    wanted = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
+    for steps, held in found:
+        if not torch.equal(held, wanted):
+            raise KVCalError(f"layers on {steps.counts.data.device} hold different numbers of tokens: {BROKE_OFF}")

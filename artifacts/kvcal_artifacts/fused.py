@@ -24,6 +24,8 @@ from .scheme import LayerCodecs, Scheme
 CHOICES = ("auto", "off", "torch", "triton")
 QUERIES = 16  # new tokens a call, at most
 RATIO = 16  # query heads a kv head, at most
+MANY_HEADS = f"query heads a kv head: the fused kernel takes {RATIO} at most"
+DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of each row (B,) int32
 
@@ -45,16 +47,40 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
         return "layers are predicted from reconstructions of others, which decoding makes"
     if scheme.frame == "pre_rope" and site.rope:
         return "keys before RoPE are rotated after they are decoded"
+    return shape_refusal(pair) or hf.odd_attention(site) or _odd_ratio(site)
+
+
+def shape_refusal(pair: LayerCodecs) -> str | None:
+    """Why no kernel reads what these codecs store at their shape."""
+    from . import vectors
+
+    if vectors.both(pair):
+        return vectors.refusal(pair)
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
-    return hf.odd_attention(site) or _odd_ratio(site)
+    return None
 
 
 def _odd_ratio(site: hf.AttentionSite) -> str | None:
-    return (
-        None if site.ratio <= RATIO else f"{site.ratio} query heads a kv head: the fused kernel takes {RATIO} at most"
-    )
+    return None if site.ratio <= RATIO else f"{site.ratio} {MANY_HEADS}"
+
+
+def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: str) -> None:
+    """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
+    describe() alone.
+    """
+    from . import vectors
+
+    wanted = kernels in ("torch", "triton") or runs_kernels(device)
+    known = vectors.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
+    if kernels != "off" and wanted and known and shape:
+        warn(f"fused kernel: {why}")
+
+
+def runs_kernels(device: torch.device) -> bool:
+    return preflight.unsupported(device) is None
 
 
 def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -62,18 +88,24 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
     if kernels == "torch":
         return None
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"the fused kernel takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
     if kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if why := preflight.unsupported(device):
         if device.type == "cuda":
-            _warn(f"fused kernel: {why}")
+            warn(f"fused kernel: {why}")
         return why
+    from . import vectors
+
     keys, values = pair.key.fused(), pair.value.fused()
-    assert isinstance(keys, Form) and isinstance(values, Form)
-    if why := preflight.verdict(keys, values, ratio, dtype, device):
+    if vectors.both(pair):
+        why = vectors.verdict(pair, ratio, dtype, device)
+    else:
+        assert isinstance(keys, Form) and isinstance(values, Form)
+        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device)
+    if why:
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-        _warn(why)
+        warn(why)
     return why
 
 
@@ -109,11 +141,11 @@ def require(refused: list[tuple[int, str]]) -> None:
 _WARNED: set[str] = set()
 
 
-def _warn(line: str) -> None:
+def warn(line: str, instead: str = "packed blocks are decoded for the model's own attention instead") -> None:
     """Once a process: a model has many layers, and a program many caches."""
     if line not in _WARNED:
         _WARNED.add(line)
-        warnings.warn(f"{line}; packed blocks are decoded for the model's own attention instead", stacklevel=2)
+        warnings.warn(f"{line}; {instead}", stacklevel=2)
 
 
 class Layer(Protocol):
@@ -221,12 +253,24 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     if kernels == "torch" or len(own) < 2:
         return None
     if os.environ.get("TRITON_INTERPRET") != "1" and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
-        line = f"append kernel: {why}"
-        if line not in _WARNED:
-            _WARNED.add(line)
-            warnings.warn(f"{line}; steps of a cache with max_length are packed by torch instead, slowly", stacklevel=2)
+        warn(f"append kernel: {why}", "steps of a cache with max_length are packed by torch instead, slowly")
         return None
     return own[0], own[1]
+
+
+def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
+    """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
+    anywhere = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if kernels in ("off", "torch") or not (anywhere or preflight.unsupported(device) is None):
+        return pair
+    made = []
+    for codec in (pair.key, pair.value):
+        own = codec.by_kernel()
+        if own is not codec and not anywhere and (why := preflight.encode_verdict(codec, dtype, device)):
+            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly")
+            own = codec
+        made.append(own)
+    return LayerCodecs(*made)
 
 
 def steps_by(kernels: str) -> Any:

@@ -8,23 +8,26 @@ tokens were evicted, the model's mask of all columns does not fit what the cache
 then puts ours in its place.
 
 Attention over packed blocks: a module finds its attention function by the name in its own `config`. A module whose cache
-may take the kernel gets a copy of that config with our name in it; our function is the model's own one, unless the cache
-has just left word (`Turn`) that this call's keys are not all there and the operator is to be called.
+may take the kernel gets a stand-in with our name (`SeamConfig`); our function is the model's own one, unless the cache has
+just left word (`Turn`) that this call's keys are not all there and the operator is to be called.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .codecs.base import Shape
@@ -57,7 +60,7 @@ class AttentionSite:
         every, plain = list(self.module.parameters()), (torch.float16, torch.bfloat16, torch.float32)
         if own := [p for p in every if p.dtype in plain]:
             return own[0].device, own[0].dtype
-        named = getattr(self.module.config, "dtype", None)  # of quantised weights
+        named = getattr(getattr(self.module, "config", None), "dtype", None)  # of quantised weights
         return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
     def keys_from(self, output: Tensor) -> Tensor:
@@ -271,8 +274,30 @@ class Turn:
         found: int = left[0]
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
-        return Turn()
+
+class SeamConfig:
+    """The config of a module whose attention function is ours; in all else, also copied, pickled or written as JSON, and where
+    someone changes it, the config that the model was given.
+    """
+
+    _attn_implementation = OURS
+    kvcal_plain: Any
+    kvcal_turn: Turn
+
+    def __init__(self, plain: Any) -> None:
+        vars(self).update(kvcal_plain=plain, kvcal_turn=Turn())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["kvcal_plain"], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.kvcal_plain, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ([self.kvcal_plain], 0)  # read without this package
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.kvcal_plain)
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
@@ -287,6 +312,11 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
             attention_mask = attention_mask[..., : key.shape[2]]
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)(module, query, key, value, attention_mask, **given)
+    if _weights_wanted(_plain(module.config), given):
+        raise KVCalError(
+            "output_attentions: the fused kernel gives no attention weights, and a compiled or recorded forward cannot do "
+            "without it; run this call with the uncompiled model (generate: disable_compile=True)"
+        )
     odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
     if odd:
         raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
@@ -294,12 +324,18 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     return out.transpose(1, 2).contiguous(), None
 
 
+def _weights_wanted(config: Any, given: dict[str, Any]) -> bool:
+    """Whether a call is to give back the weights of the model's own attention, which eager attention alone has."""
+    asked = given.get("output_attentions", getattr(config, "output_attentions", False))
+    return bool(asked) and (getattr(config, "_attn_implementation", None) or "eager") == "eager"
+
+
 def _plain(config: Any) -> Any:
     """The config that the model was given."""
     return getattr(config, "kvcal_plain", config)
 
 
-_SEAMS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # caches that use a module's
+_SEAMS: weakref.WeakKeyDictionary[nn.Module, set[int]] = weakref.WeakKeyDictionary()  # caches that use a module's
 
 
 class Seams:
@@ -308,19 +344,17 @@ class Seams:
     def __init__(self, owner: object, sites: list[AttentionSite]) -> None:
         ALL_ATTENTION_FUNCTIONS.register(OURS, _attention)
         self._modules: list[Any] = [site.module for site in sites]
+        self._user = id(owner)
         for module in self._modules:
-            _SEAMS[module] = _SEAMS.get(module, 0) + 1
-            if _SEAMS[module] == 1:
-                own = copy.copy(module.config)
-                own._attn_implementation_internal = OURS
-                own.kvcal_plain, own.kvcal_turn = _plain(module.config), Turn()
-                module.config = own
+            _SEAMS.setdefault(module, set()).add(self._user)
+            if not isinstance(module.config, SeamConfig):
+                module.config = SeamConfig(module.config)
         weakref.finalize(owner, self.close)
 
     def close(self) -> None:
         while self._modules:
             module = self._modules.pop()
-            _SEAMS[module] -= 1
+            _SEAMS[module].discard(self._user)
             if not _SEAMS[module]:
                 module.config = _plain(module.config)
 
@@ -375,8 +409,10 @@ def capturing() -> bool:
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
-    def on_forward(self, mask: Tensor | None) -> None:
-        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real)."""
+    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real), and whether it
+        is to give attention weights back.
+        """
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Position ids int (B or 1, query) and what the rotary module made of them, each (B or 1, query, rotary dim)."""
@@ -394,12 +430,161 @@ class Listener(Protocol):
         """After a forward that did not fail."""
 
 
-def _nobody() -> None:
-    return None
+Wanted = tuple[str, int]  # "keys", "queries" or "mask", and a layer
+
+
+class _Hook:
+    """One hook function. Nothing in a forward that is compiled: what is compiled has its cache on the device."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self._call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or pickled model gets one that takes anything and does nothing, and is there without this package."""
+        return getattr, (nullcontext(), "__exit__")
+
+
+class _Tap:
+    """A hook on one module while at least one cache uses it: the same object under the same number whenever it is there, as
+    compiled forwards are guarded by both.
+    """
+
+    def __init__(self, module: nn.Module, register: str, call: Callable[..., Any], **options: bool) -> None:
+        self._module, self._register, self._options = weakref.ref(module), register, options
+        self._hook, self._users = _Hook(call), set[int]()
+        self._handle: RemovableHandle | None = None
+        self._number: int | None = None
+
+    def open(self, user: int) -> None:
+        self._users.add(user)  # sets, not counters: a garbage collection may close another cache at any time
+        module = self._module()
+        if self._handle is None and module is not None:
+            self._handle = getattr(module, self._register)(self._hook, **self._options)
+            self._number = _renumber(self._handle, self._number)
+
+    def close(self, user: int) -> None:
+        self._users.discard(user)
+        if not self._users and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _renumber(handle: RemovableHandle, number: int | None) -> int:
+    """Put a hook under the number that it had before, if it had one; the number it has then."""
+    if number is not None:
+        for held in (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref)):
+            if held is not None and handle.id in held:
+                held[number] = held.pop(handle.id)
+        handle.id = number
+    return handle.id
+
+
+class _Board:
+    """The hooks of one decoder, for all its caches: they tell the cache that a forward was given, and no other."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self._signature = inspect.signature(type(decoder).forward)
+        self._thread = threading.local()
+        self._owners: dict[int, tuple[Callable[[], Listener | None], frozenset[Wanted]]] = {}
+        own: Any = decoder
+        self._always = [
+            _Tap(decoder, "register_forward_pre_hook", self._before, with_kwargs=True),
+            _Tap(decoder, "register_forward_hook", self._after, always_call=True),
+            _Tap(own.rotary_emb, "register_forward_hook", self._rotary, with_kwargs=True),
+        ]
+        self._taps: dict[Wanted, _Tap] = {}
+
+    def open(self, owner: Listener, wanted: dict[Wanted, AttentionSite]) -> None:
+        self._owners[id(owner)] = weakref.ref(owner), frozenset(wanted)
+        for key, site in wanted.items():
+            if key not in self._taps:
+                self._taps[key] = self._tap(key[0], site)
+        for tap in self._used(wanted):
+            tap.open(id(owner))
+
+    def close(self, user: int) -> None:
+        _, wanted = self._owners.pop(user)
+        for tap in self._used(wanted):
+            tap.close(user)
+
+    def _used(self, wanted: Iterable[Wanted]) -> list[_Tap]:
+        return self._always + [self._taps[key] for key in wanted]
+
+    def _tap(self, kind: str, site: AttentionSite) -> _Tap:
+        if kind == "keys":
+            return _Tap(site.key_source, "register_forward_hook", self._key_hook(site))
+        if kind == "queries":
+            return _Tap(site.query_source, "register_forward_hook", self._query_hook(site))
+        return _Tap(site.module, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
+
+    def current(self, wanted: Wanted | None = None) -> Listener | None:
+        """The cache of this thread's forward, if it wants to hear of that."""
+        owner, asked = getattr(self._thread, "owner", None) or (None, ())
+        return owner() if owner is not None and (wanted is None or wanted in asked) else None
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
+            return
+        given = kwargs
+        if args:  # called with positional arguments
+            given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
+            given.update(given.pop("kwargs", {}))
+        cache: object = given.get("past_key_values")
+        self._thread.owner = own = self._owners.get(id(cache))
+        if own is not None and (owner := own[0]()) is not None:
+            owner.on_forward(given.get("attention_mask"), _weights_wanted(getattr(module, "config", None), given))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """output: None after a forward that failed."""
+        owner, self._thread.owner = self.current(), None
+        if owner is not None and output is not None:
+            owner.on_done()
+
+    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+        if (owner := self.current()) is not None:
+            cos, sin = made
+            owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
+
+    def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if (owner := self.current(("keys", site.index))) is not None:
+                owner.on_keys(site.index, site.keys_from(output))
+
+        return hook
+
+    def _query_hook(self, site: AttentionSite) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if (owner := self.current(("queries", site.index))) is not None:
+                owner.on_queries(site.index, site.queries_from(output))
+
+        return hook
+
+    def _mask_hook(self, site: AttentionSite) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            owner = self.current(("mask", site.index))
+            if owner is None or kwargs is None:
+                return None
+            hidden = kwargs.get("hidden_states", args[0] if args else None)
+            if hidden is None or "attention_mask" not in kwargs:
+                raise KVCalError(
+                    f"layer {site.index} ({type(module).__name__}): attention is not called with hidden_states and "
+                    "attention_mask=...; token selection cannot hide evicted tokens from it"
+                )
+            return args, {**kwargs, "attention_mask": owner.on_attention(site.index, hidden, kwargs["attention_mask"])}
+
+        return hook
+
+
+_BOARDS: weakref.WeakKeyDictionary[nn.Module, _Board] = weakref.WeakKeyDictionary()  # by decoder
 
 
 class Hooks:
-    """Tells one cache, and no other, what its model does; holds the cache weakly, so that dropping it removes the hooks."""
+    """Tells one cache what its model does; holds the cache weakly, so that dropping it removes the hooks."""
 
     def __init__(
         self,
@@ -411,107 +596,25 @@ class Hooks:
     ) -> None:
         """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none."""
         decoder = decoder_of(model)
-        self._signature = inspect.signature(type(decoder).forward)
+        wanted = {("keys", site.index): site for site in sites}
+        wanted |= {("queries", site.index): site for site in query_sites}
+        wanted |= {("mask", site.index): site for site in mask_sites}
+        self._board = _BOARDS.get(decoder) or _BOARDS.setdefault(decoder, _Board(decoder))
+        self._user, self.closed = id(owner), False
         self._owner: Callable[[], Listener | None] = weakref.ref(owner)
-        self._state = threading.local()
-        self._handles = [
-            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            decoder.register_forward_hook(self._after, always_call=True),
-            decoder.rotary_emb.register_forward_hook(self._rotary, with_kwargs=True),
-        ]
-        self._handles += [site.key_source.register_forward_hook(self._key_hook(site)) for site in sites]
-        self._handles += [site.query_source.register_forward_hook(self._query_hook(site)) for site in query_sites]
-        self._handles += [
-            site.module.register_forward_pre_hook(self._mask_hook(site), with_kwargs=True) for site in mask_sites
-        ]
+        self._board.open(owner, wanted)
         weakref.finalize(owner, self.close)
 
     @property
     def active(self) -> bool:
         """Whether a forward of the model with this very cache is under way on this thread."""
-        return bool(getattr(self._state, "active", False))
+        owner = self._board.current()
+        return owner is not None and owner is self._owner()
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    @property
-    def closed(self) -> bool:
-        return not self._handles
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hooks:
-        """A copied model gets hooks that do nothing: the cache stays with the model it was made for."""
-        inert = object.__new__(Hooks)
-        inert._owner, inert._state, inert._handles = _nobody, threading.local(), []
-        memo[id(self)] = inert
-        return inert
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if torch.compiler.is_compiling():  # what is compiled has its cache on the device
-            return
-        if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
-            return
-        given = kwargs
-        if args:  # called with positional arguments
-            given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
-            given.update(given.pop("kwargs", {}))
-        owner = self._owner()
-        cache: object = given.get("past_key_values")
-        if owner is None or cache is not owner:
-            return
-        self._state.active = True
-        owner.on_forward(given.get("attention_mask"))
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        """output: None after a forward that failed."""
-        if torch.compiler.is_compiling():
-            return
-        was, self._state.active = self.active, False
-        owner = self._owner()
-        if was and owner is not None and output is not None:
-            owner.on_done()
-
-    def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        owner = self._owner()
-        if self.active and owner is not None:
-            cos, sin = made
-            owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
-
-    def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            owner = self._owner()
-            if self.active and owner is not None:
-                owner.on_keys(site.index, site.keys_from(output))
-
-        return hook
-
-    def _query_hook(self, site: AttentionSite) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            owner = self._owner()
-            if self.active and owner is not None:
-                owner.on_queries(site.index, site.queries_from(output))
-
-        return hook
-
-    def _mask_hook(self, site: AttentionSite) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
-        def hook(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            owner = self._owner()
-            if not self.active or owner is None or kwargs is None:
-                return None
-            hidden = kwargs.get("hidden_states", args[0] if args else None)
-            if hidden is None or "attention_mask" not in kwargs:
-                raise KVCalError(
-                    f"layer {site.index} ({type(module).__name__}): attention is not called with hidden_states and "
-                    "attention_mask=...; token selection cannot hide evicted tokens from it"
-                )
-            return args, {**kwargs, "attention_mask": owner.on_attention(site.index, hidden, kwargs["attention_mask"])}
-
-        return hook
+        if not self.closed:
+            self.closed = True
+            self._board.close(self._user)
 
 
 def layer_shape(config: Any, block: int) -> Shape:

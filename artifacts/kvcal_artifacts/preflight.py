@@ -16,19 +16,29 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention, hadamard, quantise
+from kvcal_kernels import attention, hadamard, quantise, vq_attention
+from kvcal_kernels import reconstruct as reconstruction
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import Rule
+from kvcal_kernels.reconstruct import Turn
+
+from .codecs import Codec, Context, ResidualVQ, Scaled
+from .codecs.base import CONTEXT_TENSORS
+from .codecs.reconstruct import Reconstruction, kind
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
-SINK, RECENT = (4, 2, 4), (131, 3, 40)
-QUERIES = (1, 3)
+SINK, RECENT = (4, 2, 4), (131, 17, 40)
+CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
+OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
+VECTOR_CALLS = (1, 3)  # new tokens, of kernels over vector codes
+ROWS = (512, 832)  # tokens that the reconstruction kernel is tried on: whole tiles of it, and not
 
 
 def folder() -> Path:
@@ -49,10 +59,15 @@ def triton_version() -> str | None:
         return None
 
 
+_TRIED_ON = (
+    reference, quantise.reference, hadamard.reference, reconstruction.reference, vq_attention.reference,
+)  # fmt: skip
+
+
 @cache
 def source_hash() -> str:
     """Of the kernels, their references and this check."""
-    folders = [Path(str(one.__file__)).parent for one in (reference, quantise.reference, hadamard.reference)]
+    folders = [Path(str(one.__file__)).parent for one in _TRIED_ON]
     files = [Path(__file__), *(path for own in folders for path in sorted(own.glob("*.py")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
@@ -70,17 +85,18 @@ def unsupported(device: torch.device) -> str | None:
     return None
 
 
-def verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head."""
     if why := unsupported(device):
         return why
-    return _verdict(keys, values, ratio, dtype, device)
+    return _verdict(keys, values, heads, ratio, dtype, device)
 
 
 @cache
-def _verdict(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    name = key_of(["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"r{ratio}"], dtype, device)
-    return _kept(name, lambda: trial(keys, values, ratio, dtype, device))
+def _verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    shape = [f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    name = key_of(["decode_attention", _said(keys), _said(values), *shape], dtype, device)
+    return _kept(name, lambda: trial(keys, values, heads, ratio, dtype, device))
 
 
 @cache
@@ -89,6 +105,48 @@ def append_verdict(key: Rule, value: Rule, dtype: torch.dtype, device: torch.dev
     said = [f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}" for rule in (key, value)]
     name = key_of(["append", *said, f"d{key.form.dim}"], dtype, device)
     return _kept(name, lambda: append_trial(key, value, dtype, device))
+
+
+def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that decodes HIGGS under linear predictors. rotary: channels that it turns by RoPE."""
+    if why := unsupported(device):
+        return why
+    parts = ["reconstruct", kind(codec), f"RoPE of {rotary}"]
+    name = key_of(parts, dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, lambda: reconstruct_trial(codec, dtype, rotary, device))
+    return _TRIED[name]
+
+
+def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors."""
+    if why := unsupported(device):
+        return why
+    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled) else (codec, dtype)
+    name = key_of(["encode", kind(own)], dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, lambda: encode_trial(own, dtype, device))
+    return _TRIED[name]
+
+
+def vectors_verdict(
+    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernels that attend to vector codes."""
+    if why := unsupported(device):
+        return why
+    shape = keys.shape
+    parts = [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
+    parts.append(
+        f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {[c.scale is not None for c in (keys, values)]}"
+    )
+    name = key_of(["vq_attention", *parts, f"r{ratio}"], dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, lambda: vectors_trial(keys, values, ratio, dtype, device))
+    return _TRIED[name]
+
+
+_TRIED: dict[str, str | None] = {}  # of this process
 
 
 def _kept(name: str, trial: Callable[[], str | None]) -> str | None:
@@ -135,27 +193,32 @@ def write(verdicts: dict[str, str | None]) -> None:
         Path(name).replace(folder() / FILE)
 
 
-def trial(keys: Form, values: Form, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def trial(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """The kernel on random rows of different lengths against the reference in float32: None, or by how much it is off.
 
     Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
     """
     generator = torch.Generator(device).manual_seed(0)
     each = max(keys.scale_blocks, values.scale_blocks)
-    held = [_blocks(form, each, device, generator) for form in (keys, values)]
+    own = _blocks(keys, heads, each, None, device, generator)
+    held = own, _blocks(values, heads, each, own.grid, device, generator)
     counts = [torch.tensor(n, dtype=torch.int32, device=device) for n in (BLOCKS, SINK, RECENT)]
 
-    def random(heads: int, tokens: int) -> Tensor:
-        size = (len(BLOCKS), heads, tokens, keys.dim)
+    def random(count: int, tokens: int) -> Tensor:
+        size = (len(BLOCKS), count, tokens, keys.dim)
         return torch.randn(size, generator=generator, device=device).to(dtype)
 
-    exact = [(random(2, max(n)), random(2, max(n)), count) for n, count in zip((SINK, RECENT), counts[1:], strict=True)]
-    scaling = keys.dim**-0.5
-    for queries in QUERIES:
-        q = random(2 * ratio, queries)
-        found = attention.fast().attend(q, held[0], held[1], counts[0], exact[0], exact[1], scaling)
-        wanted = reference.attend(q.float(), held[0], held[1], counts[0], exact[0], exact[1], scaling)
-        if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
+    def exact(tokens: int, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return random(heads, tokens), random(heads, tokens), count
+
+    sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
+    for queries, ring in OF_TIERS if keys.tiered else CALLS:
+        q, scaling = random(heads * ratio, queries), keys.dim**-0.5
+        packed_q = (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
+        given = *held, counts[0], sink, recent, scaling
+        found = attention.fast().attend(q, *given, packed_q=packed_q, ring=ring)
+        wanted = reference.attend(q.float(), *given, packed_q.float(), ring)
+        if why := _apart(found, wanted, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
             return why
     return None
 
@@ -165,14 +228,105 @@ def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str 
     return None if off <= allowed else f"{what}: off by {off:.2g} of the reference, allowed {allowed:.2g}"
 
 
-def _blocks(form: Form, each: int, device: torch.device, generator: torch.Generator) -> attention.Blocks:
-    """Random blocks of two kv heads, a multiple of `each` of them, numbers of variance about 1."""
-    rows, tokens = len(BLOCKS), -(-max(BLOCKS) // each) * each * BLOCK
-    codes = torch.randint(0, 1 << form.bits, (rows, 2, tokens, form.dim), generator=generator, device=device)
-    along = (tokens // form.group, form.dim) if form.along_tokens else (tokens, form.dim // form.group)
-    noise = torch.rand(rows, 2, *along, generator=generator, device=device)
-    scale = ((noise + 0.5) * 3.4 / (1 << form.bits)).half()
-    return attention.pack(codes, scale, None if form.symmetric else (noise.half() - 2.2), form)
+def _blocks(
+    form: Form, heads: int, each: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
+) -> attention.Blocks:
+    """Random blocks, a multiple of `each`, numbers of variance about 1. twin: of keys; values have its grid if they may."""
+    tokens = -(-max(BLOCKS) // each) * each * BLOCK
+
+    def codes(high: int, count: int) -> Tensor:
+        size = (len(BLOCKS), heads, tokens, count)
+        return torch.randint(0, high, size, generator=generator, device=device)
+
+    def noise(*size: int) -> Tensor:
+        return torch.rand(len(BLOCKS), *size, generator=generator, device=device)
+
+    if form.vector:
+        grid = _grid(form, heads, twin, device, generator)
+        norm = (noise(heads // form.norm_heads, tokens, 1) + 0.5).half()
+        return attention.pack(codes(len(grid.points), form.dim // form.vector), norm, None, form, grid)
+    along = (tokens // form.group, form.dim - form.full) if form.along_tokens else (tokens, form.dim // form.group)
+    scale, zero = (noise(heads, *along) + 0.5) * 3.4 / (1 << form.bits), noise(heads, *along).half() - 2.2
+    if not form.tiered:
+        return attention.pack(codes(1 << form.bits, form.dim), scale.half(), None if form.symmetric else zero, form)
+    scale[..., : form.four] /= 4
+    exact = (noise(heads, tokens, form.full) * 3.4 - 1.7).half()
+    order = noise(heads, tokens // form.group, form.dim).argsort(-1)
+    lower = codes(16, form.four), codes(4, form.dim - form.full - form.four)
+    return attention.pack_tiers(exact, *lower, scale.half(), zero, order, form)
+
+
+def _grid(
+    form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
+) -> attention.Grid:
+    """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times)."""
+    size = (1 << form.bits * form.vector, form.vector)
+    own = torch.randn(size, generator=generator, device=device).half().float()
+    sign = torch.randint(0, 2, (heads, form.dim), generator=generator, device=device) * 2 - 1
+    points = own if twin is None or twin.points.shape != size else twin.points
+    return attention.grid_of(points, sign, form.bits, twin)
+
+
+def reconstruct_trial(
+    codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device, by: str = "auto", sizes: tuple[int, ...] = ROWS
+) -> str | None:
+    """The kernel on random blocks and inputs against the codec in float32, as often as the kernel is compiled."""
+    generator, shape, codec = torch.Generator(device).manual_seed(0), codec.shape, codec.to(device)
+    own = Reconstruction(codec, dtype, rotary, by)
+    for rows in sizes:
+        size = (2, shape.heads, max(1, rows // (2 * shape.block)) * shape.block, shape.dim)
+        x, *inputs = (torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(6))
+        given: dict[str, Any] = dict(zip(CONTEXT_TENSORS, inputs, strict=True))
+        context = Context(1, **{name: given[name] for name in codec.needs})
+        packed = codec.encode(x, context)
+        angle = torch.rand(2, size[2], rotary // 2, generator=generator, device=device).repeat(1, 1, 2) * 6.28
+        turn = Turn(angle.cos(), angle.sin()) if rotary else None
+        (found, turned), exact = own(packed, context, turn), codec.decode(packed, context)
+        why = _apart(found, exact, dtype, f"{rows} tokens")
+        if turn is not None and turned is not None:
+            why = why or _apart(turned, turn(exact), dtype, f"{rows} tokens after RoPE")
+        if why:
+            return why
+    return None
+
+
+def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
+    """The kernel on random tokens, one of them nothing, against the codec on the CPU, bit by bit."""
+    shape, generator = codec.shape, torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(2, shape.heads, blocks * shape.block, shape.dim, generator=generator)
+    x[..., ::9] *= 20
+    x[0, :, 3] = 0
+    x = x.to(dtype)
+    found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+    apart = [name for name, one in wanted.items() if not torch.equal(found[name].cpu(), one)]
+    return f"{apart[0]} of packed {codec.role}s differ" if apart else None
+
+
+def vectors_trial(
+    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernels on random codes of rows of different lengths against the reference in float32."""
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = torch.tensor(BLOCKS, dtype=torch.int32, device=device)
+    sides = []
+    for codec in (keys.to(device), values.to(device)):
+        packed = codec.empty(len(BLOCKS), device)
+        for name, none in packed.items():
+            size = (*none.shape[:2], max(BLOCKS), *none.shape[3:])
+            packed[name] = torch.randint(0, 256, size, generator=generator, device=device, dtype=torch.uint8)
+        sides.append(codec.coded(packed))
+    k, v = sides
+    shape, there = keys.shape, blocks > 0
+    for queries in VECTOR_CALLS:
+        q = torch.randn(len(BLOCKS), shape.heads * ratio, queries, shape.dim, generator=generator, device=device)
+        own = (q / float(vq_attention.decode(k).std())).to(dtype)
+        found, log = vq_attention.fast().attend(own, k, v, blocks, shape.dim**-0.5)
+        wanted, sums = vq_attention.attend(own.float(), k, v, blocks, shape.dim**-0.5)
+        if bool(found[~there].any()) or not float((log - sums)[there].abs().max()) < 8 * torch.finfo(dtype).eps:
+            return f"{queries} new tokens: sums differ, or a row without blocks is not nothing"
+        if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
+            return why
+    return None
 
 
 def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device, flushes: int = 2) -> str | None:

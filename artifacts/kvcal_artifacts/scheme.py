@@ -55,8 +55,11 @@ class HeavyHitters:
 
 @dataclass(frozen=True)
 class LayerCodecs:
+    """readers: of reconstructed.py, which caches on a device share."""
+
     key: Codec
     value: Codec
+    readers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -96,6 +99,9 @@ class Scheme:
                 raise KVCalError(f"layer {index} has no codecs and no reason for it")
             if pair is not None:
                 self._check(index, pair)
+        if self.chained or self.frame == "pre_rope":
+            made = [p and LayerCodecs(p.key.for_decoding(), p.value.for_decoding()) for p in self.layers]
+            object.__setattr__(self, "layers", tuple(made))
 
     def _check(self, index: int, pair: LayerCodecs) -> None:
         for codec in (pair.key, pair.value):

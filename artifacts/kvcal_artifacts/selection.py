@@ -68,10 +68,9 @@ def attention_mass(q: Tensor, k: Tensor, alive: Tensor, valid: Tensor | None, sc
 class SelectedPlan(Plan):
     """What one forward does: attend to the tokens kept so far, hold the new ones exact.
 
-    past: slots held, not columns. first: nothing came before, so that the model's own mask is right. All tensors are on the
-    CPU: alive (B, past) bool says which slots hold a token, flushed (B,) how many blocks' worth of tokens leave the recent
-    window after this call; where any do, tokens are chosen. seen, packed and flush count as if all tokens were kept:
-    run-time statistics go by them.
+    past: slots held, not columns. first: nothing came before, so that the model's own mask is right. alive (B, past) bool
+    says which slots hold a token, flushed (B,) how many blocks' worth of tokens leave the recent window after this call;
+    where any do, tokens are chosen. seen, packed and flush count as if all tokens were kept: run-time statistics go by them.
     """
 
     first: bool = True
@@ -79,8 +78,8 @@ class SelectedPlan(Plan):
     flushed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     def to(self, device: torch.device) -> SelectedPlan:
-        """Itself: who needs a tensor on a device puts it there."""
-        return self
+        """alive and flushed there; the rest stays on the CPU, where run-time statistics want it."""
+        return replace(self, device=device, alive=self.alive.to(device), flushed=self.flushed.to(device))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ fixed point, where the order of adding does not matter.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -27,7 +28,11 @@ class Prefixes:
     """For each block that a plan packs: how many of the call's columns come before it is due.
 
     columns: int64 (B, F), at least 1; the block's statistic is of everything before this call and of the first
-    `columns` columns of it. tokens: int64 (B, F), the real tokens these are in all. valid: (B, Q) bool or None.
+    `columns` columns of it. tokens: int64 (B, F), the real tokens these are in all. valid: (B, Q) bool or None. flushed: (B,)
+    blocks that this call really packs, the rest of F slots are idle. opening: (B,) rows without a block before this call.
+
+    These lie on the device, copied there when first asked for, as most steps ask for none; those that begin with host_
+    on the CPU.
     """
 
     def __init__(self, plan: Plan, windows: Windows, device: torch.device) -> None:
@@ -36,17 +41,34 @@ class Prefixes:
         number = plan.packed[:, None] + torch.arange(plan.flush)
         tokens = windows.sink + (number + 1) * windows.block + windows.recent
         wanted = (tokens - plan.seen[:, None]).clamp(1, plan.query)
-        if plan.valid is not None:  # the column that holds the row's wanted-th new token; idle slots get the last one
-            wanted = (torch.searchsorted(plan.valid.long().cumsum(1), wanted) + 1).clamp_max(plan.query)
-        self.windows = windows
-        self.columns, self.tokens = wanted.to(device), tokens.to(device)
-        self.valid = None if plan.valid is None else plan.valid.to(device)
+        self._valid = None if plan.valid is None or bool(plan.valid.all()) else plan.valid
+        if self._valid is not None:  # the column that holds the row's wanted-th new token; idle slots get the last one
+            wanted = (torch.searchsorted(self._valid.long().cumsum(1), wanted) + 1).clamp_max(plan.query)
+        self.windows, self._device, self._tokens = windows, device, tokens
         after = (plan.seen + _count(plan) - windows.sink - windows.recent).div(windows.block, rounding_mode="floor")
         flushed = (after - plan.packed).clamp_min(0)
-        self.flushed = flushed.to(device)  # (B,) blocks that this call really packs; the rest of F slots are idle
-        self.opening = (plan.packed == 0).to(device)  # (B,) rows without a block before this call
-        # the same on the CPU: blocks of each row before this call, packed by it, and `columns`
+        # blocks of each row before this call, packed by it, and `columns`
         self.host_first, self.host_flushed, self.host_columns = plan.packed, flushed, wanted
+
+    @cached_property
+    def columns(self) -> Tensor:
+        return self.host_columns.to(self._device)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return self._tokens.to(self._device)
+
+    @cached_property
+    def valid(self) -> Tensor | None:
+        return None if self._valid is None else self._valid.to(self._device)
+
+    @cached_property
+    def flushed(self) -> Tensor:
+        return self.host_flushed.to(self._device)
+
+    @cached_property
+    def opening(self) -> Tensor:
+        return (self.host_first == 0).to(self._device)
 
     def mask(self, x: Tensor) -> Tensor:
         """x (B, H, Q, ...) with the columns of pads zeroed."""
@@ -188,8 +210,10 @@ class KeyScale(Statistic):
             size = size.masked_fill(late[:, None, :, None], 0)
         peak, fixed = torch.maximum(self.state["peak"], size.amax(2)), self.state["fixed"]
         self.state["peak"] = torch.where(fixed[:, None, None], self.state["peak"], peak)
+        if not at.flush:
+            return None
         self.state["fixed"] = fixed | (at.flushed > 0)
-        return self.current() if at.flush else None
+        return self.current()
 
     def renew(self, keys: Tensor, held: Tensor, untouched: Tensor) -> None:
         """After a crop: a maximum cannot be taken back, but the cache has all keys that count as long as nothing is packed.
@@ -268,7 +292,7 @@ class QuerySubspace(Summed):
         self._count(x, at, counted, torch.full_like(counted, x.shape[2]))
         if not at.flush:
             return None
-        rows = torch.arange(batch)[:, None].to(x.device)
+        rows = torch.arange(batch, device=x.device)[:, None]
         return torch.stack(fits)[use.to(x.device), rows].transpose(1, 2)
 
     def _count(self, x: Tensor, at: Prefixes, start: Tensor, stop: Tensor) -> None:
@@ -277,20 +301,23 @@ class QuerySubspace(Summed):
         step = max(1, min(COLUMNS, GRAM_ROWS * self.shape.heads // x.shape[1]))
         for left in range(low, high, step):
             right = min(left + step, high)
-            columns = torch.arange(left, right)
-            inside = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
-            if at.valid is not None:
-                inside = inside & at.valid[:, left:right]
-            self.state["gram"] = self.state["gram"] + self._gram(x[:, :, left:right], ~inside[:, None, None, :, None])
+            inside = None if at.valid is None else at.valid[:, left:right]
+            if int(start.max()) > left or int(stop.min()) < right:
+                columns = torch.arange(left, right)
+                counts = ((columns >= start[:, None]) & (columns < stop[:, None])).to(x.device)
+                inside = counts if inside is None else counts & inside
+            self.state["gram"] = self.state["gram"] + self._gram(x[:, :, left:right], inside)
 
-    def _gram(self, x: Tensor, hidden: Tensor) -> Tensor:
-        """int64 (B, H, D, D) of queries (B, heads, columns, D), those of `hidden` columns left out."""
-        part = self.grouped(x).double().div(QUERY_STEP).round_().clamp_(-QUERY_LIMIT, QUERY_LIMIT)
-        part = part.nan_to_num_(0).masked_fill_(hidden, 0).flatten(2, 3)
+    def _gram(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
+        """int64 (B, H, D, D) of queries (B, heads, columns, D); inside (B, columns) bool: the columns that count."""
+        part = self.grouped(x).double().div(QUERY_STEP).round_().clamp_(-QUERY_LIMIT, QUERY_LIMIT).nan_to_num_(0)
+        if inside is not None:
+            part.masked_fill_(~inside[:, None, None, :, None], 0)
+        part = part.flatten(2, 3)
         return (part.transpose(-1, -2) @ part).long()
 
     def _forget(self, x: Tensor) -> None:
-        self.state["gram"] = self.state["gram"] - self._gram(x, torch.zeros((), dtype=torch.bool, device=x.device))
+        self.state["gram"] = self.state["gram"] - self._gram(x)
 
     def _refit(self, due: Tensor, vectors: int) -> None:
         fitted = self.state["fitted"].clone()

@@ -59,9 +59,14 @@ def _squat_long(shape: Shape) -> LayerCodecs:
     return LayerCodecs(Squat(plain.key, channels=-(-shape.dim // 2)), plain.value)
 
 
-def _mixkvq_long(shape: Shape) -> LayerCodecs:
-    method = MixKVQ(group=LONG, value_group=min(LONG, shape.dim), block=LONG)
-    return LayerCodecs(method.key_codec(shape, torch.float16), method.value_codec(shape))
+def _mixkvq(group: int, tier: int | None = None) -> Maker:
+    """tier: channels a head in either upper tier, always; None: by the thresholds of the preset."""
+
+    def make(shape: Shape) -> LayerCodecs:
+        method = MixKVQ(group=group, value_group=min(group, shape.dim), block=group, full=tier, four=tier)
+        return LayerCodecs(method.key_codec(shape, torch.float16), method.value_codec(shape))
+
+    return make
 
 
 def _numbers(seed: int, *size: int) -> Tensor:
@@ -107,7 +112,9 @@ EXTRA: dict[str, Named] = {
     **{f"inner-{bits}": Named(_pair(f"inner-{bits}-symmetric", f"inner-{bits}-symmetric")) for bits in (2, 3, 4)},
     "kivi-2-g128": Named(_kivi_long, LONG),
     "squat-2-g128": Named(_squat_long, LONG),
-    "mixkvq-g128": Named(_mixkvq_long, LONG),
+    "mixkvq-g128": Named(_mixkvq(LONG), LONG),
+    "mixkvq-16-16": Named(_mixkvq(WINDOWS.block, 16), made_up="16 channels a head exact, 16 in 4 bits"),
+    "mixkvq-16-16-g128": Named(_mixkvq(LONG, 16), LONG, made_up="16 channels a head exact, 16 in 4 bits"),
     "aqua-kv-2": Named(_aqua, frame="pre_rope", made_up="predictors of random weights"),
     "vqkv-4k": Named(_vqkv(4096, (13, 27, 19)), LONG, made_up="random codebooks"),
     "vqkv-256": Named(_vqkv(256, (20, 40, 28)), LONG, made_up="random codebooks"),

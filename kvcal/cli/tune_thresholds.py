@@ -77,7 +77,9 @@ def tune_thresholds(
     round_up: Annotated[int, typer.Option(min=1, help="Channels of a tier come in multiples of this.")] = 8,
     raw_dtype: Annotated[
         str,
-        typer.Option(help="Of the top tier: float16, bfloat16, float32; auto: bfloat16 if the model is, else float16."),
+        typer.Option(
+            help="Of the top tier: float16, bfloat16, float32; auto: bfloat16 if the model is, else (or with --full) float16."
+        ),
     ] = "auto",
     value_bits: Annotated[int, typer.Option(min=1, max=8, help="Of values, in groups of 32 channels of a token.")] = 2,
     sink: Sink = 4,

@@ -140,9 +140,7 @@ def _measured(
         try:
             run([name])
         except NonFiniteError as error:
-            layer, why = watched[name].audit.broken, str(error).removeprefix(f"{name}: ")
-            named = layer is None or why.startswith(f"layer {layer}")
-            broken[name] = (layer, why if named else f"layer {layer}: {why}")
+            broken[name] = (error.layer, str(error).removeprefix(f"{name}: "))
     return run([name for name in makers if name not in broken]), broken
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_artifacts.errors import GateFailed, NonFiniteError
+from kvcal_artifacts.errors import GateFailed
 
 from .layers import ROLES
 from .perplexity import CacheMaker
@@ -93,7 +93,6 @@ class Audit:
     """
 
     last: int
-    broken: int | None = None  # the layer whose blocks could not be packed
     compared: set[int] = field(default_factory=set)
     bypassed: dict[tuple[int, str], None] = field(default_factory=dict)
 
@@ -101,20 +100,7 @@ class Audit:
         """Watch this cache, which must not be copied afterwards. also: is called before each call that is compared."""
         for layer in cache.own_layers:
             layer.update = self._audited(cache, layer, also)  # type: ignore[method-assign]
-            layer._encode = self._followed(layer)  # type: ignore[method-assign]
         return cache
-
-    def _followed(self, layer: KVCalLayer) -> Callable[..., list[Packed]]:
-        honest = layer._encode
-
-        def encode(*given: Any) -> list[Packed]:
-            try:
-                return honest(*given)
-            except NonFiniteError:
-                self.broken = layer.index
-                raise
-
-        return encode
 
     def _audited(self, cache: KVCalCache, layer: KVCalLayer, also: Callable[[KVCalLayer], None]) -> Callable[..., Any]:
         honest, done = layer.update, 0
@@ -123,7 +109,7 @@ class Audit:
             nonlocal done
             plan, blocks = cache.plan_for(layer, keys), _blocks(layer)
             due = blocks >= max(1, 2 * done) or layer.columns + keys.shape[2] >= self.last
-            if not blocks or not due or plan.past_index is not None:  # rows of padding lie in another order
+            if not blocks or not due or plan.ragged:  # rows of padding lie in another order
                 return honest(keys, values, *args, **kwargs)
             done = blocks
             also(layer)

@@ -209,7 +209,9 @@ class _LayerRun:
                 packed, made, guess = reconstruct(codec, x, context)
             train = carry.training_rows(batch.rows)
             if codec.ragged:
-                self.sizes.add({name: store.select(held, torch.arange(train)) for name, held in packed.items()})
+                own = codec.inner if isinstance(codec, Predicted) else codec
+                assert isinstance(own, MixKVQ)
+                self.sizes.add(own, {name: store.select(held, torch.arange(train)) for name, held in packed.items()})
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
             kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made
             carry.write(f"{role}0", batch.rows, kept)

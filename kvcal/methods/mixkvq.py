@@ -27,6 +27,7 @@ class MixKVQ:
     """Fields as of the codec (kvcal_artifacts.codecs.MixKVQ). The paper's group 32 and buffer R = 128, which is our block; the
     windows of AQUA-KV (the ablation's sink of 32 and the paper's buffer, emptied at once, are `sink=32, recent=0`).
     raw: dtype of the first tier; "auto" is bfloat16 for models in bfloat16, else float16: float32 would cost 32 bits a value.
+    With full and four float16 for all, which the fused kernel reads: it holds bfloat16 exactly from 2^-14 to 65504.
     """
 
     name: ClassVar[str] = "mixkvq"
@@ -62,7 +63,8 @@ class MixKVQ:
 
     def key_codec(self, shape: Shape, dtype: torch.dtype, expected: tuple[float, float] | None = None) -> codecs.MixKVQ:
         """dtype: of the model."""
-        raw = ("bfloat16" if dtype == torch.bfloat16 else "float16") if self.raw == "auto" else self.raw
+        wide = dtype == torch.bfloat16 and self.full is None
+        raw = ("bfloat16" if wide else "float16") if self.raw == "auto" else self.raw
         return codecs.MixKVQ(
             shape, "key", self.tau_low, self.tau_high, self.group, self.round_up, raw, self.importance,  # type: ignore[arg-type]
             self.normalise, self.full, self.four, expected,  # type: ignore[arg-type]
@@ -92,7 +94,7 @@ class MixKVQ:
                 seen = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
                 train = carry.training_rows(batch.rows)
                 packed = key.encode(seen.k[:, :, seen.packed], seen.context())
-                sizes.add({name: store.select(held, torch.arange(train)) for name, held in packed.items()})
+                sizes.add(key, {name: store.select(held, torch.arange(train)) for name, held in packed.items()})
                 if train < len(seen.k):
                     rest, made = seen.rows(train), key.decode(packed, seen.context())[train:]
                     keys.add(rest.k[:, :, rest.packed].float(), made)
@@ -125,11 +127,11 @@ class TierSizes:
     blocks: int = 0  # of one head
     channels: list[int] = field(default_factory=lambda: [0, 0])
 
-    def add(self, packed: codecs.Packed) -> None:
+    def add(self, codec: codecs.MixKVQ, packed: codecs.Packed) -> None:
         self.blocks += packed["perm"][..., 0].numel()
         self.nbytes += sum(t.numel() * t.element_size() for held in packed.values() for t in store.tensors_of(held))
-        for tier, name in enumerate(("raw", "four_codes")):
-            self.channels[tier] += int(codecs.MixKVQ.counts(packed[name]).sum())
+        for tier, counts in enumerate(codec.counts(packed)[:2]):
+            self.channels[tier] += int(counts.sum())
 
     def means(self) -> tuple[float, float]:
         """Channels a head in the first two tiers."""

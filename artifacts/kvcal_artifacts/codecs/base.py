@@ -123,6 +123,16 @@ class Codec(ABC):
         """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), without a copy."""
         raise KVCalError(f"codec {self.name!r}: {self.fused()}")
 
+    def for_decoding(self) -> Codec:
+        """The same codec where no kernel attends to its blocks, which may then be stored otherwise, in as many bytes: under a
+        predictor, and in schemes that predict layers or keep keys before RoPE.
+        """
+        return self
+
+    def by_kernel(self) -> Codec:
+        """The same codec, encoding by a Triton kernel where there is one for it: itself where there is none."""
+        return self
+
     def key_factor(self, context: Context = EMPTY) -> Tensor | None:
         """What decoded keys are multiplied by after as_blocks, (H, 1, D) or (B, H, 1, D) float32: the query takes it."""
         return None
@@ -201,18 +211,74 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return copies[device]
 
 
-def check_finite(x: Tensor, layer: int, role: Role) -> None:
-    """One clear error naming layer and head instead of a silent NaN in the cache."""
-    if bool(torch.isfinite(x).all()):
-        return
-    bad = (~torch.isfinite(x)).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
-    raise NonFiniteError(
-        f"layer {layer}, {role} head {bad[0]}: a NaN or infinity reached the cache; "
-        "only finite values can be compressed: check the model's dtype and weights"
-    )
-
-
 _THREAD = threading.local()
+
+
+class Refusals:
+    """What encoding refused inside `collecting`: told by `check`, with one wait for each device, not some for each layer.
+
+    Until then what was refused is encoded as something else, which must not be used.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, Tensor, Callable[[], NonFiniteError]]] = []
+
+    def note(self, layer: int, fine: Tensor, error: Callable[[], NonFiniteError]) -> None:
+        """fine: 0-d bool on the device; error: what to raise where it is not."""
+        self._found.append((layer, fine, error))
+
+    def check(self) -> None:
+        """Raises NonFiniteError, which names its layer, for the first refusal since the last check."""
+        found, self._found = self._found, []
+        places: dict[torch.device, list[Tensor]] = {}
+        for _, fine, _ in found:
+            places.setdefault(fine.device, []).append(fine)
+        said = {place: iter(torch.stack(own).to("cpu").tolist()) for place, own in places.items()}
+        for layer, fine, error in found:
+            if not next(said[fine.device]):
+                raise _of_layer(layer, str(error()))
+
+
+def _of_layer(layer: int, why: str) -> NonFiniteError:
+    error = NonFiniteError(why if why.startswith(f"layer {layer},") else f"layer {layer}: {why}")
+    error.layer = layer
+    return error
+
+
+@contextmanager
+def collecting(refusals: Refusals, layer: int) -> Iterator[None]:
+    """Inside, on this thread, check_finite and to_half leave what they refuse to `refusals`."""
+    before, _THREAD.refusals = getattr(_THREAD, "refusals", None), (refusals, layer)
+    try:
+        yield
+    finally:
+        _THREAD.refusals = before
+
+
+def check_finite(x: Tensor, layer: int, role: Role) -> Tensor:
+    """x (B, H, T, D); one clear error naming layer and head instead of a silent NaN in the cache."""
+    finite = torch.isfinite(x)
+    heads = finite.transpose(0, 1).flatten(1).all(1)
+
+    def error() -> NonFiniteError:
+        return NonFiniteError(
+            f"layer {layer}, {role} head {int((~heads).nonzero()[0])}: a NaN or infinity reached the cache; "
+            "only finite values can be compressed: check the model's dtype and weights"
+        )
+
+    return _unless(heads.all(), error, x, lambda: x.masked_fill(~finite, 0))
+
+
+def _unless(fine: Tensor, error: Callable[[], NonFiniteError], x: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
+    """x where `fine` holds. Else raises the error, now or when collected refusals are looked at; then `otherwise`, always."""
+    collected: tuple[Refusals, int] | None = getattr(_THREAD, "refusals", None)
+    if collected is not None:
+        refusals, layer = collected
+        refusals.note(layer, fine, error)
+        return otherwise()
+    if not bool(fine):
+        raise error()
+    return x
 
 
 @contextmanager
@@ -230,14 +296,18 @@ def device_only() -> Iterator[list[Tensor]]:
 
 def to_half(x: Tensor, what: str) -> Tensor:
     """float32 (B, ...) -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
-    holds, fits = x.abs() <= 65504.0, getattr(_THREAD, "fits", None)  # not where x is NaN
+    fits = getattr(_THREAD, "fits", None)
     if fits is not None:
-        fits.append(holds.flatten(1).all(1))
-    elif not bool(holds.all()):
-        raise NonFiniteError(
-            f"{what} of {float(x.abs().max()):.3g} does not fit float16 (largest 65504); use smaller groups"
+        fits.append((x.abs() <= HALF_MAX).flatten(1).all(1))  # not where x is NaN
+        return x.to(torch.float16)
+    largest = x.abs().amax() if x.numel() else x.new_zeros(())
+
+    def error() -> NonFiniteError:
+        return NonFiniteError(
+            f"{what} of {float(largest):.3g} does not fit float16 (largest 65504); use smaller groups"
         )
-    return x.to(torch.float16)
+
+    return _unless(largest <= HALF_MAX, error, x, lambda: x.clamp(-HALF_MAX, HALF_MAX)).to(torch.float16)
 
 
 PRODUCT_BLOCKS = 8  # blocks a matrix product while encoding
@@ -255,4 +325,5 @@ def by_fixed_rows(x: Tensor, block: int, product: Callable[[Tensor], Tensor]) ->
     return (torch.cat(made, -2) if len(made) > 1 else made[0])[..., :count, :]
 
 
+HALF_MAX = 65504.0
 HALF_FLOOR = 2.0**-24  # the smallest positive float16: scales never round to zero

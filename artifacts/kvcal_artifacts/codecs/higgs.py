@@ -26,14 +26,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcal_kernels.attention import Blocks, Form, Grid, grid_of
-from kvcal_kernels.attention import pack as pack_blocks
+from kvcal_kernels import attention, rotated
+from kvcal_kernels.attention import Blocks, Form, Grid, grids
 from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.rotated import Rotated
 
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device, to_half
 
 Span = Literal["head", "token"]
 Axis = Literal["channel", "token"]
@@ -57,7 +58,15 @@ def _check_grid(d: int, n: int) -> None:
         raise KVCalError(f"higgs grid d={d} n={n}: allowed are {', '.join(f'd={a} n={b}' for a, b in GRIDS)}")
 
 
+@cache
+def _table(points: tuple[float, ...], d: int, bits: int) -> tuple[Tensor, float]:
+    """A grid's table for the fused kernel and its unit: one tensor for all codecs with these points."""
+    return grids.table_of(torch.tensor(points).view(-1, d), bits)
+
+
 class Higgs(Codec):
+    """Where `fused` gives a form, blocks are stored as the fused kernel reads them."""
+
     name = "higgs"
 
     def __init__(
@@ -99,45 +108,122 @@ class Higgs(Codec):
             raise KVCalError(
                 f"HIGGS grid {tuple(self.grid.shape)}, signs {tuple(self.sign.shape)}: needs {(n, d)} and {(self.length,)}"
             )
+        self._form = self._find_form()
+        self._look_up = self._grid()
+        self._how: Rotated | None = None  # of the kernel that encodes
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        vectors = self._vectors(self.shape.blocks(x.float()))
-        rotated = rotate(vectors, self.sign, self.rotation_width)
-        groups = rotated.unflatten(-1, (self._norms, -1))
+        blocks = self.shape.blocks(x)
+        codes, norms = self._coded(blocks.float()) if self._how is None else self._coded_by_kernel(x, self._how)
+        if isinstance(self._form, Form):
+            own = self._by_head(codes).flatten(2, 3)
+            made = attention.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
+            return {"words": made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3), "norm": norms}
+        return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": norms}
+
+    def _coded(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes as `codes` gives them, and norms as they are stored."""
+        vectors = self._vectors(blocks)
+        groups = rotate(vectors, self.sign, self.rotation_width).unflatten(-1, (self._norms, -1))
         norm = (tree_sum(groups * groups) / groups.shape[-1]).sqrt()
         stored = to_half(norm * self._gain, "norm")
         unit = self._gain / stored.float().clamp_min(1e-30)
         scaled = (groups * unit[..., None]).flatten(-2)
         codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], self.length // self.d)
-        return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": self._store_norm(stored)}
+        return codes, self._store_norm(stored)
+
+    def _coded_by_kernel(self, x: Tensor, how: Rotated) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device_of(x):
+            codes, norm, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
+        by_token: Tensor = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
+        return by_token.flatten(3), to_half(norm.float(), "norm").unflatten(2, (-1, self.shape.block))
+
+    def by_kernel(self) -> Higgs:
+        """Its numbers are those of torch, bit for bit; rotation per head, kv heads and head_dim powers of two."""
+        s = self.shape
+        odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256
+        if odd or self.axis == "token" or self.rotation == "token":
+            return self
+        twin = copy.copy(self)
+        twin._how = Rotated(self.grid, self.sign, self._norms, self._gain)
+        _ = twin._how.half  # made now: no graph of a step may wait for it
+        return twin
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
-        codes = self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
-        groups = lookup(codes, self.grid).unflatten(-1, (self._norms, -1))
+        if isinstance(self._form, Form):
+            return attention.decode(self.as_blocks(packed))
+        groups = lookup(self.codes(packed), self.grid).unflatten(-1, (self._norms, -1))
         size = self._load_norm(packed["norm"].float())
         vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, self.rotation_width)
         return self._blocks(vectors).flatten(2, 3)
 
+    def codes(self, packed: Packed) -> Tensor:
+        """Codes of the vectors: (B, N, b, H * D / d), along tokens (B, H, N, D, b / d)."""
+        if isinstance(self._form, Form):
+            own = attention.unpack(self.as_blocks(packed))[0]
+            by_token: Tensor = own.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
+            return by_token.flatten(3)
+        return self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
+
     # For the fused kernel.
 
-    def form(self) -> Form:
-        """How the fused kernel names this storage; ValueError where it cannot read it (decode, then attend serves that)."""
-        if self.axis == "token" or self.rotation == "token":
-            raise ValueError(
-                f"HIGGS, axis {self.axis}, rotation over the {self.rotation}: a kernel rotates heads' queries only"
-            )
-        heads = self.shape.heads if self.norm == "token" else 1
-        return Form(self.role, self.shape.dim, self.code_bits // self.d, vector=self.d, norm_heads=heads)
+    def fused(self) -> Form | str:
+        return self._form
 
-    def blocks(self, packed: Packed, twin: Grid | None = None) -> Blocks:
-        """Packed tensors in the order that the fused kernel reads: what `decode` gives, in units of 32 tokens. twin: of blocks
-        that may have the same table, so that the kernel keeps it once.
-        """
-        form, heads = self.form(), self.shape.heads
-        codes = self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
-        codes = codes.unflatten(-1, (heads, -1)).movedim(3, 1).flatten(2, 3)
-        grid = grid_of(self.grid, self.sign.view(heads, -1), form.bits, twin)
-        return pack_blocks(codes, packed["norm"].flatten(2, 3)[..., None], None, form, grid)
+    def for_decoding(self) -> Higgs:
+        """With blocks as the reconstruction kernel reads them."""
+        if isinstance(self._form, str):
+            return self
+        twin = copy.copy(self)
+        twin._form = "stored for decoding, as the scheme predicts layers or keeps keys before RoPE"
+        twin._look_up = None
+        return twin
+
+    def _find_form(self) -> Form | str:
+        s = self.shape
+        if self.axis == "token":
+            return "HIGGS along tokens: the fused kernel rotates a query's channels"
+        if self.rotation == "token":
+            return (
+                f"HIGGS rotated over all heads of a token, {self.rotation_width} channels: the fused kernel rotates the "
+                "query of one head"
+            )
+        if s.block % attention.BLOCK:
+            return f"blocks of {s.block} tokens: the fused kernel reads multiples of {attention.BLOCK}"
+        bits = self.code_bits // self.d
+        try:
+            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=s.heads if self.norm == "token" else 1)
+        except ValueError as error:
+            return f"the fused kernel cannot read {error}"
+        words = bits * s.dim * attention.BLOCK // 16
+        if form.words > words:
+            return (
+                f"codes of {bits} bits at head_dim {s.dim} would take {bits * form.words / words:g} bits in the fused "
+                "kernel's layout"
+            )
+        return form
+
+    def _grid(self) -> Grid | None:
+        """What the kernel looks up, on the codec's device; tables are shared by all codecs of a grid there."""
+        if isinstance(self._form, str):
+            return None
+        form, device = self._form, self.grid.device
+        table, unit = _table(tuple(self.grid.flatten().tolist()), self.d, form.bits)
+        grids.order(
+            self.role, form.dim, form.bits, form.vector, device
+        )  # made now: no graph of a step may copy it there
+        return Grid(self.grid, self.sign.view(self.shape.heads, -1), on_device(table, device), unit)
+
+    def as_blocks(self, packed: Packed) -> Blocks:
+        if isinstance(self._form, str):
+            return super().as_blocks(packed)
+        words, norm = packed["words"], packed["norm"]
+        return Blocks(
+            self._form,
+            words.flatten(2).unflatten(2, (-1, self._form.words)),
+            norm.flatten(2).unflatten(2, (-1, attention.BLOCK)),
+            self._look_up,
+        )
 
     # Vectors are (B, N, b, H * D) along channels, (B, H, N, D, b) along tokens; packed tensors are always (B, H, N, ...).
 
@@ -153,8 +239,13 @@ class Higgs(Codec):
         """To (B, H, N, rows, packed): keys packed along channels, values along tokens."""
         if self.axis == "token":  # (B, H, N, D, b/d)
             return codes.transpose(-1, -2) if self.role == "key" else codes
-        codes = codes.unflatten(-1, (self.shape.heads, -1)).movedim(3, 1)  # (B, H, N, b, D/d)
+        codes = self._by_head(codes)
         return codes.transpose(-1, -2) if self.role == "value" else codes
+
+    def _by_head(self, codes: Tensor) -> Tensor:
+        """(B, N, b, C/d) -> (B, H, N, b, D/d)."""
+        apart: Tensor = codes.unflatten(-1, (self.shape.heads, -1))
+        return apart.movedim(3, 1)
 
     def _load_codes(self, codes: Tensor) -> Tensor:
         if self.axis == "token":
@@ -204,12 +295,16 @@ class Higgs(Codec):
             return self
         twin = copy.copy(self)
         twin.grid, twin.sign = self.grid.to(device), self.sign.to(device)
+        twin._look_up, twin._how = twin._grid(), None
         return twin
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape
-        rows = s.block * s.dim // self.d // self._packed_count
         norms = (s.heads, s.dim) if self.axis == "token" else (self._norms, s.block)
+        if isinstance(self._form, Form):
+            words = s.block // attention.BLOCK * self._form.words
+            return {"words": ((s.heads, words), torch.int16), "norm": (norms, torch.float16)}
+        rows = s.block * s.dim // self.d // self._packed_count
         return {
             "codes": ((s.heads, rows, packed_bytes(self._packed_count, self.code_bits)), torch.uint8),
             "norm": (norms, torch.float16),

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvcal_kernels import attention
+from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
 from ..errors import KVCalError
@@ -65,6 +67,7 @@ class MixKVQ(Codec):
         self.full, self.four = full, four
         self.expected = None if expected is None else (float(expected[0]), float(expected[1]))
         self._check()
+        self._form = self._find_form()
 
     def _check(self) -> None:
         dim, block = self.shape.dim, self.shape.block
@@ -105,6 +108,41 @@ class MixKVQ(Codec):
     @property
     def ragged(self) -> bool:
         return self.full is None
+
+    # For the fused kernel.
+
+    def fused(self) -> Form | str:
+        return self._form
+
+    def _find_form(self) -> Form | str:
+        block, dim = self.shape.block, self.shape.dim
+        if self.full is None or self.four is None:
+            return "MixKVQ's tiers take another size in every block; full and four (channels a head) give them one"
+        if not self.full + self.four:
+            return "MixKVQ without channels in the upper tiers"
+        if self.group != block:
+            return (
+                f"MixKVQ in groups of {self.group} tokens, blocks of {block}: the fused kernel reads those of one size"
+            )
+        if self.full and self.dtype != "float16":
+            return f"MixKVQ's first tier in {self.dtype}: the fused kernel reads float16"
+        try:
+            form = Form("key", dim, BITS[1], self.group, False, False, full=self.full, four=self.four)
+        except ValueError as error:
+            return f"the fused kernel cannot read {error}"
+        stored = 16 * self.full + BITS[0] * self.four + BITS[1] * (dim - self.full - self.four)  # bits a token
+        if form.words * 16 > stored * attention.BLOCK:
+            return (
+                f"tiers of {self.full} and {self.four} of {dim} channels would take {form.words / 2:g} bits a token in the "
+                f"fused kernel's layout, {stored} as stored; as many channels of 4 bits as exact ones fill it"
+            )
+        return form
+
+    def as_blocks(self, packed: Packed) -> Blocks:
+        if isinstance(self._form, str):
+            return super().as_blocks(packed)
+        words = packed["words"].flatten(2).unflatten(2, (-1, self._form.words))
+        return Blocks(self._form, words, packed["scale"], None, packed["perm"])
 
     # Which channel goes where.
 
@@ -149,6 +187,8 @@ class MixKVQ(Codec):
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         perm, first, second = self.tiers(self.salience(x, context))
+        if isinstance(self._form, Form):
+            return self._encode_words(x, perm, self._form)
         channels = self.shape.blocks(x.float()).transpose(-1, -2).reshape(-1, self.shape.block)
         packed: Packed = {"perm": perm.to(torch.uint8)}
         ends = [first, second, torch.full_like(first, self.shape.dim)]
@@ -161,25 +201,44 @@ class MixKVQ(Codec):
             begin = end
         return packed
 
+    def _encode_words(self, x: Tensor, perm: Tensor, form: Form) -> Packed:
+        blocks = self.shape.blocks(x.float())
+        ordered = blocks.gather(-1, perm[:, :, :, None].expand_as(blocks))
+        raw, *lower = ordered.split((form.full, form.four, form.dim - form.full - form.four), -1)
+        coded = [self._coded(rows.transpose(-1, -2), bits) for rows, bits in zip(lower, BITS, strict=True)]
+        four, two = (codes.transpose(-1, -2).flatten(2, 3) for codes, _, _ in coded)
+        scale, base = (torch.cat([one[i][..., 0] for one in coded], -1) for i in (1, 2))
+        exact = to_half(raw, "key").flatten(2, 3)
+        made = attention.pack_tiers(exact, four.int(), two.int(), scale, base, perm, form)
+        words = made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3)
+        return {"perm": perm.to(torch.uint8), "words": words, "scale": made.scale}
+
+    def _coded(self, rows: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """rows (..., b) float32, a channel each -> codes (..., b) float32, scale and minimum float16 (..., b / group)."""
+        groups = rows.unflatten(-1, (-1, self.group))
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = to_half(((high - low) / low.new_full((), 2**bits - 1)).clamp_min(HALF_FLOOR), "scale")
+        base = to_half(low, "group minimum")
+        codes = ((groups - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, 2**bits - 1)
+        return codes.flatten(-2), scale, base
+
     def _encode_rows(self, tier: int, rows: Tensor) -> dict[str, Tensor]:
         """rows (n, b) float32, a channel each -> the tier's tensors (n, ...)."""
         if tier == 0:
             raw = to_half(rows, "key") if self.dtype == "float16" else rows.to(DTYPES[self.dtype])
             return {"raw": raw}
         name, bits = NAMES[tier - 1], BITS[tier - 1]
-        groups = rows.unflatten(-1, (-1, self.group))
-        low, high = groups.amin(-1), groups.amax(-1)
-        scale = to_half(((high - low) / low.new_full((), 2**bits - 1)).clamp_min(HALF_FLOOR), "scale")
-        base = to_half(low, "group minimum")
-        codes = ((groups - base.float()[..., None]) / scale.float()[..., None]).round_().clamp_(0, 2**bits - 1)
-        return {f"{name}_codes": pack(codes.flatten(-2), bits), f"{name}_scale": torch.stack([scale, base], -1)}
+        codes, scale, base = self._coded(rows, bits)
+        return {f"{name}_codes": pack(codes, bits), f"{name}_scale": torch.stack([scale, base], -1)}
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
+        if isinstance(self._form, Form):
+            return attention.decode(self.as_blocks(packed))
         perm = packed["perm"].long()
         out = torch.zeros(perm.numel(), self.shape.block, device=perm.device)  # slots of no block have no rows
         begin = torch.zeros_like(perm[..., 0])
         for tier, name in enumerate(("raw", "four_codes", "two_codes")):
-            counts = self.counts(packed[name])
+            counts = self._count(packed[name])
             rows = self._decode_rows(tier, packed)
             out.index_copy_(0, _rows(perm, begin, counts), rows)
             begin = begin + counts
@@ -199,8 +258,14 @@ class MixKVQ(Codec):
             return Ragged(data, counts.to(self._count_dtype))
         return data.view(*counts.shape, int(self.channels()[tier]), *data.shape[1:])
 
+    def counts(self, packed: Packed) -> list[Tensor]:
+        """Channels of each block in each tier: three int64 (B, H, N)."""
+        if isinstance(self._form, Form):
+            return [torch.full_like(packed["perm"][..., 0], int(n), dtype=torch.long) for n in self.channels()]
+        return [self._count(packed[name]) for name in ("raw", "four_codes", "two_codes")]
+
     @staticmethod
-    def counts(stored: Tensor | Ragged) -> Tensor:
+    def _count(stored: Tensor | Ragged) -> Tensor:
         """Channels of each block in a packed tensor's tier: int64 (B, H, N)."""
         if isinstance(stored, Ragged):
             return stored.counts.long()
@@ -231,7 +296,10 @@ class MixKVQ(Codec):
         """Of the dense tensors: only the permutation, unless the shape is fixed."""
         heads, dim = self.shape.heads, self.shape.dim
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"perm": ((heads, dim), torch.uint8)}
-        if not self.ragged:
+        if isinstance(self._form, Form):
+            words = self.shape.block // attention.BLOCK * self._form.words
+            specs |= {"words": ((heads, words), torch.int16), "scale": ((heads, self._form.scales), torch.float16)}
+        elif not self.ragged:
             for name, (tier, row, dtype) in self._row_specs().items():
                 specs[name] = ((heads, int(self.channels()[tier]), *row), dtype)
         return specs

@@ -32,7 +32,7 @@ class Predicted(Codec):
         unknown = [name for name in inputs if name not in INPUTS or (name == "k0" and inner.role == "key")]
         if unknown or not inputs:
             raise KVCalError(f"{inner.role} predictor inputs {inputs}: allowed are {', '.join(INPUTS)} (k0 for values)")
-        self.inner, self.predictor, self.inputs = inner, predictor, tuple(inputs)
+        self.inner, self.predictor, self.inputs = inner.for_decoding(), predictor, tuple(inputs)
         self._check_widths()
         self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
 
@@ -67,7 +67,7 @@ class Predicted(Codec):
         """Predictor inputs of the context's tokens, heads and inputs concatenated: (B, T, Cin) float32."""
         self.check_inputs(context)
         parts = [getattr(context, name) for name in self.inputs]
-        return torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1)
+        return torch.cat([part.float().transpose(1, 2).flatten(2) for part in parts], -1)
 
     def _heads(self, guess: Tensor) -> Tensor:
         """(B, T, C) -> (B, H, T, D)."""

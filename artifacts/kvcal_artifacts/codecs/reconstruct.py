@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels.attention import Form
 from kvcal_kernels.reconstruct import Coded, Turn, fast
 
 from ..errors import KVCalError
@@ -31,6 +32,8 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
         return f"a {predictor.name} predictor; the kernel takes linear ones"
     if not isinstance(inner, Higgs) or inner.axis != "channel":
         return f"{inner.describe()}; the kernel reads HIGGS along channels"
+    if isinstance(inner.fused(), Form):
+        return f"{inner.describe()} as the attention kernel reads it; this one reads Codec.for_decoding()"
     if dtype not in KERNEL_DTYPES:
         return f"{dtype}; the kernel writes float16 and bfloat16"
     if find_spec("triton") is None:
@@ -46,13 +49,15 @@ class Reconstruction:
     RoPE turns by halves, where keys are wanted after it too; 0: no RoPE. Weights are kept as the kernel reads them, in
     `dtype`; those that no RoPE follows and that have it already are the codec's own.
 
-    why: what keeps the kernel away, None where it runs; path: "triton" or "reference".
+    by: "auto", the kernel on a GPU; "triton", the kernel anywhere; "torch", the codec. why: what keeps the kernel away, None
+    where it runs; path: "triton" or "reference".
     """
 
-    def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0) -> None:
+    def __init__(self, codec: Codec, dtype: torch.dtype, rotary: int = 0, by: str = "auto") -> None:
         self.codec, self.dtype, self.rotary = codec, dtype, rotary
         device = next((t.device for t in codec.tensors().values()), torch.device("cpu"))
-        self.why = f"{device.type}: no CUDA GPU" if device.type != "cuda" else refuses(codec, dtype)
+        missing = f"{device.type}: no CUDA GPU" if by == "auto" and device.type != "cuda" else None
+        self.why = "kernels='torch'" if by == "torch" else missing or refuses(codec, dtype)
         self._fused_rotary = rotary if refuses(codec, dtype, rotary) is None else 0
         self._prepared: Any = None
 
@@ -114,6 +119,15 @@ def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
     own = codec.predictor
     weights = own.weights if isinstance(own, Linear) else own.working()
     return weights["weight"], weights["bias"]
+
+
+def kind(codec: Codec) -> str:
+    """What the kernel's code depends on, in words."""
+    inner = codec.inner if isinstance(codec, Predicted) else codec
+    assert isinstance(inner, Higgs)
+    behind = f"{codec.predictor.name} of {len(codec.inputs)}" if isinstance(codec, Predicted) else "alone"
+    shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
+    return f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}"
 
 
 def coded(codec: Higgs, packed: Packed) -> Coded:

@@ -51,6 +51,7 @@ class ResidualVQ(Codec):
         self.code_bits = tuple((book.shape[1] - 1).bit_length() for book in self.codebooks)
         order = torch.tensor([dim for band in self.bands for dim in band])
         self._into_bands, self._back = order, order.argsort()
+        self._dims = tuple(torch.tensor(band, dtype=torch.int32) for band in self.bands)
 
     def _check(self) -> None:
         dims = sorted(dim for band in self.bands for dim in band)
@@ -96,12 +97,9 @@ class ResidualVQ(Codec):
         """Packed blocks as kvcal_kernels.vq_attention takes them, whose `fast().attend` reads them on a GPU."""
         if self._lengths is None:
             self._lengths = [longest(book) for book in self.codebooks]
-        device = self._back.device
         bands = [
-            Band(
-                packed[f"codes.{number}"].contiguous(), book, torch.tensor(dims, dtype=torch.int32, device=device), far
-            )
-            for number, (dims, book, far) in enumerate(zip(self.bands, self.codebooks, self._lengths, strict=True))
+            Band(packed[f"codes.{number}"].contiguous(), book, dims, far)
+            for number, (dims, book, far) in enumerate(zip(self._dims, self.codebooks, self._lengths, strict=True))
         ]
         return Coded(tuple(bands), self.shape.block, self.scale)
 
@@ -152,6 +150,7 @@ class ResidualVQ(Codec):
         twin._lengths = None
         twin.scale = None if self.scale is None else self.scale.to(device)
         twin._into_bands, twin._back = self._into_bands.to(device), self._back.to(device)
+        twin._dims = tuple(dims.to(device) for dims in self._dims)
         return twin
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

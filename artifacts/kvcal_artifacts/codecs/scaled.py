@@ -76,6 +76,14 @@ class Scaled(Codec):
     def as_blocks(self, packed: Packed) -> Blocks:
         return self.inner.as_blocks(packed)
 
+    def for_decoding(self) -> Scaled:
+        inner = self.inner.for_decoding()
+        return self if inner is self.inner else self._around(inner, self.factor)
+
+    def by_kernel(self) -> Scaled:
+        inner = self.inner.by_kernel()
+        return self if inner is self.inner else self._around(inner, self.factor)
+
     def key_factor(self, context: Context = EMPTY) -> Tensor:
         below = self.inner.key_factor(context)
         return self._factor(context) if below is None else self._factor(context) * below
@@ -121,8 +129,11 @@ class Scaled(Codec):
         own = self.factor
         if inner is self.inner and (own is None or own.device == device):
             return self
+        return self._around(inner, None if own is None else own.to(device))
+
+    def _around(self, inner: Codec, factor: Tensor | None) -> Scaled:
         twin = copy.copy(self)
-        twin.inner, twin.factor = inner, None if own is None else own.to(device)
+        twin.inner, twin.factor = inner, factor
         return twin
 
     def paper_bits(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from . import grids
 from .grids import Grid, grid_of
 from .reference import BLOCK, Blocks, Form, decode, pack, pack_scales, pack_tiers, unpack, unpack_scales
 
@@ -16,6 +17,6 @@ def fast() -> ModuleType:
 
 
 __all__ = [
-    "BLOCK", "Blocks", "Form", "Grid", "decode", "fast", "grid_of", "pack", "pack_scales", "pack_tiers", "unpack",
+    "BLOCK", "Blocks", "Form", "Grid", "decode", "fast", "grid_of", "grids", "pack", "pack_scales", "pack_tiers", "unpack",
     "unpack_scales",
 ]  # fmt: skip

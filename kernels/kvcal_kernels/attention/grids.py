@@ -122,11 +122,11 @@ def unpairs(found: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor
 
 
 @functools.cache
-def order(role: str, dim: int, bits: int, vector: int) -> Tensor:
+def order(role: str, dim: int, bits: int, vector: int, device: torch.device | str = "cpu") -> Tensor:
     """Which pair of a block of 32 tokens, counted as `pairs` lays them out, lies at which place of `units`: int64
     (pieces, 16, 8), 16 * dim where none does.
     """
-    index = torch.arange(16 * dim)
+    index = torch.arange(16 * dim, device=device)
     if role == "value" and vector == 1:  # (2 halves, 8 pairs of tokens, D)
         index = index.view(2, 8, -1, 16).permute(0, 2, 3, 1)
     elif role == "value" and vector == 4:  # (4 times 8 tokens, slices, 8 codes, 2)
@@ -155,37 +155,36 @@ def tiles(pieces: int, bits: int) -> int:
 def units(found: Tensor, bits: int) -> Tensor:
     """Pair codes (..., pieces, 16, 8) -> int16 words (..., tiles, 16, 16)."""
     pieces = found.shape[-3]
-    count = tiles(pieces, bits)
-    made = found.new_zeros(*found.shape[:-3], count, 16, 8, dtype=torch.int64)
-    for piece in range(pieces):
-        for tile, bit, mask, shift in places(piece, bits):
-            part = (found[..., piece, :, :].long() >> shift & mask) << bit
-            made[..., tile, :, :] |= part & 0xFFFFFFFF | part >> 32
-    low, high = made & 0xFFFF, made >> 16
-    words = torch.stack([low, high], -1).flatten(-2)
-    return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+    width, count = 2 * bits, 32 // (2 * bits)
+    together = 16 if bits == 3 else count
+    wide = torch.nn.functional.pad(found.int(), (0, 0, 0, 0, 0, -pieces % together)).unflatten(-3, (-1, together))
+    own = wide
+    if bits == 3:  # fifteen pieces in three units, and the sixteenth in what these leave
+        own = wide[..., :15, :, :].unflatten(-3, (3, count)).flatten(-5, -4)
+    made = (own << _steps(count, width, found.device)).sum(-3, dtype=torch.int32)
+    if bits == 3:
+        made = made | (wide[..., 15:, :, :] >> _steps(3, 2, found.device) & 3).flatten(-4, -3) << 30
+    turned = made << ALIGNED | made >> 32 - ALIGNED & (1 << ALIGNED) - 1
+    kept: Tensor = turned[..., : tiles(pieces, bits), :, :].contiguous()
+    return kept.view(torch.int16)
 
 
 def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
     """int16 words (..., tiles, 16, 16) -> pair codes int32 (..., pieces, 16, 8)."""
-    low, high = (words.long() & 0xFFFF).unflatten(-1, (-1, 2)).unbind(-1)
-    wide = low | high << 16
-    wide = wide | wide << 32  # what runs around the end of a unit is found behind it
-    made = []
-    for piece in range(pieces):
-        parts = [(wide[..., tile, :, :] >> bit & mask) << shift for tile, bit, mask, shift in places(piece, bits)]
-        made.append(functools.reduce(torch.bitwise_or, parts).int())
-    return torch.stack(made, -3)
+    width, count = 2 * bits, 32 // (2 * bits)
+    turned = words.contiguous().view(torch.int32)
+    made = turned << 32 - ALIGNED | turned >> ALIGNED & (1 << 32 - ALIGNED) - 1
+    if bits == 3:
+        made = torch.nn.functional.pad(made, (0, 0, 0, 0, 0, -made.shape[-3] % 3))
+    own = made[..., None, :, :] >> _steps(count, width, words.device) & (1 << width) - 1
+    if bits == 3:
+        rest = (made >> 30 & 3).unflatten(-3, (-1, 3)) << _steps(3, 2, words.device)
+        own = torch.cat([own.unflatten(-4, (-1, 3)).flatten(-4, -3), rest.sum(-3, True, dtype=torch.int32)], -3)
+    codes: Tensor = own.flatten(-4, -3)[..., :pieces, :, :]
+    return codes
 
 
-@functools.cache
-def places(piece: int, bits: int) -> list[tuple[int, int, int, int]]:
-    """Where a piece's pair codes lie: (tile, first bit, mask, how far the part is from the code's own bit 0)."""
-    if bits == 2:
-        return [(piece // 8, ALIGNED + piece % 8 * 4, 15, 0)]
-    if bits == 4:
-        return [(piece // 4, ALIGNED + piece % 4 * 8, 255, 0)]
-    tile, place = piece // 16 * 3, piece % 16
-    if place < 15:
-        return [(tile + place // 5, ALIGNED + place % 5 * 6, 63, 0)]
-    return [(tile + part, 5, 3, 2 * part) for part in range(3)]
+def _steps(count: int, width: int, device: torch.device) -> Tensor:
+    """By how many bits the pieces of a unit are shifted: int32 (count, 1, 1)."""
+    steps = torch.arange(0, count * width, width, dtype=torch.int32, device=device)
+    return steps[:, None, None]

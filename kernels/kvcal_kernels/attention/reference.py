@@ -256,14 +256,14 @@ def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Bl
     if grid is None or grid.points.shape != (1 << form.bits * form.vector, form.vector):
         raise ValueError(f"blocks of {form}: need their grid, {1 << form.bits * form.vector} points of {form.vector}")
     wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
-    order = grids.order(form.role, form.dim, form.bits, form.vector).to(codes.device)
+    order = grids.order(form.role, form.dim, form.bits, form.vector, codes.device)
     words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).flatten(3).contiguous()
     return Blocks(form, words, norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
 
 
 def _unpack_grid(blocks: Blocks) -> Tensor:
     form = blocks.form
-    order = grids.order(form.role, form.dim, form.bits, form.vector).to(blocks.words.device)
+    order = grids.order(form.role, form.dim, form.bits, form.vector, blocks.words.device)
     found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
     wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)
     wide[..., order.flatten()] = found
@@ -368,7 +368,7 @@ def decode(blocks: Blocks) -> Tensor:
     if blocks.grid is not None:
         rotated = blocks.grid.points[codes].flatten(-2) * scale.float()
         return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim))
-    offset = torch.tensor(-(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
+    offset = torch.full((), -(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
     if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]
     else:

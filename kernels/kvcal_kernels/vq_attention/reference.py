@@ -96,6 +96,34 @@ def attend(q: Tensor, keys: Coded, values: Coded, blocks: Tensor, scaling: float
     return (weights @ v).to(q.dtype), total
 
 
+def attend_exact(
+    q: Tensor, sink: tuple[Tensor, Tensor, Tensor], recent: tuple[Tensor, Tensor, Tensor], scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to a row's sink, wholly, and its recent tokens up to the query itself, which are as attention.reference has
+    them: keys, values (B, H, room, D), counts (B,) int32; the newest tokens are the last of `recent`.
+
+    q (B, Hq, Q, D) -> out (B, Hq, Q, D) and logarithms (B, Hq, Q), float32, as of `attend`.
+    """
+    queries, ratio = q.shape[2], q.shape[1] // sink[0].shape[1]
+    reach = recent[2][:, None] - (queries - 1 - torch.arange(queries, device=q.device))
+    limits = sink[2][:, None] + reach.clamp_max(0), reach
+    seen = torch.cat(
+        [
+            torch.arange(part[0].shape[2], device=q.device) < limit[..., None]
+            for part, limit in zip((sink, recent), limits, strict=True)
+        ],
+        -1,
+    )[:, None]
+    k, v = (torch.cat([a, b], 2).float() for a, b in zip(sink[:2], recent[:2], strict=True))
+    v = v.masked_fill(~seen.any(-2)[..., None], 0)  # what lies in unused room may be anything
+    grouped = q.float().unflatten(1, (-1, ratio)).flatten(2, 3)  # (B, H, ratio * Q, D)
+    hidden = ~seen.repeat(1, 1, ratio, 1)
+    scores = (grouped @ k.transpose(-1, -2) * scaling).masked_fill(hidden, -torch.inf)
+    total = scores.logsumexp(-1).clamp_min(-1e30)
+    out = (scores - total[..., None]).exp() @ v
+    return out.unflatten(2, (ratio, queries)).flatten(1, 2), total.unflatten(2, (ratio, queries)).flatten(1, 2)
+
+
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention to several sets of tokens, each (out, logarithm of its sum), as attention to all of them."""
     out, total = parts[0]

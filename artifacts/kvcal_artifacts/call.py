@@ -1,0 +1,43 @@
+"""What the layers of a cache share during one call of the model: each tensor that the host made is copied once a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .ledger import Plan
+from .scheme import Windows
+from .statistics import Prefixes
+
+
+class Call:
+    """One forward: its plan, made by the ledger on the CPU, and what layers read of it on the devices where they are."""
+
+    def __init__(self, plan: Plan, windows: Windows) -> None:
+        self.plan, self._windows = plan, windows
+        self._plans: dict[torch.device, Plan] = {}
+        self._prefixes: dict[torch.device, Prefixes] = {}
+        self._counts: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device) -> Plan:
+        """The plan with its index tensors there."""
+        if device not in self._plans:
+            self._plans[device] = self.plan.to(device)
+        return self._plans[device]
+
+    def prefixes(self, device: torch.device) -> Prefixes:
+        """For the run-time statistics of layers there."""
+        if device not in self._prefixes:
+            self._prefixes[device] = Prefixes(self.plan, self._windows, device)
+        return self._prefixes[device]
+
+    def counts(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Sink tokens, packed blocks, recent tokens with the new ones, of each row before the call: (B,) int32."""
+        if device not in self._counts:
+            plan = self.plan
+            assert plan.seen is not None and plan.packed is not None
+            sink = plan.seen.clamp_max(self._windows.sink)
+            recent = plan.seen - sink - plan.packed * self._windows.block + plan.query
+            sinks, blocks, recents = torch.stack([sink, plan.packed, recent]).int().to(device).unbind()
+            self._counts[device] = sinks, blocks, recents
+        return self._counts[device]

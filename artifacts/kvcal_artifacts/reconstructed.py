@@ -1,0 +1,139 @@
+"""Layers whose blocks the reconstruction kernel decodes (AQUA-KV, HIGGS that no query can be rotated for), one layer at a time
+into storage that a cache's layers share: what attention sees of a call is written where it is read, and nothing copied.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels.reconstruct import Turn
+
+from . import fused, hf, preflight
+from .codecs import Context
+from .codecs.base import Packed
+from .codecs.reconstruct import Reconstruction, refuses
+from .scheme import LayerCodecs
+
+STEP = 256  # tokens by which shared storage grows at least
+
+
+def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why torch decodes a layer's blocks where they are; None where the kernel does. On a GPU that is tried out once."""
+    if kernels == "off":
+        return "kernels='off'"
+    anywhere = kernels == "torch" or (kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    if not anywhere and (why := preflight.unsupported(device)):
+        return why
+    for codec in (pair.key, pair.value):
+        if why := refuses(codec, dtype if kernels != "torch" else torch.float16):
+            return f"{codec.role}s: {why}"
+    if anywhere:
+        return None
+    for codec in (pair.key, pair.value):
+        if why := preflight.reconstruct_verdict(codec, dtype, 0, device):
+            why = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+            fused.warn(why)
+            return why
+    return None
+
+
+def by_halves(site: hf.AttentionSite, width: int) -> bool:
+    """Whether RoPE turns channels i and i + width / 2 together, as Turn does; seen by turning unit vectors a quarter."""
+    units = torch.eye(site.head_dim)[None, None]
+    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
+    return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Turn(*quarter)(units))
+
+
+class Rooms:
+    """Storage of one device for layers that are read one after the other: tensors (B, H, room, D) by name, of one shape, so
+    that the kernel finds its inputs at the strides of its output. Asked for another shape it starts anew, with room to grow.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, tokens: int, like: Tensor) -> Tensor:
+        """(B, H, tokens or more, D) of like's rows, heads, channels, dtype and device; holds anything."""
+        batch, heads, _, dim = like.shape
+        own = next(iter(self._held.values()), None)
+        kept = own is not None and (own.shape[:2], own.shape[3]) == (like.shape[:2], dim)
+        if own is None or not kept or own.shape[2] < tokens or (own.dtype, own.device) != (like.dtype, like.device):
+            self._held = {}
+            room = -(-(tokens + tokens // 16) // STEP) * STEP
+        else:
+            room = own.shape[2]
+        if name not in self._held:
+            with torch.inference_mode(False):  # may be written to outside of it
+                self._held[name] = torch.empty(batch, heads, room, dim, dtype=like.dtype, device=like.device)
+        return self._held[name]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._held.values())
+
+
+def reader_of(pair: LayerCodecs, dtype: torch.dtype, kernels: str, number: int, places: int) -> Reader:
+    """The reader of a layer's codecs where they are, shared by all caches: it may hold weights of its own."""
+    wanted = dtype, kernels, number, places
+    if wanted not in pair.readers:
+        pair.readers[wanted] = Reader(pair, dtype, kernels, number % places)
+    reader: Reader = pair.readers[wanted]
+    return reader
+
+
+class Reader:
+    """Reads one layer's blocks. kernels: as of the cache. number: of the tensors that it uses in shared storage."""
+
+    def __init__(self, pair: LayerCodecs, dtype: torch.dtype, kernels: str, number: int) -> None:
+        self._pair, self._dtype, self._by, self._number = pair, dtype, kernels, number
+        self._plain = [Reconstruction(codec, dtype, 0, kernels) for codec in (pair.key, pair.value)]
+        self._turning: Reconstruction | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reader:
+        return self  # holds nothing of a cache
+
+    def turns(self, rotary: int, device: torch.device) -> bool:
+        """Whether keys may be read with RoPE of so many channels; on a GPU that is tried out once."""
+        if self._turning is None:
+            if self._by == "auto" and (
+                why := preflight.reconstruct_verdict(self._pair.key, self._dtype, rotary, device)
+            ):
+                fused.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch")
+                return False
+            self._turning = Reconstruction(self._pair.key, self._dtype, rotary, self._by)
+        return True
+
+    def __call__(
+        self,
+        rooms: Rooms,
+        packed: list[Packed],
+        context: Context,
+        sink: list[Tensor],
+        rest: list[Tensor],
+        turn: Turn | None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """packed, sink: of keys and values. rest: what stands behind the blocks. turn: RoPE of the packed tokens, for
+        keys that `sink` and `rest` hold after it. -> whole keys and values (B, H, T, D) in shared storage, and what the
+        blocks hold without RoPE, for the layers above.
+        """
+        like, start = rest[0], sink[0].shape[2]
+        stop = start + packed[0]["norm"].shape[2] * self._pair.key.shape.block
+        total = stop + like.shape[2]
+        keys, values = (rooms.take(f"{what} {self._number}", total, like) for what in ("keys", "values"))
+        with fused.on(like.device):
+            if turn is None:
+                made = keys[:, :, start:stop]
+                self._plain[0](packed[0], context, None, made)
+            else:
+                assert self._turning is not None
+                made = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
+                self._turning(packed[0], context, turn, made, keys[:, :, start:stop])
+            self._plain[1](packed[1], replace(context, k0=made), None, values[:, :, start:stop])
+        for whole, first, last in zip((keys, values), sink, rest, strict=True):
+            whole[:, :, :start], whole[:, :, stop:total] = first, last
+        return [x[:, :, :total] for x in (keys, values)], [made, values[:, :, start:stop]]

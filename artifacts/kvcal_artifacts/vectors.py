@@ -1,0 +1,88 @@
+"""Decode attention straight from residual vector codes (VQKV): packed tokens by the kernels of vq_attention, exact ones beside
+them in torch, both joined by the logarithms of their sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels import vq_attention
+from kvcal_kernels.vq_attention import Coded, reference
+
+from . import fused, preflight
+from .codecs import ResidualVQ
+from .scheme import LayerCodecs
+
+# Tables and sums by code are a fixed cost of every row and step. On an H200 (docs/benchmarks/vq_attention.md) it is made up
+# for at once with 4096 codewords; at the paper's sizes by 8000 tokens against a decode in one pass, so by about 600 against
+# torch's, the alternative here, which takes ten times as long.
+CODEWORDS, TOKENS = 4096, 600
+ROWS = 64  # query heads of a kv head times new tokens, at most: MOST_ROWS of the kernels
+Exact = tuple[Tensor, Tensor, Tensor]  # as of fused.py
+
+
+def both(pair: LayerCodecs) -> bool:
+    return _is_vq(pair.key) and _is_vq(pair.value)
+
+
+def _is_vq(codec: object) -> TypeGuard[ResidualVQ]:
+    return isinstance(codec, ResidualVQ)
+
+
+def coded(pair: LayerCodecs, packed: list[dict[str, Any]]) -> tuple[Coded, Coded]:
+    assert _is_vq(pair.key) and _is_vq(pair.value)
+    return pair.key.coded(packed[0]), pair.value.coded(packed[1])
+
+
+def refusal(pair: LayerCodecs) -> str | None:
+    """Why blocks are decoded wherever the layer is; None where the kernels may read their codes."""
+    assert _is_vq(pair.key) and _is_vq(pair.value)
+    if len(pair.key.bands) > 2:
+        return f"keys: residual-vq in {len(pair.key.bands)} bands: the kernels take two at most"
+    for codec in (pair.key, pair.value):
+        if (narrow := min(len(band) for band in codec.bands)) < 16:
+            return f"{codec.role}s: residual-vq, a band of {narrow} dimensions: the kernels take 16 at least"
+    return None
+
+
+def most_queries(ratio: int) -> int:
+    return max(1, min(fused.QUERIES, ROWS // ratio))
+
+
+def least_tokens(pair: LayerCodecs) -> int:
+    """Packed tokens of a row from which the kernels are faster than decoding."""
+    assert _is_vq(pair.key) and _is_vq(pair.value)
+    largest = max(book.shape[1] for codec in (pair.key, pair.value) for book in codec.codebooks)
+    return 0 if largest <= CODEWORDS else TOKENS
+
+
+def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    assert _is_vq(pair.key) and _is_vq(pair.value)
+    return preflight.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
+
+
+def attention(
+    kernels: str,
+    q: Tensor,
+    held: tuple[Coded, Coded],
+    blocks: Tensor,
+    sink: Exact,
+    recent: Exact,
+    scaling: float,
+    space: Any,
+) -> Tensor:
+    """As fused.attention; blocks (B,) int32 of the scheme."""
+    if kernels == "torch":
+        packed = reference.attend(q, *held, blocks, scaling)
+    else:
+        with fused.on(q.device):
+            packed = vq_attention.fast().attend(q, *held, blocks, scaling, space)
+    out, _ = reference.merge([reference.attend_exact(q, sink, recent, scaling), (packed[0].float(), packed[1])])
+    return out.to(q.dtype)
+
+
+def workspace(kernels: str, device: torch.device) -> Any:
+    return None if kernels == "torch" else vq_attention.fast().Workspace(device)

@@ -1,0 +1,123 @@
+"""Devices that are not there, on which tensors really compute (on the CPU), to count what a GPU would be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+FAR = "far"
+aten: Any = torch.ops.aten
+SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+SIZES = {aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default, aten._unique2.default}
+INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+
+
+class Far(Tensor):
+    """A tensor on such a device: `held` has its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: torch.device) -> Far:
+        made: Far = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=device,
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(func, args, kwargs or {}, Counts())
+
+
+@dataclass
+class Counts:
+    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number."""
+
+    up: list[tuple[int, ...]] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.up.clear()
+        self.waits.clear()
+
+
+class Counted(TorchDispatchMode):
+    """Inside, tensors may be made on FAR devices; what goes to and from them is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(func, args, kwargs or {}, self.counts)
+
+
+def compute(func: Any, args: Any, kwargs: dict[str, Any], counts: Counts) -> Any:
+    every = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    far, near = [x for x in every if isinstance(x, Far)], [x for x in every if not isinstance(x, Far) and x.ndim]
+    places = {x.device for x in far}
+    to = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+    if func in SCALARS | SIZES and far:
+        counts.waits.append(str(func))
+    if func is aten._to_copy.default or func is aten.copy_.default:
+        return copied(func, args, kwargs, to, counts)
+    if func in INDEXED:
+        counts.up += [tuple(x.shape) for x in near if far]
+    elif (near and far) or len(places) > 1:
+        raise RuntimeError(f"{func}: tensors on {places} and {[x.device for x in near]}")
+    where = to or next(iter(places), None)
+    if where is None or where.type != FAR:
+        return func(*args, **kwargs)
+    if to is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return wrapped(func, args, kwargs, where)
+
+
+def copied(func: Any, args: Any, kwargs: dict[str, Any], to: torch.device | None, counts: Counts) -> Any:
+    source = args[1] if func is aten.copy_.default else args[0]
+    where = args[0].device if func is aten.copy_.default else to or source.device
+    if where.type == FAR and not isinstance(source, Far):
+        counts.up.append(tuple(source.shape))
+    elif where.type != FAR and isinstance(source, Far):
+        counts.waits.append("to the host")
+    if to is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return wrapped(func, args, kwargs, where)
+
+
+def wrapped(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], where: torch.device) -> Any:
+    """The same on the tensors that are held; what comes back is on `where`, and itself where it was changed in place."""
+    known = {id(x.held): x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Far)}
+    inner = tree_map(lambda x: x.held if isinstance(x, Far) else x, (args, kwargs))
+    out = func(*inner[0], **inner[1])
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, Tensor) or where.type != FAR:
+            return x
+        return known[id(x)] if id(x) in known else Far(x, where)
+
+    return tree_map(place, out)
+
+
+def start() -> None:
+    """Make the devices known to torch: in a process of its own, as it cannot be undone."""
+    module: Any = backend_registration._DummyBackendModule()
+    module.get_amp_supported_dtype = list
+    backend_registration._setup_privateuseone_for_python_backend(FAR, module)
+
+
+def far(x: Tensor, number: int = 0) -> Tensor:
+    return Far(x, torch.device(FAR, number))
