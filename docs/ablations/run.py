@@ -23,7 +23,8 @@ NAME.json and the files of `--add` have; a row that none of them has is shown as
 
 A row with grid = {rank = [5, 10], strength = [1e-4, 1e-3]} is one for every combination, `paper` a list in that order. A row
 with target = 2.0 stays empty unless its stored bits are at most 0.15 above. [[claim]] has text, better and worse (labels; with
-`table.label` where a label is not unique), by = "kl", "logit_error", ...
+`table.label` where a label is not unique), by = "kl", "logit_error", ... With worse = {tables = ["A", "B"], bits = [2.0, 2.5]}
+it is the best of these tables' rows with so many stored bits.
 """
 
 from __future__ import annotations
@@ -341,24 +342,34 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
             counts = {name: agrees(pair, table.get("least", 0.0)) for name, pair in pairs.items()}
             said = {n: "agrees" if a == b else f"does not agree ({a} of {b} pairs)" for n, (a, b) in counts.items()}
             absent = sum(row["paper"] is not None for row in rows_of(table)) - len(pairs["kl"])
-            of = f" Without the {absent} rows that have no figure." if absent else ""
+            of = f" Rows without a figure: {absent}." if absent else ""
             lines += ["", f"Order {said['perplexity']}; by KL: {said['kl']}.{of}"]
-    if claims := [verdict(claim, by_label) for claim in recipe.get("claim", ())]:
+    if claims := [verdict(claim, recipe, by_label) for claim in recipe.get("claim", ())]:
         lines += ["", "### Claims", "", "| claim | figures | verdict |", "|---|---|---|", *claims]
     return "\n".join(lines).lstrip() + "\n"
 
 
-def verdict(claim: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     by = claim.get("by", "kl")
-    better, worse = (rows.get(claim[name]) for name in ("better", "worse"))
-    if better is None or worse is None:
-        absent = " and ".join(claim[name] for name in ("better", "worse") if claim[name] not in rows)
-        return f"| {claim['text']} | {absent}: no figure | open |"
+    worst = claim["worse"] if isinstance(claim["worse"], str) else best_of(claim["worse"], by, recipe, rows)
+    if absent := [name for name in (claim["better"], worst) if name not in rows]:
+        return f"| {claim['text']} | {' and '.join(absent)}: no figure | open |"
+    better, worse = rows[claim["better"]], rows[worst]
     a, b = better[by], worse[by]
     bits = f"{better['bits_per_value']:.3f} and {worse['bits_per_value']:.3f} bits"
     word = "holds" if a < b else "does not hold"
     told = f"{COLUMNS[by][0]} {a:.5f} against {b:.5f} ({a / b - 1:+.0%}), {bits}"
-    return f"| {claim['text']} | {claim['better']}: {told} ({claim['worse']}) | {word} |"
+    return f"| {claim['text']} | {claim['better']}: {told} ({worst}) | {word} |"
+
+
+def best_of(which: dict[str, Any], by: str, recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    """Label of the row of these tables that has the lowest figure among those with stored bits in the range."""
+    low, high = which["bits"]
+    tables = [table for table in recipe["table"] if table["name"] in which["tables"]]
+    labels = [(row["label"], f"{table['name']}.{row['label']}") for table in tables for row in rows_of(table)]
+    own = [short if rows.get(short) is rows.get(full) else full for short, full in labels if full in rows]
+    there = [label for label in own if low <= rows[label]["bits_per_value"] <= high]
+    return min(there, key=lambda label: rows[label][by], default=f"a row of {low} to {high} bits")
 
 
 def main() -> None:
