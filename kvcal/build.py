@@ -199,7 +199,7 @@ class _Reader:
         try:
             found = self.options_of(command, placed)
             if command == "fit-predictors":
-                found = with_recipe(found, self.defaults_of(command))
+                found = with_recipe(found, given)
             return found
         except UsageError as error:
             raise self._wrong(f"{where.rstrip('.')}: {error}") from error

@@ -134,12 +134,14 @@ def _kind(wanted: type) -> str:
     return names[wanted]
 
 
-def with_recipe(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Options with those of `--recipe` in place; an option that the recipe governs may not be given beside it."""
+def with_recipe(given: dict[str, Any], said: Collection[str]) -> dict[str, Any]:
+    """Options with those of `--recipe` in place. said: names of those that somebody gave, be it at their default; one that the
+    recipe governs may not be among them: UsageError.
+    """
     if given.get("recipe") is None:
         return given
     for name in GOVERNED:
-        if name in given and given[name] != defaults[name]:
+        if name in said:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
     return given | {name: value for name, value in read_recipe(given["recipe"]).options().items() if name in given}

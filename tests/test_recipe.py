@@ -139,7 +139,13 @@ def test_a_recipe_is_its_options(base: Path) -> None:
     assert inner == ["higgs", "uniform", "uniform"]
 
 
-def test_options_beside_a_recipe_are_refused(base: Path) -> None:
-    done = kvcal("fit-predictors", "--recipe", base / "whole.toml", "--keys", "higgs-2")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("keys", "higgs-2"), ("sink", 4), ("key-inputs", "k1")],
+    ids=["other", "default", "default-text"],
+)
+def test_options_beside_a_recipe_are_refused(base: Path, option: str, value: object) -> None:
+    """Also one that is given its default's value: the recipe says another, and would win without a word."""
+    done = kvcal("fit-predictors", "--recipe", base / "whole.toml", f"--{option}", value)
     assert done.code == 2
-    assert done.complaint == "kvcal: --keys and --recipe both say what to store: put it into the recipe"
+    assert done.complaint == f"kvcal: --{option} and --recipe both say what to store: put it into the recipe"

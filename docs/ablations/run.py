@@ -18,11 +18,13 @@ paper figures are), and in it rows:
     paper = 72.71
 
 `--rows 'VQKV|AQUA'` makes only rows whose labels match; `--add OTHER.json` takes rows that were measured elsewhere in the same
-way, on whatever device: each row says its own.
+way, on whatever device: each row says its own. `--report` makes nothing and needs no model: it writes both files from what
+NAME.json and the files of `--add` have; a row that none of them has is shown as "not run", and the text says how many are.
 
 A row with grid = {rank = [5, 10], strength = [1e-4, 1e-3]} is one for every combination, `paper` a list in that order. A row
 with target = 2.0 stays empty unless its stored bits are at most 0.15 above. [[claim]] has text, better and worse (labels; with
-`table.label` where a label is not unique), by = "kl", "logit_error", ...
+`table.label` where a label is not unique), by = "kl", "logit_error", ... With worse = {tables = ["A", "B"], bits = [2.0, 2.5]}
+it is the best of these tables' rows with so many stored bits.
 """
 
 from __future__ import annotations
@@ -209,7 +211,7 @@ def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     own = {n: v for n, v in vars(args).items() if n not in ("recipe", "output", "jobs", "together", "rows", "add")}
     prepare(own)
     settings, path = facts(), args.output.with_suffix(".json")
-    wanted = {key_of(row): row for table in recipe["table"] for row in rows_of(table)}
+    wanted = rows_by_key(recipe)
     known = earlier(path, settings) if path.exists() else {}
     for other in args.add:
         if not (more := earlier(other, settings)):
@@ -221,9 +223,7 @@ def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
     def keep(key: str, figures: dict[str, Any]) -> None:
         known[key] = figures
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps({"settings": settings, "rows": known}, indent=1) + "\n")
-        temporary.replace(path)
+        write(path, {"settings": settings, "rows": known})
         told = figures.get("refused") or f"{figures['bits_per_value']} bits, KL {figures['kl']:.5f}"
         spent = f"{figures.get('fit_seconds', 0)} + {figures.get('eval_seconds', 0)} s"
         print(f"{len(known)}/{len(wanted)} {labels[key]}: {told}, {spent}", flush=True)
@@ -235,7 +235,7 @@ def run(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     keys_left = list(missing)
     groups = [tuple(keys_left[i : i + args.together]) for i in range(0, len(keys_left), args.together)]
     if not missing:
-        path.write_text(json.dumps({"settings": settings, "rows": known}, indent=1) + "\n")
+        write(path, {"settings": settings, "rows": known})
     if args.jobs == 1:
         for keys in groups:
             keep_all(keys, measured([missing[key]["what"] for key in keys]))
@@ -257,6 +257,37 @@ def earlier(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {key: figures for key, figures in before["rows"].items() if "refused" not in figures}
 
 
+def rows_by_key(recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {key_of(row): row for table in recipe["table"] for row in rows_of(table)}
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(found, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def gathered(recipe: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Rows that are there, in the recipe's order. Of a row that several files have, NAME.json's and then the first counts,
+    and a figure before the reason why there is none.
+    """
+    path = args.output.with_suffix(".json")
+    files = {name: json.loads(name.read_text()) for name in ([path] if path.exists() else []) + args.add}
+    if not files:
+        raise SystemExit(f"{path}: no such file, and no --add; --report makes no rows")
+    settings = next(iter(files.values()))["settings"]
+    known: dict[str, Any] = {}
+    for name, one in files.items():
+        if other := {n: v for n, v in one["settings"].items() if settings.get(n) != v}:
+            raise SystemExit(
+                f"{name}: was measured with {other}, {next(iter(files))} not; rows of one table must be alike"
+            )
+        known |= {k: row for k, row in one["rows"].items() if k not in known or "refused" in known[k]}
+    found = {"settings": settings, "rows": {key: known[key] for key in rows_by_key(recipe) if key in known}}
+    write(path, found)
+    return found
+
+
 # The report.
 
 
@@ -274,13 +305,15 @@ def cell(row: dict[str, Any], column: str, form: str) -> str:
 def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
     o, rows = found["settings"], found["rows"]
     devices = "".join(f", {n}" for n in sorted({row["device"] for row in rows.values() if "device" in row}))
+    asked = rows_by_key(recipe)
+    left = f" {len(asked.keys() - rows)} of {len(asked)} rows are not run." if asked.keys() - rows else ""
     full = next(row["full_perplexity"] for row in rows.values() if "full_perplexity" in row)
     lines = [
         recipe.get("text", ""), "",
         f"Model `{o['model']}` ({o['dtype']}{devices}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} "
         f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what "
         f"learns, learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
-        f"Full precision: perplexity {full:.3f}.",
+        f"Full precision: perplexity {full:.3f}.{left}",
     ]  # fmt: skip
     columns = {n: c for n, c in COLUMNS.items() if n != "score" or o["task"]}
     by_label: dict[str, dict[str, Any]] = {}
@@ -308,22 +341,35 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
         if len(pairs["kl"]) > 1:
             counts = {name: agrees(pair, table.get("least", 0.0)) for name, pair in pairs.items()}
             said = {n: "agrees" if a == b else f"does not agree ({a} of {b} pairs)" for n, (a, b) in counts.items()}
-            lines += ["", f"Order {said['perplexity']}; by KL: {said['kl']}."]
-    if claims := [verdict(claim, by_label) for claim in recipe.get("claim", ())]:
+            absent = sum(row["paper"] is not None for row in rows_of(table)) - len(pairs["kl"])
+            of = f" Rows without a figure: {absent}." if absent else ""
+            lines += ["", f"Order {said['perplexity']}; by KL: {said['kl']}.{of}"]
+    if claims := [verdict(claim, recipe, by_label) for claim in recipe.get("claim", ())]:
         lines += ["", "### Claims", "", "| claim | figures | verdict |", "|---|---|---|", *claims]
     return "\n".join(lines).lstrip() + "\n"
 
 
-def verdict(claim: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     by = claim.get("by", "kl")
-    better, worse = (rows.get(claim[name]) for name in ("better", "worse"))
-    if better is None or worse is None:
-        return f"| {claim['text']} | | no row of that label could be made |"
+    worst = claim["worse"] if isinstance(claim["worse"], str) else best_of(claim["worse"], by, recipe, rows)
+    if absent := [name for name in (claim["better"], worst) if name not in rows]:
+        return f"| {claim['text']} | {' and '.join(absent)}: no figure | open |"
+    better, worse = rows[claim["better"]], rows[worst]
     a, b = better[by], worse[by]
     bits = f"{better['bits_per_value']:.3f} and {worse['bits_per_value']:.3f} bits"
     word = "holds" if a < b else "does not hold"
     told = f"{COLUMNS[by][0]} {a:.5f} against {b:.5f} ({a / b - 1:+.0%}), {bits}"
-    return f"| {claim['text']} | {claim['better']}: {told} ({claim['worse']}) | {word} |"
+    return f"| {claim['text']} | {claim['better']}: {told} ({worst}) | {word} |"
+
+
+def best_of(which: dict[str, Any], by: str, recipe: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    """Label of the row of these tables that has the lowest figure among those with stored bits in the range."""
+    low, high = which["bits"]
+    tables = [table for table in recipe["table"] if table["name"] in which["tables"]]
+    labels = [(row["label"], f"{table['name']}.{row['label']}") for table in tables for row in rows_of(table)]
+    own = [short if rows.get(short) is rows.get(full) else full for short, full in labels if full in rows]
+    there = [label for label in own if low <= rows[label]["bits_per_value"] <= high]
+    return min(there, key=lambda label: rows[label][by], default=f"a row of {low} to {high} bits")
 
 
 def main() -> None:
@@ -350,11 +396,11 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="a regular expression: only rows whose label has it")
     parser.add_argument("--add", type=Path, action="append", default=[], help="rows of another run's NAME.json")
     parser.add_argument("--output", type=Path, required=True, help="without suffix")
-    parser.add_argument("--report", action="store_true", help="only write NAME.md again, from NAME.json")
+    parser.add_argument("--report", action="store_true", help="make no rows: write both files from rows that are there")
     args = parser.parse_args()
     recipe = tomllib.loads(args.recipe.read_text())
     report = vars(args).pop("report")
-    found = json.loads(args.output.with_suffix(".json").read_text()) if report else run(recipe, args)
+    found = gathered(recipe, args) if report else run(recipe, args)
     text = markdown(recipe, found)
     args.output.with_suffix(".md").write_text(text)
     print(text)

@@ -33,6 +33,7 @@ from kvcal.cli.output import note, print_json, print_table
 
 
 def fit_predictors(
+    context: typer.Context,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -100,12 +101,13 @@ def fit_predictors(
     json: Json = False,
 ) -> None:
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
-    given: dict[str, Any] = dict(locals())
-    from kvcal.cli.defaults import defaults_of
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.fit_predictors import run_fit_predictors
     from kvcal.recipe import with_recipe
 
-    result = run_fit_predictors(with_recipe(given, defaults_of("fit-predictors")), note)
+    sources = {name: context.get_parameter_source(name) for name in given}
+    said = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    result = run_fit_predictors(with_recipe(given, said), note)
     if json:
         print_json(result)
     else:

@@ -100,6 +100,12 @@ def shrinkage(moment: Tensor, bits: float) -> tuple[Tensor, Tensor]:
     return vector.to(moment.device), (value - high).clamp_min(0).to(moment.device)
 
 
+def first_map(moment: Tensor, size: int) -> Tensor:
+    """W (d, d) float64 that gives rows of the frozen codebook the second moment of the best code of so many codewords."""
+    vector, kept = shrinkage(moment, _bits(size))
+    return (vector * (kept * len(moment)).sqrt()) @ vector.T
+
+
 def _bits(k: int) -> float:
     return float(torch.tensor(float(k)).log2())
 
@@ -144,8 +150,7 @@ class ClosedForm:
         d = x.shape[1]
         self.seeds.start(x)
         self.frozen = frozen_codebook(self.size, d, self.label).to(x.device)
-        vector, kept = shrinkage(second_moment(x, f"{self.label}:moment"), _bits(self.size))
-        self.w = (vector * (kept * d).sqrt()) @ vector.T
+        self.w = first_map(second_moment(x, f"{self.label}:moment"), self.size)
         return (self.frozen.double() @ self.w.T).float()
 
     def improve(self, x: Tensor, book: Tensor) -> Tensor:
@@ -164,19 +169,21 @@ class ClosedForm:
 
 class Adam:
     """VQKV's loss (Eq. 4) with Adam. Without an encoder the term of gamma has no gradient and the first two have the same:
-    together (1 + beta) |x - W q|^2. Vectors are scaled to a mean square of 1, as the frozen rows are; W starts as identity.
+    together (1 + beta) |x - W q|^2. Vectors are scaled to a mean square of 1, as the frozen rows are. W starts as the
+    closed form does: from the identity, codewords as long as the vectors, whose nearest one leaves more than the vector itself
+    (1.2 times its energy at 256 codewords in 64 dimensions), the first 600 steps of rate 1e-3 only shorten it to 0.4.
     """
 
     def __init__(self, size: int, label: str, training: Training) -> None:
         self.size, self.label, self.training, self.reseeded, self.step = size, label, training, 0, 0
 
     def start(self, x: Tensor) -> Tensor:
-        d = x.shape[1]
-        self.scale = float(second_moment(x, f"{self.label}:moment").diagonal().sum().sqrt().clamp_min(1e-30))
-        self.frozen = frozen_codebook(self.size, d, self.label).to(x.device)
-        self.w = torch.nn.Parameter(torch.eye(d, device=x.device))
+        moment = second_moment(x, f"{self.label}:moment")
+        self.scale = float(moment.diagonal().sum().sqrt().clamp_min(1e-30))
+        self.frozen = frozen_codebook(self.size, x.shape[1], self.label).to(x.device)
+        self.w = torch.nn.Parameter((first_map(moment, self.size) / self.scale).float())
         self.optimiser = torch.optim.Adam([self.w], lr=self.training.rate)
-        return self.scale * self.frozen
+        return self._book(self.scale)
 
     def improve(self, x: Tensor, book: Tensor) -> Tensor:
         batch = min(self.training.batch, -(-len(x) // 8))

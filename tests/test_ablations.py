@@ -1,0 +1,129 @@
+"""The ablation runner's report: rows of several files put together, what is missing or refused shown, verdicts. No model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from models_fixture import ROOT
+
+SETTINGS = {
+    "model": "m", "dtype": "float32", "text": "t", "eval_windows": 1, "length": 64, "attention_windows": 1,
+    "attention_tokens": 64, "fit_windows": 2, "fit_length": 64, "calibration": "c", "task": None,
+}  # fmt: skip
+RECIPE = """
+text = "A table"
+[[table]]
+name = "T"
+paper = "perplexity"
+row = [
+  {label = "a", preset = "kivi-2", paper = 2.0},
+  {label = "b", preset = "kivi-4", paper = 1.0},
+  {label = "c", preset = "fp8", paper = 0.5},
+]
+[[table]]
+name = "At 2 bits"
+row = [{label = "wide", target = 2, preset = "kivi-3"}, {label = "refused", preset = "none"}]
+[[claim]]
+text = "b over a"
+better = "b"
+worse = "a"
+[[claim]]
+text = "c over a"
+better = "c"
+worse = "a"
+[[claim]]
+text = "b over the best of 2 to 3 bits"
+better = "b"
+worse = {tables = ["T", "At 2 bits"], bits = [2.0, 3.0]}
+"""
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ablations_run", ROOT / "docs" / "ablations" / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(bits: float, kl: float) -> dict[str, Any]:
+    return {
+        "bits_per_value": bits, "paper_bits": bits, "perplexity": 10 + kl, "kl": kl, "logit_error": kl,
+        "output_error": kl, "full_perplexity": 10.0, "device": "cpu",
+    }  # fmt: skip
+
+
+def key(preset: str) -> str:
+    return json.dumps({"preset": preset, "options": {}}, sort_keys=True)
+
+
+def written(path: Path, rows: dict[str, Any], **other: object) -> Path:
+    path.write_text(json.dumps({"settings": SETTINGS | other, "rows": rows}))
+    return path
+
+
+def report(runner: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, *add: Path) -> str:
+    (folder / "recipe.toml").write_text(RECIPE)
+    words = ["run.py", str(folder / "recipe.toml"), "--report", "--output", str(folder / "out")]
+    monkeypatch.setattr(sys, "argv", [*words, *(word for path in add for word in ("--add", str(path)))])
+    runner.main()
+    return (folder / "out.md").read_text()
+
+
+def test_a_report_of_two_files(runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = written(tmp_path / "1.json", {key("kivi-2"): row(3, 0.2), key("none"): {"refused": "no such thing"}})
+    two = written(
+        tmp_path / "2.json",
+        {
+            key("kivi-2"): row(3, 9.0),
+            key("kivi-4"): row(5, 0.1),
+            key("kivi-3"): row(4, 0.15),
+            key("other"): row(1, 1.0),
+        },
+    )
+    told = report(runner, tmp_path, monkeypatch, one, two)
+    assert "1 of 5 rows are not run." in told
+    assert "| a | 3.000 | 3.000 | 10.200 | 0.20000 |" in told, "the first file's figure counts"
+    assert "| c | not run |" in told
+    assert "| refused | no such thing |" in told
+    assert "| wide | 4.000 |  |  |" in told, "more bits than the target: only these are told"
+    assert "Order agrees; by KL: agrees. Rows without a figure: 1." in told
+    assert "| b over a | b: KL 0.10000 against 0.20000 (-50%), 5.000 and 3.000 bits (a) | holds |" in told
+    assert "| c over a | c: no figure | open |" in told
+    assert (
+        "| b over the best of 2 to 3 bits | b: KL 0.10000 against 0.20000 (-50%), 5.000 and 3.000 bits (a) | holds |"
+        in told
+    )
+    kept = json.loads((tmp_path / "out.json").read_text())
+    assert [*kept["rows"]] == [key(name) for name in ("kivi-2", "kivi-4", "kivi-3", "none")]
+
+
+def test_a_measured_row_replaces_a_refused_one(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = written(tmp_path / "1.json", {key("kivi-2"): row(3, 0.2), key("none"): {"refused": "no such thing"}})
+    two = written(tmp_path / "2.json", {key("none"): row(2, 0.3)})
+    assert "| refused | 2.000 |" in report(runner, tmp_path, monkeypatch, one, two)
+
+
+def test_rows_of_other_settings_are_refused(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = written(tmp_path / "1.json", {key("kivi-2"): row(3, 0.2)})
+    two = written(tmp_path / "2.json", {key("kivi-4"): row(5, 0.1)}, length=128)
+    with pytest.raises(SystemExit, match=r"2\.json: was measured with \{'length': 128\}"):
+        report(runner, tmp_path, monkeypatch, one, two)
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_report_without_rows_is_refused(runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="no such file, and no --add"):
+        report(runner, tmp_path, monkeypatch)
