@@ -415,12 +415,11 @@ class Run:
     def metrics(self, scheme: Scheme) -> dict[str, Any]:
         """What the bundle says of itself: no times, nothing that differs from run to run."""
         dim = self.vectors.keys.shape[1]
-        codes = self.method.codes(self.method.high > 0)
         return {
             "key_relative_error": self._relative_error("key"),
             "value_relative_error": self._relative_error("value"),
             "bits_per_value": scheme.bits_per_value(),
-            "paper_bits_per_value": round(16 * codes / (2 * dim), 6),
+            "paper_bits_per_value": round(scheme.paper_bits(), 6),
             "paper_compression": round(self.method.paper_compression(dim), 6),
             "codebook_bytes": scheme.resident_bytes(),
             "train_vectors": len(self.vectors.keys),

@@ -1,7 +1,7 @@
 """The contract every codec keeps: walks CODECS.
 
 A codec is tried in the configurations listed for it below, one without any as it is made from shape and role alone, by
-itself and inside `predicted`. BOUNDS and PAPER_BITS hold it to what its own theory promises; without an entry an error of
+itself and inside `predicted`. BOUNDS and STORED_BITS hold it to what its own theory promises; without an entry an error of
 half its stored bits is allowed, and its bits are those that it declares.
 """
 
@@ -556,25 +556,25 @@ def higgs_bits(codec: Higgs) -> float:
     return math.log2(codec.n) / codec.d + 16 / (codec.shape.block if codec.axis == "token" else width)
 
 
-PAPER_BITS: dict[str, Callable[[Any], float]] = {
+STORED_BITS: dict[str, Callable[[Any], float]] = {
     "exact": lambda codec: 32 if codec.dtype == "float32" else 16,
     "uniform": lambda codec: codec.bits + (16 if codec.mode == "symmetric" else 32) / codec.group,
     "float8": lambda codec: 8,
     "higgs": higgs_bits,
-    "scaled": lambda codec: paper_bits(codec.inner),
-    "squat": lambda codec: paper_bits(codec.inner),
+    "scaled": lambda codec: stored_bits(codec.inner),
+    "squat": lambda codec: stored_bits(codec.inner),
     "residual-vq": lambda codec: (
         sum(book.shape[0] * math.log2(book.shape[1]) for book in codec.codebooks) / codec.shape.dim
     ),
-    "predicted": lambda codec: paper_bits(codec.inner),
+    "predicted": lambda codec: stored_bits(codec.inner),
     "transform": lambda codec: sum(codec.bits) / codec.shape.dim + 16 / (codec.shape.heads * codec.shape.dim),
     "mixkvq": lambda codec: mixkvq_bits(codec, *codec.channels()),
 }
 
 
-def paper_bits(codec: Codec) -> float:
-    """By the formula above; a codec without one is taken by its word, which its packed tensors are held to."""
-    return PAPER_BITS.get(codec.name, type(codec).bits_per_value)(codec)
+def stored_bits(codec: Codec) -> float:
+    """By the formulas above; a codec without one is taken by its word, which its packed tensors are held to."""
+    return STORED_BITS.get(codec.name, type(codec).bits_per_value)(codec)
 
 
 def mixkvq_bits(codec: MixKVQ, full: float, four: float, two: float) -> float:
@@ -681,12 +681,12 @@ def test_stored_as_declared(case: Case) -> None:
         assert isinstance(ragged, MixKVQ)
         shares = [items(packed[name]).double().mean().item() for name in ("raw", "four_codes", "two_codes")]
         assert stored * 8 / (case.shape.values * 2 * blocks) == pytest.approx(mixkvq_bits(ragged, *shares))
-        assert codec.bits_per_value() == pytest.approx(paper_bits(codec), rel=0.01)
+        assert codec.bits_per_value() == pytest.approx(stored_bits(codec), rel=0.01)
         return
     assert packed.keys() == specs.keys()
     assert stored == codec.block_bytes() * 2 * blocks
     assert codec.bits_per_value() == pytest.approx(stored * 8 / (case.shape.values * 2 * blocks))
-    assert codec.bits_per_value() == pytest.approx(paper_bits(codec))
+    assert codec.bits_per_value() == pytest.approx(stored_bits(codec))
 
 
 @every_case
@@ -848,7 +848,7 @@ def test_sizes_that_do_not_fill_words(make: Make, role: Role) -> None:
     x, packed, made = round_trip(codec, case.noise(2, 300), context)
     check(codec, x, packed, made)
     assert sum(t.numel() * t.element_size() for t in packed.values()) == codec.block_bytes() * 600
-    assert paper_bits(codec) < codec.bits_per_value() < paper_bits(codec) + 3
+    assert stored_bits(codec) < codec.bits_per_value() < stored_bits(codec) + 3
 
 
 # Finite or not

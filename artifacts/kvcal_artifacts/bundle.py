@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 w
 SUFFIX = ".kvcal.safetensors"
 HEADER_LIMIT = 100_000_000  # safetensors' own cap
 ROLES: tuple[Role, ...] = ("key", "value")
+COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits without scales: "KVTuner-C3.25"
 
 # What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
 FINGERPRINT_FIELDS = (
@@ -131,6 +132,10 @@ class Bundle:
     provenance: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.provenance.get("method") in COUNTED_BY_CODES:
+            self.scheme = replace(self.scheme, codes_alone=True)
 
     @property
     def name(self) -> str:

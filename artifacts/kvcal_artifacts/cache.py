@@ -1176,6 +1176,13 @@ class KVCalCache(Cache):
         values = self.packed_values()
         return self.nbytes("packed") * 8 / values if values else float("nan")
 
+    def paper_bits(self) -> float:
+        """As the methods' own papers count bits a value; of the packed blocks where their sizes differ."""
+        if not self.scheme.ragged:
+            return self.scheme.paper_bits()
+        self.settle()
+        return self.scheme.paper_bits_of({layer.index: layer.packed for layer in self.own_layers})
+
     def resident_bytes(self) -> int:
         """Bytes of predictors, grids and signs that serve the cache, whatever its length."""
         return self.scheme.resident_bytes()

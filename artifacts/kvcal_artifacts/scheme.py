@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from .codecs import Codec
+from .codecs import Codec, MixKVQ, Packed
 from .errors import KVCalError
 
 Frame = Literal["pre_rope", "post_rope"]
@@ -75,13 +76,27 @@ class LayerCodecs:
         numbers = self.key.shape.values + self.value.shape.values
         return (self.key.block_bytes() + self.value.block_bytes()) * 8 / numbers
 
+    def paper_bits(self, codes_alone: bool = False, packed: Sequence[Packed] | None = None) -> float:
+        """As the papers count, keys and values together; packed: blocks of both, whose own sizes then count.
+
+        codes_alone: neither scales nor zero points. So MixKVQ's paper counts, its 2-bit values too (Eq. 17; "2.3 bits").
+        """
+        key = self.key.paper_bits() if packed is None else self.key.paper_bits_of(packed[0])
+        value = self.value.paper_bits() if packed is None else self.value.paper_bits_of(packed[1])
+        if codes_alone:
+            key = self.key.code_bits_per_value()
+        if codes_alone or isinstance(self.key, MixKVQ):
+            value = self.value.code_bits_per_value()
+        numbers = self.key.shape.values, self.value.shape.values
+        return (key * numbers[0] + value * numbers[1]) / sum(numbers)
+
 
 @dataclass(frozen=True)
 class Scheme:
     """A value of this type is a compression method, fitted or not.
 
     layers[i] is None where the layer is left to Transformers' own cache; skipped[i] then says why. selection: which tokens
-    are kept at all; None keeps every one.
+    are kept at all; None keeps every one. codes_alone: the method's paper counts codes only (paper_bits).
     """
 
     windows: Windows
@@ -89,6 +104,7 @@ class Scheme:
     layers: tuple[LayerCodecs | None, ...]
     skipped: dict[int, str] = field(default_factory=dict)
     selection: HeavyHitters | None = None
+    codes_alone: bool = field(default=False, compare=False)
     _placed: dict[tuple[int, torch.device], LayerCodecs] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,9 +159,21 @@ class Scheme:
         return stored * 8 / sum(p.key.shape.values + p.value.shape.values for p in pairs)
 
     def paper_bits(self) -> float:
-        """The same as the codecs' own papers count, averaged over layers."""
-        codecs = [codec for pair in self.layers if pair for codec in (pair.key, pair.value)]
-        return sum(codec.paper_bits() * codec.shape.values for codec in codecs) / sum(c.shape.values for c in codecs)
+        """The same as the methods' own papers count, averaged over layers."""
+        return self._mean({index: pair.paper_bits(self.codes_alone) for index, pair in self._pairs()})
+
+    def paper_bits_of(self, packed: Mapping[int, Sequence[Packed]]) -> float:
+        """As paper_bits, of a cache's blocks: layer -> packed keys and values, of every compressed layer."""
+        bits = {index: pair.paper_bits(self.codes_alone, packed[index]) for index, pair in self._pairs()}
+        return self._mean(bits)
+
+    def _pairs(self) -> list[tuple[int, LayerCodecs]]:
+        return [(index, pair) for index, pair in enumerate(self.layers) if pair is not None]
+
+    def _mean(self, bits: Mapping[int, float]) -> float:
+        """Over the numbers that a block of each layer stands for."""
+        numbers = {index: pair.key.shape.values + pair.value.shape.values for index, pair in self._pairs()}
+        return sum(bits[index] * numbers[index] for index in bits) / sum(numbers.values())
 
     def resident_bytes(self) -> int:
         """Bytes of predictors, grids and signs; tensors shared by layers counted once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class _Sums:
     packed_values: int = 0
     window: int = 0
     resident: int = 0
-    paper: float | None = None
+    paper: list[tuple[float, int]] = field(default_factory=list)  # bits a value, and of how many values, by batch
 
 
 def evaluate(
@@ -115,7 +115,7 @@ def _one_batch(
             total.packed_values += cache.packed_values()
             total.window += cache.nbytes("window") + cache.nbytes("bookkeeping")
             total.resident = cache.resident_bytes()
-            total.paper = cache.scheme.paper_bits()
+            total.paper.append((cache.paper_bits(), cache.packed_values()))
     finally:
         for cache in caches.values():
             cache.close()
@@ -142,18 +142,24 @@ def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target:
         total.kl += functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().sum().item()
 
 
+def _mean(weighted: list[tuple[float, int]]) -> float:
+    return sum(one * count for one, count in weighted) / sum(count for _, count in weighted)
+
+
 def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
     windows = len(ids)
     shape = model.config.get_text_config()
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     values = 2 * shape.num_hidden_layers * shape.num_key_value_heads * dim * ids.shape[1]
     bits = total.packed * 8 / total.packed_values if total.packed_values else None
+    counted = {one for one, _ in total.paper}
+    paper = bits if not counted else counted.pop() if len(counted) == 1 else _mean(total.paper)
     return Row(
         name=name,
         perplexity=math.exp(min(700.0, total.nats / total.tokens)),
         kl=total.kl / total.tokens,
         bits_per_value=bits,
-        paper_bits=bits if total.paper is None else total.paper,
+        paper_bits=paper,
         cache_bytes=total.packed // windows,
         window_bytes=total.window // windows,
         resident_bytes=total.resident,

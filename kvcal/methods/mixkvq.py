@@ -102,16 +102,13 @@ class MixKVQ:
         first, second = sizes.means()
         told = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
         pair = LayerCodecs(told, value)
-        tiers = (
-            first * (32 if told.dtype == "float32" else 16) + 4 * second + 2 * (carry.shape.dim - first - second)
-        ) / carry.shape.dim
         metrics = {
             "full_channels": first,
             "four_bit_channels": second,
             "key_relative_error": keys.value,
             "output_error": error.value,
             "expected_bits_per_value": pair.bits_per_value(),
-            "paper_bits_per_value": (tiers + self.value_bits) / 2,  # Eq. 17: no scales, no indices
+            "paper_bits_per_value": pair.paper_bits(),
         }
         return LayerFit(pair, {name: round(x, 6) for name, x in metrics.items()})
 

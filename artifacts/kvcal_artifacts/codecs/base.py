@@ -185,6 +185,14 @@ class Codec(ABC):
         """Bits a value as the method's own paper counts them; stored bits where it says nothing else."""
         return self.bits_per_value()
 
+    def code_bits_per_value(self) -> float:
+        """Bits a value of the codes alone, for papers that count nothing else; paper_bits() where no such paper uses it."""
+        return self.paper_bits()
+
+    def paper_bits_of(self, packed: Packed) -> float:
+        """As paper_bits, of these blocks, where their sizes differ (`ragged`)."""
+        return self.paper_bits()
+
     def resident_bytes(self) -> int:
         """Bytes of the constants that must stay in memory to use the codec."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())

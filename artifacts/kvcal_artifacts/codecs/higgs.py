@@ -39,6 +39,7 @@ from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device, to_half
 Span = Literal["head", "token"]
 Axis = Literal["channel", "token"]
 Gain = Literal["mse", "debiased"]
+TURBOQUANT_NORM_BITS = 32  # InnerQ, Table 3; stored are 16
 GRIDS = {(2, 16): 4, (2, 64): 6, (2, 256): 8, (4, 256): 8, (1, 4): 2, (1, 8): 3, (1, 16): 4}  # (d, n): bits of one code
 GRID_MSE = {  # printed by make_grids.py; of scalars: Max 1960
     (2, 16): 0.10754, (2, 64): 0.02960, (2, 256): 0.00778, (4, 256): 0.09663,
@@ -271,6 +272,13 @@ class Higgs(Codec):
     @property
     def _norms(self) -> int:
         return 1 if self.norm == "token" or self.axis == "token" else self.shape.heads
+
+    def paper_bits(self) -> float:
+        """Codes, and a 16-bit norm a vector (AQUA-KV: 2.02 bits at vectors of 1024); with d = 1 TurboQuant, whose norm
+        InnerQ's Table 3 counts in 32 bits.
+        """
+        normed = self.length // self._norms
+        return self.code_bits / self.d + (TURBOQUANT_NORM_BITS if self.d == 1 else 16) / normed
 
     def config(self) -> dict[str, Any]:
         return {

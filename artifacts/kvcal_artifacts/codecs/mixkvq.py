@@ -292,6 +292,19 @@ class MixKVQ(Codec):
         assert second is not None
         return first, second, self.shape.dim - first - second
 
+    def paper_bits(self) -> float:
+        """Eq. 17, mean bits of a channel: neither scales nor indices; of ragged blocks as `expected` has them."""
+        return self._mean_bits(*self.channels())
+
+    def paper_bits_of(self, packed: Packed) -> float:
+        """Eq. 17 of the tiers that were chosen; paper_bits() where nothing is packed."""
+        full, four, two = [int(count.sum()) for count in self.counts(packed)] if packed else (0, 0, 0)
+        return self._mean_bits(full, four, two) if full + four + two else self.paper_bits()
+
+    def _mean_bits(self, full: float, four: float, two: float) -> float:
+        exact = 8 * DTYPES[self.dtype].itemsize
+        return (full * exact + four * BITS[0] + two * BITS[1]) / (full + four + two)
+
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Of the dense tensors: only the permutation, unless the shape is fixed."""
         heads, dim = self.shape.heads, self.shape.dim

@@ -139,6 +139,12 @@ class Predicted(Codec):
     def paper_bits(self) -> float:
         return self.inner.paper_bits()
 
+    def code_bits_per_value(self) -> float:
+        return self.inner.code_bits_per_value()
+
+    def paper_bits_of(self, packed: Packed) -> float:
+        return self.inner.paper_bits_of(packed)
+
     def describe(self) -> str:
         return f"{self.predictor.name}({'+'.join(self.inputs)}) + {self.inner.describe()}"
 

@@ -162,8 +162,8 @@ class ResidualVQ(Codec):
             )
         return specs
 
-    def paper_bits_per_value(self) -> float:
-        """As VQKV Eq. 12 counts: every code one 16-bit number, whatever the codebook's size."""
+    def paper_bits(self) -> float:
+        """VQKV Eq. 12: every code one 16-bit number, whatever the codebook's size."""
         return PAPER_CODE_BITS * sum(book.shape[0] for book in self.codebooks) / self.shape.dim
 
     def describe(self) -> str:
@@ -174,6 +174,6 @@ class ResidualVQ(Codec):
         held = sum(book.nbytes for book in self.codebooks) / 1e6
         scaled = "" if self.scale is None else ", scaled"
         return (
-            f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits_per_value():.4g} in the "
+            f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits():.4g} in the "
             f"paper's count; codebooks {held:.3g} MB)"
         )

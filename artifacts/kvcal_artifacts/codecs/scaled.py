@@ -139,5 +139,11 @@ class Scaled(Codec):
     def paper_bits(self) -> float:
         return self.inner.paper_bits()
 
+    def code_bits_per_value(self) -> float:
+        return self.inner.code_bits_per_value()
+
+    def paper_bits_of(self, packed: Packed) -> float:
+        return self.inner.paper_bits_of(packed)
+
     def describe(self) -> str:
         return f"scaled({self.source}) {self.inner.describe()}"

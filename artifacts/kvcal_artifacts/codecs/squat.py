@@ -187,6 +187,12 @@ class Squat(Codec):
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
 
+    def paper_bits(self) -> float:
+        return self.inner.paper_bits()
+
+    def code_bits_per_value(self) -> float:
+        return self.inner.code_bits_per_value()
+
     def to(self, device: torch.device) -> Squat:
         inner, own = self.inner.to(device), self.calibrated
         if inner is self.inner and (own is None or own.device == device):

@@ -87,6 +87,15 @@ class Uniform(Codec):
         self.bits, self.group, self.axis, self.mode, self.search = bits, group, axis, mode, bool(search)
         self._form = self._find_form()
 
+    def paper_bits(self) -> float:
+        """A 16-bit scale a group, and a 16-bit zero point unless symmetric; in mode "hybrid" for every group (InnerQ Table 3;
+        AQUA-KV's tables count KIVI and Quanto so too).
+        """
+        return self.bits + (16 if self.mode == "symmetric" else 32) / self.group
+
+    def code_bits_per_value(self) -> float:
+        return self.bits
+
     def fused(self) -> Form | str:
         return self._form
 
@@ -98,7 +107,7 @@ class Uniform(Codec):
             form = Form(self.role, self.shape.dim, self.bits, self.group, inner, self.mode == "symmetric")
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
-        nominal = self.bits + (16 if form.symmetric else 32) / self.group
+        nominal = self.paper_bits()
         if form.stored_bits > nominal:
             return (
                 f"{self.bits} bits at head_dim {self.shape.dim} would take {form.stored_bits:g} bits in the fused "
