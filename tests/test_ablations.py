@@ -56,7 +56,7 @@ def runner() -> ModuleType:
 
 def row(bits: float, kl: float) -> dict[str, Any]:
     return {
-        "bits_per_value": bits, "paper_bits": bits, "perplexity": 10 + kl, "kl": kl, "logit_error": kl,
+        "bits_per_value": bits, "paper_bits": bits - 0.75, "perplexity": 10 + kl, "kl": kl, "logit_error": kl,
         "output_error": kl, "full_perplexity": 10.0, "device": "cpu",
     }  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_a_report_of_two_files(runner: ModuleType, tmp_path: Path, monkeypatch: 
     )
     told = report(runner, tmp_path, monkeypatch, one, two)
     assert "1 of 5 rows are not run." in told
-    assert "| a | 3.000 | 3.000 | 10.200 | 0.20000 |" in told, "the first file's figure counts"
+    assert "| a | 3.000 | 2.250 | 10.200 | 0.20000 |" in told, "the first file's figure counts"
     assert "| c | not run |" in told
     assert "| refused | no such thing |" in told
     assert "| wide | 4.000 |  |  |" in told, "more bits than the target: only these are told"
@@ -104,6 +104,108 @@ def test_a_report_of_two_files(runner: ModuleType, tmp_path: Path, monkeypatch: 
     )
     kept = json.loads((tmp_path / "out.json").read_text())
     assert [*kept["rows"]] == [key(name) for name in ("kivi-2", "kivi-4", "kivi-3", "none")]
+
+
+def test_the_papers_count_is_told_and_may_be_missing(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = written(
+        tmp_path / "1.json",
+        {
+            key("kivi-2"): row(3, 0.2) | {"paper_bits": None},
+            key("kivi-4"): row(5, 0.1) | {"paper_bits_from": "calibration"},
+        },
+    )
+    told = report(runner, tmp_path, monkeypatch, one)
+    assert "| a | 3.000 | - | 10.200 | 0.20000 |" in told
+    assert "Paper's count: bits a value" in told
+    assert "are those of the calibration text. -: the tiers depend on the text" in told
+    plain = written(tmp_path / "2.json", {key("kivi-2"): row(3, 0.2)})
+    (tmp_path / "out.json").unlink()
+    assert "calibration text. -:" not in report(runner, tmp_path, monkeypatch, plain)
+
+
+COUNTED: list[
+    tuple[dict[str, Any], dict[str, Any], float | None]
+] = [  # a row, its figures, bits as its paper counts them
+    ({"preset": "kivi-2", "options": {}}, {"bits_per_value": 3.0}, 3.0),
+    ({"keys": "turboquant-3", "values": "turboquant-2", "options": {}}, {"bits_per_value": 2.75}, 2.5 + 32 / 64),
+    ({"keys": "turboquant-2", "values": "turboquant-2", "keep": 0.2, "options": {}}, {"bits_per_value": 2.4}, 2.5),
+    (
+        {"command": "tune-bits", "options": {"group": 128}},
+        {"bits_per_value": 2.575, "told": {"bits_per_value": 2.575}},
+        2.575 - (32 / 128 + 32 / 64) / 2,
+    ),
+    ({"command": "tune-bits", "options": {}}, {"bits_per_value": 3.9, "told": {"bits_per_value": 3.9}}, 2.9),
+    (
+        {"command": "train-codebooks", "options": {"stages": "9,18,13"}},
+        {"bits_per_value": 2.5, "told": {"bits_per_value": 2.5, "paper_bits_per_value": 5.0}},
+        5.0,
+    ),
+    ({"command": "train-codebooks", "options": {"stages": "9,18,13"}}, {"bits_per_value": 2.5}, 16 * 40 / 128),
+    (
+        {"command": "tune-thresholds", "options": {"full": 8, "four": 16}},
+        {"bits_per_value": 4.09375, "told": {"full_channels": 8.0, "four_bit_channels": 16.0}},
+        ((8 * 16 + 16 * 4 + 40 * 2) / 64 + 2) / 2,
+    ),
+    (
+        {"command": "tune-thresholds", "options": {}},
+        {
+            "bits_per_value": 2.917,
+            "paper_bits": 2.923,
+            "told": {"expected_bits_per_value": 2.923, "full_channels": 0.5, "four_bit_channels": 16.5},
+        },
+        ((0.5 * 16 + 16.5 * 4 + 47 * 2) / 64 + 2) / 2,
+    ),
+    ({"preset": "mixkvq", "options": {}}, {"bits_per_value": 3.7, "paper_bits": 3.03369140625}, None),
+    (
+        {"command": "fit-predictors", "options": {"backbone": "higgs-2-wide"}},
+        {"bits_per_value": 2.61, "told": {"bits_per_value": 2.325}},
+        2.325,
+    ),
+    (
+        {"command": "fit-predictors", "options": {"backbone": "turboquant-2"}},
+        {"bits_per_value": 2.325, "told": {"bits_per_value": 2.325}},
+        None,
+    ),
+]
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "ablations"))
+    return importlib.import_module("paper_bits")
+
+
+@pytest.mark.parametrize(("what", "figures", "bits"), COUNTED)
+def test_recounted(counter: ModuleType, what: dict[str, Any], figures: dict[str, Any], bits: float | None) -> None:
+    seen = {"paper_bits": figures["bits_per_value"]} | figures
+    found = {"settings": {"model": "kvref-28m"}, "rows": {json.dumps(what): seen}}
+    counter.recount(found)
+    assert seen["paper_bits"] == (None if bits is None else pytest.approx(bits))
+    before = json.dumps(found)
+    assert counter.recount(found) == []
+    assert json.dumps(found) == before
+
+
+def test_what_an_evaluation_counted_stays(counter: ModuleType) -> None:
+    told = {"expected_bits_per_value": 2.923, "full_channels": 0.5, "four_bit_channels": 16.5}
+    for what in ({"command": "tune-thresholds", "options": {}}, {"preset": "mixkvq", "options": {}}):
+        seen = {"bits_per_value": 2.917, "paper_bits": 2.27, "told": told}
+        assert counter.recount({"settings": {"model": "kvref-28m"}, "rows": {json.dumps(what): seen}}) == []
+        assert seen["paper_bits"] == 2.27 and "paper_bits_from" not in seen
+
+
+def test_recounting_refuses_what_it_does_not_know(counter: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="model 'other': its kv heads"):
+        counter.recount({"settings": {"model": "other"}, "rows": {key("kivi-2"): row(3, 0.1)}})
+    with pytest.raises(SystemExit, match=r"3\.0 bits by its codecs, 3\.5 in the row"):
+        counter.recount({"settings": {"model": "kvref-28m"}, "rows": {key("kivi-2"): row(3.5, 0.1)}})
+
+
+def test_the_files_of_the_ablations_are_recounted(counter: ModuleType) -> None:
+    for path in sorted((ROOT / "docs" / "ablations").glob("*.json")):
+        assert counter.recount(json.loads(path.read_text())) == [], f"{path.name}: run docs/ablations/paper_bits.py"
 
 
 def test_a_measured_row_replaces_a_refused_one(

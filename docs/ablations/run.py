@@ -4,7 +4,8 @@
 
 Writes NAME.json (every figure, with settings; a second call goes on from it) and NAME.md: the tables, whether each table's
 order is the paper's, and each claim with its figures. `--jobs 4` makes rows in so many processes. `--task gsm8k` adds a column
-with an lm-eval score through the compressed cache, for real weights.
+with an lm-eval score through the compressed cache, for real weights. Rows of earlier versions have the stored bits as the
+paper's count too: `python docs/ablations/paper_bits.py` mends both files without measuring.
 
 A recipe has [[table]] with name, optional fit (options for all its rows) and paper ("score", "perplexity"; what the rows'
 paper figures are), and in it rows:
@@ -48,6 +49,12 @@ COLUMNS = {
     "perplexity": ("perplexity", "{:.3f}"), "kl": ("KL", "{:.5f}"), "logit_error": ("logit error", "{:.4f}"),
     "output_error": ("output error", "{:.4f}"), "score": ("score", "{:.4f}"),
 }  # fmt: skip
+PAPERS_COUNT = (
+    "Paper's count: bits a value as the method's own paper counts them. KIVI, Quanto, InnerQ, HIGGS, AQUA-KV, FP8: what is "
+    "stored; SQuat, whose paper has no count, likewise. TurboQuant: its norm in 32 bits (InnerQ, Table 3), stored in 16. "
+    "VQKV: 16 bits a code, whatever the codebook's size (Eq. 12). MixKVQ: neither scales nor indices, its values included "
+    "(Eq. 17). KVTuner: integers alone. H2O: of the tokens kept, no unused slots."
+)
 WHAT = ("preset", "keys", "values", "command", "options", "keep")
 
 
@@ -297,6 +304,17 @@ def agrees(pairs: list[tuple[float, float]], least: float) -> tuple[int, int]:
     return sum((a[1] < b[1]) == (a[0] < b[0]) for a, b in told), len(told)
 
 
+def counted(rows: dict[str, dict[str, Any]]) -> str:
+    """What the column of the paper's count is, and of which rows it is not there or not of the text measured."""
+    by_calibration = any("paper_bits_from" in row for row in rows.values())
+    unknown = any(row.get("paper_bits", 0) is None for row in rows.values())
+    return (
+        PAPERS_COUNT
+        + " Of MixKVQ's searched thresholds, the channels are those of the calibration text." * (by_calibration)
+        + " -: the tiers depend on the text, and the row does not say them." * unknown
+    )
+
+
 def cell(row: dict[str, Any], column: str, form: str) -> str:
     value = row.get(column)
     return "-" if value is None else form.format(value)
@@ -313,7 +331,7 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
         f"Model `{o['model']}` ({o['dtype']}{devices}), text `{o['text']}`, {o['eval_windows']} windows of {o['length']} "
         f"tokens in steps of 32 (attention errors: the first {o['attention_windows']}, {o['attention_tokens']} tokens); what "
         f"learns, learned from {o['fit_windows']} windows of {o['fit_length']} tokens of `{o['calibration']}`. "
-        f"Full precision: perplexity {full:.3f}.{left}",
+        f"Full precision: perplexity {full:.3f}.{left}", "", counted(rows),
     ]  # fmt: skip
     columns = {n: c for n, c in COLUMNS.items() if n != "score" or o["task"]}
     by_label: dict[str, dict[str, Any]] = {}
