@@ -96,12 +96,14 @@ def test_a_report_of_two_files(runner: ModuleType, tmp_path: Path, monkeypatch: 
     assert "| refused | no such thing |" in told
     assert "| wide | 4.000 |  |  |" in told, "more bits than the target: only these are told"
     assert "Order agrees; by KL: agrees. Rows without a figure: 1." in told
-    assert "| b over a | b: KL 0.10000 against 0.20000 (-50%), 5.000 and 3.000 bits (a) | holds |" in told
-    assert "| c over a | c: no figure | open |" in told
     assert (
-        "| b over the best of 2 to 3 bits | b: KL 0.10000 against 0.20000 (-50%), 5.000 and 3.000 bits (a) | holds |"
+        "| b over a | b: KL 0.10000 against 0.20000 (-50%), 5.000 and 3.000 bits (a) | holds, with 67% more bits |"
         in told
     )
+    assert "| full precision | 32.000 | 32.000 | 10.000 | 0.00000 | 0.0000 | 0.0000 |  |\n| a |" in told
+    assert told.count("| full precision |") == 1
+    assert "| c over a | c: no figure | open |" in told
+    assert "| b over the best of 2 to 3 bits | b: KL 0.10000 against 0.20000 (-50%), 5.000 and 3.000 bits (a) |" in told
     kept = json.loads((tmp_path / "out.json").read_text())
     assert [*kept["rows"]] == [key(name) for name in ("kivi-2", "kivi-4", "kivi-3", "none")]
 
@@ -206,6 +208,19 @@ def test_recounting_refuses_what_it_does_not_know(counter: ModuleType) -> None:
 def test_the_files_of_the_ablations_are_recounted(counter: ModuleType) -> None:
     for path in sorted((ROOT / "docs" / "ablations").glob("*.json")):
         assert counter.recount(json.loads(path.read_text())) == [], f"{path.name}: run docs/ablations/paper_bits.py"
+
+
+@pytest.mark.parametrize(
+    ("kl", "bits", "verdict"),
+    [(0.1, 3.0, "holds"), (0.1, 3.02, "holds"), (0.1, 2.7, "holds, with 10% fewer bits"),
+     (0.3, 3.0, "does not hold"), (0.3, 3.3, "does not hold, with 10% more bits")],
+)  # fmt: skip
+def test_a_verdict_says_when_bits_are_not_equal(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kl: float, bits: float, verdict: str
+) -> None:
+    rows = {key("kivi-2"): row(3, 0.2), key("kivi-4"): row(bits, kl)}
+    told = report(runner, tmp_path, monkeypatch, written(tmp_path / "1.json", rows))
+    assert f"{bits:.3f} and 3.000 bits (a) | {verdict} |" in told
 
 
 def test_a_measured_row_replaces_a_refused_one(

@@ -416,6 +416,13 @@ def tmp_path_of(base: Path, name: str) -> Path:
         (["--spill", "tape"], "--spill tape: allowed are device, cpu and disk"),
         (["--frame", "mid_rope"], "--frame mid_rope: allowed are pre_rope, post_rope"),
         (["--backbone", "higgs-5"], "codec 'higgs-5' is not known; allowed are higgs-2"),
+        (["--residual", "vqkv"], "codec 'vqkv' needs a fit of its own (`kvcal train-codebooks`)"),
+        (["--keys", "residual-vq"], "codec 'residual-vq' needs a fit of its own (`kvcal train-codebooks`)"),
+        (["--values", "scaled"], "codec 'scaled' needs a fit of its own (`kvcal fit-norms`)"),
+        (
+            ["--residual", "kvtuner"],
+            "(`kvcal tune-bits`): it cannot be made by its name, under predictors or in a preset; name",
+        ),
         (["--predictor", "tree"], "predictor 'tree': allowed are linear"),
         (["--key-inputs", "k1,k0"], "key predictor input 'k0': allowed are k1"),
         (["--value-inputs", "q1"], "value predictor input 'q1'"),

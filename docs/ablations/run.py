@@ -315,6 +315,13 @@ def counted(rows: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def uncompressed(dtype: str, perplexity: float) -> dict[str, Any]:
+    """The run beside every row: an ordinary cache in the model's dtype. All that is measured against it is 0."""
+    bits = 32 if dtype == "float32" else 16
+    figures = {"bits_per_value": bits, "paper_bits": bits, "perplexity": perplexity}
+    return figures | dict.fromkeys(("kl", "logit_error", "output_error"), 0.0)
+
+
 def cell(row: dict[str, Any], column: str, form: str) -> str:
     value = row.get(column)
     return "-" if value is None else form.format(value)
@@ -341,6 +348,9 @@ def markdown(recipe: dict[str, Any], found: dict[str, Any]) -> str:
         paper = table.get("paper")
         lines.append("| " + " | ".join(["row", *named, *([f"paper's {paper}"] if paper else [])]) + " |")
         lines.append("|---" * (1 + len(named) + bool(paper)) + "|")
+        if table is recipe["table"][0]:
+            cells = [cell(uncompressed(o["dtype"], full), name, form) for name, (_, form) in columns.items()]
+            lines.append("| " + " | ".join(["full precision", *cells, *([""] if paper else [])]) + " |")
         pairs: dict[str, list[tuple[float, float]]] = {"perplexity": [], "kl": []}
         for row in rows_of(table):
             seen = rows.get(key_of(row), {"refused": "not run"})
@@ -376,6 +386,9 @@ def verdict(claim: dict[str, Any], recipe: dict[str, Any], rows: dict[str, dict[
     a, b = better[by], worse[by]
     bits = f"{better['bits_per_value']:.3f} and {worse['bits_per_value']:.3f} bits"
     word = "holds" if a < b else "does not hold"
+    more = better["bits_per_value"] / worse["bits_per_value"] - 1
+    if abs(more) >= 0.01:
+        word += f", with {abs(more):.0%} {'more' if more > 0 else 'fewer'} bits"
     told = f"{COLUMNS[by][0]} {a:.5f} against {b:.5f} ({a / b - 1:+.0%}), {bits}"
     return f"| {claim['text']} | {claim['better']}: {told} ({worst}) | {word} |"
 

@@ -129,11 +129,28 @@ def _table() -> dict[str, Backbone]:
 
 BACKBONES = _table()
 
+# Names of methods and of the format's codecs that have no meaning without their own calibration -> its command.
+FITTED = {
+    "vqkv": "train-codebooks",
+    "residual-vq": "train-codebooks",
+    "kvtuner": "tune-bits",
+    "scaled": "fit-norms",
+    "innerq": "fit-norms",
+    "squat": "measure-subspaces",
+    "predicted": "fit-predictors",
+    "aqua-kv": "fit-predictors",
+}
+
 
 def backbone(name: str) -> Backbone:
     """The codec maker of that name; UsageError naming what is allowed."""
     if transform_backbone(name) is not None:
         raise UsageError(f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`")
+    if name in FITTED:
+        raise UsageError(
+            f"codec {name!r} needs a fit of its own (`kvcal {FITTED[name]}`): it cannot be made by its name, under predictors "
+            "or in a preset; name a codec without data, as higgs-2-wide-debiased or kivi-2"
+        )
     if name not in BACKBONES:
         raise UsageError(f"codec {name!r} is not known; allowed are {', '.join(BACKBONES)}")
     return BACKBONES[name]
