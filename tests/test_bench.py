@@ -59,7 +59,7 @@ STABLE = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ceilings from small buffers, and nothing kept from one test to the next."""
     monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setattr(timing, "MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 64)
     monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
     yield
     layer.fill.cache_clear()
