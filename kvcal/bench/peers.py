@@ -24,7 +24,10 @@ DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float
 PAGE = 64  # tokens a page of FlashInfer's cache
 WORKSPACE = 128 << 20
 TOLERANCE = 2.0  # times the error of plain products in the same dtype, plus so many of its units:
-UNITS, UNITS_OF_PEERS = 1.0, 16.0  # ours; torch's own, whose float32 kernels sum in another order
+UNITS, UNITS_OF_PEERS = (
+    1.0,
+    16.0,
+)  # ours in 16 bits; torch's own, whose float32 kernels sum in the order that a CPU likes best
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,13 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float = UNITS) -> str | None:
+def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | None = None) -> str | None:
     """None if attention over these (first row) is as exact as it should be: at most twice the error that plain products in
-    the same dtype have against float64, and `units` of the dtype's rounding; else what was found.
+    the same dtype have against float64, and `units` of the dtype's rounding (UNITS, of float32 UNITS_OF_PEERS: it is
+    torch that attends there); else what was found.
     """
+    if units is None:
+        units = UNITS_OF_PEERS if queries.dtype == torch.float32 else UNITS
     own = [x[:1] for x in (queries, keys, values)]
     exact = attention(*(x.double() for x in own))
     plain = attention(*own).double()
