@@ -310,12 +310,10 @@ class StageCheckpoint(Checkpoint):
             return None
 
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
-        self.folder.mkdir(exist_ok=True)
-        write_atomically(self.folder / "settings.json", json.dumps({"key": self._key}).encode())
         book = book.cpu().contiguous()
         known = {"report": vars(report), "sha256": hashlib.sha256(tensor_bytes(book)).hexdigest()}
         data = save({"codewords": book}, metadata={"stage": canonical(known)})
-        write_atomically(self._stage(job, report.stage), data)
+        write_atomically(self.place(self._stage(job, report.stage).name), data)
 
     def _stage(self, job: str, stage: int) -> Path:
         return self.folder / f"{job}-{stage:03d}.safetensors"
