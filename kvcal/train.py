@@ -293,6 +293,11 @@ def _share(total: int, parts: int, index: int) -> int:
 class StageCheckpoint(Checkpoint):
     """Beside the output: one file a trained stage, with its report and a hash."""
 
+    VERSION = 2  # of a report: 1 had no errors by iteration
+
+    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
+        super().__init__(output, record | {"stage_report": self.VERSION}, resume)
+
     def count(self) -> int:
         return sum(1 for _ in self.folder.glob("*-*.safetensors"))
 
