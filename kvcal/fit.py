@@ -251,10 +251,7 @@ class LayerPart:
         if isinstance(self.method, Finishing):
             fitted, metrics = self.method.finish(fitted, metrics)
         scheme = Scheme(self.method.windows, self.method.frame, tuple(fitted), selection=self.job.selection)
-        if (line := outlier_warning(metrics)) is not None:
-            from .outliers import advice
-
-            self.scan.say(f"{line}; {advice(self.scan.source, self.scan.ids[:1], scheme, self.scan.device)}")
+        self._warn(metrics, scheme)
         held = len(self.scan.text.holdout)
         summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}
@@ -264,6 +261,14 @@ class LayerPart:
             digest = bundle.write(self.job.output)
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
+
+    def _warn(self, metrics: list[dict[str, float]], scheme: Scheme) -> None:
+        """Say that the scheme breaks on the model's key channels, if it does."""
+        from .outliers import advice, holds
+
+        seen = self.scan.source, self.scan.ids[:1], scheme, self.scan.device
+        if (line := outlier_warning(metrics)) is not None and not holds(*seen):
+            self.scan.say(f"{line}; {advice(*seen)}")
 
 
 def _one_layer(
