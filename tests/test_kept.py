@@ -233,3 +233,33 @@ def test_sums_survive_as_json() -> None:
     """Floats to the last bit, NaN too."""
     sums = _Sums(nats=0.1 + 0.2, kl=1e-300, tokens=3, packed=1 << 60, paper=[[2.1 / 3, 7]])
     assert _Sums(**json.loads(json.dumps(vars(sums)))) == sums
+
+
+BENCH = ["bench", "--device", "cpu", "--model", "tiny", "-p", "kivi-2", "-p", "higgs-2", "--batch", "1,2,4", "--length", 400,
+         "--repeats", 3, "--seconds", 0.1]  # fmt: skip
+
+
+def places(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(row[name] for name in ("operation", "scheme", "batch", "length", "path")) for row in rows]
+
+
+@pytest.mark.parametrize("operations", [["decode-then-attend", "nearest"], ["generate"]], ids=str)
+def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: list[str]) -> None:
+    """What was measured is not measured again: the very times are there."""
+    command = [*BENCH, *(word for name in operations for word in ("-o", name))]
+    process = started(*command, folder=tmp_path)
+    wait_until(lambda: any(cache.glob("partial/bench-*/rows-*.json")), process)
+    process.kill()
+    assert finished(process).code == -signal.SIGKILL
+    known = [row for file in pieces(cache, "rows-*.json") for row in json.loads(file.read_text())["value"]]
+    again = kvcal(*command, "--json")
+    found = good(again)
+    assert found["resumed_rows"] == len(known) > 0
+    assert "measured by a run before, from" in again.err
+    times = {place: row["microseconds"] for place, row in zip(places(found["rows"]), found["rows"], strict=True)}
+    assert [times[place] for place in places(known)] == [row["microseconds"] for row in known]
+    assert list((cache / "partial").iterdir()) == []
+    anew = good(kvcal(*command, "--json"))
+    assert anew["resumed_rows"] == 0
+    assert places(anew["rows"]) == places(found["rows"])
+    assert {row["batch"] for row in anew["rows"]} == {1, 2, 4}
