@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +152,9 @@ def _hash(value: Any) -> str:
 def _forget(folder: Path) -> None:
     """Remove what nobody went on with."""
     for old in folder.glob("*"):
-        if old.stat().st_mtime < time.time() - DAYS * 86400:
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # another process may be at it
+            if old.stat().st_mtime < time.time() - DAYS * 86400:
+                shutil.rmtree(old)
 
 
 class Batches:

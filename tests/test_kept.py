@@ -16,7 +16,7 @@ import pytest
 from kvcal import kept
 from kvcal.evaluate.perplexity import _Sums
 from kvcal.kept import Work, beside
-from models_fixture import Done, denied, finished, kvcal, started, wait_until, write_model, write_text
+from models_fixture import SUFFIX, Done, denied, finished, kvcal, started, wait_until, write_model, write_text
 
 WINDOWS = 8  # one at a time: enough work that a process can be stopped between two of them
 TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1]
@@ -121,6 +121,26 @@ def test_a_killed_comparison_goes_on_in_the_middle_of_a_row(
     said = {"windows-*.json": "windows from", "fit-*.safetensors": "4 of 5 rows are in"}
     assert said.get(what, "resuming after layer") in again.err
     assert list((cache / "partial").iterdir()) == []
+
+
+def test_a_row_of_another_name_is_measured_whole(given: Given, cache: Path, tmp_path: Path) -> None:
+    """A bundle's file may be renamed between a kill and the next run."""
+    old, new = tmp_path / f"a{SUFFIX}", tmp_path / f"b{SUFFIX}"
+    assert kvcal("preset", "kivi-2", "--model", given.folder, "-o", old, "--no-check").code == 0
+    command = ["compare", *given.named, *TEXT, "--bundle"]
+    whole = good(kvcal(*command, old, "--json"))["rows"]
+    own = Work.keep
+
+    def some(self: Work, name: str, value: Any) -> None:
+        own(self, name, value)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "keep", some)
+        assert kvcal(*command, old).code == 130
+    assert len(pieces(cache, "windows-*.json")) == 1
+    old.rename(new)
+    assert good(kvcal(*command, new, "--json"))["rows"] == [whole[0] | {"name": "b"}]
 
 
 def test_with_an_output_it_keeps_beside_it(

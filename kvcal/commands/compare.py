@@ -137,7 +137,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
         if row.key in ledger.rows:
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
-        windows, bundle = f"windows-{short(row.key)}", f"fit-{short(row.key)}{SUFFIX}"
+        windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
         what = _fitted(row.what, loaded, fitting, work, bundle, say) if isinstance(row.what, AquaKV) else row.what
         makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection, require)
         kept = KeptBatches(work, windows, row.name, len(text.ids), say)

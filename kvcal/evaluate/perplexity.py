@@ -89,8 +89,9 @@ def evaluate(
     device = next(model.parameters()).device
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
     before = None if kept is None else kept.load()
-    done, known = (0, {}) if before is None else (before["windows"], before["sums"])
-    sums = {name: _Sums(**known.get(name, {})) for name in ("full", *caches)}
+    names = ("full", *caches)
+    done, known = (0, {name: {} for name in names}) if before is None else (before["windows"], before["sums"])
+    sums = {name: _Sums(**known[name]) for name in names}
     steps, parts = -(-ids.shape[1] // step), ids.split(size)
     with torch.no_grad(), progress("Evaluating", total=steps * len(parts)) as advance:
         advance(steps * -(-done // size))
