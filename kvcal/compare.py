@@ -13,6 +13,8 @@ from typing import Any
 from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.scheme import Scheme
 
+from .kept import Work, short
+
 
 def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
     """Names of the rows that no other row beats: none has fewer bits and no more error, or as many bits and less."""
@@ -62,27 +64,49 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 @dataclass
 class Ledger:
-    """Rows measured so far, in a file, so that an interrupted comparison goes on.
+    """Rows measured so far, so that an interrupted comparison goes on: in a file of the user's, which stays; where there is
+    none, in `work`, until they are done.
 
     settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken over.
+    resume: False takes none over.
     """
 
     path: Path | None
     settings: dict[str, Any]
+    work: Work
+    resume: bool = True
 
     def __post_init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        if self.path is not None and self.path.exists():
-            try:
-                before = json.loads(self.path.read_text("utf-8"))
-                if before["settings"] == self.settings:
-                    self.rows = {row["key"]: row for row in before["rows"]}
-            except (ValueError, KeyError, TypeError):
-                self.rows = {}  # not ours, or cut off: measured again, and written whole
+        if self.path is None:
+            self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.work.named("row-")}
+        else:
+            self.rows = self._in_file(self.path) if self.resume and self.path.exists() else {}
+        self.resumed = set(self.rows)
+
+    def _in_file(self, path: Path) -> dict[str, dict[str, Any]]:
+        try:
+            before = json.loads(path.read_text("utf-8"))
+            return {row["key"]: row for row in before["rows"]} if before["settings"] == self.settings else {}
+        except (ValueError, KeyError, TypeError):
+            return {}  # not ours, or cut off: measured again, and written whole
+
+    @property
+    def where(self) -> Path:
+        return self.work.folder if self.path is None else self.path
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """key: what the row's figures depend on besides the settings."""
         self.rows[key] = row | {"key": key}
-        if self.path is not None:
-            found = {"settings": self.settings, "rows": list(self.rows.values())}
-            write_atomically(self.path, (json.dumps(found, indent=1) + "\n").encode())
+        if self.path is None:
+            self.work.keep(_file(key), self.rows[key])
+            return
+        found = {"settings": self.settings, "rows": list(self.rows.values())}
+        write_atomically(self.path, (json.dumps(found, indent=1) + "\n").encode())
+
+    def done(self, keys: Iterable[str]) -> None:
+        """These rows are on their way to the reader; those of other runs stay in `work`."""
+        self.work.drop(*(f"{_file(key)}.json" for key in keys))
+
+
+def _file(key: str) -> str:
+    return f"row-{short(key)}"

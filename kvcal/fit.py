@@ -8,10 +8,7 @@ again), which gives the same bytes as an uninterrupted run.
 
 from __future__ import annotations
 
-import json
 import platform
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,20 +20,13 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import (
-    Bundle,
-    Fingerprint,
-    canonical,
-    load_bundle,
-    probed_layers,
-    sha256_text,
-    write_atomically,
-)
+from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle, probed_layers
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from . import __version__
 from .capture import Capture, LayerSource, LayerTaps, default_batch
+from .kept import Kept, beside
 
 if TYPE_CHECKING:
     from .corpus import Windows
@@ -261,10 +251,7 @@ class LayerPart:
         if isinstance(self.method, Finishing):
             fitted, metrics = self.method.finish(fitted, metrics)
         scheme = Scheme(self.method.windows, self.method.frame, tuple(fitted), selection=self.job.selection)
-        if (line := outlier_warning(metrics)) is not None:
-            from .outliers import advice
-
-            self.scan.say(f"{line}; {advice(self.scan.source, self.scan.ids[:1], scheme, self.scan.device)}")
+        self._warn(metrics, scheme)
         held = len(self.scan.text.holdout)
         summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}
@@ -274,6 +261,14 @@ class LayerPart:
             digest = bundle.write(self.job.output)
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
+
+    def _warn(self, metrics: list[dict[str, float]], scheme: Scheme) -> None:
+        """Say that the scheme breaks on the model's key channels, if it does."""
+        from .outliers import advice, holds
+
+        seen = self.scan.source, self.scan.ids[:1], scheme, self.scan.device
+        if (line := outlier_warning(metrics)) is not None and not holds(*seen):
+            self.scan.say(f"{line}; {advice(*seen)}")
 
 
 def _one_layer(
@@ -329,7 +324,7 @@ def provenance(
         "seed": seed,
         "batch": batch,  # of windows: it decides the last bits of products
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "device": device_name(device),
         **({"cpu": cpu_record()} if device.type == "cpu" else {}),
         "versions": {
             "python": ".".join(platform.python_version_tuple()[:2]),
@@ -337,6 +332,10 @@ def provenance(
             "transformers": transformers.__version__,
         },
     }
+
+
+def device_name(device: torch.device) -> str:
+    return device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def cpu_record() -> dict[str, Any]:
@@ -365,24 +364,12 @@ def check_output(output: Path, option: str = "--output") -> None:
         raise KVCalError(f"{output.parent}: cannot be written to ({error.strerror}); give another {option}") from error
 
 
-class Checkpoint:
+class Checkpoint(Kept):
     """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
 
     def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
         check_output(output)
-        self.folder = output.parent / f".{output.name}.partial"
-        self._key = sha256_text(canonical(record))
-        if self.folder.exists() and (not resume or self._stored_key() != self._key):
-            why = "is of other settings" if resume else "is not wanted"
-            print(f"kvcal: {self.folder} {why}; starting anew", file=sys.stderr)
-            shutil.rmtree(self.folder)
-
-    def _stored_key(self) -> str | None:
-        try:
-            key = json.loads((self.folder / "settings.json").read_text())["key"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return str(key)
+        super().__init__(beside(output), record, resume)
 
     def layers(self) -> dict[int, Bundle]:
         """Fitted layers 0, 1, ... up to the first that is missing or damaged."""
@@ -396,17 +383,12 @@ class Checkpoint:
         return found
 
     def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
-        self.folder.mkdir(exist_ok=True)
-        write_atomically(self.folder / "settings.json", json.dumps({"key": self._key}).encode())
         lone = Scheme(method.windows, method.frame, (pair,))
         nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
-        Bundle(nothing, lone, {"layer": index}, metrics).write(self._path(index))
+        Bundle(nothing, lone, {"layer": index}, metrics).write(self.place(self._path(index).name))
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:04d}.safetensors"
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager

@@ -293,6 +293,11 @@ def _share(total: int, parts: int, index: int) -> int:
 class StageCheckpoint(Checkpoint):
     """Beside the output: one file a trained stage, with its report and a hash."""
 
+    VERSION = 2  # of a report: 1 had no errors by iteration
+
+    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
+        super().__init__(output, record | {"stage_report": self.VERSION}, resume)
+
     def count(self) -> int:
         return sum(1 for _ in self.folder.glob("*-*.safetensors"))
 
@@ -310,12 +315,10 @@ class StageCheckpoint(Checkpoint):
             return None
 
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
-        self.folder.mkdir(exist_ok=True)
-        write_atomically(self.folder / "settings.json", json.dumps({"key": self._key}).encode())
         book = book.cpu().contiguous()
         known = {"report": vars(report), "sha256": hashlib.sha256(tensor_bytes(book)).hexdigest()}
         data = save({"codewords": book}, metadata={"stage": canonical(known)})
-        write_atomically(self._stage(job, report.stage), data)
+        write_atomically(self.place(self._stage(job, report.stage).name), data)
 
     def _stage(self, job: str, stage: int) -> Path:
         return self.folder / f"{job}-{stage:03d}.safetensors"

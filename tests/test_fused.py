@@ -593,8 +593,7 @@ class Card:
     @staticmethod
     def forget() -> None:
         """As a new process."""
-        preflight._verdict.cache_clear()
-        preflight.append_verdict.cache_clear()
+        preflight._TRIED.clear()
 
     def ask(self, name: str = "inner-4", dtype: torch.dtype = torch.float16, ratio: int = 2) -> str | None:
         return fused.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
@@ -615,6 +614,33 @@ def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.Monk
     card.forget()
     monkeypatch.setattr(preflight, "source_hash", lambda: "another kernel")
     assert card.ask() is None and len(card.tried) == 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kvcal_kernels/rotated/triton.py", "kvcal_kernels/vq/residual.py", "kvcal_kernels/vq_attention/triton.py",
+     "kvcal_kernels/packing/triton.py", "kvcal_kernels/triton.py", "codecs/higgs.py", "kvcal_artifacts/preflight.py"],
+)  # fmt: skip
+def test_another_kernel_or_codec_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    card, own, changed = Card(monkeypatch, tmp_path), Path.read_bytes, list[str]()
+
+    def read(path: Path) -> bytes:
+        data = own(path)
+        if not path.as_posix().endswith(name):
+            return data
+        changed.append(name)
+        return data + b"\n"
+
+    assert card.ask() is None and len(card.tried) == 1
+    preflight.source_hash.cache_clear()
+    card.forget()
+    assert card.ask() is None and len(card.tried) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read)
+        preflight.source_hash.cache_clear()
+        card.forget()
+        assert card.ask() is None and len(card.tried) == 2 and changed == [name]
+    preflight.source_hash.cache_clear()
 
 
 def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,29 @@ import pytest
 import torch
 
 from kvcal import corpus
-from kvcal.capture import WholeModel
+from kvcal.capture import Capture, WholeModel
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
+from kvcal.methods.base import BROKEN
 from kvcal.methods.plain import Preset, preset
 from kvcal.models import load_model, resolve
-from kvcal.outliers import channel_error, channel_ratio, key_channels, warnings
+from kvcal.outliers import channel_error, channel_ratio, key_channels, score_error, warnings
 from kvcal.workbench import cache_makers
+from kvcal_artifacts.codecs import Context, Exact
+from kvcal_artifacts.codecs.base import EMPTY, Packed
 from models_fixture import SUFFIX, kvcal
 
-FRAGILE = {"higgs-2": preset("higgs-2"), "uniform-2": preset("uniform-2")}
-STURDY = {"per channel": Preset("uniform-2-channel", "uniform-2"), "uniform-8": preset("uniform-8")}
+FRAGILE = {name: preset(name) for name in ("higgs-2", "higgs-3", "uniform-2", "uniform-4")}
+STURDY = {
+    "per channel": Preset("uniform-2-channel", "uniform-2"), "uniform-8": preset("uniform-8"),
+    "squat-2-g128": Preset("squat-2-g128", "kivi-2-g128", block=128),
+}  # fmt: skip
+DEARER = {
+    "higgs-4": preset("higgs-4"),
+    "turboquant-4-3": preset("turboquant-4-3"),
+}  # worse on the twin, but not broken
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +67,7 @@ def test_the_guard_names_what_breaks_and_what_holds(twin: Any, windows: torch.Te
 
 def test_what_it_says_comes_true(tiny: Any, twin: Any, windows: torch.Tensor) -> None:
     """KL to full precision, on the model and on its twin."""
-    presets = FRAGILE | STURDY
+    presets = FRAGILE | STURDY | DEARER
     plain, odd = (
         {row.name: row.kl for row in evaluate(model, windows, cache_makers(model, dict(presets)))}
         for model in (tiny.model, twin)
@@ -65,6 +76,76 @@ def test_what_it_says_comes_true(tiny: Any, twin: Any, windows: torch.Tensor) ->
         assert odd[name] > 5 * plain[name]
     for name in STURDY:
         assert odd[name] < 1.5 * plain[name] + 1e-4
+    for name in DEARER:
+        assert odd[name] < plain["uniform-2"]
+    assert warnings(twin, windows[:1], {name: p.scheme(twin) for name, p in DEARER.items()}) == []
+
+
+class Astray(Exact):
+    """Keys that err, by as much as one channel varies, along a direction for each kv head: off (H, D), of unit length."""
+
+    off: torch.Tensor
+
+    def decode(self, packed: Packed, context: Context = EMPTY) -> torch.Tensor:
+        x = super().decode(packed, context)
+        sign = torch.tensor([1.0, -1.0]).repeat(x.shape[2] // 2)[:, None]
+        return x + 3 * x.std((0, 2), keepdim=True).amax(-1, keepdim=True) * sign * self.off[:, None]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_an_error_where_no_query_looks_is_none(twin: Any, windows: torch.Tensor, seen: bool) -> None:
+    """What SQuat does on purpose: per channel it is the same error, and scores know it or not."""
+    queries: dict[int, torch.Tensor] = {}
+    with torch.no_grad(), Capture(twin, windows[:1], device=torch.device("cpu")) as capture:
+        for taps in capture:
+            q = next(iter(taps.batches({"q"}, "post_rope"))).q
+            assert q is not None
+            queries[taps.index] = q.double().unflatten(1, (taps.site.kv_heads, -1)).flatten(2, 3)[0]
+    scheme = preset("exact").scheme(twin)
+    layers = []
+    for index, pair in enumerate(scheme.layers):
+        assert pair is not None
+        moment = queries[index].mT @ queries[index]
+        codec = Astray(pair.key.shape, "key", "float32")
+        codec.off = torch.linalg.eigh(moment).eigenvectors[:, :, -1 if seen else 0].float()
+        layers.append(type(pair)(codec, pair.value))
+    found = key_channels(twin, windows[:1], {"": replace(scheme, layers=tuple(layers))})[""]
+    blamed = [layer.layer for layer in found if layer.error > BROKEN]
+    assert blamed
+    assert [layer.layer for layer in found if layer.broken] == (blamed if seen else [])
+
+
+def test_scores_by_hand() -> None:
+    keys = torch.tensor([[[[1.0, 5.0], [3.0, 7.0]]]])  # less their mean: -1 and 1, twice
+    queries = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]]]])  # two heads that share it: scores -2 and 2, -1 and 1
+    off = torch.tensor(
+        [[[[1.0, 0.0], [0.0, 0.0]]]]
+    )  # less its mean: 0.5 and -0.5 in the first channel, 1 and -1 in scores
+    assert score_error(queries, keys, keys + off) == pytest.approx(2 / (8 + 2))
+    assert score_error(queries, keys, keys + 100) == 0  # a softmax does not see what all tokens have
+    assert score_error(queries, keys * 0, keys * 0) == 0
+
+
+@pytest.mark.parametrize("frame", ["pre_rope", "post_rope"])
+def test_scores_are_those_of_the_model(twin: Any, windows: torch.Tensor, frame: str) -> None:
+    """Of exact queries and keys after RoPE, head by head, by the frame's way of storing keys."""
+    scheme = Preset("uniform-2-channel", "exact-32", frame).scheme(twin)
+    found = key_channels(twin, windows[:1], {"": scheme})[""]
+    with torch.no_grad(), Capture(twin, windows[:1], device=torch.device("cpu")) as capture:
+        for taps, pair in zip(capture, scheme.layers, strict=True):
+            assert pair is not None
+            stored, seen = (next(iter(taps.batches({"q", "k"}, name))) for name in (scheme.frame, "post_rope"))
+            coded = slice(4, 4 + 32 * 15)
+            keys = stored.k[:, :, coded]
+            made = stored.k.clone()
+            made[:, :, coded] = pair.key.decode(pair.key.encode(keys))
+            if frame == "pre_rope":
+                made = taps.site.rotate(made, *taps.rope)
+            q = seen.q.double().unflatten(1, (taps.site.kv_heads, -1))
+            scores = [q @ x[:, :, None, coded].double().mT for x in (seen.k, made)]
+            exact, other = (x - x.mean(-1, keepdim=True) for x in scores)
+            error = (exact - other).square().sum((0, 2, 3, 4)) / exact.square().sum((0, 2, 3, 4))
+            assert found[taps.index].score == pytest.approx(float(error.max()), rel=1e-3)
 
 
 def test_errors_by_hand() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import itertools
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +17,17 @@ from torch import Tensor
 from kvcal.capture import Capture, WholeModel
 from kvcal.hashed import hashed_normal, spread
 from kvcal.methods import METHODS, codebooks
-from kvcal.methods.codebooks import TRAINERS, Adam, ClosedForm, StageReport, Training, held_error, subtract, train_stage
+from kvcal.methods.codebooks import (
+    TRAINERS,
+    Adam,
+    ClosedForm,
+    StageReport,
+    Training,
+    held_error,
+    last_fall,
+    subtract,
+    train_stage,
+)
 from kvcal.methods.vqkv import (
     SIZES,
     VQKV,
@@ -31,7 +44,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ
 from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.vq import nearest
-from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
+from models_fixture import ROOT, SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
 
 # Data: directions of unlike variance, and clusters, as keys and values have them.
 
@@ -536,8 +549,57 @@ def test_fit_takes_it_as_any_method(given: list[object], usual: dict[str, Any], 
 def test_a_checkpoint_reads_back(tmp_path: Path) -> None:
     work = StageCheckpoint(tmp_path / f"x{SUFFIX}", {"a": 1}, True)
     assert work.load("low", 0) is None
-    book, report = normal(4, 3).half(), StageReport(0, 5, 0.25, 4, 1, 0.5)
+    book, report = normal(4, 3).half(), StageReport(0, 5, 0.25, [0.5, 0.25], 4, 1, 0.5)
     work.keep("low", book, report)
     again = work.load("low", 0)
     assert again is not None
     assert torch.equal(again[0], book) and again[1] == report
+
+
+def test_a_checkpoint_without_errors_by_iteration_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a version before wrote: its stages' reports could not be completed."""
+    output = tmp_path / f"x{SUFFIX}"
+    with monkeypatch.context() as patch:
+        patch.setattr(StageCheckpoint, "VERSION", 1)
+        StageCheckpoint(output, {}, True).keep("low", normal(4, 3).half(), StageReport(0, 5, 0.25, [], 4, 1))
+    assert StageCheckpoint(output, {}, True).load("low", 0) is None
+    assert "other settings; starting anew" in capsys.readouterr().err
+
+
+def stopped_rightly(errors: list[float], training: Training) -> bool:
+    """By the rule as docs/methods.md words it, told from the errors alone."""
+    falls = [1 - after / before for before, after in itertools.pairwise(errors)]
+    small = [number for number, fall in enumerate(falls, 1) if number >= training.least and fall < training.tolerance]
+    return len(falls) == (small[0] if small else training.most)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_errors_of_every_iteration_show_why_a_stage_ended(errors: dict[str, list[StageReport]], name: str) -> None:
+    for report in errors[name]:
+        assert len(report.errors) == report.iterations + 1
+        assert report.error == min(report.errors[1:])
+        assert stopped_rightly(report.errors, Training())
+        assert not stopped_rightly(report.errors[:-1], Training())
+        assert last_fall(report.errors) == 1 - report.errors[-1] / report.errors[-2]
+
+
+def test_errors_of_every_iteration_are_in_the_bundle(usual: dict[str, Any]) -> None:
+    kept = load_bundle(usual["bundle"]).metrics["stages"]
+    assert [row["errors"] for row in kept] == [row["errors"] for row in usual["stage_rows"]]
+    assert all(len(row["errors"]) == row["iterations"] + 1 and "seconds" not in row for row in kept)
+
+
+def test_the_scale_report_says_why_each_stage_ended() -> None:
+    """docs/ablations/vqkv_scale.py."""
+    spec = importlib.util.spec_from_file_location("vqkv_scale", ROOT / "docs" / "ablations" / "vqkv_scale.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    row = {"quantiser": "low", "stage": 1, "iterations": 3, "errors": [0.9, 0.6, 0.5, 0.498], "error": 0.498, "used": 7,
+           "reseeded": 2, "seconds": 1.23}  # fmt: skip
+    metrics = dict.fromkeys(("train_vectors", "holdout_vectors", "bits_per_value", "paper_bits_per_value",
+                             "paper_compression", "codebook_bytes"), 1)  # fmt: skip
+    result = SimpleNamespace(stages=[row], bundle=SimpleNamespace(metrics=metrics), peak_bytes=0)
+    assert "| low | 2 | 3 | 0.9000 | 0.4980 | 0.40% | 7 | 2 | 1.2 |" in list(module.table(result))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -89,7 +88,7 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         return None
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
-    if kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+    if kernels == "triton" and preflight.interpreted():
         return None
     if why := preflight.unsupported(device):
         if device.type == "cuda":
@@ -252,7 +251,7 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     own = [rule for rule in found if isinstance(rule, Rule)]
     if kernels == "torch" or len(own) < 2:
         return None
-    if os.environ.get("TRITON_INTERPRET") != "1" and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
+    if not preflight.interpreted() and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
         warn(f"append kernel: {why}", "steps of a cache with max_length are packed by torch instead, slowly")
         return None
     return own[0], own[1]
@@ -260,7 +259,7 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
 
 def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
     """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
-    anywhere = kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    anywhere = kernels == "triton" and preflight.interpreted()
     if kernels in ("off", "torch") or not (anywhere or preflight.unsupported(device) is None):
         return pair
     made = []

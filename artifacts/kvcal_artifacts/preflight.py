@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention, hadamard, quantise, vq_attention
-from kvcal_kernels import reconstruct as reconstruction
+import kvcal_kernels
+from kvcal_kernels import attention, quantise, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import Rule
 from kvcal_kernels.reconstruct import Turn
 
+from . import codecs
 from .codecs import Codec, Context, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
@@ -59,17 +60,18 @@ def triton_version() -> str | None:
         return None
 
 
-_TRIED_ON = (
-    reference, quantise.reference, hadamard.reference, reconstruction.reference, vq_attention.reference,
-)  # fmt: skip
-
-
 @cache
 def source_hash() -> str:
-    """Of the kernels, their references and this check."""
-    folders = [Path(str(one.__file__)).parent for one in _TRIED_ON]
-    files = [Path(__file__), *(path for own in folders for path in sorted(own.glob("*.py")))]
+    """Of all kernels and their references, and of what decides what is tried of them: codecs, and this check."""
+    files = [Path(__file__)]
+    for package in (kvcal_kernels, codecs):
+        files += sorted(Path(str(package.__file__)).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unsupported(device: torch.device) -> str | None:
@@ -87,66 +89,51 @@ def unsupported(device: torch.device) -> str | None:
 
 def verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head."""
-    if why := unsupported(device):
-        return why
-    return _verdict(keys, values, heads, ratio, dtype, device)
+    parts = ["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device))
 
 
-@cache
-def _verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    shape = [f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
-    name = key_of(["decode_attention", _said(keys), _said(values), *shape], dtype, device)
-    return _kept(name, lambda: trial(keys, values, heads, ratio, dtype, device))
-
-
-@cache
 def append_verdict(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device) -> str | None:
     """As `verdict`, of the kernel that appends and packs the tokens of a step."""
     said = [f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}" for rule in (key, value)]
-    name = key_of(["append", *said, f"d{key.form.dim}"], dtype, device)
-    return _kept(name, lambda: append_trial(key, value, dtype, device))
+    parts = ["append", *said, f"d{key.form.dim}"]
+    return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device))
 
 
 def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
     """As `verdict`, of the kernel that decodes HIGGS under linear predictors. rotary: channels that it turns by RoPE."""
-    if why := unsupported(device):
-        return why
     parts = ["reconstruct", kind(codec), f"RoPE of {rotary}"]
-    name = key_of(parts, dtype, device)
-    if name not in _TRIED:
-        _TRIED[name] = _kept(name, lambda: reconstruct_trial(codec, dtype, rotary, device))
-    return _TRIED[name]
+    return _found(parts, dtype, device, lambda: reconstruct_trial(codec, dtype, rotary, device))
 
 
 def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
     """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors."""
-    if why := unsupported(device):
-        return why
     own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled) else (codec, dtype)
-    name = key_of(["encode", kind(own)], dtype, device)
-    if name not in _TRIED:
-        _TRIED[name] = _kept(name, lambda: encode_trial(own, dtype, device))
-    return _TRIED[name]
+    return _found(["encode", kind(own)], dtype, device, lambda: encode_trial(own, dtype, device))
 
 
 def vectors_verdict(
     keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """As `verdict`, of the kernels that attend to vector codes."""
-    if why := unsupported(device):
-        return why
-    shape = keys.shape
-    parts = [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
-    parts.append(
-        f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {[c.scale is not None for c in (keys, values)]}"
-    )
-    name = key_of(["vq_attention", *parts, f"r{ratio}"], dtype, device)
-    if name not in _TRIED:
-        _TRIED[name] = _kept(name, lambda: vectors_trial(keys, values, ratio, dtype, device))
-    return _TRIED[name]
+    shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
+    scaled = [codec.scale is not None for codec in (keys, values)]
+    held = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
+    parts = ["vq_attention", *books, held, f"r{ratio}"]
+    return _found(parts, dtype, device, lambda: vectors_trial(keys, values, ratio, dtype, device))
 
 
 _TRIED: dict[str, str | None] = {}  # of this process
+
+
+def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:
+    """Why this kernel does not run on the device; None if it does. It is tried once, and the verdict kept."""
+    if why := unsupported(device):
+        return why
+    name = key_of(parts, dtype, device)
+    if name not in _TRIED:
+        _TRIED[name] = _kept(name, trial)
+    return _TRIED[name]
 
 
 def _kept(name: str, trial: Callable[[], str | None]) -> str | None:
@@ -169,7 +156,7 @@ def _said(form: Form) -> str:
 
 def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
     """Everything that a verdict may depend on."""
-    mode = "interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else "compiled"
+    mode = "interpreted" if interpreted() else "compiled"
     own = [str(dtype), torch.cuda.get_device_name(device), mode, source_hash(), f"triton {triton_version()}"]
     return " | ".join([*parts, *own, f"torch {torch.__version__}"])
 

@@ -4,7 +4,6 @@ into storage that a cache's layers share: what attention sees of a call is writt
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +25,7 @@ def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
     """Why torch decodes a layer's blocks where they are; None where the kernel does. On a GPU that is tried out once."""
     if kernels == "off":
         return "kernels='off'"
-    anywhere = kernels == "torch" or (kernels == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    anywhere = kernels == "torch" or (kernels == "triton" and preflight.interpreted())
     if not anywhere and (why := preflight.unsupported(device)):
         return why
     for codec in (pair.key, pair.value):

@@ -21,7 +21,7 @@ import torch
 
 from kvcal import corpus, models
 from kvcal.fit import FitOptions
-from kvcal.methods.codebooks import TRAINERS, Training
+from kvcal.methods.codebooks import TRAINERS, Training, last_fall
 from kvcal.methods.vqkv import SIZES, VQKV
 from kvcal.train import TrainResult, train
 from kvcal.workbench import open_for_fit
@@ -71,14 +71,16 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> TrainResult:
 
 def table(result: TrainResult) -> Iterator[str]:
     metrics = result.bundle.metrics
-    yield "| quantiser | stage | iterations | held-out error | used | reseeded | seconds |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| quantiser | stage | iterations | error at first | at last | last iteration's fall | used | reseeded | seconds |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for row in result.stages:
+        errors = row["errors"]
         yield (
-            f"| {row['quantiser']} | {row['stage'] + 1} | {row['iterations']} | {row['error']:.4f} | {row['used']} | "
-            f"{row['reseeded']} | {row['seconds']:.1f} |"
+            f"| {row['quantiser']} | {row['stage'] + 1} | {row['iterations']} | {errors[0]:.4f} | {errors[-1]:.4f} | "
+            f"{last_fall(errors):.2%} | {row['used']} | {row['reseeded']} | {row['seconds']:.1f} |"
         )
     yield ""
+    yield "Held-out squared error over the vectors' squares: of a stage's first codewords, and after its last iteration."
     yield f"{metrics['train_vectors']} keys and as many values, {metrics['holdout_vectors']} held out."
     yield f"Stages together {sum(row['seconds'] for row in result.stages):.0f} s; peak {result.peak_bytes / 1e9:.1f} GB."
     yield (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from kvcal_artifacts import reconstructed
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.fused import absence, queries_for
+from kvcal_artifacts.preflight import interpreted
 
 from ..catalogue import Geometry
 from .layer import Case, fill
@@ -21,7 +21,7 @@ from .schemes import Benched
 
 def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
-    if case.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if case.device.type != "cuda" and not interpreted():
         return "needs a CUDA GPU"
     return _unreadable(case.scheme) or needs_blocks(case)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 from kvcal_artifacts.fused import rule_of
+from kvcal_artifacts.preflight import interpreted
 from kvcal_kernels.attention import BLOCK, Blocks
 from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
 
@@ -17,7 +16,7 @@ from .operation import Prepared, one_block
 
 def rules(case: Case) -> tuple[Rule, Rule] | str:
     """Of keys and values; else why the reference path is measured."""
-    if case.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if case.device.type != "cuda" and not interpreted():
         return "the kernel needs a CUDA GPU"
     made = []
     for codec in (case.scheme.codecs.key, case.scheme.codecs.value):

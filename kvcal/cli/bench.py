@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Bundles, Json, RequireKernels, Revision
+from kvcal.cli.options import Bundles, Json, RequireKernels, Resume, Revision
 from kvcal.cli.output import note, print_json, print_table
 
 Names = Annotated[
@@ -51,9 +51,14 @@ def bench(
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the rows there too.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw times against tokens, a .png.")] = None,
     compare: Annotated[Path | None, typer.Option("--compare", help="A file that --json printed earlier.")] = None,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
-    """Measure kernels and generation of any scheme on random data; project them for devices that are not here."""
+    """Measure kernels and generation of any scheme on random data; project them for devices that are not here.
+
+    After a kill the same command goes on behind the last batch and length of kernels, or scheme of a whole model, that it
+    measured.
+    """
     options: dict[str, Any] = dict(locals())
     from kvcal.commands.bench import run_bench
     from kvcal.report.bench import tables

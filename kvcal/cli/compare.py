@@ -20,6 +20,7 @@ from kvcal.cli.options import (
     Presets,
     Random,
     RequireKernels,
+    Resume,
     Revision,
     Seed,
     Step,
@@ -73,9 +74,14 @@ def compare(
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
-    """Measure many schemes on the same text: presets, bundles, and every pair of key and value codecs."""
+    """Measure many schemes on the same text: presets, bundles, and every pair of key and value codecs.
+
+    After a kill the same command goes on: rows, fitted layers and batches of windows (--batch) that were done are not done
+    again.
+    """
     options: dict[str, Any] = dict(locals())
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.compare import run_compare

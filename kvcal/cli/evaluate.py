@@ -21,6 +21,7 @@ from kvcal.cli.options import (
     Presets,
     Random,
     RequireKernels,
+    Resume,
     Revision,
     Seed,
     Step,
@@ -67,12 +68,14 @@ def evaluate(
     seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
     """Perplexity and KL through the cache, in small steps: full precision, presets and bundles side by side.
 
     With gates (--max-…) every bundle and preset is held to them, and to a canary: other packed blocks must give other logits.
-    Exit code 3 if one fails; the line names the layer to blame and its figure.
+    Exit code 3 if one fails; the line names the layer to blame and its figure. After a kill the same command goes on
+    behind the last batch of windows (--batch) that was done.
     """
     options: dict[str, Any] = dict(locals())
     from kvcal.commands.evaluation import run_eval

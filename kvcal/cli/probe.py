@@ -16,6 +16,7 @@ from kvcal.cli.options import (
     Layerwise,
     Model,
     Random,
+    Resume,
     Revision,
     SpillDir,
     Text,
@@ -62,9 +63,13 @@ def probe(
     spill_dir: SpillDir = None,
     layerwise: Layerwise = False,
     random_weights: Random = False,
+    resume: Resume = True,
     json: Json = False,
 ) -> None:
-    """Measure how well keys and values are predicted by other layers, other tokens and each other (AQUA-KV section 3.1)."""
+    """Measure how well keys and values are predicted by other layers, other tokens and each other (AQUA-KV section 3.1).
+
+    After a kill the same command goes on behind the last layer that was done.
+    """
     from kvcal.commands.probe import run_probe
 
     given: dict[str, Any] = dict(locals())

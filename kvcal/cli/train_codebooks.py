@@ -108,6 +108,6 @@ def train_codebooks(
     if json:
         print_json(result)
         return
-    rows = result.pop("stage_rows")
-    print_table(rows[0].keys(), [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
+    rows = [{name: v for name, v in row.items() if name != "errors"} for row in result.pop("stage_rows")]
+    print_table(list(rows[0]), [[f"{v:.4f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
     print_table(["what", "value"], [[name, value] for name, value in result.items() if name != "bands"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from ..bench.rows import Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
 from ..bench.target import Target, target
 from ..bench.timing import Clock
-from ..fit import check_output
+from ..build import code_identity
+from ..fit import check_output, cpu_record
+from ..kept import Work, short
 from ..report.plots import check_plot, plot_bench
+from .bundles import file_sha256
 from .common import Say
 from .doctor import machine
 
@@ -213,19 +218,24 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     shapes = [(batch, length) for batch in batches for length in lengths]
     clock = Clock(where.device, o["repeats"], o["seconds"])
     dtype = _dtype(o, torch.float16)
+    kept = KeptRows(Work("bench", _record(o, source), output=None, resume=o["resume"], say=say), say)
     kernels: list[Operation] = [OPERATIONS[name] for name in wanted if name in OPERATIONS]
     rows: list[Row] = []
     if o["require_kernels"]:
         require_fused(own, geometry, dtype, where.device)
-    if kernels:
-        rows += measure.rows_of(source.name, geometry, own, kernels, shapes, clock, dtype, where.name, say, o["seed"])
+    once = _once(say)
+    for shape in shapes if kernels else []:
+        given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"]
+        rows += kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
     rows = _with_shares(rows)
     if [name for name in wanted if name in GENERATION]:
-        rows += _generation(o, where, wanted, shapes, say)
+        rows += _generation(o, where, wanted, shapes, kept, say)
     if kernels:
         clock.read_bandwidth()
     ceilings = clock.ceilings
+    kept.work.remove()
     return {
+        "resumed_rows": kept.resumed,
         "dtype": str(dtype).removeprefix("torch."),
         "machine": machine(),
         "copy_gb_per_s": ceilings["copy"] / 1e9 if "copy" in ceilings else None,
@@ -234,6 +244,52 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
         "threads": None if on_gpu else torch.get_num_threads(),
         "rows": rows,
     }
+
+
+def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
+    """What all rows of a run depend on."""
+    files = ("bundle", "csv", "plot", "compare", "json", "resume", "model", "revision")
+    here = {name: value for name, value in machine().items() if name != "GPU memory free"}
+    return {
+        "options": {name: value for name, value in o.items() if name not in files},
+        "bundles": [file_sha256(path) for path in o["bundle"] or ()],
+        "model": [source.label, asdict(models.geometry(source))], "machine": here, "cpu": cpu_record(),
+        "code": code_identity(),
+    }  # fmt: skip
+
+
+@dataclass
+class KeptRows:
+    """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16 of the
+    same; of whole models each scheme. resumed: how many rows were taken over.
+    """
+
+    work: Work
+    say: Say
+    resumed: int = 0
+
+    def rows(self, of: str, measured: Callable[[], Iterable[Row]]) -> list[Row]:
+        name = f"rows-{short(of)}"
+        known: list[dict[str, Any]] | None = self.work.read(name)
+        if known is not None:
+            self.resumed += len(known)
+            self.say(f"resuming: {of}, measured by a run before, from {self.work.folder}")
+            return [Row(**row) for row in known]
+        rows = list(measured())
+        self.work.keep(name, [asdict(row) for row in rows])
+        return rows
+
+
+def _once(say: Say) -> Say:
+    """Each line the first time: what is left out of one shape is left out of others."""
+    said: set[str] = set()
+
+    def new(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return new
 
 
 def _with_shares(rows: list[Row]) -> list[Row]:
@@ -257,7 +313,7 @@ def _with_shares(rows: list[Row]) -> list[Row]:
 
 
 def _generation(
-    o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], say: Say
+    o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], kept: KeptRows, say: Say
 ) -> list[Row]:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
@@ -280,13 +336,29 @@ def _generation(
     measured: list[Row] = []
     if "generate" in wanted:
         say("decode steps from caches filled with random packed data")
-        measured += generation.generate_rows(source.name, model, every, shapes, where.name)
+        for shape, kind in itertools.product(shapes, every):
+            measured += kept.rows(
+                f"generate {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}",
+                partial(generation.generate_rows, source.name, model, [kind], [shape], where.name),
+            )
     if on_gpu and "largest-batch" in wanted:
         for length in dict.fromkeys(length for _, length in shapes):
             say(f"largest batch at {length} tokens")
-            measured += generation.largest_batch_rows(source.name, model, every, length, where.name)
+            found: dict[str, int] = {}
+            for kind in every:
+                rows_now = kept.rows(
+                    f"largest-batch {kind.name} ({kind.path}), length {length}",
+                    partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found),
+                )
+                if sizes := [row.more["largest_batch"] for row in rows_now if "largest_batch" in row.more]:
+                    found[kind.path] = sizes[0]
+                measured += rows_now
     if on_gpu and "longest-generation" in wanted:
         gib = o["memory"] or torch.cuda.get_device_properties(where.device).total_memory / 2**30
         say(f"longest generation on {gib:g} GiB")
-        measured += generation.longest_rows(source.name, model, every, 1, gib, where.name)
+        for kind in every:
+            measured += kept.rows(
+                f"longest-generation {kind.name} ({kind.path})",
+                partial(generation.longest_rows, source.name, model, [kind], 1, gib, where.name),
+            )
     return rows + generation.beside_fp16(measured)

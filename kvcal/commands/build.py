@@ -25,7 +25,7 @@ from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 
-from .. import models
+from .. import fit, models
 from ..build import (
     BuildRecipe,
     Entry,
@@ -209,8 +209,7 @@ def _model_key(o: Mapping[str, Any]) -> list[Any]:
 
 def device_name(o: Mapping[str, Any]) -> str:
     """As provenance states it."""
-    where = pick_device(o["device"])
-    return "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)
+    return fit.device_name(pick_device(o["device"]))
 
 
 @dataclass(frozen=True)

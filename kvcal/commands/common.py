@@ -1,18 +1,28 @@
-"""What several commands share: which text, which windows, notes to the reader."""
+"""What several commands share: which text, which windows, notes to the reader, what decides a figure."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.fused import QUERIES
+from kvcal_artifacts.preflight import triton_version
 from kvcal_artifacts.scheme import HeavyHitters
 
 from .. import corpus, models
-from ..fit import check_output
+from ..build import code_identity, model_identity
+from ..fit import check_output, cpu_record, device_name
+from ..methods.aqua_kv import AquaKV
+from ..methods.plain import DataFree
 from ..report.progress import progress
 from ..workbench import default_output
 
@@ -129,3 +139,20 @@ def calibration_windows(
             known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"],
             column=o["column"], progress=seen,
         )  # fmt: skip
+
+
+def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *ids_sha256: str) -> dict[str, Any]:
+    """What the last bits of figures of these token ids depend on, besides a command's own settings: code and versions, model,
+    machine, and how many windows run at a time.
+    """
+    return {
+        "code": code_identity() | {"triton": triton_version()}, "model": model_identity(o), "dtype": str(dtype),
+        "device": device_name(device), "cpu": cpu_record(), "ids_sha256": ids_sha256, "batch": o["batch"],
+        "require_kernels": bool(o.get("require_kernels")),
+    }  # fmt: skip
+
+
+def row_key(what: DataFree | Bundle | AquaKV) -> str:
+    """What a row's figures depend on, besides model and text."""
+    content = hashlib.sha256(what.to_bytes()).hexdigest() if isinstance(what, Bundle) else asdict(what)
+    return json.dumps([type(what).__name__, content], sort_keys=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,32 @@ from typing import Any
 from torch import Tensor
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, write_atomically
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
 from ..capture import WholeModel
 from ..compare import Ledger, as_csv, best, bytes_at, front
 from ..evaluate.attention_error import attention_errors
-from ..evaluate.perplexity import CacheMaker, evaluate
+from ..evaluate.perplexity import Batches, CacheMaker, evaluate
 from ..fit import FitOptions, check_output, fit
+from ..kept import Batches as KeptBatches
+from ..kept import Work, beside, short
 from ..methods.aqua_kv import AquaKV
-from ..methods.base import settings_of
 from ..methods.composition import Composition
 from ..methods.plain import DataFree, Preset, preset
 from ..workbench import cache_makers, open_model
-from .common import Say, calibration_windows, check_context, evaluation_text, given_kernels, given_selection, text_for
+from .common import (
+    Say,
+    calibration_windows,
+    check_context,
+    decided_by,
+    evaluation_text,
+    given_kernels,
+    given_selection,
+    row_key,
+    text_for,
+)
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .guard import outlier_warnings, unmeasured
@@ -43,12 +53,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """What its figures depend on, besides model and text."""
-        if isinstance(self.what, Bundle):
-            content: Any = hashlib.sha256(self.what.to_bytes()).hexdigest()
-        else:
-            content = settings_of(self.what) if isinstance(self.what, AquaKV) else asdict(self.what)
-        return json.dumps([type(self.what).__name__, content], sort_keys=True)
+        return row_key(self.what)
 
 
 def listed(text: str | None) -> list[str]:
@@ -122,14 +127,23 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
     cache_makers(loaded.model, given, loaded.revision, selection)  # refuses bundles of other models before any work
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, given)):
         say(line)
-    ledger = Ledger(o["output"], settings)
+    ids = [text.ids_sha256, *([fitting["text"].ids_sha256] if fitting else [])]
+    record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *ids)
+    work = Work("compare", record, output=o["output"], resume=o["resume"], say=say)
+    ledger = Ledger(o["output"], settings, work, o["resume"])
+    if known := sum(row.key in ledger.rows for row in rows):
+        say(f"resuming: {known} of {len(rows)} rows are in {ledger.where}")
     for number, row in enumerate(rows):
         if row.key in ledger.rows:
             continue
         say(f"{number + 1}/{len(rows)} {row.name}")
-        what = _fitted(row.what, loaded, fitting) if isinstance(row.what, AquaKV) else row.what
+        windows, bundle = f"windows-{short(row.name + row.key)}", f"fit-{short(row.key)}{SUFFIX}"  # sums bear names
+        what = _fitted(row.what, loaded, fitting, work, bundle, say) if isinstance(row.what, AquaKV) else row.what
         makers = cache_makers(loaded.model, {row.name: what}, loaded.revision, selection, require)
-        ledger.add(row.key, *measure(loaded, text.ids, makers, settings, o["batch"]).values())
+        kept = KeptBatches(work, windows, row.name, len(text.ids), say)
+        ledger.add(row.key, *measure(loaded, text.ids, makers, settings, o["batch"], kept).values())
+        work.drop(f"{windows}.json", bundle, beside(Path(bundle)).name)
+    ledger.done(row.key for row in rows)
     found = [ledger.rows[row.key] | {"name": row.name} for row in rows]
     on_front = front(found)
     chosen = best(found, o["max_bits"]) if o["max_bits"] is not None else None
@@ -144,19 +158,26 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
         **settings,
         "full_perplexity": found[0]["full_perplexity"],
         "rows": rows_told,
+        "resumed_rows": known,
         "max_bits": o["max_bits"],
         "best": chosen["name"] if chosen else None,
     }
 
 
 def measure(
-    loaded: Any, ids: Tensor, makers: Mapping[str, CacheMaker], settings: Mapping[str, Any], batch: int | None = None
+    loaded: Any,
+    ids: Tensor,
+    makers: Mapping[str, CacheMaker],
+    settings: Mapping[str, Any],
+    batch: int | None = None,
+    kept: Batches | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for all.
 
     settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens only.
+    kept: as of `evaluate`.
     """
-    full, *seen = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch)
+    full, *seen = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, kept=kept)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
     found = {}
     for row, (name, make) in zip(seen, makers.items(), strict=True):
@@ -186,11 +207,15 @@ def _calibration(
     return {"text": calibration_windows(own, source, loaded.tokenizer, origin), "seed": o["seed"], "name": o["model"]}
 
 
-def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any]) -> Bundle:
+def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any], work: Work, name: str, say: Say) -> Bundle:
+    """From `work`, where a killed run left it, whole or some layers of it. name: of its file."""
     with tempfile.TemporaryDirectory() as folder:
+        path = work.room(name) or Path(folder) / name
+        if path.exists():
+            with suppress(CorruptBundle):
+                return load_bundle(path)
         result = fit(
-            method, WholeModel(loaded.model), fitting["text"], Path(folder) / f"row{SUFFIX}",
-            model_record={"name": fitting["name"]}, revision=loaded.revision, device=loaded.model.device,
-            seed=fitting["seed"], options=FitOptions(),
+            method, WholeModel(loaded.model), fitting["text"], path, model_record={"name": fitting["name"]},
+            revision=loaded.revision, device=loaded.model.device, seed=fitting["seed"], options=FitOptions(), say=say,
         )  # fmt: skip
         return load_bundle(result.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,22 @@ from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..gates import Check, Limits, broken_off, check_recorded, check_row
+from ..kept import Batches, Work, short
 from ..methods.plain import DataFree
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
 from .bundles import file_sha256
-from .common import Say, check_context, evaluation_text, given_kernels, given_selection, known, text_for
+from .common import (
+    Say,
+    check_context,
+    decided_by,
+    evaluation_text,
+    given_kernels,
+    given_selection,
+    known,
+    row_key,
+    text_for,
+)
 from .guard import guard_window, outlier_warnings, unmeasured
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
@@ -60,7 +71,13 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
         say(line)
     started = time.monotonic()
-    measured, broken = _measured(loaded.model, text.ids, makers, o)
+    record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256) | {
+        "rows": {name: row_key(what) for name, what in methods.items()}, "step": o["step"],
+        "selection": None if selection is None else asdict(selection),
+    }  # fmt: skip
+    work = Work("eval", record, output=None, resume=o["resume"], say=say)
+    with work.until_done():
+        measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
     given = dict(zip(makers, methods, strict=True))  # a row's name tells of --keep, too
     for name, (_, why) in broken.items():
         if not held[given[name]]:
@@ -96,6 +113,7 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
         "text": text.source,
         "text_sha256": text.sha256,
         "windows": len(text.ids),
+        "resumed_windows": measured.resumed,
         "length": length,
         "step": o["step"],
         "keep": None if selection is None else selection.keep,
@@ -106,15 +124,16 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
 
 @dataclass(frozen=True)
 class Measured:
-    """rows: `full` first. watched, canaries: by name of the others."""
+    """rows: `full` first. watched, canaries: by name of the others. resumed: windows that a killed run had done."""
 
     rows: list[Row]
     watched: dict[str, Watched]
     canaries: dict[str, Canary]
+    resumed: int
 
 
 def _measured(
-    model: Any, ids: torch.Tensor, makers: Mapping[str, CacheMaker], o: Mapping[str, Any]
+    model: Any, ids: torch.Tensor, makers: Mapping[str, CacheMaker], o: Mapping[str, Any], work: Work, say: Say
 ) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
     """All side by side; where numbers of one overflow each for itself, and those that do not once more together. Second: layer
     and message of those that do.
@@ -123,12 +142,14 @@ def _measured(
     def run(names: Iterable[str]) -> Measured:
         watched.clear()
         watched.update({name: Watched(makers[name], ids.shape[1]) for name in names})
-        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"])
+        label = ", ".join(["full", *watched])
+        kept = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
+        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"], kept=kept)
         canaries = {
             name: canary(model, ids, makers[name], step=o["step"]).counted(seen.rows, seen.audit)
             for name, seen in watched.items()
         }
-        return Measured(rows, dict(watched), canaries)
+        return Measured(rows, dict(watched), canaries, kept.resumed)
 
     watched: dict[str, Watched] = {}
     try:
@@ -178,6 +199,33 @@ class Watched:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return self._errors.rows()
+
+    def state(self) -> dict[str, Any]:
+        """As JSON has it; `restore` takes it over."""
+        return {"errors": self._errors.state(), "audit": self.audit.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        with self._maker() as cache:
+            self.scheme = cache.scheme
+        self._errors = LayerErrors.of(state["errors"])
+        self.audit.restore(state["audit"])
+
+
+class WatchedBatches(Batches):
+    """With what was watched."""
+
+    def __init__(self, watched: Mapping[str, Watched], *rest: Any) -> None:
+        super().__init__(*rest)
+        self._watched = watched
+
+    def load(self) -> dict[str, Any] | None:
+        found = super().load()
+        for name, state in ({} if found is None else found["watched"]).items():
+            self._watched[name].restore(state)
+        return found
+
+    def keep(self, state: dict[str, Any]) -> None:
+        super().keep(state | {"watched": {name: seen.state() for name, seen in self._watched.items()}})
 
 
 class _Counting:

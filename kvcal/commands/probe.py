@@ -16,11 +16,12 @@ from .. import __version__, models
 from ..capture import Capture, default_batch
 from ..compare import Ledger
 from ..fit import check_output
+from ..kept import Work
 from ..probe import Probe, Settings, measure, paper_probes, table
 from ..report.timing import PhaseTimer
 from ..spill import SpillStore
 from .calibration import Calibration, prepare
-from .common import Say
+from .common import Say, decided_by
 
 WINDOWS, HOLDOUT = (
     32,
@@ -50,16 +51,20 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if source.kind == "embedded" and o["windows"] is None:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
-    ledger = Ledger(o["output"], _everything(o, settings, of))
-    known = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
+    everything = _everything(o, settings, of)
+    record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
+    work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
+    ledger = Ledger(o["output"], everything, work, of.options.resume)
+    known = len(ledger.rows)
     if known:
-        say(f"{len(known)} layers are in {o['output']} already")
+        say(f"resuming: {known} layers are in {ledger.where}")
     timer = PhaseTimer(of.opened.device)
     _run(settings, of, ledger, timer)
+    ledger.done(ledger.rows)
     layers = {row["layer"]: row["explained_variance"] for row in ledger.rows.values()}
     rows = table(settings, layers)
     found = {
-        **ledger.settings, "rows": rows, "layers": len(layers), "resumed_layers": len(known),
+        **ledger.settings, "rows": rows, "layers": len(layers), "resumed_layers": known,
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
     }  # fmt: skip
     if o["csv"] is not None:

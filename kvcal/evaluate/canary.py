@@ -96,6 +96,14 @@ class Audit:
     compared: set[int] = field(default_factory=set)
     bypassed: dict[tuple[int, str], None] = field(default_factory=dict)
 
+    def state(self) -> dict[str, Any]:
+        """What was seen so far, as JSON has it; `restore` takes it over."""
+        return {"compared": sorted(self.compared), "bypassed": [list(pair) for pair in self.bypassed]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.compared = set(state["compared"])
+        self.bypassed = dict.fromkeys((layer, role) for layer, role in state["bypassed"])
+
     def attach(self, cache: KVCalCache, also: Callable[[KVCalLayer], None] = lambda layer: None) -> KVCalCache:
         """Watch this cache, which must not be copied afterwards. also: is called before each call that is compared."""
         for layer in cache.own_layers:

@@ -32,6 +32,20 @@ class LayerErrors:
     def read(self, layer: int, blocks: int) -> None:
         self.blocks_read[layer] += blocks
 
+    def state(self) -> dict[str, Any]:
+        """As JSON has it; `of` makes the same again."""
+        sums = [[None if one is None else one.tolist() for one in pair] for pair in self.sums]
+        return {"sums": sums, "blocks_read": list(self.blocks_read)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> LayerErrors:
+        made = cls(0)
+        made.sums = [
+            [None if one is None else torch.tensor(one, dtype=torch.float64) for one in pair] for pair in state["sums"]
+        ]
+        made.blocks_read = list(state["blocks_read"])
+        return made
+
     def rows(self) -> list[dict[str, Any]]:
         """One a layer: key_relative_error and value_relative_error, |x - decoded|^2 / |x|^2 over all packed tokens, None where
         nothing was packed, and key_head_errors and value_head_errors, a list of them by kv head, as in bundles' metrics;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,16 @@ class Row:
         return asdict(self)
 
 
+class Batches(Protocol):
+    """Where an evaluation keeps how far it came, and goes on from."""
+
+    def load(self) -> dict[str, Any] | None:
+        """What was last kept; None: begin."""
+
+    def keep(self, state: dict[str, Any]) -> None:
+        """After a batch of windows. state: as JSON has it; "windows" that are done, and their "sums"."""
+
+
 @dataclass
 class _Sums:
     nats: float = 0.0
@@ -56,7 +66,7 @@ class _Sums:
     packed_values: int = 0
     window: int = 0
     resident: int = 0
-    paper: list[tuple[float, int]] = field(default_factory=list)  # bits a value, and of how many values, by batch
+    paper: list[list[Any]] = field(default_factory=list)  # bits a value, and of how many values, by batch
 
 
 def evaluate(
@@ -66,21 +76,30 @@ def evaluate(
     *,
     step: int = 32,
     batch: int | None = None,
+    kept: Batches | None = None,
 ) -> list[Row]:
     """Rows `full` and then one for each cache, over token windows ids (N, T) int64.
 
-    step: tokens a forward. batch: windows at a time (chosen from the device and T by default).
+    step: tokens a forward. batch: windows at a time (chosen from the device and T by default). kept: of the same windows,
+    caches, step and batch, or the figures are of neither.
     Raises UsageError for windows of one token, NonFiniteError for logits that are not finite.
     """
     if ids.shape[1] < 2 or step < 1:
         raise UsageError(f"windows of {ids.shape[1]} tokens in steps of {step}: needs at least 2 and 1")
     device = next(model.parameters()).device
     size = batch or max(1, TOKENS_PER_BATCH.get(device.type, 1 << 13) // ids.shape[1])
-    sums = {name: _Sums() for name in ("full", *caches)}
-    steps = -(-ids.shape[1] // step) * -(-len(ids) // size)
-    with torch.no_grad(), progress("Evaluating", total=steps) as advance:
-        for part in ids.split(size):
+    before = None if kept is None else kept.load()
+    names = ("full", *caches)
+    done, known = (0, {name: {} for name in names}) if before is None else (before["windows"], before["sums"])
+    sums = {name: _Sums(**known[name]) for name in names}
+    steps, parts = -(-ids.shape[1] // step), ids.split(size)
+    with torch.no_grad(), progress("Evaluating", total=steps * len(parts)) as advance:
+        advance(steps * -(-done // size))
+        for part in parts[-(-done // size) :]:
             _one_batch(model, part.to(device), caches, step, sums, advance)
+            done += len(part)
+            if kept is not None:
+                kept.keep({"windows": done, "sums": {name: asdict(total) for name, total in sums.items()}})
     return [_row(name, total, model, ids) for name, total in sums.items()]
 
 
@@ -115,7 +134,7 @@ def _one_batch(
             total.packed_values += cache.packed_values()
             total.window += cache.nbytes("window") + cache.nbytes("bookkeeping")
             total.resident = cache.resident_bytes()
-            total.paper.append((cache.paper_bits(), cache.packed_values()))
+            total.paper.append([cache.paper_bits(), cache.packed_values()])
     finally:
         for cache in caches.values():
             cache.close()
@@ -142,8 +161,8 @@ def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target:
         total.kl += functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().sum().item()
 
 
-def _mean(weighted: list[tuple[float, int]]) -> float:
-    return sum(one * count for one, count in weighted) / sum(count for _, count in weighted)
+def _mean(weighted: list[list[Any]]) -> float:
+    return float(sum(one * count for one, count in weighted) / sum(count for _, count in weighted))
 
 
 def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:

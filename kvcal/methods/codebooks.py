@@ -8,7 +8,7 @@ W sum_j n_j q_j q_j' = sum_j s_j q_j', with n_j vectors of sum s_j at codeword j
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,16 +55,24 @@ class Training:
 
 @dataclass
 class StageReport:
-    """error: held-out squared error over the held-out vectors' squares, all stages so far. used: codewords that some
+    """error: held-out squared error over the held-out vectors' squares, all stages so far. errors: the same of the codewords
+    that the stage begins with, then after each iteration; `error` is the least of the latter. used: codewords that some
     training vector has, 0 until that is counted. reseeded: dead codewords replaced on the way. seconds: not in a bundle.
     """
 
     stage: int
     iterations: int
     error: float
+    errors: list[float]
     used: int
     reseeded: int
     seconds: float = 0.0
+
+
+def last_fall(errors: Sequence[float]) -> float:
+    """By which fraction of it a stage's last iteration lowered the error: what Training.tolerance is compared with."""
+    before, after = errors[-2:]
+    return 1 - after / before if before else 0.0
 
 
 class Trainer(Protocol):
@@ -221,16 +229,16 @@ def train_stage(
     """
     trainer = TRAINERS[training.trainer](size, label, training)
     book = _half(trainer.start(x), label)
-    best, least, before = book, float("inf"), held_error(held, book, energy)
+    best, least, errors = book, float("inf"), [held_error(held, book, energy)]
     for iteration in range(1, training.most + 1):
         book = _half(trainer.improve(x, book), label)
-        error = held_error(held, book, energy)
+        before, error = errors[-1], held_error(held, book, energy)
+        errors.append(error)
         if error < least:
             best, least = book, error
         if iteration >= training.least and before - error < training.tolerance * before:
             break
-        before = error
-    return best, StageReport(stage, iteration, least, 0, trainer.reseeded)
+    return best, StageReport(stage, iteration, least, errors, 0, trainer.reseeded)
 
 
 def _half(book: Tensor, label: str) -> Tensor:

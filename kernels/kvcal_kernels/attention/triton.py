@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton import half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
 from .reference import Blocks, Form
 
@@ -563,12 +564,6 @@ def _together(count):
 
 
 @triton.jit
-def _half(x, J: tl.constexpr):
-    """Bits 16 J to 16 J + 15 as float16."""
-    return (x >> (16 * J)).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
 def _four(x, ASM: tl.constexpr):
     """int64 -> its four float16 as float32."""
     if ASM:
@@ -584,7 +579,7 @@ def _four(x, ASM: tl.constexpr):
             "=f,=f,=f,=f,l", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
     return (
-        _half(x, 0).to(tl.float32), _half(x, 1).to(tl.float32), _half(x, 2).to(tl.float32), _half(x, 3).to(tl.float32)
+        half(x, 0).to(tl.float32), half(x, 1).to(tl.float32), half(x, 2).to(tl.float32), half(x, 3).to(tl.float32)
     )  # fmt: skip
 
 
@@ -595,7 +590,7 @@ def _two(x, ASM: tl.constexpr):
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
             "=f,=f,r", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
-    return _half(x, 0).to(tl.float32), _half(x, 1).to(tl.float32)
+    return half(x, 0).to(tl.float32), half(x, 1).to(tl.float32)
 
 
 @triton.jit
@@ -1443,11 +1438,6 @@ def _check_grid(name: str, made: Blocks, heads: int) -> None:
     if (*grid.table.shape,) != wanted[0] or (*grid.sign.shape,) != wanted[1] or grid.vector != form.vector:
         seen = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
         raise ValueError(f"{name}: {seen}; must be {wanted[0]}, {wanted[1]}, {form.vector}")
-
-
-def interpreted() -> bool:
-    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 @functools.cache

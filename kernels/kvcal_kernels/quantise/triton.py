@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.reference import BLOCK, Blocks, Form, together
+from ..triton import interpreted
 from . import reference
 from .reference import FIELDS, Counts, Layer, Rule
 
@@ -711,8 +712,3 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, 
             f"counts {tuple(counts.data.shape)}, flags {tuple(layer.flags.shape)}: must be {(len(FIELDS), batch)} and "
             f"({heads},)"
         )
-
-
-def interpreted() -> bool:
-    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
-    return bool(triton.knobs.runtime.interpret)

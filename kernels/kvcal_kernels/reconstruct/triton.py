@@ -24,9 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton import _as, interpreted
+from ..attention.triton import _as
 from ..hadamard import hadamard
 from ..packing.triton import code_at
+from ..triton import half, interpreted
 from .reference import Coded, Turn
 
 MOST_INPUTS = 4
@@ -37,11 +38,6 @@ def _dot(a, b, acc, ASM: tl.constexpr):
     if ASM:
         return tl.dot(a, b, acc)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")  # bfloat16 is wrong there
-
-
-@triton.jit
-def _half(x, J: tl.constexpr):
-    return (x >> (16 * J)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -119,7 +115,7 @@ def _gather(p_grid, b_code, d: tl.constexpr):
     else:
         for i in tl.static_range(d // 2):  # two dimensions lie in a word
             b_pair = tl.load(p_grid + b_code * (d // 2) + i)
-            points = points + (_half(b_pair, 0), _half(b_pair, 1))
+            points = points + (half(b_pair, 0), half(b_pair, 1))
     return points
 
 
@@ -219,7 +215,7 @@ def _turn(
     tl.store(p_out + o_high, high, mask=b_all)
     o_turn = o_turn[:, None] + i[None, :]
     b_both = tl.load(p_table + o_turn, mask=b_live[:, None] & turns[None, :], other=0x3C00)  # cosine 1, sine 0
-    b_cos, b_sin = _half(b_both, 0).to(tl.float32), _half(b_both, 1).to(tl.float32)
+    b_cos, b_sin = half(b_both, 0).to(tl.float32), half(b_both, 1).to(tl.float32)
     low, high = low.to(tl.float32), high.to(tl.float32)
     tl.store(p_turned + o_low, _as(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
     tl.store(p_turned + o_high, _as(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)

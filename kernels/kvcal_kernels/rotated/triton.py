@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import largest_power_of_two
+from ..triton import interpreted
 from . import reference
 from .reference import Rotated
 
@@ -132,7 +133,7 @@ def encode(x: Tensor, how: Rotated, flags: Tensor | None = None) -> tuple[Tensor
     fixed = settings(how, heads, dim)
     encode_kernel[(-(-tokens // fixed["ROWS"]), batch)](
         x, how.sign, how.points, how.half, codes, norm, flags, tokens, n, *x.stride()[:3],
-        fixed["WIDTH"] ** -0.5, how.gain, **fixed, ASM=not triton.knobs.runtime.interpret,
+        fixed["WIDTH"] ** -0.5, how.gain, **fixed, ASM=not interpreted(),
         num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, norm, flags

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton import _as, interpreted
+from ..attention.triton import _as
 from ..packing.triton import code_at
+from ..triton import interpreted
 from .reference import Band, Coded
 
 LOW = tl.constexpr(-1e30)  # below every score

@@ -1,0 +1,179 @@
+"""What a long command keeps while it runs, so that a killed one goes on: a folder for the settings it was made with.
+
+Beside the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-KEY in the folder of preflight.json.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from kvcal_artifacts import preflight
+from kvcal_artifacts.bundle import canonical, sha256_text, write_atomically
+from kvcal_artifacts.errors import KVCalError
+
+SETTINGS = "settings.json"
+DAYS = 30  # after which nobody is expected to go on with a killed run that has no output
+DIGITS = 20  # of a hash in a file's name
+
+
+def beside(output: Path) -> Path:
+    return output.parent / f".{output.name}.partial"
+
+
+def in_cache(command: str, key: str) -> Path:
+    return preflight.folder() / "partial" / f"{command}-{short(key)}"
+
+
+def short(key: str) -> str:
+    """A text that is any length, for a file's name."""
+    return sha256_text(key)[:DIGITS]
+
+
+class Kept:
+    """Files in `folder`, for what `record` (as JSON) says; what a run of another record left there is removed.
+
+    resume: False removes what the same record left, too.
+    """
+
+    def __init__(self, folder: Path, record: Any, resume: bool) -> None:
+        self.folder, self.key = folder, sha256_text(canonical(record))
+        if self.folder.exists() and (not resume or self._stored_key() != self.key):
+            why = "is of other settings" if resume else "is not wanted"
+            print(f"kvcal: {self.folder} {why}; starting anew", file=sys.stderr)
+            shutil.rmtree(self.folder)
+
+    def _stored_key(self) -> str | None:
+        try:
+            key = json.loads((self.folder / SETTINGS).read_text())["key"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return str(key)
+
+    def place(self, name: str) -> Path:
+        """Where the file of that name is to be, its folder made. Raises KVCalError or OSError where there can be none."""
+        self.folder.mkdir(exist_ok=True)
+        write_atomically(self.folder / SETTINGS, json.dumps({"key": self.key}).encode())
+        return self.folder / name
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Work(Kept):
+    """JSON values by name, with a hash each, of a command that writes figures and no bundle.
+
+    A folder that cannot be written costs the going on, not the run: it is said once.
+    """
+
+    def __init__(
+        self, command: str, record: Any, *, output: Path | None, resume: bool, say: Callable[[str], None]
+    ) -> None:
+        about = [command, record]
+        folder = in_cache(command, canonical(about)) if output is None else beside(output)
+        if output is None:
+            _forget(folder.parent)
+        super().__init__(folder, about, resume)
+        self._say, self._able, self.own = say, True, set[str]()  # own: names that this run has kept
+
+    def read(self, name: str) -> Any:
+        """None: there is no such value, or a damaged one."""
+        try:
+            known = json.loads((self.folder / f"{name}.json").read_text("utf-8"))
+            return known["value"] if known["sha256"] == _hash(known["value"]) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def named(self, start: str) -> Iterator[Any]:
+        """All values whose names start so."""
+        found = (self.read(path.stem) for path in sorted(self.folder.glob(f"{start}*.json")))
+        return (value for value in found if value is not None)
+
+    def keep(self, name: str, value: Any) -> None:
+        if (path := self.room(f"{name}.json")) is None:
+            return
+        self.own.add(name)
+        known = {"value": value, "sha256": _hash(value)}
+        self._tried(lambda: write_atomically(path, json.dumps(known).encode()))
+
+    def room(self, name: str) -> Path | None:
+        """As `place`; None where nothing can be kept."""
+        return self._tried(lambda: self.place(name))
+
+    def place(self, name: str) -> Path:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        return super().place(name)
+
+    def drop(self, *names: str) -> None:
+        """Files and folders that are not needed any more; and all, if no other is left but what was cut off while written."""
+        for name in names:
+            path = self.folder / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if all(path.name == SETTINGS or path.suffix == ".tmp" for path in self.folder.glob("*")):
+            self.remove()
+
+    @contextmanager
+    def until_done(self) -> Iterator[None]:
+        """Within, all that is kept is for a run that is killed: afterwards, and after an error that would come again, nothing
+        of it is left.
+        """
+        try:
+            yield
+        except KVCalError:
+            self.remove()
+            raise
+        self.remove()
+
+    def _tried(self, write: Callable[[], Path | None]) -> Path | None:
+        if not self._able:
+            return None
+        try:
+            return write()
+        except (OSError, KVCalError) as error:
+            self._able = False
+            self._say(f"note: nothing is kept for a run that goes on from a killed one: {error}")
+            return None
+
+
+def _hash(value: Any) -> str:
+    """Figures may be NaN, which `canonical` refuses."""
+    return sha256_text(json.dumps(value, sort_keys=True))
+
+
+def _forget(folder: Path) -> None:
+    """Remove what nobody went on with."""
+    for old in folder.glob("*"):
+        with suppress(OSError):  # another process may be at it
+            if old.stat().st_mtime < time.time() - DAYS * 86400:
+                shutil.rmtree(old)
+
+
+class Batches:
+    """A kvcal.evaluate.perplexity.Batches in `work` under `name`, which says where it goes on. label: what is measured;
+    windows: of the text. resumed: how many of them were there.
+    """
+
+    def __init__(self, work: Work, name: str, label: str, windows: int, say: Callable[[str], None]) -> None:
+        self._work, self._name, self._label, self._windows, self._say = work, name, label, windows, say
+        self.resumed = 0
+
+    def load(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._work.read(self._name)
+        if found is not None and self._name not in self._work.own:
+            self.resumed = found["windows"]
+            self._say(
+                f"{self._label}: resuming after {self.resumed} of {self._windows} windows from {self._work.folder}"
+            )
+        return found
+
+    def keep(self, state: dict[str, Any]) -> None:
+        self._work.keep(self._name, state)

@@ -1,0 +1,285 @@
+"""Commands that write no bundle, killed and started again: the same figures, from where they were, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcal import kept
+from kvcal.evaluate.perplexity import _Sums
+from kvcal.kept import Work, beside
+from models_fixture import SUFFIX, Done, denied, finished, kvcal, started, wait_until, write_model, write_text
+
+WINDOWS = 8  # one at a time: enough work that a process can be stopped between two of them
+TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1]
+ROWS = ["--preset", "kivi-2", "--preset", "higgs-2", "--preset", "uniform-4"]
+PAIRS = ["--keys", "higgs-2-wide", "--values", "higgs-2-wide", "--recent", 16, "--predict"]
+FIT = ["--fit-windows", 6, "--fit-length", 132]
+PROBE = ["--windows", 12, "--holdout", 2, "--length", 60]
+
+
+@dataclass(frozen=True)
+class Given:
+    folder: Path
+    text: Path
+
+    @property
+    def named(self) -> list[object]:
+        return ["--model", self.folder, "--text", self.text]
+
+    def command(self, name: str) -> list[object]:
+        more: dict[str, list[object]] = {
+            "eval": [*TEXT, *ROWS], "probe": [*PROBE],
+            "compare": [*TEXT, *ROWS, *PAIRS, "--calibration", self.text, *FIT],
+        }  # fmt: skip
+        return [name, *self.named, *more[name]]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
+    base = tmp_path_factory.mktemp("kept")
+    return Given(write_model(base / "small", 4), write_text(base / "words.txt"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own; processes that it starts have it too."""
+    monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def good(done: Done) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    return dict(done.json)
+
+
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    """All that does not say how long or in how many runs it took."""
+    return {
+        n: value
+        for n, value in found.items()
+        if not n.startswith("resumed_") and n not in ("seconds", "phases", "output")
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(given: Given) -> dict[str, dict[str, Any]]:
+    return {name: good(kvcal(*given.command(name), "--json")) for name in ("eval", "compare", "probe")}
+
+
+def pieces(cache: Path, name: str) -> list[Path]:
+    return sorted(cache.glob(f"partial/*/{name}"))
+
+
+def killed(given: Given, name: str, wanted: tuple[Path, str], folder: Path, *options: object) -> None:
+    """The command in a process of its own, ended by SIGKILL once such a file is there."""
+    process = started(*given.command(name), *options, folder=folder)
+    wait_until(lambda: any(wanted[0].glob(wanted[1])), process)
+    process.kill()
+    assert finished(process).code == -signal.SIGKILL
+
+
+def windows_in(file: Path) -> int:
+    return int(json.loads(file.read_text())["value"]["windows"])
+
+
+def test_a_killed_eval_goes_on_and_gives_the_same_figures(
+    given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    killed(given, "eval", (cache, "partial/eval-*/windows-*.json"), tmp_path)
+    [file] = pieces(cache, "windows-*.json")
+    done = windows_in(file)
+    assert 1 <= done < WINDOWS
+    again = kvcal(*given.command("eval"), "--json")
+    assert figures(good(again)) == figures(undisturbed["eval"])
+    assert again.json["resumed_windows"] == done
+    assert (
+        f"full, kivi-2, higgs-2, uniform-4: resuming after {done} of {WINDOWS} windows from {file.parent}" in again.err
+    )
+    assert list((cache / "partial").iterdir()) == []
+    assert good(kvcal(*given.command("eval"), "--json"))["resumed_windows"] == 0
+
+
+@pytest.mark.parametrize("what", ["windows-*.json", ".fit-*.partial/layer-0002*", "fit-*.safetensors"])
+def test_a_killed_comparison_goes_on_in_the_middle_of_a_row(
+    given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any], what: str
+) -> None:
+    """Between windows, between the layers of a fit, and between a fit and its windows."""
+    killed(given, "compare", (cache, f"partial/compare-*/{what}"), tmp_path)
+    rows = len(pieces(cache, "row-*.json"))
+    again = kvcal(*given.command("compare"), "--json")
+    assert figures(good(again)) == figures(undisturbed["compare"])
+    assert again.json["resumed_rows"] == rows
+    said = {"windows-*.json": "windows from", "fit-*.safetensors": "4 of 5 rows are in"}
+    assert said.get(what, "resuming after layer") in again.err
+    assert list((cache / "partial").iterdir()) == []
+
+
+def test_a_row_of_another_name_is_measured_whole(given: Given, cache: Path, tmp_path: Path) -> None:
+    """A bundle's file may be renamed between a kill and the next run."""
+    old, new = tmp_path / f"a{SUFFIX}", tmp_path / f"b{SUFFIX}"
+    assert kvcal("preset", "kivi-2", "--model", given.folder, "-o", old, "--no-check").code == 0
+    command = ["compare", *given.named, *TEXT, "--bundle"]
+    whole = good(kvcal(*command, old, "--json"))["rows"]
+    own = Work.keep
+
+    def some(self: Work, name: str, value: Any) -> None:
+        own(self, name, value)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Work, "keep", some)
+        assert kvcal(*command, old).code == 130
+    assert len(pieces(cache, "windows-*.json")) == 1
+    old.rename(new)
+    assert good(kvcal(*command, new, "--json"))["rows"] == [whole[0] | {"name": "b"}]
+
+
+def test_with_an_output_it_keeps_beside_it(
+    given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    output = tmp_path / "rows.json"
+    killed(given, "compare", (beside(output), ".fit-*.partial/layer-0002*"), tmp_path, "--output", output)
+    assert len(json.loads(output.read_text())["rows"]) == 4  # all but the one under predictors
+    again = good(kvcal(*given.command("compare"), "--output", output, "--json"))
+    assert (figures(again), again["resumed_rows"]) == (figures(undisturbed["compare"]), 4)
+    assert not beside(output).exists()
+    assert not (cache / "partial").exists()
+    anew = good(kvcal(*given.command("compare"), "--output", output, "--no-resume", "--json"))
+    assert (figures(anew), anew["resumed_rows"]) == (figures(undisturbed["compare"]), 0)
+
+
+def test_a_killed_probe_goes_on(given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    killed(given, "probe", (cache, "partial/probe-*/row-*.json"), tmp_path)
+    layers = len(pieces(cache, "row-*.json"))
+    again = kvcal(*given.command("probe"), "--json")
+    assert figures(good(again)) == figures(undisturbed["probe"])
+    assert again.json["resumed_layers"] == layers >= 1
+    assert f"resuming: {layers} layers are in {cache / 'partial'}" in again.err
+    assert list((cache / "partial").iterdir()) == []
+
+
+@pytest.fixture
+def broken_off(given: Given, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An eval that ended after three windows; its file."""
+    own, seen = Work.keep, 0
+
+    def some(self: Work, name: str, value: Any) -> None:
+        nonlocal seen
+        own(self, name, value)
+        if (seen := seen + 1) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Work, "keep", some)
+    assert kvcal(*given.command("eval")).code == 130
+    monkeypatch.setattr(Work, "keep", own)
+    [file] = pieces(cache, "windows-*.json")
+    assert windows_in(file) == 3
+    return file
+
+
+def resumed(*command: object) -> int:
+    return int(good(kvcal(*command, "--json"))["resumed_windows"])
+
+
+def test_ctrl_c_keeps_what_was_done(given: Given, broken_off: Path) -> None:
+    assert resumed(*given.command("eval")) == 3
+
+
+@pytest.mark.parametrize(
+    "options", [["--step", 31], ["--keep", 0.5], ["--windows", 6], ["--batch", 2], ["--dtype", "bfloat16"]], ids=str
+)
+def test_other_settings_begin_at_the_start(given: Given, broken_off: Path, options: list[object]) -> None:
+    assert resumed(*given.command("eval"), *options) == 0
+    assert resumed(*given.command("eval")) == 3  # and leave the others' work alone
+
+
+def test_no_resume(given: Given, broken_off: Path, undisturbed: dict[str, Any]) -> None:
+    found = good(kvcal(*given.command("eval"), "--no-resume", "--json"))
+    assert (figures(found), found["resumed_windows"]) == (figures(undisturbed["eval"]), 0)
+
+
+def test_another_model_or_code_begins_at_the_start(
+    given: Given, broken_off: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twin = shutil.copytree(given.folder, tmp_path / "twin")
+    config = json.loads((twin / "config.json").read_text())
+    (twin / "config.json").write_text(json.dumps(config | {"rms_norm_eps": config["rms_norm_eps"] * 4}))
+    command = [twin if part == given.folder else part for part in given.command("eval")]
+    assert resumed(*command) == 0
+    monkeypatch.setattr("kvcal.commands.common.code_identity", lambda: {"source": "other"})
+    assert resumed(*given.command("eval")) == 0
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+def test_damaged_work_is_done_again(given: Given, broken_off: Path, undisturbed: dict[str, Any], damage: str) -> None:
+    whole = broken_off.read_text()
+    at = whole.index('"nats": ') + 8
+    digit = str((int(whole[at]) + 1) % 10)
+    broken_off.write_text({"flipped": whole[:at] + digit + whole[at + 1 :], "cut": whole[:-9], "empty": "",
+                           "other": "[]"}[damage])  # fmt: skip
+    found = good(kvcal(*given.command("eval"), "--json"))
+    assert (figures(found), found["resumed_windows"]) == (figures(undisturbed["eval"]), 0)
+
+
+def test_a_cache_that_cannot_be_written_is_said_once_and_costs_nothing(
+    given: Given, cache: Path, undisturbed: dict[str, Any]
+) -> None:
+    cache.mkdir()
+    with denied(cache):
+        for name in ("eval", "compare", "probe"):
+            done = kvcal(*given.command(name), "--json")
+            assert figures(good(done)) == figures(undisturbed[name])
+            assert done.err.count("note: nothing is kept") == 1
+
+
+def test_what_nobody_went_on_with_goes_away(given: Given, broken_off: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    for days, there in ((kept.DAYS - 1, True), (kept.DAYS + 1, False)):
+        os.utime(broken_off.parent, (now - days * 86400,) * 2)
+        good(kvcal("eval", *given.named, "--length", 68, "--windows", 1, "--json"))
+        assert broken_off.exists() == there
+
+
+def test_sums_survive_as_json() -> None:
+    """Floats to the last bit, NaN too."""
+    sums = _Sums(nats=0.1 + 0.2, kl=1e-300, tokens=3, packed=1 << 60, paper=[[2.1 / 3, 7]])
+    assert _Sums(**json.loads(json.dumps(vars(sums)))) == sums
+
+
+BENCH = ["bench", "--device", "cpu", "--model", "tiny", "-p", "kivi-2", "-p", "higgs-2", "--batch", "1,2,4", "--length", 400,
+         "--repeats", 3, "--seconds", 0.1]  # fmt: skip
+
+
+def places(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(row[name] for name in ("operation", "scheme", "batch", "length", "path")) for row in rows]
+
+
+@pytest.mark.parametrize("operations", [["decode-then-attend", "nearest"], ["generate"]], ids=str)
+def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: list[str]) -> None:
+    """What was measured is not measured again: the very times are there."""
+    command = [*BENCH, *(word for name in operations for word in ("-o", name))]
+    process = started(*command, folder=tmp_path)
+    wait_until(lambda: any(cache.glob("partial/bench-*/rows-*.json")), process)
+    process.kill()
+    assert finished(process).code == -signal.SIGKILL
+    known = [row for file in pieces(cache, "rows-*.json") for row in json.loads(file.read_text())["value"]]
+    again = kvcal(*command, "--json")
+    found = good(again)
+    assert found["resumed_rows"] == len(known) > 0
+    assert "measured by a run before, from" in again.err
+    times = {place: row["microseconds"] for place, row in zip(places(found["rows"]), found["rows"], strict=True)}
+    assert [times[place] for place in places(known)] == [row["microseconds"] for row in known]
+    assert list((cache / "partial").iterdir()) == []
+    anew = good(kvcal(*command, "--json"))
+    assert anew["resumed_rows"] == 0
+    assert places(anew["rows"]) == places(found["rows"])
+    assert {row["batch"] for row in anew["rows"]} == {1, 2, 4}
