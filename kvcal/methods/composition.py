@@ -13,7 +13,7 @@ from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import UsageError
 
 from .backbones import Backbone, backbone
-from .transform import TransformBackbone, transform_backbone
+from .learned import Learned, learned
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}
@@ -42,8 +42,12 @@ class Composition:
     exceptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (self.keys, self.values, *(e.codec for e in self.read())):
+        for name in self.names:
             _named(name)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.keys, self.values, *(e.codec for e in self.read())]
 
     def read(self) -> list[LayerException]:
         return [_read(text) for text in self.exceptions]
@@ -54,7 +58,12 @@ class Composition:
             if not -layers <= e.first < layers or not -layers <= e.last < layers:
                 raise UsageError(f"--per-layer {text}: the model has layers 0 to {layers - 1} (or -{layers} to -1)")
 
-    def codec(self, layer: int, layers: int, role: Role) -> Backbone | TransformBackbone:
+    @property
+    def learns(self) -> bool:
+        """Whether any of its codecs is learned from text."""
+        return any(learned(name) is not None for name in self.names)
+
+    def codec(self, layer: int, layers: int, role: Role) -> Backbone | Learned:
         """The maker of this layer's codec, or what learns it."""
         name = self.keys if role == "key" else self.values
         for e in self.read():
@@ -62,8 +71,8 @@ class Composition:
         return _named(name)
 
 
-def _named(name: str) -> Backbone | TransformBackbone:
-    return transform_backbone(name) or backbone(name)
+def _named(name: str) -> Backbone | Learned:
+    return learned(name) or backbone(name)
 
 
 def _read(text: str) -> LayerException:
