@@ -21,7 +21,7 @@ from kvcal_artifacts.statistics import subspace
 from ..hashed import spread
 from .backbones import backbone
 from .codebooks import Training, subtract, train_stage
-from .innerq import channel_factor
+from .factors import channel_factor
 from .observed import taps_of
 from .seen import Seen
 from .transform import NAME as TRANSFORM
