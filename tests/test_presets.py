@@ -195,7 +195,9 @@ def test_a_recipe_is_its_options_without_a_name(folder: Path, tmp_path: Path) ->
     assert by_file.read_bytes() == by_options.read_bytes()
     bundle = load_bundle(by_file)
     assert bundle.provenance["method"] == "composed" and bundle.scheme.frame == "pre_rope"
-    assert [key for key, _ in kinds(by_file)] == [of(name, "key") for name in ("higgs-3", "uniform-4", "uniform-4", "higgs-3")]
+    assert [key for key, _ in kinds(by_file)] == [
+        of(name, "key") for name in ("higgs-3", "uniform-4", "uniform-4", "higgs-3")
+    ]
 
 
 def test_an_exception_for_a_layer_that_is_not_compressed() -> None:
