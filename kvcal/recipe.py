@@ -158,7 +158,7 @@ def with_recipe(given: dict[str, Any], said: Collection[str], plain: bool = Fals
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
     if plain and given["name"] is not None:
-        raise UsageError(f"{given['name']} and --recipe both say what to store: leave one out")
+        raise UsageError(f"{given['name']} and --recipe {given['recipe']} both say what to store: leave one out")
     recipe = read_recipe(given["recipe"])
     found = recipe.plain() if plain else recipe.options()
     return given | {name: value for name, value in found.items() if name in given}

@@ -234,7 +234,7 @@ def test_preset_from_the_config_alone(folder: Path, tmp_path: Path) -> None:
             2,
             "nothing says what to store: give a preset's name, --keys with --values, or --recipe",
         ),
-        (["kivi-2", "--recipe", "PREDICTS"], 2, "kivi-2 and --recipe both say what to store"),
+        (["kivi-2", "--recipe", "PREDICTS"], 2, "/PREDICTS both say what to store: leave one out"),
         (["--values", "kivi-2", "--recipe", "PREDICTS"], 2, "--values and --recipe both say what to store"),
         (["--recipe", "PREDICTS"], 2, "has a [predictor], which is fitted to text: use `kvcal fit-predictors`"),
         (["kivi-2", "--frame", "rope"], 2, "frame 'rope': allowed are pre_rope, post_rope"),
