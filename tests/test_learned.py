@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import Tensor
 from vector_quantize_pytorch import ResidualVQ as PublicResidualVQ
 
 import schemes
-from kvcal.capture import TapBatch
+from architectures import build
+from kvcal.capture import TapBatch, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.evaluate.outliers import outlier_twin
+from kvcal.fit import fit
+from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
 from kvcal.methods.base import Carry
 from kvcal.methods.composition import Composition, PlainComposition
@@ -30,10 +34,12 @@ from kvcal.methods.learned import (
 from kvcal.methods.plain import Preset
 from kvcal.methods.seen import Seen
 from kvcal.report.timing import PhaseTimer
+from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import MixKVQ, Predicted, ResidualVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Windows
+from models_fixture import SUFFIX
 
 SHAPE = Shape(2, 16, 32)
 SINK, TOKENS, GROUP = 4, 128, 2  # coded tokens of a window; query heads a kv head
@@ -364,3 +370,39 @@ def test_what_lies_behind_a_predictor() -> None:
     held = [pair.key.tensors() for pair in books if pair]
     names = [next(name for name in one if name.endswith("codebooks.0")) for one in held]
     assert len({one[name].data_ptr() for one, name in zip(held, names, strict=True)}) == 3
+
+
+EXAMPLES = [family.example for family in LEARNED.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("vq-2-k16", "cpu"), *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in EXAMPLES)],
+)
+def test_two_fits_on_a_device_are_alike_and_generate_there(name: str, device: str, tmp_path: Path) -> None:
+    """On a GPU in bfloat16; the bundle then serves the model on a CPU, too."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = build("Llama").requires_grad_(False).to(device, dtype)
+    text: Any = SimpleNamespace(
+        train=schemes.token_ids(10, 132, seed=1), holdout=schemes.token_ids(2, 132, seed=2), source="random",
+        sha256="0" * 64, ids_sha256="0" * 64, tokens_read=0, bos=False, column=None,
+    )  # fmt: skip
+    method = AquaKV(backbone=name, first_layer="", sink=4, recent=16, block=32)
+    made = [
+        fit(
+            method, WholeModel(model), text, tmp_path / f"{number}{SUFFIX}", model_record={}, revision=None,
+            device=torch.device(device),
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    assert made[0].path.read_bytes() == made[1].path.read_bytes()
+    assert made[0].bundle.metrics["key_relative_error"] < 0.6
+    ids = schemes.token_ids(2, 120, seed=3)
+    for place, kind in dict.fromkeys(((device, dtype), ("cpu", torch.float32))):
+        served = model.to(place, kind)
+        with load_cache(load_bundle(made[0].path), served) as cache:
+            out = served.generate(
+                ids.to(place), past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0
+            )
+            assert out.shape == (2, 128) and cache.nbytes("packed") > 0
+            assert bool(torch.isfinite(served(out[:, -1:], past_key_values=cache).logits).all())
