@@ -30,7 +30,7 @@ COMMANDS = {
 }  # fmt: skip
 OWN = ("method", "models", "matrix", "gates")  # keys of a bundle that are no options of its command
 FROM_MODEL = ("model", "revision")
-NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat")  # the build's own affair
+NOT_GIVEN = ("output", "json", "plot", "resume", "storage", "heartbeat", "name")  # the build's own affair
 HOW = ("spill", "spill_dir", "layerwise")  # changes no byte
 IN_IDENTITY = ("text", "other_text", "recipe", "device", "tasks_path", "random_weights")  # stated by content instead
 PATHS = ("recipe", "tasks_path", "spill_dir")
@@ -150,8 +150,9 @@ class _Reader:
             near = difflib.get_close_matches(str(method), COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"
             raise self._wrong(f"bundles.{bundle}.method {method!r} is not known; {hint}")
-        if method == "preset" and not has_preset:
-            raise self._wrong(f'bundles.{bundle} names no preset; give preset = "NAME"')
+        composed = "recipe" in own or {"keys", "values"} <= {*own, *own.get("matrix", {})}
+        if method == "preset" and not has_preset and not composed:
+            raise self._wrong(f'bundles.{bundle} names no preset; give preset = "NAME", or keys and values, or recipe')
         return method
 
     def _models(self, where: str, given: Any) -> list[str]:
@@ -182,7 +183,7 @@ class _Reader:
             raise self._wrong(f"{where}{both[0]}: {given['recipe']} says it too; leave one out")
         own = self._with_model(COMMANDS[method], model, given) | dict(given)
         if method == "preset":
-            own["name"] = own.pop("preset")
+            own |= {"name": own.pop("preset")} if "preset" in own else {}
         return Entry(name, model, method, self._options(COMMANDS[method], own, where), gates)
 
     def _with_model(self, command: str, model: str, given: Options) -> dict[str, Any]:
@@ -198,8 +199,8 @@ class _Reader:
             raise self._wrong(f"{where.rstrip('.')}: {odd[0]} is {given[odd[0]]!r}; it must be a whole number")
         try:
             found = self.options_of(command, placed)
-            if command == "fit-predictors":
-                found = with_recipe(found, given)
+            if command in ("fit-predictors", "preset"):
+                found = with_recipe(found, given, plain=command == "preset")
             return found
         except UsageError as error:
             raise self._wrong(f"{where.rstrip('.')}: {error}") from error

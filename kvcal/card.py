@@ -26,6 +26,7 @@ METHODS = {
     "innerq": "InnerQ: a factor a key channel, groups along the inner dimension",
     "kvtuner": "bits per layer for the least attention error (KVTuner-like)",
     "combine": "the keys of one bundle and the values of another",
+    "composed": "codecs that need no data, chosen one by one",
 }
 
 

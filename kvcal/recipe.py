@@ -13,7 +13,7 @@ sink = 4
 recent = 128
 block = 32
 
-[predictor]                           # leave it out for none
+[predictor]                           # leave it out for none: `kvcal preset`, or codecs learned without predictors
 kind = "linear"
 keys = ["k1"]
 values = ["v1", "k0"]
@@ -59,6 +59,8 @@ class Recipe:
         found: dict[str, Any] = {name: own[name] for name in ("frame", "keys", "values") if name in own}
         if "codec" in own:
             found["backbone"] = own["codec"]
+        if not self.predicts:
+            found |= {"key_inputs": "none", "value_inputs": "none"}
         found["per_layer"] = [
             text for layers, codec in own.get("layers", {}).items() for text in _exception(layers, codec)
         ]
@@ -68,6 +70,17 @@ class Recipe:
         for name, value in own.get("predictor", {}).items():
             found[OPTIONS.get(name, name)] = ",".join(value) or "none" if isinstance(value, list) else value
         return found
+
+    def plain(self) -> dict[str, Any]:
+        """The options of `kvcal preset` that it stands for, which needs no data. Raises UsageError if it predicts layers."""
+        if self.predicts:
+            raise UsageError(
+                f"recipe {self.path}: has a [predictor], which is fitted to text: use `kvcal fit-predictors`"
+            )
+        found = self.options()
+        codec = found.get("backbone")
+        wanted = {"keys": codec, "values": codec} | found
+        return {name: wanted[name] for name in ("keys", "values", "frame", "per_layer", *WINDOWS) if name in wanted}
 
 
 def _exception(layers: str, codec: str | dict[str, str]) -> list[str]:
@@ -134,9 +147,9 @@ def _kind(wanted: type) -> str:
     return names[wanted]
 
 
-def with_recipe(given: dict[str, Any], said: Collection[str]) -> dict[str, Any]:
+def with_recipe(given: dict[str, Any], said: Collection[str], plain: bool = False) -> dict[str, Any]:
     """Options with those of `--recipe` in place. said: names of those that somebody gave, be it at their default; one that the
-    recipe governs may not be among them: UsageError.
+    recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
     """
     if given.get("recipe") is None:
         return given
@@ -144,4 +157,8 @@ def with_recipe(given: dict[str, Any], said: Collection[str]) -> dict[str, Any]:
         if name in said:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
-    return given | {name: value for name, value in read_recipe(given["recipe"]).options().items() if name in given}
+    if plain and given["name"] is not None:
+        raise UsageError(f"{given['name']} and --recipe {given['recipe']} both say what to store: leave one out")
+    recipe = read_recipe(given["recipe"])
+    found = recipe.plain() if plain else recipe.options()
+    return given | {name: value for name, value in found.items() if name in given}

@@ -14,6 +14,7 @@ from typing import Any
 from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError
 
+from .methods.plain import COMPOSED, PRESETS
 from .methods.squat import TASKS, paper_settings
 
 Options = dict[str, Any]
@@ -144,12 +145,17 @@ def _preset(p: Mapping[str, Any]) -> Recorded:
     options: Options = {name: settings[name] for name in ("sink", "recent", "block")}
     if "rope" in settings:
         options["frame"] = settings["rope"]
+        own = PRESETS.get(p["method"])
+        for option, name in (("keys", "key"), ("values", "value")):
+            if settings[name] != getattr(own, name, None):
+                options[option] = settings[name]
+        options["per_layer"] = settings.get("per_layer", [])
     options |= _selection(p) | _weights(model)
     if model["revision"] is None:
         options["config_only"] = True
     elif model["random_weights"]:
         options["seed"] = int(model["revision"].removeprefix("random:"))
-    return Recorded("preset", options, (p["method"],), model=model)
+    return Recorded("preset", options, () if p["method"] == COMPOSED else (p["method"],), model=model)
 
 
 def _combine(p: Mapping[str, Any]) -> Recorded:

@@ -249,6 +249,14 @@ def test_every_method_can_be_built(base: Path) -> None:
         [bundles.scheme]
         method = "aqua-kv"
         recipe = "scheme.toml"
+        [bundles.plain-scheme]
+        method = "preset"
+        recipe = 'scheme.toml'
+        [bundles.pair]
+        method = "preset"
+        keys = "higgs-2"
+        values = "uniform-4"
+        per_layer = ["0=exact-16"]
         [bundles.many]
         models = ["small"]
         matrix = {preset = ["uniform-2", "higgs-2"], recent = [8, 16]}
@@ -277,11 +285,11 @@ def test_every_method_can_be_built(base: Path) -> None:
     assert scheme.windows.sink == 8  # the scheme recipe's, not that of [defaults]
     edit(base, 'recipe = "scheme.toml"', 'recipe = "scheme.toml"\nsink = 4')
     assert "bundles.scheme.sink: scheme.toml says it too; leave one out" in kvcal("build", base / "r.toml").complaint
-    edit(base, "\nsink = 4\n        [bundles.many]", "\n        [bundles.many]")
+    edit(base, "\nsink = 4\n        [bundles.plain-scheme]", "\n        [bundles.plain-scheme]")
     assert set(actions(build(base)).values()) == {None}
     (base / "scheme.toml").write_text((base / "scheme.toml").read_text().replace("sink = 8", "sink = 4"))
     changed = {name: why for name, why in actions(build(base, "--dry-run")).items() if why is not None}
-    assert changed == {"small-scheme": "sink: 8 -> 4"}
+    assert changed == dict.fromkeys(("small-scheme", "small-plain-scheme"), "sink: 8 -> 4")
 
 
 # What is built again.
@@ -474,6 +482,11 @@ BAD = {
         SMALL + FOUR.replace("group = 8\n", "preset = 'x'\n", 1),
         "unknown key bundles.squat.preset",
     ),
+    "preset of a learned codec": (
+        SMALL + "[bundles.x]\nmethod = 'preset'\nkeys = 'vq-2'\nvalues = 'vq-2'",
+        "small-x: codec 'vq-2' is learned from text",
+    ),
+    "preset of half a pair": (SMALL + "[bundles.x]\nmethod = 'preset'\nkeys = 'kivi-2'", "bundles.x names no preset"),
     "unknown preset": (SMALL + FOUR.replace("fp8", "fp9"), "small-plain: preset 'fp9' is not known"),
     "no bundles": (SMALL, "has no [bundles.NAME]: nothing to build"),
     "no models": ("[bundles.x]\nmethod = 'squat'", "has no [models.NAME]: nothing to build"),

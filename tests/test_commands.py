@@ -53,7 +53,8 @@ def needed(name: str, base: Path, folder: Path) -> list[str]:
     arguments: list[str] = []
     given |= {"bundle": base / f"norms{SUFFIX}"} if name in ("fold", "reproduce") else {}
     for parameter in ROOT_COMMAND.commands[name].params:
-        if parameter.required or (name in ("generate", "compare") and parameter.name == "preset"):
+        wanted = {"generate": "preset", "compare": "preset", "preset": "name"}  # one of several that would do
+        if parameter.required or wanted.get(name) == parameter.name:
             arguments += ([parameter.opts[-1]] if parameter.opts[0].startswith("-") else []) + [
                 str(given[parameter.name])
             ]

@@ -59,6 +59,32 @@ def test_pairs_under_predictors(base: Path) -> None:
     assert rows["aqua(uniform-2 + uniform-4)"]["kl"] < rows["uniform-2 + uniform-4"]["kl"]
 
 
+def test_codecs_learned_from_text_recipes_and_exceptions(base: Path, tmp_path: Path) -> None:
+    """Learned pairs are fitted without predictors, too; a recipe's row is the bundle that its command writes."""
+    (tmp_path / "plain.toml").write_text('codec = "uniform-4"\n[layers]\n"0" = "higgs-2"\n[windows]\nrecent = 16\n')
+    (tmp_path / "learned.toml").write_text('keys = "vq-2-k16"\nvalues = "uniform-4"\nframe = "post_rope"\n')
+    (tmp_path / "predicted.toml").write_text('codec = "uniform-4"\n[predictor]\nkind = "bias"\n')
+    recipes = [word for name in ("plain", "learned", "predicted") for word in ("--recipe", tmp_path / f"{name}.toml")]
+    fitting = ["--calibration", base / "words.txt", "--fit-windows", 4, "--fit-length", 96]
+    pairs = ["--keys", "uniform-2,vq-2-k16", "--values", "uniform-4", "--predict", "--per-layer", "-1=exact-16"]
+    done = kvcal("compare", *named(base), *recipes, *pairs, *fitting, "--recent", 16, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row for row in done.json["rows"]}
+    alone = ["uniform-2 + uniform-4", "vq-2-k16 + uniform-4"]
+    assert set(rows) == {"plain", "learned", "predicted", *alone, *(f"aqua({name})" for name in alone)}
+    assert rows["aqua(uniform-2 + uniform-4)"]["kl"] < rows["uniform-2 + uniform-4"]["kl"]
+    books = rows["vq-2-k16 + uniform-4"]["resident_bytes"]
+    assert 0 < books < rows["aqua(vq-2-k16 + uniform-4)"]["resident_bytes"] and rows["plain"]["resident_bytes"] > 0
+    output = tmp_path / f"plain{SUFFIX}"
+    assert kvcal("preset", "--recipe", tmp_path / "plain.toml", "--model", base / "model", "-o", output).code == 0
+    learned = tmp_path / f"learned{SUFFIX}"
+    fit = ["--model", base / "model", "--text", base / "words.txt", "--windows", 4, "--length", 96, "--output", learned]
+    assert kvcal("fit-predictors", "--recipe", tmp_path / "learned.toml", *fit).code == 0
+    seen = kvcal("compare", *named(base), "--bundle", output, "--bundle", learned, "--json").json["rows"]
+    for row in seen:
+        assert row["kl"] == rows[row["name"]]["kl"] and row["bits_per_value"] == rows[row["name"]]["bits_per_value"]
+
+
 def test_an_interrupted_comparison_goes_on(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "rows.json"
     arguments = ["compare", *named(base), *CROSS, "--output", output, "--json"]
@@ -108,6 +134,8 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
     for options, said in (
         ([], "nothing to compare"),
         (["--keys", "higgs-2"], "--keys and --values go together"),
+        (["--preset", "higgs-2", "--per-layer", "0=higgs-4"], "--per-layer is of the pairs"),
+        (["--keys", "kivi-2-scaled", "--values", "kivi-2"], "a factor changes nothing"),
         (["--keys", "higgs-9", "--values", "higgs-2"], "higgs-9"),
         (["--keys", "higgs-2,higgs-2", "--values", "higgs-2"], "two rows would be called 'higgs-2'"),
         (["--preset", "higgs-2", "--frame", "mid"], "--frame mid"),

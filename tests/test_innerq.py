@@ -22,7 +22,8 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.fit import fit
 from kvcal.folding import fold_in_place, write_folded
 from kvcal.methods.backbones import INNERQ_VALUES, backbone
-from kvcal.methods.innerq import InnerQ, channel_factor, outlier_ratios, share_pairs
+from kvcal.methods.factors import channel_factor, outlier_ratios, share_pairs
+from kvcal.methods.innerq import InnerQ
 from kvcal.methods.plain import preset
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import hf, load_bundle

@@ -1,4 +1,5 @@
-"""The contract every method keeps: walks METHODS, each at its own defaults but for the settings in SMALL.
+"""The contract every method keeps: walks METHODS, each at its own defaults but for the settings in SMALL, and AQUA-KV over
+every kind of codec that is learned from its residuals (LEARNED).
 
 A method listed in METHODS is in here without an entry anywhere else. Its defaults must suit a model of head_dim 16.
 """
@@ -27,6 +28,7 @@ from kvcal.capture import WholeModel
 from kvcal.fit import FitResult, fit
 from kvcal.methods import METHODS
 from kvcal.methods.base import settings_of
+from kvcal.methods.learned import LEARNED
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
@@ -39,13 +41,21 @@ SMALL: dict[str, Any] = {"sink": 4, "recent": 16, "block": 32, "stages": (2, 2, 
 LAYERS, LENGTH = 4, 132
 PROMPT, STEP = 120, 6  # tokens of the first call and of the two behind it, which read what it packed
 
-every_method = pytest.mark.parametrize("name", METHODS)
+UNDER = {f"aqua-kv-{family.example}": family.example for family in LEARNED.values()}
+ALL = [*METHODS, *UNDER]
+every_method = pytest.mark.parametrize("name", ALL)
 
 
 def method_of(name: str, **changes: Any) -> Any:
     """The method's defaults, made small where it has such settings."""
-    own = {f.name for f in fields(METHODS[name])}
-    return METHODS[name](**{setting: value for setting, value in (SMALL | changes).items() if setting in own})
+    kind = type_of(name)
+    own = {f.name for f in fields(kind)}
+    given = SMALL | ({"backbone": UNDER[name]} if name in UNDER else {}) | changes
+    return kind(**{setting: value for setting, value in given.items() if setting in own})
+
+
+def type_of(name: str) -> type[Any]:
+    return METHODS["aqua-kv" if name in UNDER else name]
 
 
 @dataclass
@@ -99,12 +109,12 @@ def logits(model: Any, cache: Any) -> Tensor:
 
 @every_method
 def test_what_a_method_declares(name: str) -> None:
-    method = METHODS[name]()
-    assert method.name == name and "\n" not in name
+    method = type_of(name)()
+    assert type_of(method.name) is type_of(name) and "\n" not in name
     assert is_dataclass(method) and method.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert method.taps <= {"q", "k", "v"}
     assert method.frame in ("pre_rope", "post_rope")
-    assert method == METHODS[name]()
+    assert method == type_of(name)()
 
 
 @every_method
@@ -130,7 +140,7 @@ def test_a_bundle_is_whole(name: str, shop: Workshop) -> None:
 def test_settings_survive_in_provenance(name: str, shop: Workshop) -> None:
     record = load_bundle(shop.usual(name).path).provenance
     method = method_of(name)
-    assert (record["method"], record["seed"], record["model"]) == (name, 0, {"name": "small"})
+    assert (record["method"], record["seed"], record["model"]) == (method.name, 0, {"name": "small"})
     assert record["settings"] == json.loads(json.dumps(settings_of(method)))
     assert record["settings"].keys() == {f.name for f in fields(method)}
     assert str(shop.base) not in json.dumps([record, shop.usual(name).bundle.metrics])
@@ -174,7 +184,7 @@ save_file(found, output)
 def fresh(shop: Workshop, request: pytest.FixtureRequest) -> dict[str, Tensor]:
     """What one other process, with the runtime alone, makes of the bundles of all methods under test."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    paths = {name: str(shop.usual(name).path) for name in METHODS if name in asked}
+    paths = {name: str(shop.usual(name).path) for name in ALL if name in asked}
     ids = token_ids(2, PROMPT + 2 * STEP, seed=3)
     parts = ids.split([PROMPT, STEP, STEP], 1)
     calls = {str(i): part.contiguous() for i, part in enumerate(parts)}

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from architectures import build
 from kvcal.methods.backbones import backbone
-from kvcal.methods.plain import PRESETS, preset
+from kvcal.methods.plain import PRESETS, Preset, preset
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.codecs import Higgs, Shape, Uniform
+from kvcal_artifacts.codecs import Higgs, Role, Shape, Uniform
+from kvcal_artifacts.errors import UsageError
 from models_fixture import SUFFIX, kvcal, write_model
 from schemes import numbers, tiny
 
@@ -134,6 +136,80 @@ def test_preset_with_other_windows(folder: Path, tmp_path: Path) -> None:
     assert load_bundle(output).scheme.windows.block == 16
 
 
+def kinds(path: Path) -> list[tuple[str, str]]:
+    """What each layer's key and value codecs say they are, without their sizes."""
+    return [(pair.key.describe(), pair.value.describe()) for pair in load_bundle(path).scheme.layers if pair]
+
+
+def of(name: str, role: Role, block: int = 32) -> str:
+    """What a codec says it is on the model of `folder`, in blocks of so many tokens."""
+    return backbone(name)(Shape(2, 16, block), role).describe()
+
+
+def test_codecs_and_exceptions_in_the_place_of_a_presets_own(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / f"x{SUFFIX}"
+    given = ["--values", "uniform-4", "--per-layer", "0=higgs-4", "--per-layer", "-1:keys=exact-16"]
+    done = kvcal("preset", "kivi-2", *given, "--model", folder, "--output", output, "--json")
+    assert done.code == 0, done.err
+    assert kinds(output) == [
+        (of("higgs-4", "key"), of("higgs-4", "value")),
+        *[(of("kivi-2", "key"), of("uniform-4", "value"))] * 2,
+        (of("exact-16", "key"), of("uniform-4", "value")),
+    ]
+    bundle = load_bundle(output)
+    assert vars(bundle.scheme.windows) == {"sink": 0, "recent": 32, "block": 32}, "the preset's own"
+    assert bundle.provenance["settings"]["per_layer"] == ["0=higgs-4", "-1:keys=exact-16"]
+    assert done.json["bits_per_value"] == pytest.approx(bundle.scheme.bits_per_value(), abs=1e-4)
+
+
+def test_mixkvq_beside_other_values(folder: Path, tmp_path: Path) -> None:
+    """The preset of that name is no pair of codecs by itself: its keys and windows are the same ones."""
+    plain, output = tmp_path / f"plain{SUFFIX}", tmp_path / f"x{SUFFIX}"
+    assert kvcal("preset", "mixkvq", "--model", folder, "--output", plain).code == 0
+    done = kvcal("preset", "mixkvq", "--values", "uniform-4", "--model", folder, "--output", output)
+    assert done.code == 0, done.err
+    assert load_bundle(output).scheme.windows == load_bundle(plain).scheme.windows
+    assert [key for key, _ in kinds(output)] == [key for key, _ in kinds(plain)]
+    assert {value for _, value in kinds(output)} == {of("uniform-4", "value", 128)}
+
+
+RECIPE = """
+codec = "higgs-3"
+values = "uniform-2"
+frame = "pre_rope"
+[layers]
+"1-2" = {keys = "uniform-4"}
+[windows]
+recent = 24
+"""
+
+
+def test_a_recipe_is_its_options_without_a_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text(RECIPE)
+    by_file, by_options = tmp_path / f"file{SUFFIX}", tmp_path / f"options{SUFFIX}"
+    done = kvcal("preset", "--recipe", tmp_path / "own.toml", "--model", folder, "--output", by_file)
+    assert done.code == 0, done.err
+    options = ["--keys", "higgs-3", "--values", "uniform-2", "--frame", "pre_rope", "--per-layer", "1-2:keys=uniform-4",
+               "--recent", 24]  # fmt: skip
+    assert kvcal("preset", *options, "--model", folder, "--output", by_options).code == 0
+    assert by_file.read_bytes() == by_options.read_bytes()
+    bundle = load_bundle(by_file)
+    assert bundle.provenance["method"] == "composed" and bundle.scheme.frame == "pre_rope"
+    assert [key for key, _ in kinds(by_file)] == [
+        of(name, "key") for name in ("higgs-3", "uniform-4", "uniform-4", "higgs-3")
+    ]
+
+
+def test_an_exception_for_a_layer_that_is_not_compressed() -> None:
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    model = build("Qwen2", use_sliding_window=True, sliding_window=16, layer_types=types)
+    with pytest.raises(UsageError, match=r"--per-layer 1=higgs-4: layer 1 is not compressed: "):
+        Preset("higgs-2", "higgs-2", per_layer=("1=higgs-4",)).scheme(model)
+    made = Preset("higgs-2", "higgs-2", per_layer=("0-1=higgs-4",)).scheme(model)  # and one that is
+    found = [pair and pair.key.config()["n"] for pair in made.layers]
+    assert found == [256, None, 16]
+
+
 def test_preset_from_the_config_alone(folder: Path, tmp_path: Path) -> None:
     """No weights are there; the bundle then fits any weights of the config."""
     bare, output = tmp_path / "bare", tmp_path / f"x{SUFFIX}"
@@ -150,6 +226,17 @@ def test_preset_from_the_config_alone(folder: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["kivi-9"], 2, "preset 'kivi-9' is not known; allowed are higgs-2"),
+        (["kivi-2", "--values", "vq-2"], 2, "codec 'vq-2' is learned from text: fit it with `kvcal fit-predictors"),
+        (["kivi-2", "--per-layer", "4=higgs-4"], 2, "--per-layer 4=higgs-4: the model has layers 0 to 3"),
+        (["kivi-2", "--per-layer", "0:higgs-4"], 2, "reads LAYERS=CODEC"),
+        (
+            ["--keys", "kivi-2"],
+            2,
+            "nothing says what to store: give a preset's name, --keys with --values, or --recipe",
+        ),
+        (["kivi-2", "--recipe", "PREDICTS"], 2, "/PREDICTS both say what to store: leave one out"),
+        (["--values", "kivi-2", "--recipe", "PREDICTS"], 2, "--values and --recipe both say what to store"),
+        (["--recipe", "PREDICTS"], 2, "has a [predictor], which is fitted to text: use `kvcal fit-predictors`"),
         (["kivi-2", "--frame", "rope"], 2, "frame 'rope': allowed are pre_rope, post_rope"),
         (["kivi-2", "--config-only", "--random-weights"], 2, "--config-only and --random-weights"),
         (["kivi-2", "--output", "/nowhere/x"], 1, "/nowhere is not a folder"),
@@ -157,9 +244,12 @@ def test_preset_from_the_config_alone(folder: Path, tmp_path: Path) -> None:
 )
 def test_presets_that_are_refused(folder: Path, arguments: list[str], code: int, message: str, tmp_path: Path) -> None:
     output = [] if "--output" in arguments else ["--output", tmp_path / "x"]
+    (tmp_path / "PREDICTS").write_text(f"{RECIPE}\n[predictor]\nkind = 'bias'\n")
+    arguments = [str(tmp_path / word) if word == "PREDICTS" else word for word in arguments]
     done = kvcal("preset", *arguments, "--model", folder, *output)
     assert done.code == code
     assert message in done.complaint
+    assert not (tmp_path / "x").exists()
 
 
 def test_fp8_round_trip_in_a_cache() -> None:

@@ -29,7 +29,7 @@ WIDE = ["--recent", "16", "--block", "16", "--group", "16"]
 # name -> command and options; MODEL, TEXT and the names of other bundles here are put in their places
 MADE: dict[str, list[str]] = {
     "aqua": ["fit-predictors", *SMALL, "--backbone", "higgs-2", "--per-layer", "1:keys=uniform-4", "--value-inputs", "v1"],
-    "norms": ["fit-norms", *TEXT, *CACHE, "--factors", "pair", "--exponent", "0.4"],
+    "norms": ["fit-norms", *TEXT, *CACHE, "--factors", "pair", "--exponent", "0.4", "--per-layer", "0:values=uniform-4"],
     "squat": ["measure-subspaces", *TEXT, "--rank", "2", "--recent", "8", "--block", "8", "--group", "8", "--seed", "3",
               "--other-text", "TEXT"],
     "searched": ["measure-subspaces", *TEXT, "--search", "--recent", "8", "--block", "8", "--group", "8"],
@@ -41,6 +41,9 @@ MADE: dict[str, list[str]] = {
                   "--high-dims", "8", "--trainer", "closed-form"],
     "preset": ["preset", "higgs-2", *CACHE],
     "kept": ["preset", "kivi-2", "--recent", "16", "--keep", "0.5"],
+    "composed": ["preset", "--keys", "higgs-3", "--values", "mixkvq", "--per-layer", "0=exact-16", *CACHE],
+    "changed": ["preset", "kivi-2", "--values", "uniform-4", "--per-layer", "1:keys=higgs-2"],
+    "learned": ["fit-predictors", *SMALL, "--backbone", "vq-1-k16", "--values", "inner-2-symmetric"],
     "config": ["preset", "mixkvq", "--config-only"],
     "random": ["preset", "uniform-4", "--random-weights", "--seed", "5"],
     "both": ["combine", "norms", "preset"],
@@ -108,7 +111,7 @@ def test_every_command_that_writes_a_bundle_is_among_them() -> None:
 def test_the_line_is_the_command(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What card and report print, typed beside model and text, gives the same bytes."""
     monkeypatch.chdir(base)
-    for name in ("aqua", "squat", "codebooks", "fixed"):
+    for name in ("aqua", "squat", "codebooks", "fixed", "composed", "changed"):
         was = recorded(load_bundle(make(base, name)))
         words = shlex.split(was.line(defaults_of(was.command), str(tmp_path / name)))
         assert words[0] == "kvcal" and kvcal(*words[1:]).code == 0, words

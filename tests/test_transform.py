@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvcal.evaluate.outliers import outlier_twin
-from kvcal.methods.aqua_kv import at_distances
 from kvcal.methods.backbones import backbone
 from kvcal.methods.composition import Composition
 from kvcal.methods.plain import Preset
+from kvcal.methods.seen import at_distances
 from kvcal.methods.transform import Moments, TransformBackbone, allocate, fit_transform
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Shape, Transform

@@ -17,6 +17,7 @@ from kvcal.cli.options import (
     Json,
     Keep,
     Model,
+    PerLayer,
     Presets,
     Random,
     RequireKernels,
@@ -45,6 +46,13 @@ def compare(
     values: Annotated[str | None, typer.Option(help="Value codecs.")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Each pair also under AQUA-KV's predictors.")] = False,
     first_layer: Annotated[str, typer.Option(help="Codec of layer 0 under predictors.")] = "higgs-4-wide-debiased",
+    key_inputs: Annotated[str, typer.Option(help="Of --predict, as of fit-predictors.")] = "k1",
+    value_inputs: Annotated[str, typer.Option(help="Of --predict, likewise.")] = "v1,k0",
+    per_layer: PerLayer = None,
+    recipe: Annotated[
+        list[Path] | None,
+        typer.Option(help="A recipe of fit-predictors or preset, fitted if need be; may be repeated."),
+    ] = None,
     frame: Annotated[str, typer.Option(help="Of the pairs: pre_rope or post_rope.")] = "post_rope",
     sink: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 4,
     recent: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 128,
@@ -55,8 +63,8 @@ def compare(
     max_bits: Annotated[
         float | None, typer.Option(min=0, max=32, help="Name the best row of at most so many bits.")
     ] = None,
-    calibration: Annotated[str | None, typer.Option(help="Text for --predict. Default: the model's own.")] = None,
-    fit_windows: Annotated[int | None, typer.Option(min=2, help="Calibration windows for --predict.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="Text for what is fitted. Default: the model's own.")] = None,
+    fit_windows: Annotated[int | None, typer.Option(min=2, help="Calibration windows for what is fitted.")] = None,
     fit_length: Annotated[int | None, typer.Option(min=2, help="Tokens of one.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="JSON file of all rows; a second call goes on from it.")

@@ -19,6 +19,7 @@ from kvcal.cli.options import (
     Keep,
     Layerwise,
     Model,
+    PerLayer,
     Random,
     Recent,
     Resume,
@@ -28,6 +29,7 @@ from kvcal.cli.options import (
     Text,
     WindowLength,
     WindowSeed,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
@@ -52,18 +54,14 @@ def fit_predictors(
             "--residual",
             help="Codec of the residuals: higgs-{2,3,4,2-d4}[-wide|-channel][-debiased], uniform-{1..8}[-channel], "
             "exact-{16,32,bf16}, kivi-{2,3,4,8}, turboquant-{2,3,4}, innerq-{base,hybrid,small}, "
-            "squat-{2,3,4}, mixkvq; others: see docs/methods.md.",
+            "squat-{2,3,4}, mixkvq; learned from the residuals: transform-BITS, vq-BITS, mixkvq-BITS, "
+            "squat-{2,3,4}-calibrated, CODEC-scaled, CODEC-balanced; others: see docs/methods.md.",
         ),
     ] = "higgs-2-wide-debiased",
     first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",
     keys: Annotated[str, typer.Option(help="Codec of key residuals, where not that of --backbone.")] = "",
     values: Annotated[str, typer.Option(help="Codec of value residuals, likewise.")] = "",
-    per_layer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Exceptions, LAYERS[:keys|:values]=CODEC: 0=higgs-4, 3-5:keys=uniform-4, -1=exact-16; may be repeated."
-        ),
-    ] = None,
+    per_layer: PerLayer = None,
     recipe: Annotated[
         Path | None, typer.Option(help="A TOML file with codecs, windows, frame and predictor instead of options.")
     ] = None,
@@ -105,9 +103,7 @@ def fit_predictors(
     from kvcal.commands.fit_predictors import run_fit_predictors
     from kvcal.recipe import with_recipe
 
-    sources = {name: context.get_parameter_source(name) for name in given}
-    said = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
-    result = run_fit_predictors(with_recipe(given, said), note)
+    result = run_fit_predictors(with_recipe(given, said_of(context)), note)
     if json:
         print_json(result)
     else:

@@ -19,6 +19,7 @@ from kvcal.cli.options import (
     Keep,
     Layerwise,
     Model,
+    PerLayer,
     Random,
     Recent,
     Resume,
@@ -58,6 +59,7 @@ def fit_norms(
         str | None, typer.Option(help="Another codec for keys, e.g. inner-{2,3,4}-{symmetric,asymmetric,hybrid}[-max].")
     ] = None,
     values: Annotated[str | None, typer.Option(help="Another codec for values.")] = None,
+    per_layer: PerLayer = None,
     factors: Annotated[
         str, typer.Option(help="channel: the paper's; pair: shared by a RoPE pair, which can be folded; none.")
     ] = "channel",

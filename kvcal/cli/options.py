@@ -7,6 +7,12 @@ from typing import Annotated
 
 import typer
 
+PerLayer = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Exceptions, LAYERS[:keys|:values]=CODEC: 0=higgs-4, 3-5:keys=uniform-4, -1=exact-16; may be repeated."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of a table.")]
 Model = Annotated[str, typer.Option("--model", "-m", help="Short name (see `kvcal models`), hub id, or local folder.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
@@ -53,3 +59,9 @@ Spill = Annotated[str, typer.Option(help="Where hidden states lie: device, cpu o
 SpillDir = Annotated[Path | None, typer.Option(help="Folder for --spill disk.")]
 Layerwise = Annotated[bool, typer.Option("--layerwise", help="One layer's weights on the device at a time.")]
 Resume = Annotated[bool, typer.Option(help="Go on from an interrupted run of the same settings.")]
+
+
+def said_of(context: typer.Context) -> set[str]:
+    """Names of the options that somebody gave, be it at their default."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}

@@ -7,16 +7,28 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Device, Heavy, Json, Keep, Model, Random, Revision, Seed
+from kvcal.cli.options import Device, Heavy, Json, Keep, Model, PerLayer, Random, Revision, Seed, said_of
 from kvcal.cli.output import note, print_json, print_table
 
 
 def preset(
-    name: Annotated[str, typer.Argument(help="A method without data, e.g. kivi-2; an unknown name lists them all.")],
+    context: typer.Context,
+    name: Annotated[
+        str | None, typer.Argument(help="A method without data, e.g. kivi-2; an unknown name lists them all.")
+    ] = None,
     model: Model = "tiny",
     revision: Revision = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Default: <model>-<name>.kvcal.safetensors here.")
+    ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(help="Codec of keys, in the preset's place or without one: uniform-4, higgs-2, kivi-2, …"),
+    ] = None,
+    values: Annotated[str | None, typer.Option(help="Codec of values, likewise.")] = None,
+    per_layer: PerLayer = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A TOML file with codecs, windows and frame instead of a name and options.")
     ] = None,
     sink: Annotated[int | None, typer.Option(min=0, help="First tokens kept; default: the preset's.")] = None,
     recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept; default: the preset's.")] = None,
@@ -36,11 +48,14 @@ def preset(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8."""
+    """Write a bundle for a method that needs no data: KIVI, SQuat, MixKVQ, InnerQ, TurboQuant, HIGGS, uniform, FP8, or any of
+    their codecs together.
+    """
+    given: dict[str, Any] = {option: value for option, value in locals().items() if option != "context"}
     from kvcal.commands.preset import run_preset
+    from kvcal.recipe import with_recipe
 
-    given: dict[str, Any] = dict(locals())
-    found = run_preset(given, note)
+    found = run_preset(with_recipe(given, said_of(context), plain=True), note)
     if json:
         print_json(found)
     else:

@@ -6,7 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from ..kept import Batches as KeptBatches
 from ..kept import Work, beside, short
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
-from ..methods.plain import DataFree, Preset, preset
+from ..methods.plain import DataFree, Preset, composed, preset
+from ..recipe import Recipe, read_recipe
 from ..workbench import cache_makers, open_model
 from .common import (
     Say,
@@ -42,6 +43,8 @@ from .common import (
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .guard import outlier_warnings, unmeasured
+
+UNPREDICTED = {"first_layer": "", "key_inputs": "none", "value_inputs": "none"}
 
 
 @dataclass(frozen=True)
@@ -61,31 +64,47 @@ def listed(text: str | None) -> list[str]:
 
 
 def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate]:
-    """Presets and bundles as named, then every pair of --keys and --values, plain and, if asked for, under predictors."""
+    """Presets, bundles and recipes as named, then every pair of --keys and --values, plain and, if asked for, predicted. What
+    has codecs learned from text is fitted, with predictors or without.
+    """
     found = [Candidate(name, preset(name)) for name in o["preset"] or []]
     for path in o["bundle"] or []:
         bundle = load_bundle(path)
         found.append(Candidate(bundle.name, bundle))
+    found += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
     windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+    per_layer = tuple(o["per_layer"] or ())
     if bool(listed(o["keys"])) != bool(listed(o["values"])):
         raise UsageError("--keys and --values go together: every pair of one and the other is a row")
     for key, value in itertools.product(listed(o["keys"]), listed(o["values"])):
-        Composition(key, value)  # names checked before any model is loaded
+        learns = Composition(key, value, per_layer).learns  # names are checked before any model is loaded
         name = key if key == value else f"{key} + {value}"
-        found.append(Candidate(name, Preset(key, value, o["frame"], **windows)))
+        own = fit_options | windows | {"keys": key, "values": value, "per_layer": per_layer, "frame": o["frame"]}
+        alone = Preset(key, value, o["frame"], **windows, per_layer=per_layer)
+        found.append(Candidate(name, aqua_method(own | UNPREDICTED) if learns else alone))
         if o["predict"]:
-            own = (
-                fit_options
-                | windows
-                | {"keys": key, "values": value, "first_layer": o["first_layer"], "frame": o["frame"]}
-            )
+            own |= {"first_layer": o["first_layer"]}
+            own |= {inputs: o[inputs] for inputs in ("key_inputs", "value_inputs")}
             found.append(Candidate(f"aqua({name})", aqua_method(own)))
     names = [one.name for one in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
     if not found:
-        raise UsageError("nothing to compare: give --preset, --bundle, or --keys with --values")
+        raise UsageError("nothing to compare: give --preset, --bundle, --recipe, or --keys with --values")
+    if per_layer and not listed(o["keys"]):
+        raise UsageError("--per-layer is of the pairs of --keys and --values: give them, or put it into a recipe")
     return found
+
+
+def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
+    """What a recipe of `kvcal fit-predictors` or `kvcal preset` describes."""
+    method = aqua_method(fit_options | recipe.options())
+    if recipe.predicts or method.composition.learns:
+        return method
+    own = recipe.plain()
+    keys, values, per_layer = own.pop("keys"), own.pop("values"), tuple(own.pop("per_layer"))
+    own |= {"rope": own.pop("frame")} if "frame" in own else {}
+    return replace(composed(None, keys, values, per_layer), **own)
 
 
 def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dict[str, Any]:

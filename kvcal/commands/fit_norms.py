@@ -27,6 +27,7 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
         factors=o["factors"],
         exponent=o["exponent"],
         powers_of_two=o["powers_of_two"],
+        per_layer=tuple(o["per_layer"] or ()),
         sink=o["sink"],
         recent=o["recent"],
         block=o["block"],

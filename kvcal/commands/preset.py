@@ -12,15 +12,16 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
 from .. import __version__, models
-from ..methods.plain import DataFree, Preset, preset
+from ..methods.base import settings_of
+from ..methods.plain import COMPOSED, DataFree, Preset, composed
 from ..workbench import key_probe, model_record, pick_device, pick_dtype
 from .common import Say, given_selection, output_for
 from .guard import guard_window, outlier_warnings
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
-    """The preset of that name, windows and frame as far as given in their place."""
-    own = preset(o["name"])
+    """The preset of that name, codecs, windows and frame as far as given in their place; or the codecs without a name."""
+    own = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
     given = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
     if isinstance(own, Preset):
         given["rope"] = o["frame"]
@@ -38,14 +39,15 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
     source = models.resolve(o["model"], o["revision"])
-    output = output_for(o, source, o["name"])
+    name = o["name"] or COMPOSED
+    output = output_for(o, source, name)
     pick_device(o["device"])  # refused before anything is written
     model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
     record = {
         "tool": f"kvcal {__version__}",
-        "method": o["name"],
-        "settings": asdict(method),
+        "method": name,
+        "settings": settings_of(method),
         "model": model_record(source, revision, o["random_weights"]),
     }
     if selection is not None:
@@ -54,7 +56,7 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
     bundle = Bundle(fingerprint, scheme, record)
     sha256 = bundle.write(output)
     if o["check"] and not (o["config_only"] or o["random_weights"]):
-        for line in _warnings(source, {o["name"]: scheme}, o["device"]):
+        for line in _warnings(source, {name: scheme}, o["device"]):
             say(line)
     return {
         "bundle": str(output),

@@ -172,7 +172,10 @@ class Rerun:
         """All options of the command, the recorded ones as the command line would take them."""
         if was.command == "combine":
             return {}
-        own, needed = dict(was.options), {"name": was.positional[0]} if was.command == "preset" else {}
+        own, needed = (
+            dict(was.options),
+            {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
+        )
         if was.command == "fold":
             needed = {"bundle": "bundle", "output": own.pop("output")}  # places, which `make` fills in
         allowed = set(self.defaults_of(was.command)) - NOT_RECORDED

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import store
-from kvcal_artifacts.codecs import Codec, Context, Exact, MixKVQ, Packed, Predicted, Predictor
+from kvcal_artifacts.codecs import Codec, Context, MixKVQ, Packed, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.hf import AttentionSite, output_projection
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import Composition
+from .learned import Learned
 from .mixkvq import TierSizes
 from .mlp import MLPSettings, fit_mlp
 from .observed import taps_of, window_statistics
 from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
-from .transform import Moments, TransformBackbone
+from .seen import Seen
 
 PREDICTOR_KINDS = ("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias")
 KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k2")
@@ -156,35 +156,13 @@ class _LayerRun:
         """The backbone, behind a predictor fitted on the training windows if there are inputs."""
         make = self.method.composition.codec(self.layer, self.carry.layers, role)
         predictor = self._fit(inputs, frozenset(want)) if inputs else None
-        if isinstance(make, TransformBackbone):
-            inner: Codec = make.fit(self.carry.shape, role, self._moments(role, predictor, inputs))
+        if isinstance(make, Learned):
+            windows, frame = self.method.windows, self.method.frame
+            seen = Seen(self.layer, role, windows, frame, self.taps, self.carry, predictor, inputs)
+            inner = make.learn(seen)
         else:
             inner = make(self.carry.shape, role)
         return inner if predictor is None else Predicted(inner, predictor, inputs)
-
-    def _moments(self, role: Role, predictor: Predictor | None, inputs: tuple[str, ...]) -> Moments:
-        """Of what the codec will store, and of what it will be multiplied by; training windows."""
-        carry, frame, site = self.carry, self.method.frame, self.taps.site
-        found: Moments | None = None
-        want = frozenset({"k", "q"} if role == "key" else {"v"})
-        for batch in self.taps.batches(want, frame, rows=slice(0, carry.train)):
-            x = batch.k if role == "key" else batch.v
-            assert x is not None
-            found = found or Moments(carry.shape, x.device)
-            with carry.timer("moments"):
-                residual = carry.coded(x).float()
-                if predictor is not None:
-                    context = carry.context(self.layer, inputs, batch.rows)
-                    residual = residual - Predicted(Exact(carry.shape, role), predictor, inputs).predict(
-                        context, predictor.working()
-                    )
-                found.add(residual)
-                if batch.q is not None:
-                    found.weigh(at_distances(site, batch.q, self.taps.rope) if frame == "pre_rope" else batch.q)
-        assert found is not None
-        if role == "value" and (projection := output_projection(site)) is not None:
-            found.weigh_output(projection)
-        return found
 
     def encode_keys(self, codec: Codec) -> HoldoutError:
         """Keys of all windows to reconstructions in the carry (Algorithm 1 lines 14 and 15)."""
@@ -260,20 +238,6 @@ class _LayerRun:
             settings = MLPSettings(norm=method.predictor == "mlp", epochs=method.mlp_epochs)
             with torch.enable_grad():
                 return fit_mlp(lambda: self._pairs(inputs, want), gram, tokens, settings)
-
-
-def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Queries before RoPE (B, heads, T, D) as keys before RoPE meet them: each turned by its distance to a token before it.
-
-    q at t and k at s score q . R(s - t) k = (R(t - s) q) . k. The distance of the query at t is drawn from 0 to t, seeded.
-    """
-    if rope is None:
-        return queries
-    length = queries.shape[2]
-    drawn = torch.rand(length, generator=torch.Generator().manual_seed(0)) * torch.arange(1, length + 1)
-    at = drawn.long().to(queries.device)
-    cos, sin = (t[:, at] for t in rope)
-    return site.rotate(queries, cos, sin)
 
 
 def reconstruct(codec: Codec, x: Tensor, context: Context) -> tuple[Packed, Tensor, Tensor | None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
-
-from .transform import transform_backbone
 
 Backbone = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
@@ -64,11 +63,17 @@ def _squat(bits: int, group: int = KIVI_GROUP) -> Backbone:
     return make
 
 
-def _mixkvq(shape: Shape, role: Role) -> Codec:
-    """MixKVQ's keys at the thresholds of the preset, its first tier in float16; its values are KIVI's of 2 bits."""
-    if role == "value":
-        return _kivi(2)(shape, role)
-    return MixKVQ(shape, role, group=divisor(KIVI_GROUP, shape.block))
+def _mixkvq(full: int | None = None, four: int | None = None) -> Backbone:
+    """MixKVQ's keys, the first tier in float16: at the thresholds of the preset, or so many channels a head in the first two
+    tiers. Its values are KIVI's of 2 bits.
+    """
+
+    def make(shape: Shape, role: Role) -> Codec:
+        if role == "value":
+            return _kivi(2)(shape, role)
+        return MixKVQ(shape, role, group=divisor(KIVI_GROUP, shape.block), full=full, four=four)
+
+    return make
 
 
 def _inner(bits: int, mode: str, search: bool) -> Backbone:
@@ -120,7 +125,7 @@ def _table() -> dict[str, Backbone]:
     for bits in (2, 3, 4):
         table[f"squat-{bits}"] = _squat(bits)
         table[f"kivi-{bits}-g128"], table[f"squat-{bits}-g128"] = _kivi(bits, 128), _squat(bits, 128)
-    table["mixkvq"] = _mixkvq
+    table["mixkvq"] = _mixkvq()
     for bits, dtype in ((16, "float16"), (32, "float32")):
         table[f"exact-{bits}"] = lambda shape, role, dtype=dtype: Exact(shape, role, dtype)  # type: ignore[misc]
     table["exact-bf16"] = lambda shape, role: Exact(shape, role, "bfloat16")
@@ -129,28 +134,39 @@ def _table() -> dict[str, Backbone]:
 
 BACKBONES = _table()
 
-# Names of methods and of the format's codecs that have no meaning without their own calibration -> its command.
+# Names of methods and of the format's codecs that mean nothing by themselves -> their own command; what to name instead.
 FITTED = {
-    "vqkv": "train-codebooks",
-    "residual-vq": "train-codebooks",
-    "kvtuner": "tune-bits",
-    "scaled": "fit-norms",
-    "innerq": "fit-norms",
-    "squat": "measure-subspaces",
-    "predicted": "fit-predictors",
-    "aqua-kv": "fit-predictors",
+    "vqkv": ("train-codebooks", "codebooks of residuals are vq-2 or vq-2-k4096"),
+    "residual-vq": ("train-codebooks", "codebooks of residuals are vq-2 or vq-2-k4096"),
+    "kvtuner": ("tune-bits", "bits of layers go into --per-layer"),
+    "scaled": ("fit-norms", "with factors a codec is CODEC-scaled, as inner-3-symmetric-scaled"),
+    "innerq": ("fit-norms", "InnerQ is innerq-base, with factors of residuals innerq-base-plain-scaled"),
+    "squat": ("measure-subspaces", "SQuat is squat-2, with a subspace from text squat-2-calibrated"),
+    "predicted": ("fit-predictors", "name what codes the residuals, as higgs-2-wide-debiased"),
+    "aqua-kv": ("fit-predictors", "name what codes the residuals, as higgs-2-wide-debiased"),
 }
+FIXED_TIERS = re.compile(r"mixkvq-(\d+)-(\d+)")
 
 
 def backbone(name: str) -> Backbone:
-    """The codec maker of that name; UsageError naming what is allowed."""
-    if transform_backbone(name) is not None:
-        raise UsageError(f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`")
+    """The maker of that name, of a codec that needs no data; UsageError naming what is allowed."""
+    from .learned import LEARNED, learned
+
+    if name in BACKBONES:
+        return BACKBONES[name]
+    if found := FIXED_TIERS.fullmatch(name):
+        return _mixkvq(int(found[1]), int(found[2]))
     if name in FITTED:
+        command, instead = FITTED[name]
         raise UsageError(
-            f"codec {name!r} needs a fit of its own (`kvcal {FITTED[name]}`): it cannot be made by its name, under predictors "
-            "or in a preset; name a codec without data, as higgs-2-wide-debiased or kivi-2"
+            f"codec {name!r} needs a fit of its own (`kvcal {command}`), its name alone is no codec; {instead}"
         )
-    if name not in BACKBONES:
-        raise UsageError(f"codec {name!r} is not known; allowed are {', '.join(BACKBONES)}")
-    return BACKBONES[name]
+    if learned(name) is not None:
+        raise UsageError(
+            f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`, without predictors "
+            "with --key-inputs none --value-inputs none"
+        )
+    raise UsageError(
+        f"codec {name!r} is not known; allowed are {', '.join(BACKBONES)}, mixkvq-FULL-FOUR, and where they are learned "
+        f"from text {', '.join(LEARNED)}"
+    )

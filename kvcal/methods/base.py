@@ -101,14 +101,16 @@ class Finishing(Protocol):
         """What fit_layer gave for each layer -> the bundle's codecs and metrics. Not in checkpoints: it runs at every end."""
 
 
-def same_everywhere(model: nn.Module, windows: Windows, frame: Frame, pair: Callable[[Shape], LayerCodecs]) -> Scheme:
-    """One pair of codecs for all layers; those that cannot be compressed are skipped with the reason."""
+def layer_by_layer(
+    model: nn.Module, windows: Windows, frame: Frame, pair: Callable[[int, Shape], LayerCodecs]
+) -> Scheme:
+    """A pair of codecs for each layer, by its number; those that cannot be compressed are skipped with the reason."""
     config = hf.config_of(model)
     skipped = hf.unsupported_layers(config)
     if len(skipped) == config.num_hidden_layers:
         raise UsageError(f"{config.model_type}: no layer can be compressed: {skipped[0]}")
     shape = hf.layer_shape(config, windows.block)
-    layers = tuple(None if i in skipped else pair(shape) for i in range(config.num_hidden_layers))
+    layers = tuple(None if i in skipped else pair(i, shape) for i in range(config.num_hidden_layers))
     return Scheme(windows, frame, layers, skipped)
 
 

@@ -7,13 +7,14 @@ from the end, -1. The last exception that names a layer holds.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import UsageError
 
 from .backbones import Backbone, backbone
-from .transform import TransformBackbone, transform_backbone
+from .learned import Learned, learned
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}
@@ -28,22 +29,25 @@ class LayerException:
     role: Role | None
     codec: str
 
-    def holds(self, layer: int, layers: int, role: Role) -> bool:
+    def names(self, layer: int, layers: int) -> bool:
         first, last = (n + layers if n < 0 else n for n in (self.first, self.last))
-        return first <= layer <= last and self.role in (None, role)
+        return first <= layer <= last
+
+    def holds(self, layer: int, layers: int, role: Role) -> bool:
+        return self.names(layer, layers) and self.role in (None, role)
 
 
 @dataclass(frozen=True)
-class Composition:
-    """keys, values: codecs by name (see backbones); exceptions in the order given."""
+class _Names:
+    """keys, values: codecs by name; exceptions in the order given."""
 
     keys: str
     values: str
     exceptions: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in (self.keys, self.values, *(e.codec for e in self.read())):
-            _named(name)
+    @property
+    def names(self) -> list[str]:
+        return [self.keys, self.values, *(e.codec for e in self.read())]
 
     def read(self) -> list[LayerException]:
         return [_read(text) for text in self.exceptions]
@@ -54,16 +58,53 @@ class Composition:
             if not -layers <= e.first < layers or not -layers <= e.last < layers:
                 raise UsageError(f"--per-layer {text}: the model has layers 0 to {layers - 1} (or -{layers} to -1)")
 
-    def codec(self, layer: int, layers: int, role: Role) -> Backbone | TransformBackbone:
-        """The maker of this layer's codec, or what learns it."""
+    def check_reach(self, layers: int, skipped: Mapping[int, str]) -> None:
+        """Raises UsageError for an exception of none but skipped layers: index -> reason."""
+        for text, e in zip(self.exceptions, self.read(), strict=True):
+            named = [layer for layer in range(layers) if e.names(layer, layers)]
+            if named and all(layer in skipped for layer in named):
+                raise UsageError(f"--per-layer {text}: layer {named[0]} is not compressed: {skipped[named[0]]}")
+
+    def name(self, layer: int, layers: int, role: Role) -> str:
+        """Of this layer's codec."""
         name = self.keys if role == "key" else self.values
         for e in self.read():
             name = e.codec if e.holds(layer, layers, role) else name
-        return _named(name)
+        return name
 
 
-def _named(name: str) -> Backbone | TransformBackbone:
-    return transform_backbone(name) or backbone(name)
+@dataclass(frozen=True)
+class Composition(_Names):
+    """Of codecs with and without data, where there is text to learn from."""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            _named(name)
+
+    @property
+    def learns(self) -> bool:
+        """Whether any of its codecs is learned from text."""
+        return any(learned(name) is not None for name in self.names)
+
+    def codec(self, layer: int, layers: int, role: Role) -> Backbone | Learned:
+        """The maker of this layer's codec, or what learns it."""
+        return _named(self.name(layer, layers, role))
+
+
+@dataclass(frozen=True)
+class PlainComposition(_Names):
+    """Of codecs that need no data; UsageError for others."""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            backbone(name)
+
+    def codec(self, layer: int, layers: int, role: Role) -> Backbone:
+        return backbone(self.name(layer, layers, role))
+
+
+def _named(name: str) -> Backbone | Learned:
+    return learned(name) or backbone(name)
 
 
 def _read(text: str) -> LayerException:

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Codec, Scaled, Uniform
-from kvcal_artifacts.codecs.base import to_half
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture import LayerTaps, TapBatch
-from .backbones import INNERQ_KEYS, INNERQ_VALUES, backbone
+from .backbones import INNERQ_KEYS, INNERQ_VALUES
 from .base import Carry, HoldoutError, LayerFit, flat
+from .composition import PlainComposition
+from .factors import channel_factor, outlier_ratios, share_pairs
 
 FACTORS = ("channel", "pair", "none")
-LEAST = 1e-4  # of the head's median: what a channel counts at least, so that dead ones do not get factors near zero
-SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of two
 QUERIES = 64  # a window's last ones, whose logits are compared
 
 
 @dataclass(frozen=True)
 class InnerQ:
-    """key, value: names of codecs (see backbones); the defaults are InnerQ_Base. Windows of section 5.1.
+    """key, value: names of codecs (see backbones); the defaults are InnerQ_Base. per_layer: exceptions (see composition).
+    Windows of section 5.1.
 
     factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs), "none".
     exponent: f = (max |K_c|) ** exponent, the paper's 0.5. powers_of_two: rounded to them: folding is exact in any dtype.
@@ -45,6 +45,7 @@ class InnerQ:
     factors: str = "channel"
     exponent: float = 0.5
     powers_of_two: bool = False
+    per_layer: tuple[str, ...] = ()
     sink: int = 32
     recent: int = 96
     block: int = 32
@@ -54,9 +55,11 @@ class InnerQ:
             raise UsageError(f"factors {self.factors!r}: allowed are {', '.join(FACTORS)}")
         if not 0 < self.exponent <= 1:
             raise UsageError(f"exponent {self.exponent}: must be above 0 and at most 1")
-        backbone(self.key)
-        backbone(self.value)
-        self.windows  # noqa: B018  validates
+        self.composition, self.windows  # noqa: B018  validates
+
+    @property
+    def composition(self) -> PlainComposition:
+        return PlainComposition(self.key, self.value, self.per_layer)
 
     @property
     def windows(self) -> Windows:
@@ -70,8 +73,11 @@ class InnerQ:
         return {}
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
+        self.composition.check(carry.layers)
         largest = self._largest(taps, carry)
-        inner, value = backbone(self.key)(carry.shape, "key"), backbone(self.value)(carry.shape, "value")
+        codec = self.composition.codec
+        inner = codec(layer, carry.layers, "key")(carry.shape, "key")
+        value = codec(layer, carry.layers, "value")(carry.shape, "value")
         key = inner if self.factors == "none" else Scaled(inner, self._factor(largest, taps).cpu())
         errors = _Errors(key, inner, value)
         for batch in taps.batches(self.taps, self.frame, advance=True):
@@ -99,27 +105,6 @@ class InnerQ:
             largest = share_pairs(largest, hf.rope_partners(taps.site, taps.rope[0].shape[-1]))
         factor = channel_factor(largest, self.exponent)
         return torch.exp2(factor.float().log2().round()).half() if self.powers_of_two else factor
-
-
-def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
-    """InnerQ section 4.3: norm_c = sqrt(max |K_c|). largest (..., D) float32, not negative -> float16 (..., D), positive.
-
-    A channel counts at least 1e-4 of its head's median; a head without any key has factor 1.
-    """
-    floored = largest.maximum(LEAST * largest.median(-1, keepdim=True).values)
-    floored = torch.where(floored > 0, floored, 1.0)
-    return to_half(floored.pow(exponent).clamp_min(SMALLEST), "channel factor")
-
-
-def share_pairs(largest: Tensor, partners: Tensor) -> Tensor:
-    """(..., D), each channel and its RoPE partner at the larger of the two. partners: hf.rope_partners."""
-    return largest.maximum(largest[..., partners.to(largest.device)])
-
-
-def outlier_ratios(largest: Tensor) -> Tensor:
-    """max |K_c| over the median channel of its head. (H, D) -> (H, D); 1 in a head without any key."""
-    middle = largest.median(-1, keepdim=True).values
-    return torch.where(middle > 0, largest / middle.clamp_min(1e-30), 1.0)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 from ..capture import LayerTaps
 from .attention import OutputError, probe
 from .backbones import divisor
-from .base import Carry, LayerFit, same_everywhere
+from .base import Carry, LayerFit, layer_by_layer
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class MixKVQ:
     def scheme(self, model: Any) -> Scheme:
         """These thresholds for a model, uncalibrated: what a block takes is known when it is packed."""
 
-        def pair(shape: Shape) -> LayerCodecs:
+        def pair(layer: int, shape: Shape) -> LayerCodecs:
             return LayerCodecs(self.key_codec(shape, model.dtype), self.value_codec(shape))
 
-        return same_everywhere(model, self.windows, self.frame, pair)
+        return layer_by_layer(model, self.windows, self.frame, pair)
 
     def buffers(self) -> dict[str, str]:
         return {}

@@ -1,22 +1,30 @@
-"""Methods that need no data: one codec for all keys, one for all values. Presets of `kvcal eval --preset`."""
+"""Methods that need no data: one codec for keys, one for values, exceptions by layer. Presets of `kvcal eval --preset`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from kvcal_artifacts import hf
+from kvcal_artifacts.codecs import Codec, Role, Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
-from .backbones import INNERQ_VALUES, backbone
-from .base import same_everywhere
+from .backbones import INNERQ_VALUES
+from .base import layer_by_layer
+from .composition import PlainComposition
 from .mixkvq import MixKVQ
+
+COMPOSED = "composed"  # in place of a preset's name, where codecs are named one by one
+ROLES: tuple[Role, Role] = ("key", "value")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """key, value: names of codecs (see backbones). AQUA-KV's windows by default; presets of other papers have theirs."""
+    """key, value: names of codecs (see backbones); per_layer: exceptions (see composition). AQUA-KV's windows by default;
+    presets of other papers have theirs.
+    """
 
     key: str
     value: str
@@ -24,16 +32,28 @@ class Preset:
     sink: int = 4
     recent: int = 128
     block: int = 32
+    per_layer: tuple[str, ...] = ()
+
+    @property
+    def composition(self) -> PlainComposition:
+        return PlainComposition(self.key, self.value, self.per_layer)
 
     def scheme(self, model: nn.Module) -> Scheme:
         """The preset for this model; layers that cannot be compressed are skipped with the reason."""
         if self.rope not in FRAMES:
             raise UsageError(f"frame {self.rope!r}: allowed are {', '.join(FRAMES)}")
         windows = Windows(self.sink, self.recent, self.block)
-        return same_everywhere(
-            model, windows, self.rope,
-            lambda shape: LayerCodecs(backbone(self.key)(shape, "key"), backbone(self.value)(shape, "value")),
-        )  # fmt: skip
+        composition, layers = self.composition, hf.config_of(model).num_hidden_layers
+        composition.check(layers)
+
+        def codec(layer: int, shape: Shape, role: Role) -> Codec:
+            return composition.codec(layer, layers, role)(shape, role)
+
+        made = layer_by_layer(
+            model, windows, self.rope, lambda layer, shape: LayerCodecs(*(codec(layer, shape, role) for role in ROLES))
+        )
+        composition.check_reach(layers, made.skipped)
+        return made
 
 
 DataFree = Preset | MixKVQ  # what has a scheme without calibration
@@ -59,6 +79,25 @@ PRESETS: dict[str, DataFree] = {
     "exact": Preset("exact-32", "exact-32"),
     "mixkvq": MixKVQ(),
 }
+
+
+def composed(name: str | None, keys: str | None, values: str | None, per_layer: tuple[str, ...]) -> DataFree:
+    """A preset, other codecs in place of its own as far as given; or, without a name, these codecs. Raises UsageError where
+    they do not suffice.
+    """
+    if name is None:
+        if keys is None or values is None:
+            raise UsageError("nothing says what to store: give a preset's name, --keys with --values, or --recipe")
+        made = Preset(keys, values, per_layer=per_layer)
+    else:
+        own = preset(name)
+        if keys is None and values is None and not per_layer:
+            return own
+        if isinstance(own, MixKVQ):  # the same codecs by their names
+            own = Preset("mixkvq", "mixkvq", sink=own.sink, recent=own.recent, block=own.block)
+        made = replace(own, key=keys or own.key, value=values or own.value, per_layer=per_layer)
+    made.composition  # noqa: B018  names are checked
+    return made
 
 
 def preset(name: str) -> DataFree:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.codecs.transform import MSE
 from kvcal_artifacts.errors import UsageError
+
+if TYPE_CHECKING:
+    from .seen import Seen
 
 NAME = re.compile(r"transform-(?P<bits>\d(\.\d+)?)(?P<gain>-debiased)?")
 FLOOR = 1e-5  # of the mean: the smallest metric and variance of a direction, so that all have an inverse in float16
@@ -36,9 +40,12 @@ class TransformBackbone:
     bits: float
     gain: str = "mse"
 
-    def fit(self, shape: Shape, role: Role, seen: Moments) -> Transform:
-        spread, mean = seen.covariance()
-        return fit_transform(shape, role, spread, seen.metric(), mean, self.bits, self.gain)
+    def learn(self, seen: Seen) -> Transform:
+        return self.fit(seen.shape, seen.role, seen.moments())
+
+    def fit(self, shape: Shape, role: Role, found: Moments) -> Transform:
+        spread, mean = found.covariance()
+        return fit_transform(shape, role, spread, found.metric(), mean, self.bits, self.gain)
 
 
 def transform_backbone(name: str) -> TransformBackbone | None:

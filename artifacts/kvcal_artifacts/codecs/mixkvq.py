@@ -165,19 +165,21 @@ class MixKVQ(Codec):
         """Salience (B, H, N, D) -> channels tier by tier, int64 (B, H, N, D); where the second and the third tier begin,
         int64 (B, H, N).
         """
-        dim = self.shape.dim
-        if self.full is not None and self.four is not None:
-            first = torch.full_like(salience[..., 0], self.full, dtype=torch.long)
-            second = first + self.four
-        else:
-            unit = _median(salience) if self.normalise == "median" else torch.ones_like(salience[:, :1, :, :1])
-            first = self._rounded((salience > self.tau_high * unit).sum(-1))
-            second = torch.maximum(first, self._rounded((salience > self.tau_low * unit).sum(-1)))
+        dim, (first, second) = self.shape.dim, self.bounds(salience)
         order = salience.argsort(dim=-1, descending=True, stable=True)
         rank = order.argsort(-1)
         tier = (rank >= first[..., None]).long() + (rank >= second[..., None])
         channel = torch.arange(dim, device=salience.device)
         return (tier * dim + channel).argsort(-1), first, second
+
+    def bounds(self, salience: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the second and the third tier begin: salience (B, H, N, D) -> two int64 (B, H, N)."""
+        if self.full is not None and self.four is not None:
+            first = torch.full_like(salience[..., 0], self.full, dtype=torch.long)
+            return first, first + self.four
+        unit = _median(salience) if self.normalise == "median" else torch.ones_like(salience[:, :1, :, :1])
+        first = self._rounded((salience > self.tau_high * unit).sum(-1))
+        return first, torch.maximum(first, self._rounded((salience > self.tau_low * unit).sum(-1)))
 
     def _rounded(self, count: Tensor) -> Tensor:
         step = self.round_up

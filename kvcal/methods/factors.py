@@ -1,0 +1,32 @@
+"""Factors that even key channels out (InnerQ section 4.3), from how large each channel is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcal_artifacts.codecs.base import to_half
+
+LEAST = 1e-4  # of the head's median: what a channel counts at least, so that dead ones do not get factors near zero
+SMALLEST = 2.0**-14  # the smallest float16 of full precision, and a power of two
+
+
+def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
+    """InnerQ section 4.3: norm_c = sqrt(max |K_c|). largest (..., D) float32, not negative -> float16 (..., D), positive.
+
+    A channel counts at least 1e-4 of its head's median; a head without any key has factor 1.
+    """
+    floored = largest.maximum(LEAST * largest.median(-1, keepdim=True).values)
+    floored = torch.where(floored > 0, floored, 1.0)
+    return to_half(floored.pow(exponent).clamp_min(SMALLEST), "channel factor")
+
+
+def share_pairs(largest: Tensor, partners: Tensor) -> Tensor:
+    """(..., D), each channel and its RoPE partner at the larger of the two. partners: hf.rope_partners."""
+    return largest.maximum(largest[..., partners.to(largest.device)])
+
+
+def outlier_ratios(largest: Tensor) -> Tensor:
+    """max |K_c| over the median channel of its head. (H, D) -> (H, D); 1 in a head without any key."""
+    middle = largest.median(-1, keepdim=True).values
+    return torch.where(middle > 0, largest / middle.clamp_min(1e-30), 1.0)
