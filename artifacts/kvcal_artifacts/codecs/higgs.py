@@ -28,9 +28,10 @@ from torch import Tensor
 
 from kvcal_kernels import attention, rotated
 from kvcal_kernels.attention import Blocks, Form, Grid, grids
-from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, tree_sum, unrotate
+from kvcal_kernels.hadamard import largest_power_of_two, root, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.quantise import GridRule
 from kvcal_kernels.rotated import Rotated
 
 from ..errors import KVCalError
@@ -126,7 +127,7 @@ class Higgs(Codec):
         """Codes as `codes` gives them, and norms as they are stored."""
         vectors = self._vectors(blocks)
         groups = rotate(vectors, self.sign, self.rotation_width).unflatten(-1, (self._norms, -1))
-        norm = (tree_sum(groups * groups) / groups.shape[-1]).sqrt()
+        norm = root(tree_sum(groups * groups) / groups.shape[-1])
         stored = to_half(norm * self._gain, "norm")
         unit = self._gain / stored.float().clamp_min(1e-30)
         scaled = (groups * unit[..., None]).flatten(-2)
@@ -170,6 +171,18 @@ class Higgs(Codec):
 
     def fused(self) -> Form | str:
         return self._form
+
+    def rule(self) -> GridRule | str:
+        """How quantise's kernel writes these blocks; else why it cannot."""
+        if isinstance(self._form, str):
+            return self._form
+        assert self._look_up is not None
+        try:
+            made = GridRule(self._form, self._look_up, self._gain)
+        except ValueError as error:
+            return f"no kernel quantises for a {error}"
+        _ = made.table  # made now: no graph of a step may wait for it
+        return made
 
     def for_decoding(self) -> Higgs:
         """With blocks as the reconstruction kernel reads them."""

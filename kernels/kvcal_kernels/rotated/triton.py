@@ -1,5 +1,5 @@
 """`encode` of reference.py for NVIDIA GPUs: rotation, norm and nearest point in one launch; a program takes a few whole
-tokens.
+tokens. Its parts, and codes to words, are also what quantise/triton.py packs grids by.
 
 Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
 one fused operation for each further number, and the first of the lowest is taken.
@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention import grids
 from ..hadamard import largest_power_of_two
 from . import reference
 from .reference import Rotated
 
 NONFINITE, SCALE = tl.constexpr(reference.NONFINITE), tl.constexpr(reference.SCALE)
 HALF_MAX, LEAST = tl.constexpr(reference.HALF_MAX), tl.constexpr(reference.LEAST)
+ALIGNED, OVER = tl.constexpr(grids.ALIGNED), tl.constexpr(32 - grids.ALIGNED)
+LOW = tl.constexpr((1 << grids.ALIGNED) - 1)
 NUMBERS = 4096  # of a program
 
 
@@ -55,6 +58,111 @@ def _nearest(parts, p_points, p_half, n, D: tl.constexpr, ASM: tl.constexpr):
     return code
 
 
+@triton.jit
+def rotate_rows(x, sign, scale, ROWS: tl.constexpr, N: tl.constexpr, LOG_WIDTH: tl.constexpr):
+    """`rotate` of [ROWS, N] float32 by signs [N]; scale: width^-0.5."""
+    x = x * sign.to(tl.float32)[None, :] * scale
+    for i in tl.static_range(LOG_WIDTH):
+        x = _butterfly(x, ROWS, N, 1 << i)
+    return x
+
+
+@triton.jit
+def norms_of(x, gain, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, ASM: tl.constexpr):
+    """Root mean squares of [ROWS, N], N = 2^LOG, times gain: [ROWS]."""
+    norm = _tree(x * x, ROWS, N, LOG) * (1.0 / N)
+    return (tl.sqrt_rn(norm) if ASM else tl.sqrt(norm)) * gain
+
+
+@triton.jit
+def units_of(stored, gain, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """What numbers are multiplied by, of stored norms [ROWS] float16."""
+    size = tl.maximum(stored.to(tl.float32), LEAST)
+    return (tl.div_rn(tl.full([ROWS], 1.0, tl.float32), size) if ASM else 1.0 / size) * gain
+
+
+@triton.jit
+def nearest_points(x, p_points, p_half, n, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """Codes int32 [ROWS, N / D] of [ROWS, N]."""
+    if D == 1:
+        parts = (x,)
+    else:
+        low, high = tl.split(tl.reshape(x, [ROWS, N // 2, 2]))
+        if D == 2:
+            parts = (low, high)
+        else:
+            x0, x2 = tl.split(tl.reshape(low, [ROWS, N // 4, 2]))
+            x1, x3 = tl.split(tl.reshape(high, [ROWS, N // 4, 2]))
+            parts = (x0, x1, x2, x3)
+    return _nearest(parts, p_points, p_half, n, D, ASM)
+
+
+# Codes to words, in the order of attention/grids.py, of one block of one head.
+
+
+@triton.jit
+def _pairs(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
+    """grids.pairs of codes int32 [32, DIM / D]: 16 * DIM of them."""
+    if D == 4:
+        return tl.join(code & 15, code >> 4)
+    elif D == 2:  # noqa: RET505 (all are compiled otherwise)
+        return code
+    elif VALUE:
+        low, high = tl.split(tl.permute(tl.reshape(code, [16, 2, DIM]), (0, 2, 1)))
+        return low | high << BITS
+    else:
+        low, high = tl.split(tl.reshape(code, [32, DIM // 2, 2]))
+        return low | high << BITS
+
+
+@triton.jit
+def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
+    """Pairs in the order of grids.order: [DIM / 8, 16, 8]."""
+    pair = _pairs(code, DIM, BITS, D, VALUE)
+    if VALUE and D == 1:
+        made = tl.permute(tl.reshape(pair, [2, 8, DIM // 16, 16]), (0, 2, 3, 1))
+    elif VALUE and D == 4:
+        made = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 8, 2]), (0, 2, 4, 3, 1))
+    elif VALUE:
+        made = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 16]), (0, 2, 3, 1))
+    elif D == 4:
+        made = tl.permute(tl.reshape(pair, [2, 16, DIM // 32, 8, 2]), (0, 2, 4, 1, 3))
+    else:
+        made = tl.permute(tl.reshape(pair, [2, 16, DIM // 16, 8]), (0, 2, 1, 3))
+    if BITS == 2 and (VALUE or D != 4):
+        made = tl.permute(tl.reshape(made, [DIM // 64, 2, 4, 2, 8, 8]), (0, 2, 3, 1, 4, 5))
+    return tl.reshape(made, [DIM // 8, 16, 8])
+
+
+@triton.jit
+def _store_tiles(p_words, made, tile, live, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """Units [GROUPS, 16, 8], tiles `tile` of every EACH, turned as grids.units turns them; words as int32."""
+    turned = made << ALIGNED | made >> OVER & LOW
+    group = tl.arange(0, GROUPS)[:, None, None] * EACH + tile
+    place = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    tl.store(p_words + group * 128 + place, turned, mask=live)
+
+
+@triton.jit
+def store_words(
+    p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
+):  # fmt: skip
+    """grids.units of the codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
+    TOGETHER: tl.constexpr = 16 if BITS == 3 else 16 // BITS
+    EACH: tl.constexpr = min(TOGETHER, DIM // 8)  # pieces of a unit; of 3 bits of three
+    GROUPS: tl.constexpr = DIM // 8 // EACH
+    wide = tl.reshape(_pieces(code, DIM, BITS, D, VALUE), [GROUPS, EACH, 16, 8])
+    piece = tl.arange(0, EACH)[None, :, None, None]
+    if BITS == 3:
+        UNITS: tl.constexpr = min(3, (EACH + 4) // 5)
+        for u in tl.static_range(UNITS):
+            part = tl.where(piece // 5 == u, wide << piece % 5 * 6, 0)
+            part = tl.where(piece == 15, (wide >> 2 * u & 3) << 30, part)
+            _store_tiles(p_words, tl.sum(part, 1), u, live, GROUPS, UNITS)
+    else:
+        _store_tiles(p_words, tl.sum(wide << piece * (2 * BITS), 1), 0, live, GROUPS, 1)
+
+
 @triton.jit(do_not_specialize=["tokens", "n"])
 def encode_kernel(
     p_x, p_sign, p_points, p_half, p_codes, p_norm, p_flags, tokens, n, batch_stride, head_stride, token_stride,
@@ -73,27 +181,13 @@ def encode_kernel(
         p_x + o_x[None, :] + token.to(tl.int64)[:, None] * token_stride, mask=live[:, None], other=0.0
     ).to(tl.float32)  # fmt: skip
     nothing = x * 0.0
-    x = x * tl.load(p_sign + at).to(tl.float32)[None, :] * scale
-    for i in tl.static_range(LOG_WIDTH):
-        x = _butterfly(x, ROWS, N, 1 << i)
+    x = rotate_rows(x, tl.load(p_sign + at), scale, ROWS, N, LOG_WIDTH)
     groups = tl.reshape(x, [ROWS * NORMS, N // NORMS])
-    norm = _tree(groups * groups, ROWS * NORMS, N // NORMS, LOG_NORM) * (1.0 / (N // NORMS))
-    norm = (tl.sqrt_rn(norm) if ASM else tl.sqrt(norm)) * gain
+    norm = norms_of(groups, gain, ROWS * NORMS, N // NORMS, LOG_NORM, ASM)
     stored = norm.to(tl.float16)
-    size = tl.maximum(stored.to(tl.float32), LEAST)
-    unit = (tl.div_rn(tl.full([ROWS * NORMS], 1.0, tl.float32), size) if ASM else 1.0 / size) * gain
+    unit = units_of(stored, gain, ROWS * NORMS, ASM)
     scaled = tl.reshape(groups * unit[:, None], [ROWS, N])
-    if D == 1:
-        parts = (scaled,)
-    else:
-        low, high = tl.split(tl.reshape(scaled, [ROWS, N // 2, 2]))
-        if D == 2:
-            parts = (low, high)
-        else:
-            x0, x2 = tl.split(tl.reshape(low, [ROWS, N // 4, 2]))
-            x1, x3 = tl.split(tl.reshape(high, [ROWS, N // 4, 2]))
-            parts = (x0, x1, x2, x3)
-    code = _nearest(parts, p_points, p_half, n, D, ASM)
+    code = nearest_points(scaled, p_points, p_half, n, ROWS, N, D, ASM)
     o = tl.arange(0, N // D)
     head, column = o // (DIM // D), o % (DIM // D)
     o_codes = ((i_batch * HEADS + head) * tokens)[None, :] + token[:, None]
