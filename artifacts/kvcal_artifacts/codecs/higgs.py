@@ -116,7 +116,9 @@ class Higgs(Codec):
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x)
-        codes, norms = self._coded(blocks.float()) if self._how is None else self._coded_by_kernel(x, self._how)
+        if self._how is not None:
+            return self._encode_by_kernel(x, self._how)
+        codes, norms = self._coded(blocks.float())
         if isinstance(self._form, Form):
             own = self._by_head(codes).flatten(2, 3)
             made = attention.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
@@ -134,11 +136,15 @@ class Higgs(Codec):
         codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], self.length // self.d)
         return codes, self._store_norm(stored)
 
-    def _coded_by_kernel(self, x: Tensor, how: Rotated) -> tuple[Tensor, Tensor]:
+    def _encode_by_kernel(self, x: Tensor, how: Rotated) -> Packed:
         with torch.cuda.device_of(x):
-            codes, norm, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
-        by_token: Tensor = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
-        return by_token.flatten(3), to_half(norm.float(), "norm").unflatten(2, (-1, self.shape.block))
+            codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
+            norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
+            if isinstance(self._form, Form):
+                words = rotated.fast().pack(codes, self._form)
+                return {"words": words.flatten(2).unflatten(2, (norm.shape[2], -1)), "norm": norm}
+        by_token = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3).flatten(3)
+        return {"codes": pack(self._store_codes(by_token), self.code_bits), "norm": norm}
 
     def by_kernel(self) -> Higgs:
         """Its numbers are those of torch, bit for bit; rotation per head, kv heads and head_dim powers of two."""

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.reference import BLOCK, Blocks, together
+from ..rotated import triton as rotated
 from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from . import reference
 from .reference import FIELDS, AnyRule, Counts, GridRule, Layer, Rule
@@ -745,7 +746,7 @@ def quantise(
 ) -> tuple[Blocks, Blocks, Tensor]:
     """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
     those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1, and any
-    two dtypes.
+    two dtypes. Two grids of which one has norms over all heads take two launches a side, so that each number is rotated once.
     """
     batch, heads, tokens = k.shape[:3]
     for name, x, rule in (("keys", k, key), ("values", v, value)):
@@ -753,10 +754,16 @@ def quantise(
         _check_input(name, x, k, rule)
         if tokens % BLOCK or tokens % (BLOCK * form.scale_blocks):
             raise ValueError(f"{name} of {tokens} tokens: must be whole blocks of {BLOCK * form.scale_blocks}")
-    count = tokens // BLOCK
-    made = [reference.blocks_for(rule, batch, heads, count, k.device, torch.empty) for rule in (key, value)]
     if flags is None:
         flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
+    if isinstance(key, GridRule) and isinstance(value, GridRule) and key.form.norm_heads + value.form.norm_heads > 2:
+        return (
+            _in_two_launches(k, key, factor, flags, 0),
+            _in_two_launches(v, value, None, flags, reference.VALUES),
+            flags,
+        )
+    count = tokens // BLOCK
+    made = [reference.blocks_for(rule, batch, heads, count, k.device, torch.empty) for rule in (key, value)]
     data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=k.device)
     data[3], data[7] = tokens, count
     layer = Layer(made[0], made[1], (k, v), (k, v), flags)
@@ -764,6 +771,13 @@ def quantise(
     programs = _programs(count, key, value, own)
     _launch(layer, data, k, v, key, value, factor, programs, own, write=False, pack=True, stored=False)
     return made[0], made[1], flags
+
+
+def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Tensor, shift: int) -> Blocks:
+    """Codes in one launch, their words in another."""
+    codes, norm, found = rotated.encode(x if factor is None else x.float() / factor.float(), rule.how)
+    flags.bitwise_or_(found << shift)
+    return Blocks(rule.form, rotated.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
 
 
 def _launch(

@@ -1,5 +1,5 @@
 """`encode` of reference.py for NVIDIA GPUs: rotation, norm and nearest point in one launch; a program takes a few whole
-tokens. Its parts, and codes to words, are also what quantise/triton.py packs grids by.
+tokens. `pack` lays their codes out for attention. Their parts are also what quantise/triton.py packs grids by.
 
 Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
 one fused operation for each further number, and the first of the lowest is taken.
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention import grids
+from ..attention.reference import BLOCK, Form
 from ..hadamard import largest_power_of_two
 from . import reference
 from .reference import Rotated
@@ -230,6 +231,37 @@ def encode(x: Tensor, how: Rotated, flags: Tensor | None = None) -> tuple[Tensor
         num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, norm, flags
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def pack_kernel(
+    p_codes, p_words, blocks,
+    DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows * heads)."""
+    block = tl.program_id(1).to(tl.int64) * blocks + tl.program_id(0)
+    o = tl.arange(0, 32)[:, None] * (DIM // D) + tl.arange(0, DIM // D)[None, :]
+    code = tl.load(p_codes + block * (32 * DIM // D) + o).to(tl.int32)
+    store_words(p_words + block * (WORDS // 2), code, block >= 0, DIM, BITS, D, VALUE)
+
+
+def pack(codes: Tensor, form: Form) -> Tensor:
+    """Codes uint8 (B, H, T, D / d), T whole blocks, as `encode` gives them -> the words of attention.pack, int16
+    (B, H, N, form.words).
+    """
+    batch, heads, tokens, count = codes.shape
+    if codes.dtype != torch.uint8 or not codes.is_contiguous() or tokens % BLOCK or count * form.vector != form.dim:
+        raise ValueError(
+            f"codes {tuple(codes.shape)} {codes.dtype}: must be contiguous uint8, whole blocks of {BLOCK} tokens of {form}"
+        )
+    if form.dim & (form.dim - 1):
+        raise ValueError(f"head_dim {form.dim}: must be a power of two")
+    words = torch.empty(batch, heads, tokens // BLOCK, form.words, dtype=torch.int16, device=codes.device)
+    pack_kernel[(words.shape[2], batch * heads)](
+        codes, words.view(torch.int32), words.shape[2],
+        DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value", num_warps=4,
+    )  # fmt: skip
+    return words
 
 
 def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
