@@ -5,17 +5,19 @@ TRITON_INTERPRET=1 python -m quantise_cases small|exhaustive    # a line for eac
 
 from __future__ import annotations
 
+import functools
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from interpreted import run_cases
-from kvcal_artifacts.codecs import Shape, Uniform
+from kvcal_artifacts.codecs import Codec, Higgs, Shape, Uniform
+from kvcal_artifacts.fused import rule_of
 from kvcal_kernels.attention import Blocks, Form, decode
-from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
+from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
 
 # bits, group, inner, mode
 SETTINGS: dict[str, tuple[int, int, bool, reference.Mode]] = {
@@ -23,6 +25,18 @@ SETTINGS: dict[str, tuple[int, int, bool, reference.Mode]] = {
     **{f"asymmetric {bits}": (bits, 32, True, "asymmetric") for bits in (2, 3, 4, 8)},
     **{f"hybrid {bits}": (bits, 32, True, "hybrid") for bits in (2, 3, 4, 8)},
     **{f"outer {bits}": (bits, 32, False, "asymmetric") for bits in (2, 3, 4, 8)},
+}
+
+# d, n, norm over, gain
+GRIDS: dict[str, tuple[int, int, Any, Any]] = {
+    "higgs 2": (2, 16, "token", "mse"),
+    "higgs 2, heads": (2, 16, "head", "debiased"),
+    "higgs 2 of 4": (4, 256, "token", "debiased"),
+    "higgs 3": (2, 64, "token", "mse"),
+    "higgs 4": (2, 256, "head", "mse"),
+    "turboquant 2": (1, 4, "head", "mse"),
+    "turboquant 3": (1, 8, "head", "debiased"),
+    "turboquant 4": (1, 16, "token", "mse"),
 }
 
 
@@ -50,12 +64,30 @@ class Case:
         other = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
         return ", ".join([f"{self.key} and {self.value}", *other])
 
-    def rule(self, role: Any) -> Rule:
-        bits, group, inner, mode = SETTINGS[self.key if role == "key" else self.value]
+    @property
+    def gridded(self) -> bool:
+        return self.key in GRIDS or self.value in GRIDS
+
+    def rule(self, role: Any, device: str = "cpu") -> AnyRule:
+        name = self.key if role == "key" else self.value
+        if name in GRIDS:
+            made = rule_of(higgs(name, role, self.heads, self.dim).to(torch.device(device)))
+            assert isinstance(made, GridRule), made
+            return made
+        bits, group, inner, mode = SETTINGS[name]
         return Rule(Form(role, self.dim, bits, self.group or group, inner, mode == "symmetric"), mode, self.search)
 
 
-def codec(rule: Rule, heads: int) -> Uniform:
+@functools.cache
+def higgs(name: str, role: Any, heads: int, dim: int) -> Higgs:
+    d, n, norm, gain = GRIDS[name]
+    return Higgs(Shape(heads, dim, 32), role, d, n, norm=norm, gain=gain, seed=n)
+
+
+def codec(case: Case, role: Any) -> Codec:
+    name, rule, heads = case.key if role == "key" else case.value, case.rule(role), case.heads
+    if not isinstance(rule, Rule):
+        return higgs(name, role, heads, case.dim)
     form = rule.form
     axis: Any = "token" if form.along_tokens else "channel"
     shape = Shape(heads, form.dim, max(32, form.group) if form.along_tokens else 32)
@@ -91,17 +123,13 @@ def layer(case: Case, k: Tensor, room: int, queries: int) -> Layer:
     assert case.windows is not None
     batch, heads, _, dim = k.shape
 
-    def blocks(rule: Rule) -> Blocks:
-        form = rule.form
-        words = torch.zeros(batch, heads, room, form.words, dtype=torch.int16, device=k.device)
-        return Blocks(form, words, k.new_zeros(batch, heads, room // form.scale_blocks, form.scales).half())
-
     def exact(count: int) -> tuple[Tensor, Tensor]:
         made = [k.new_full((batch, heads, count, dim), torch.nan) for _ in range(2)]
         return made[0], made[1]
 
     flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
-    stored = [blocks(case.rule(role)) for role in ("key", "value")]
+    rules = [case.rule(role, str(k.device)) for role in ("key", "value")]
+    stored = [blocks_for(rule, batch, heads, room, k.device) for rule in rules]
     return Layer(stored[0], stored[1], exact(max(case.windows.sink, 1)), exact(case.windows.room(queries)), flags)
 
 
@@ -123,7 +151,7 @@ def appended(module: Any, case: Case, queries: int = 4, seed: int = 0, device: s
     made, counts = layer(case, k, -(-sum(case.cuts) // 128) * 4, queries), Counts(len(k), case.windows, device)
     for keys, values, new in calls(case, k, v):
         module.advance(counts, new)
-        module.append(made, counts, keys, values, case.rule("key"), case.rule("value"), factor)
+        module.append(made, counts, keys, values, case.rule("key", device), case.rule("value", device), factor)
     return made, counts
 
 
@@ -145,7 +173,8 @@ def wrong(module: Any, case: Case, seed: int = 0) -> str | None:
 def _misquantised(module: Any, case: Case, seed: int) -> str | None:
     k, v, factor = inputs(case, seed)
     rules = case.rule("key"), case.rule("value")
-    found = module.quantise(k, v, *rules, factor, launch=module.Launch(case.warps))
+    own = None if case.gridded else module.Launch(case.warps)
+    found = module.quantise(k, v, *rules, factor, launch=own)
     for x, rule, one, own in ((k, rules[0], found[0], factor), (v, rules[1], found[1], None)):
         wanted, flags = reference.quantise(x, rule, own)
         shift = reference.VALUES if rule.form.role == "value" else 0
@@ -209,7 +238,26 @@ def misattended(attend: Any, case: Case, seed: int = 0) -> str | None:
     return None
 
 
+def misflagged(module: Any, case: Case) -> str | None:
+    """None if what a module says of tokens that cannot be packed is what the reference says, steps later, too."""
+    assert case.windows is not None
+    k, v, _ = inputs(case)
+    k[0, 1, 9, 3], v[1, 0, 8, 5] = torch.inf, 3e7
+    told = []
+    for own in (reference, module):
+        made, counts = layer(case, k, 1, 4), Counts(len(k), case.windows)
+        said = []
+        for keys, values, new in calls(case, k, v):
+            own.advance(counts, new)
+            own.append(made, counts, keys, values, case.rule("key"), case.rule("value"))
+            said.append((made.flags.tolist(), reference.check(made.flags, 0)))
+        told.append(said)
+    return None if told[0] == told[1] else f"flags {told[1]}, not {told[0]}"
+
+
+FLAGGED = Case("higgs 2", "turboquant 2", windows=Windows(5, 33), cuts=(60, 4, 4, 4, 4, 4, 33), dtype=torch.float32)
 ATTENDED = Case(windows=Windows(5, 33), cuts=(230,), pads=(0, 43, 150), heads=1)
+GRID_ATTENDED = replace(ATTENDED, key="higgs 2", value="turboquant 2", heads=2)
 
 
 def small() -> list[Case]:
@@ -227,13 +275,19 @@ def small() -> list[Case]:
         Case("symmetric 3", "hybrid 2", factor="rows", windows=windows, cuts=(64, 1, 4, 36), pads=(0, 63)),
         Case("outer 2", "outer 2", heads=1, windows=Windows(0, 0), cuts=(3,) * 10 + (1,) * 8, pads=(0,)),
         Case("outer 2", "outer 2", 64, 64, 1, windows=Windows(3, 8, 64), cuts=(100, 4, 40), pads=(0, 17), dtype=bf),
+        Case("higgs 2", "turboquant 2", factor="rows", windows=windows, cuts=(64, 1, 4, 36), pads=(0, 63)),
+        Case("turboquant 3", "turboquant 3", 128, heads=3, cuts=(32,), pads=(0,), kind="odd", dtype=torch.float32),
+        Case("higgs 4", "higgs 3", 128, heads=1, cuts=(32,), pads=(0,), dtype=bf),
+        Case("turboquant 4", "higgs 2 of 4", 256, cuts=(32,), pads=(0,)),
+        Case("symmetric 3", "higgs 2, heads", windows=Windows(3, 8, 64), cuts=(100, 4, 40), pads=(0, 17), dtype=bf),
+        Case("higgs 2", "higgs 2", heads=4, windows=Windows(0, 0), cuts=(3,) * 10 + (1,) * 6, pads=(0, 5)),
     ]
 
 
 def exhaustive() -> list[Case]:
     """Every pair of formats over head_dims, dtypes, groups; windows and cuts."""
     dims, dtypes = itertools.cycle((64, 96, 128)), itertools.cycle((torch.float16, torch.bfloat16, torch.float32))
-    kinds, warps = itertools.cycle(("normal", "odd")), itertools.cycle((1, 2, 4))
+    kinds, warps, heads = itertools.cycle(("normal", "odd")), itertools.cycle((1, 2, 4)), itertools.cycle((1, 2, 4, 2))
     pairs = [
         Case(key, value, next(dims), dtype=next(dtypes), kind=next(kinds), warps=next(warps), heads=1)
         for key in SETTINGS
@@ -253,7 +307,23 @@ def exhaustive() -> list[Case]:
         for own in (Windows(5, 33), Windows(0, 0), Windows(32, 64), Windows(1, 3, 96))
         for cut in cuts
     ]
-    return small() + pairs + groups + searched + factors + windows
+    grids = [
+        Case(name, name, dim, heads=next(heads), dtype=next(dtypes), kind=next(kinds), cuts=(64,), pads=(0,))
+        for name in GRIDS
+        for dim in (64, 128, 256)
+        if not (name.endswith("3") and dim == 64)
+    ]
+    appended = [
+        Case(key, value, heads=2, windows=own, cuts=cut, pads=(0, 7, 66), factor=factor)
+        for (key, value), factor in zip(
+            (("higgs 2", "higgs 2"), ("turboquant 4", "turboquant 2"), ("outer 4", "higgs 2, heads")),
+            ("constant", "rows", None),
+            strict=True,
+        )
+        for own in (Windows(5, 33), Windows(0, 0), Windows(1, 3, 96))
+        for cut in cuts
+    ]
+    return small() + pairs + groups + searched + factors + windows + grids + appended
 
 
 def main(cases: list[Case]) -> None:
@@ -264,8 +334,12 @@ def main(cases: list[Case]) -> None:
             print(f"{case}: {why}")
     from kvcal_kernels.attention import triton as attention
 
-    if why := misattended(attention.attend, ATTENDED):
-        print(f"{ATTENDED}: {why}")
+    for case in (FLAGGED, replace(FLAGGED, key="symmetric 4", value="higgs 2")):
+        if why := misflagged(triton, case):
+            print(f"{case}: {why}")
+    for case in (ATTENDED, GRID_ATTENDED):
+        if why := misattended(attention.attend, case):
+            print(f"{case}: {why}")
     print(len(cases))
 
 

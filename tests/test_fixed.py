@@ -14,14 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts import fused
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Uniform
+from kvcal_artifacts.codecs import MixKVQ, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs
-from schemes import close_all, left_mask, mixkvq_of, opened, packed_row, same, token_ids, window_row
-from test_fused import PAIRS, WINDOWS, close, generated, model, scheme, steps
+from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
+from test_fused import PAIRS, WINDOWS, close, generated, model, scheme, steps, uniform
 
-NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2"]
+NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2", "turboquant-4-2"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,8 @@ def test_steps_give_what_a_growing_cache_gives(name: str, calls: list[int]) -> N
     for row in (0, 1):
         assert same(first_layer(caches[0], row), first_layer(caches[1], row))
     assert caches[0].ledger.blocks.tolist() == caches[1].ledger.blocks.tolist() == [4, 4]
+    path = caches[0].describe()["layers"][2]["path"]
+    assert path.endswith("(kernels='torch'); steps appended by torch: kernels='torch'")
     assert calls == [q for q in [*[1] * 59, 16, 4] for _ in range(6)]
 
 
@@ -386,6 +388,14 @@ def test_caches_that_do_not_compile_say_why() -> None:
     narrow = LayerCodecs(Uniform(pair.key.shape, "key", 3, 32), pair.value)
     assert "3 bits at head_dim 64" in why(scheme(narrow), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
+    known = numbers(2, 5, 64, seed=1)
+    calibrated = LayerCodecs(Squat(uniform("key", 4, inner=False), subspace="calibrated", calibrated=known), pair.value)
+    assert not calibrated.stats
+    assert "SQuat corrects keys before it rounds them" in why(scheme(calibrated), max_length=100)
+    chosen = "layer 0: MixKVQ chooses the channels of its tiers block by block"
+    assert f"{chosen}, by query_abs, which the host counts: no" in why(scheme(PAIRS["mixkvq"]), max_length=100)
+    errors = LayerCodecs(MixKVQ(pair.key.shape, "key", full=16, four=16, importance="none"), pair.value)
+    assert f"{chosen}: no kernel appends them" in why(scheme(errors), max_length=100)
     small = mixkvq_of(model(), "post_rope")
     assert "MixKVQ's tiers take another size" in why(small, max_length=100)
     left = type(scheme(pair))(WINDOWS, "post_rope", (pair, None, pair), {1: "asked for"})
@@ -502,26 +512,30 @@ import test_fixed as t
 from architectures import build
 served = build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = torch.cat([t.left_mask([75, 3]), torch.ones(2, 30, dtype=torch.long)], 1)
-for name in ("innerq-prefill",):
+for name in ("innerq-prefill", "higgs-2", "turboquant-4-2"):
     caches = [t.fixed(name, served, kernels=kernels) for kernels in ("triton", "torch")]
     print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [75, 88, 104], mask)))
     print([t.same(*(t.first_layer(cache, row) for cache in caches)) for row in (0, 1)])
     print([cache.ledger.blocks.tolist() for cache in caches])
+    print(caches[0].describe()["layers"][0]["path"])
 """
 
 
 @needs_triton
 def test_steps_of_the_triton_kernels_in_the_interpreter() -> None:
     lines = interpreted("-c", INTERPRETED)
-    assert float(lines[0]) < 2e-3, lines
-    assert lines[1] == "[True, True]" and lines[2] == "[[2, 0], [2, 0]]"
+    for apart, alike, blocks, path in zip(*(lines[i::4] for i in range(4)), strict=True):
+        assert float(apart) < 2e-3, lines
+        assert alike == "[True, True]" and blocks == "[[2, 0], [2, 0]]"
+        assert path == "fused: Triton kernel; steps appended by the Triton kernel"
+    assert len(lines) == 12
 
 
 # On a GPU.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "higgs-4-debiased"])
 def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
     served = copy.deepcopy(model()).half().cuda()
     own, eager = (fixed(name, served, kernels="triton") for _ in range(2))
@@ -552,10 +566,17 @@ def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
     for cache in (own, eager):
         cache.settle()
         assert cache.ledger.columns == 160 and cache.ledger.blocks.tolist() == [3, 3]
+        assert by_kernel(cache)
     assert all(
         same(packed_row(own, row) + window_row(own, row), packed_row(eager, row) + window_row(eager, row))
         for row in (0, 1)
     )
+
+
+def by_kernel(own: KVCalCache) -> bool:
+    """Whether steps of all layers are appended by the Triton kernel."""
+    paths = [row["path"] for row in own.describe()["layers"]]
+    return all(path.endswith("steps appended by the Triton kernel") for path in paths)
 
 
 def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -568,13 +589,15 @@ def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.gpu
-def test_generate_compiles_its_forward_on_a_gpu() -> None:
+@pytest.mark.parametrize("name", ["innerq", "higgs-2", "turboquant-4-2", "higgs-4-debiased"])
+def test_generate_compiles_its_forward_on_a_gpu(name: str) -> None:
     served = copy.deepcopy(model()).half().cuda()
     ids = token_ids(2, 90, seed=10).cuda()
-    own = fixed("innerq", served, kernels="auto")
+    own = fixed(name, served, kernels="auto")
     assert own.is_compileable, own.describe()["compileable"]
     found, logits = steps_of(own, ids, 60)
-    wanted, plain_logits = steps_of(opened(scheme(PAIRS["innerq"]), served, kernels="auto"), ids, 60)
+    assert by_kernel(own)
+    wanted, plain_logits = steps_of(opened(scheme(PAIRS[name]), served, kernels="auto"), ids, 60)
     for row in (0, 1):
         alike = int((found[row] == wanted[row]).long().cumprod(0).sum())  # tokens before the first that differs
         off = (logits[row, : alike + 1] - plain_logits[row, : alike + 1]).abs().max()

@@ -14,13 +14,18 @@ import torch
 from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts import scheme
-from kvcal_artifacts.codecs import uniform
+from kvcal_artifacts.codecs import Higgs, Shape, uniform
+from kvcal_artifacts.codecs.base import check_finite
+from kvcal_artifacts.errors import NonFiniteError
+from kvcal_artifacts.fused import rule_of
 from kvcal_artifacts.ledger import Ledger
 from kvcal_kernels.attention import Form, unpack
 from kvcal_kernels.attention.reference import attend
-from kvcal_kernels.quantise import Counts, Rule, Windows, reference
+from kvcal_kernels.quantise import Counts, GridRule, Rule, Windows, blocks_for, reference
 from quantise_cases import (
     ATTENDED,
+    GRID_ATTENDED,
+    GRIDS,
     SETTINGS,
     Case,
     appended,
@@ -35,6 +40,7 @@ from quantise_cases import (
 )  # fmt: skip
 
 WINDOWS = Windows(5, 33)
+GRID = Case("higgs 2", "turboquant 2", windows=WINDOWS, cuts=(4,))
 
 
 # The reference against the codec.
@@ -52,10 +58,46 @@ def test_numbers_are_those_of_the_codec(name: str, search: bool) -> None:
         assert k.abs().max() > reference.HALF_MAX
     for role, x in (("key", k), ("value", v)):
         rule = case.rule(role)
-        own = codec(rule, case.heads)
+        own = codec(case, role)
         made, flags = reference.quantise(x, rule)
         assert same(made, own.as_blocks(own.encode(x)))
         assert not flags.any()
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_numbers_of_grids_are_those_of_the_codec(name: str) -> None:
+    case = Case(name, name, 128, kind="odd", dtype=torch.float32)
+    for role, x in zip(("key", "value"), inputs(case), strict=False):
+        rule, own = case.rule(role), codec(case, role)
+        assert x is not None
+        made, flags = reference.quantise(x, rule)
+        assert same(made, own.as_blocks(own.encode(x)))
+        assert not flags.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "says"),
+    [
+        ("higgs 2", torch.nan, reference.NONFINITE),
+        ("higgs 2, heads", -torch.inf, reference.NONFINITE),
+        ("higgs 2", 2.0**24, reference.SCALE),
+        ("turboquant 2", 2.0**24, reference.SCALE),
+    ],
+)
+def test_what_the_codec_of_a_grid_refuses_is_flagged(name: str, number: float, says: int) -> None:
+    """A norm over all heads is none where one is not finite: that head is named."""
+    case = Case(name, name, heads=4, dtype=torch.float32)
+    x = inputs(case)[0]
+    x[1, 2, 40, 9] = number
+    _, flags = reference.quantise(x, case.rule("key"))
+    assert flags[2] & (says if says == reference.NONFINITE else -1) == says
+    shared = case.rule("key").form.norm_heads > 1
+    assert all(bool(flags[head] & reference.SCALE) == shared for head in (0, 1, 3))
+    told = reference.check(flags, 7)
+    assert told is not None
+    assert told.startswith(f"layer 7, key head {0 if shared and says == reference.SCALE else 2}: ")
+    with pytest.raises(NonFiniteError):
+        codec(case, "key").encode(check_finite(x, 7, "key"))
 
 
 def test_what_search_tries_is_what_the_codec_tries() -> None:
@@ -107,6 +149,20 @@ def test_what_the_codec_refuses_is_flagged(role: Any, name: str, number: float, 
 def test_rules_are_refused_in_one_line(settings: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Rule(*settings)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "settings", "says"),
+    [
+        (3, 64, {}, "no kernel quantises for a grid at head_dim 64, norms over 3 kv heads: both must be powers of two"),
+        (2, 96, {"norm": "head", "n": 256}, "grid at head_dim 96, norms over 1 kv heads: both must be powers of two"),
+        (2, 64, {"axis": "token"}, "HIGGS along tokens"),
+        (3, 64, {"norm": "head"}, None),
+    ],
+)
+def test_grids_that_no_kernel_packs_say_why(heads: int, dim: int, settings: Any, says: str | None) -> None:
+    found = rule_of(Higgs(Shape(heads, dim, 32), "key", **settings))
+    assert isinstance(found, GridRule) if says is None else says in found
 
 
 # Windows.
@@ -164,6 +220,7 @@ def test_a_block_without_a_slot_is_dropped_and_flagged() -> None:
 
 def test_attention_reads_the_ring() -> None:
     assert misattended(attend, ATTENDED) is None
+    assert misattended(attend, GRID_ATTENDED) is None
     assert "is off" in str(misattended(lambda *given, ring: attend(*given), ATTENDED))
 
 
@@ -212,6 +269,10 @@ def test_what_the_kernel_would_misread_is_refused(change: dict[str, Any], says: 
         (lambda o, c: (replace(o, sink=(o.sink[0].float(),) * 2), c), "sink .* torch.float32"),
         (lambda o, c: (replace(o, recent=(o.recent[0].bfloat16(), o.recent[1])), c), "recent .* torch.bfloat16"),
         (lambda o, c: (replace(o, keys=o.values), c), "stored keys"),
+        (
+            lambda o, c: (replace(o, keys=blocks_for(GRID.rule("key"), 2, 2, 4, "cpu")), c),
+            "stored keys: Form.*vector=2",
+        ),
         (lambda o, c: (replace(o, flags=o.flags[:1]), c), r"flags \(1,\)"),
         (lambda o, c: (o, Counts(3, WINDOWS)), r"counts \(8, 3\)"),
     ],
@@ -252,16 +313,20 @@ TYPES = {
 
 
 def built(case: Case, capability: int, step: bool = False) -> Any:
-    """The kernel of `quantise` for 8 kv heads, or with `step` of a decode step's `append`."""
+    """The kernel of `quantise`, or with `step` of a decode step's `append`."""
     from kvcal_kernels.quantise import triton
 
-    warps = triton.STEP.warps if step else triton.Launch().warps
-    own = {"HEADS": 8, "WRITE": step, "PACK": True, "STORED": step, "FACTOR": False, "NW": warps, "ASM": True}
-    constants = triton.settings(case.rule("key"), case.rule("value")) | own
+    rules = case.rule("key"), case.rule("value")
+    launch = triton.launch_of(*rules, step)
+    own = {"HEADS": case.heads, "WRITE": step, "PACK": True, "STORED": step, "FACTOR": case.factor is not None}
+    constants = triton.settings(*rules) | own | {"NW": launch.warps, "ASM": True}
     names = [name for name in triton.append_kernel.arg_names if name not in constants]
     types = {name: TYPES.get(name, "i32") for name in names}
+    types |= {name: "*i32" for name, rule in zip(("p_kw", "p_vw"), rules, strict=True) if rule.form.vector}
     aligned = [name for name in names if name.startswith(("p_", "k_", "v_"))]
-    options: dict[str, Any] = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": 1, "enable_fp_fusion": False}
+    if launch.registers:
+        options["maxnreg"] = launch.registers
     return compiled(triton.append_kernel, types, constants, aligned, capability, **options)
 
 
@@ -313,7 +378,7 @@ def within(case: Case, capability: int, registers: int, ceilings: tuple[float, f
 @needs_triton
 def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
     name, other, capability, registers, *ceilings = BUDGET[2]
-    within(Case(name, other, 128), capability, registers, (ceilings[0], ceilings[1]), tmp_path)
+    within(Case(name, other, 128, heads=8), capability, registers, (ceilings[0], ceilings[1]), tmp_path)
 
 
 @needs_triton
@@ -322,7 +387,7 @@ def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
 def test_compiled_kernels_keep_to_their_budgets(
     key: str, value: str, capability: int, registers: int, keys: float, values: float, tmp_path: Path
 ) -> None:
-    within(Case(key, value, 128), capability, registers, (keys, values), tmp_path)
+    within(Case(key, value, 128, heads=8), capability, registers, (keys, values), tmp_path)
 
 
 @needs_triton
@@ -330,7 +395,76 @@ def test_compiled_kernels_keep_to_their_budgets(
 @pytest.mark.parametrize("name", ["symmetric 3", "symmetric 4", "outer 2"])
 @pytest.mark.parametrize("capability", [80, 87, 90])
 def test_compiled_step_spills_nothing(name: str, capability: int, tmp_path: Path) -> None:
-    assert resources(built(Case(name, name, 128), capability, step=True), tmp_path)[1] == 0
+    assert resources(built(Case(name, name, 128, heads=8), capability, step=True), tmp_path)[1] == 0
+
+
+# Of a decode step's append, 8 kv heads of 128: ceilings of instructions of a thread that has 32 of a block's 4096 numbers.
+# `own`: a block, but for what follows; `others`: 4096 numbers of any heads towards norms that span all, which take as many
+# turns as there are heads; `point`: a grid point of the search.
+STEPS = [
+    ("higgs 2", 90, 200, 1320, 830, 114),
+    ("turboquant 3", 90, 200, 2650, 0, 240),
+    ("higgs 2", 87, 200, 1320, 830, 114),
+    ("higgs 2", 80, 200, 1320, 830, 114),
+    ("turboquant 3", 87, 200, 2650, 0, 240),
+    ("turboquant 3", 80, 200, 2650, 0, 240),
+    ("higgs 2 of 4", 87, 200, 1200, 830, 90),
+    ("higgs 3", 80, 200, 1350, 830, 114),
+    ("higgs 4", 87, 200, 2050, 0, 118),
+    ("turboquant 2", 90, 200, 2650, 0, 240),
+    ("turboquant 4", 90, 240, 1600, 830, 240),
+]
+
+
+def of_grids(name: str, capability: int, registers: int, own: int, others: int, point: int, folder: Path) -> None:
+    import triton
+
+    if triton.__version__ != PINNED:
+        pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
+    made = built(Case(name, name, 128, heads=8), capability, step=True)
+    taken, spilled = resources(made, folder)
+    assert spilled == 0
+    assert taken <= registers
+    found = [loop.total() for loop in loops(made, folder)]
+    each = len(found) // 2  # of keys, then of values: the new tokens, the block and the loops in it
+    assert len(found) == 2 * each
+    for _, block, *inner in (found[:each], found[each:]):
+        assert len(inner) == 1 + bool(others), found
+        assert block - sum(inner) <= own, found
+        assert not others or inner[0] <= others, found
+        assert inner[-1] <= point, found
+
+
+@needs_triton
+@pytest.mark.parametrize("step", STEPS[:2])
+def test_compiled_step_of_a_grid_keeps_to_its_budget(step: Any, tmp_path: Path) -> None:
+    of_grids(*step, tmp_path)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS[2:])
+def test_compiled_steps_of_grids_keep_to_their_budgets(step: Any, tmp_path: Path) -> None:
+    of_grids(*step, tmp_path)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value", "dim", "heads", "factor"),
+    [
+        ("higgs 2", "turboquant 4", 256, 4, True),
+        ("higgs 4", "higgs 2 of 4", 64, 8, True),
+        ("higgs 2", "outer 2", 128, 8, False),
+    ],
+)
+@pytest.mark.parametrize("step", [True, False])
+def test_compiled_grids_spill_nothing(
+    key: str, value: str, dim: int, heads: int, factor: bool, step: bool, tmp_path: Path
+) -> None:
+    for capability in (80, 87, 90):
+        made = built(Case(key, value, dim, heads=heads, factor="rows" if factor else None), capability, step)
+        assert resources(made, tmp_path)[1] == 0
 
 
 # On a GPU.
@@ -345,7 +479,7 @@ def test_on_a_gpu(case: Case) -> None:
     if case.windows is None:
         k, v, factor = (None if x is None else x.cuda() for x in inputs(case))
         assert k is not None and v is not None
-        found = triton.quantise(k, v, case.rule("key"), case.rule("value"), factor)
+        found = triton.quantise(k, v, case.rule("key", "cuda"), case.rule("value", "cuda"), factor)
         for x, rule, made, own in ((k, case.rule("key"), found[0], factor), (v, case.rule("value"), found[1], None)):
             wanted, _ = reference.quantise(x.cpu(), rule, None if own is None else own.cpu())
             assert same(replace(made, words=made.words.cpu(), scale=made.scale.cpu()), wanted)
@@ -357,15 +491,18 @@ def test_on_a_gpu(case: Case) -> None:
 
 
 @pytest.mark.gpu
-def test_one_graph_serves_steps_that_pack_and_steps_that_do_not() -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("symmetric 3", "hybrid 2"), ("higgs 2", "turboquant 4"), ("higgs 2 of 4", "symmetric 3")]
+)
+def test_one_graph_serves_steps_that_pack_and_steps_that_do_not(key: str, value: str) -> None:
     from kvcal_kernels.quantise import triton
 
-    case = Case("symmetric 3", "hybrid 2", windows=WINDOWS, cuts=(50,) + (1,) * 80, pads=(0, 9))
+    case = Case(key, value, windows=WINDOWS, cuts=(50,) + (1,) * 80, pads=(0, 9))
     eager, _ = appended(triton, case, device="cuda")
     k, v, _ = (None if x is None else x.cuda() for x in inputs(case))
     assert k is not None and v is not None
     made, counts = layer(case, k, 8, 4), Counts(2, WINDOWS, "cuda")
-    rules = case.rule("key"), case.rule("value")
+    rules = case.rule("key", "cuda"), case.rule("value", "cuda")
     new = torch.tensor([50, 41], dtype=torch.int32, device="cuda")
     triton.advance(counts, new)
     triton.append(made, counts, k[:, :, :50], v[:, :, :50], *rules)
@@ -392,6 +529,7 @@ def test_one_graph_serves_steps_that_pack_and_steps_that_do_not() -> None:
     assert count >= 2
     for name in ("keys", "values"):
         assert torch.equal(getattr(made, name).words[:, :, :count], getattr(eager, name).words[:, :, :count])
+        assert torch.equal(getattr(made, name).scale[:, :, :count], getattr(eager, name).scale[:, :, :count])
     assert not made.flags.any()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
+from kvcal_kernels.attention import Form
 from kvcal_kernels.rotated import Rotated, encode, reference
 
 CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
@@ -69,6 +70,19 @@ def differing(module: Any, how: Rotated, x: Tensor) -> list[str]:
     return [name for name, a, b in zip(names, found, wanted, strict=True) if not torch.equal(a.cpu(), b)]
 
 
+def misplaced(module: Any, case: Any, device: str = "cpu") -> list[str]:
+    """Roles of whose blocks the kernel packs other words than the codec."""
+    found = []
+    for role in ("key", "value"):
+        codec: Any = Higgs(Shape(2, max(128, case[4]), 32), role, *case[:2], norm=case[2])  # type: ignore[arg-type]
+        x = torch.randn(2, 2, 96, codec.shape.dim, generator=torch.Generator().manual_seed(1))
+        packed, form = codec.encode(x), codec.fused()
+        by_head = codec.codes(packed).unflatten(-1, (2, -1)).movedim(3, 1).flatten(2, 3).contiguous()
+        words = module.pack(by_head.to(torch.uint8).to(device), form)
+        found += [] if torch.equal(words.cpu(), codec.as_blocks(packed).words) else [role]
+    return found
+
+
 def main() -> None:
     from kvcal_kernels.rotated import triton
 
@@ -76,6 +90,8 @@ def main() -> None:
     for number, case in enumerate(CASES[:2] + CASES[3:6]):
         _, how, x = made(case, dtypes[number % 3])
         print(*differing(triton, how, x[:1, :, 1:20] if number else x.transpose(1, 2).contiguous().transpose(1, 2)))
+    for case in CASES:
+        print(*misplaced(triton, case))
     x[1, 1, 5, 6] = torch.inf
     print(triton.encode(x, how)[2].tolist())
 
@@ -84,7 +100,7 @@ def main() -> None:
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
     lines = interpreted("-m", "test_rotated_kernel")
     flags = [int(flag) & reference.NONFINITE for flag in lines[-1].strip("[]").split(",")]
-    assert lines[:-1] == [""] * 5
+    assert lines[:-1] == [""] * (5 + len(CASES))
     assert flags == [0, reference.NONFINITE]
 
 
@@ -139,11 +155,43 @@ def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: P
     assert found[0] <= ceiling
 
 
+@needs_triton
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize(("d", "bits"), [(1, 3), (2, 2), (4, 2)])
+def test_compiled_packing_spills_nothing(role: Any, d: int, bits: int, tmp_path: Path) -> None:
+    from kvcal_kernels.rotated import triton
+
+    form = Form(role, 128, bits, vector=d)
+    constants = {"DIM": 128, "BITS": bits, "D": d, "WORDS": form.words, "VALUE": role == "value"}
+    types = {"p_codes": "*u8", "p_words": "*i32", "blocks": "i32"}
+    own = compiled(triton.pack_kernel, types, constants, ["p_codes", "p_words"], 90, num_warps=4)
+    taken, spilled = resources(own, tmp_path)
+    assert (taken <= 128, spilled) == (True, 0)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("codes", "says"),
+    [
+        (torch.zeros(1, 2, 32, 64), "torch.float32"),
+        (torch.zeros(1, 2, 40, 64, dtype=torch.uint8), "whole blocks of 32"),
+        (torch.zeros(1, 2, 32, 32, dtype=torch.uint8), r"codes \(1, 2, 32, 32\)"),
+        (torch.zeros(1, 64, 32, 2, dtype=torch.uint8).transpose(1, 3), "contiguous"),
+    ],
+)
+def test_codes_that_the_kernel_would_misread_are_refused(codes: Tensor, says: str) -> None:
+    from kvcal_kernels.rotated import triton
+
+    with pytest.raises(ValueError, match=says):
+        triton.pack(codes, Form("key", 128, 2, vector=2))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_on_a_gpu(case: Any) -> None:
     from kvcal_kernels.rotated import triton
 
+    assert misplaced(triton, case, "cuda") == []
     _, how, x = made(case)
     assert differing(triton, Rotated(how.points.cuda(), how.sign.cuda(), how.norms, how.gain), x.cuda()) == []
 

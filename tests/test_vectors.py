@@ -123,7 +123,7 @@ def test_layers_say_why_their_codes_are_decoded() -> None:
     assert "values: residual-vq, a band of 8 dimensions" in path(LayerCodecs(PAIR.key, codes("value", (56, 8))))
     assert "keys: no fused kernel reads residual-vq" in path(LayerCodecs(PAIR.key, uniform("value", 4)))
     fixed = opened(scheme(), model(), kernels="torch", max_length=200).describe()["compileable"]
-    assert "vector codes: no kernel appends them" in fixed
+    assert "vector codes: no kernel appends them, and torch would search all codewords for a block of 32" in fixed
 
 
 def test_large_codebooks_are_attended_to_from_where_that_is_faster(

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form
-from kvcal_kernels.quantise import Counts, Rule
+from kvcal_kernels.quantise import AnyRule, Counts
 
 from . import fused, hf, vectors
 from .cache import KVCalLayer
-from .codecs import Context
+from .codecs import Context, MixKVQ, Squat
 from .codecs.base import Packed, device_only
 from .errors import KVCalError, NonFiniteError
 from .ledger import Ledger, Plan
@@ -38,9 +38,17 @@ def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
     if scheme.frame != "post_rope":
         return "positions are kept on the host for keys before RoPE"
     if vectors.both(pair):
-        return "vector codes: no kernel appends them"
+        return (
+            f"vector codes: no kernel appends them, and torch would search all codewords for a block of "
+            f"{pair.key.shape.block} tokens in every step, due or not"
+        )
+    if isinstance(pair.key, MixKVQ):
+        by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
+        return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
     if others := sorted(name for name in pair.stats if name != KeyScale.name):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
+    if isinstance(pair.key, Squat):
+        return "SQuat corrects keys before it rounds them: no kernel appends them, and torch's correction asks the host"
     return None
 
 
@@ -118,7 +126,7 @@ class FixedLayer(KVCalLayer):
     _host: dict[str, Any]
     _unseen: Held | None = None  # the host has not looked since the room came to hold that
     _views: list[Tensor]  # what it got when it looked, parts of the room
-    _rules: tuple[Rule, Rule] | None = None  # of the kernel that appends; None where torch does
+    _rules: tuple[AnyRule, AnyRule] | str = ""  # of the kernel that appends; why torch does, once there is a room
 
     def _clear(self) -> None:
         self._unseen, self._views = None, []
@@ -146,6 +154,14 @@ class FixedLayer(KVCalLayer):
     def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
         super()._finish(plan, stored)
         self.publish()
+
+    @property
+    def path(self) -> str:
+        """As KVCalLayer.path; then what appends the tokens of steps."""
+        if self.room is None:
+            return super().path
+        by = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
+        return f"{super().path}; steps appended by {by}"
 
     # From the host to the device and back.
 
@@ -299,7 +315,7 @@ class FixedLayer(KVCalLayer):
             self._observe_peak(counts, k)
             factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
             keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
-            if by is not None and self._rules is not None:
+            if by is not None and not isinstance(self._rules, str):
                 sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
                 layer = quantise.Layer(keys, values, sink, ring, room.flags)
                 owned = None if factor is None else factor.contiguous()

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Blocks, Form, fast, reference
-from kvcal_kernels.quantise import Rule
+from kvcal_kernels.quantise import AnyRule
 
 from . import hf, preflight
-from .codecs import Codec, Scaled, Uniform
+from .codecs import Codec, Higgs, Scaled, Uniform
 from .errors import KernelsUnavailable, KVCalError, UsageError
 from .scheme import LayerCodecs, Scheme
 
@@ -231,30 +231,35 @@ def reserve(
             fast().reserve(space, keys, values, batch, heads, ratio, room, windows, queries)
 
 
-def rule_of(codec: Codec) -> Rule | str:
+def rule_of(codec: Codec) -> AnyRule | str:
     """How the kernel writes what the codec stores; else why it cannot."""
     own = codec.inner if isinstance(codec, Scaled) and codec.role == "key" else codec
+    if isinstance(own, Higgs):
+        return own.rule()
     if not isinstance(own, Uniform):
         return f"no kernel quantises for {codec.name}"
     form = own.fused()
     if isinstance(form, str):
         return form
     try:
-        return Rule(form, own.mode, own.search)
+        return quantise.Rule(form, own.mode, own.search)
     except ValueError as error:
         return str(error)
 
 
-def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[Rule, Rule] | None:
-    """How the append kernel packs keys and values of steps; None where torch does, as no kernel can or passes its check."""
+def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
+    """How the append kernel packs keys and values of steps; why torch does where no kernel can or passes its check."""
+    if kernels == "torch":
+        return "kernels='torch'"
     found = [rule_of(codec) for codec in (pair.key, pair.value)]
-    own = [rule for rule in found if isinstance(rule, Rule)]
-    if kernels == "torch" or len(own) < 2:
-        return None
-    if not preflight.interpreted() and (why := preflight.append_verdict(own[0], own[1], dtype, device)):
+    for own, role in zip(found, ("keys", "values"), strict=True):
+        if isinstance(own, str):
+            return f"{role}: {own}"
+    key, value = (own for own in found if not isinstance(own, str))
+    if not preflight.interpreted() and (why := preflight.append_verdict(key, value, dtype, device)):
         warn(f"append kernel: {why}", "steps of a cache with max_length are packed by torch instead, slowly")
-        return None
-    return own[0], own[1]
+        return f"the append kernel does not pass: {why}"
+    return key, value
 
 
 def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:

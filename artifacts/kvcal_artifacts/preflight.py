@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 import kvcal_kernels
 from kvcal_kernels import attention, quantise, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
-from kvcal_kernels.quantise import Rule
+from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
 from . import codecs
@@ -93,11 +94,17 @@ def verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype
     return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device))
 
 
-def append_verdict(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `verdict`, of the kernel that appends and packs the tokens of a step."""
-    said = [f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}" for rule in (key, value)]
-    parts = ["append", *said, f"d{key.form.dim}"]
+def append_verdict(key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that appends and packs the tokens of a step; heads count where there is a grid."""
+    parts = ["append", rule_said(key), rule_said(value), f"d{key.form.dim}"]
     return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device))
+
+
+def rule_said(rule: AnyRule) -> str:
+    """In the name of a verdict."""
+    if isinstance(rule, Rule):
+        return f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}"
+    return f"{_said(rule.form)} grid of {len(rule.grid.points)}, h{rule.heads}, gain {rule.gain:.4g}"
 
 
 def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
@@ -316,23 +323,27 @@ def vectors_trial(
     return None
 
 
-def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.device, flushes: int = 2) -> str | None:
+def append_trial(
+    key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device, flushes: int = 2
+) -> str | None:
     """A prompt and steps over so many flushes of rows of different lengths, against the reference on the CPU, bit by bit;
     then attention over what they left.
     """
     generator = torch.Generator().manual_seed(0)
     windows = quantise.Windows(4, 32, BLOCK * max(key.form.scale_blocks, value.form.scale_blocks))
     calls = [[70, 3, 41], *[[1] * 3] * 3, *[[16] * 3] * (flushes * windows.block // 16)]
-    own = [
-        _empty(key, value, windows, dtype, where, 4 * windows.block // BLOCK) for where in (torch.device("cpu"), device)
-    ]
-    factor = torch.rand(2, 1, key.form.dim, generator=generator) + 0.5
+    places = torch.device("cpu"), device
+    pairs = [(_rule_on(key, where), _rule_on(value, where)) for where in places]
+    room = 4 * windows.block // BLOCK
+    own = [_empty(*pair, windows, dtype, where, room) for pair, where in zip(pairs, places, strict=True)]
+    heads = len(own[0][0].flags)
+    factor = torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5
     for new in calls:
-        fresh = [torch.randn(3, 2, max(new), key.form.dim, generator=generator).to(dtype) for _ in (0, 1)]
-        for (layer, counts), by in zip(own, (quantise, quantise.fast()), strict=True):
+        fresh = [torch.randn(3, heads, max(new), key.form.dim, generator=generator).to(dtype) for _ in (0, 1)]
+        for (layer, counts), by, pair in zip(own, (quantise, quantise.fast()), pairs, strict=True):
             where = counts.data.device
             by.advance(counts, torch.tensor(new, dtype=torch.int32, device=where))
-            by.append(layer, counts, *(x.to(where) for x in fresh), key, value, factor.to(where))
+            by.append(layer, counts, *(x.to(where) for x in fresh), *pair, factor.to(where))
     (wanted, counts), (found, own_counts) = own
     if not torch.equal(counts.data, own_counts.data.cpu()):
         return "counts of tokens differ"
@@ -340,13 +351,11 @@ def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.devic
         for name in ("keys", "values"):
             left, right = getattr(wanted, name), getattr(found, name)
             scales = blocks // left.form.scale_blocks
-            pairs = [(left.words[row, :, :blocks], right.words[row, :, :blocks])]
-            pairs.append(
-                (left.scale[row, :, :scales].view(torch.int16), right.scale[row, :, :scales].view(torch.int16))
-            )
-            if not all(torch.equal(a, b.cpu()) for a, b in pairs):
+            words = (one.words[row, :, :blocks].cpu() for one in (left, right))
+            scale = (one.scale[row, :, :scales].view(torch.int16).cpu() for one in (left, right))
+            if not torch.equal(*words) or not torch.equal(*scale):
                 return f"packed {name} differ"
-    q = torch.randn(3, 4, 1, key.form.dim, generator=generator).to(dtype)
+    q = torch.randn(3, 2 * heads, 1, key.form.dim, generator=generator).to(dtype)
     outs = []
     for (layer, now), by, asked in zip(own, (reference, attention.fast()), (q.float(), q.to(device)), strict=True):
         sink, ring = (*layer.sink, now.sink), (*layer.recent, now.seen)
@@ -355,21 +364,21 @@ def append_trial(key: Rule, value: Rule, dtype: torch.dtype, device: torch.devic
     return _apart(outs[1].to("cpu"), outs[0], dtype, "attention over the ring")
 
 
+def _rule_on(rule: AnyRule, device: torch.device) -> AnyRule:
+    return replace(rule, grid=rule.grid.to(device)) if isinstance(rule, GridRule) else rule
+
+
 def _empty(
-    key: Rule, value: Rule, windows: quantise.Windows, dtype: torch.dtype, device: torch.device, room: int
+    key: AnyRule, value: AnyRule, windows: quantise.Windows, dtype: torch.dtype, device: torch.device, room: int
 ) -> tuple[quantise.Layer, quantise.Counts]:
-    """What a layer of three rows and two kv heads stores, of no tokens yet."""
+    """What a layer of three rows stores, of no tokens yet; of a grid's kv heads, else two."""
+    heads = next((rule.heads for rule in (key, value) if isinstance(rule, GridRule)), 2)
 
     def exact(tokens: int) -> tuple[Tensor, Tensor]:
-        made = [torch.zeros(3, 2, tokens, key.form.dim, dtype=dtype, device=device) for _ in (0, 1)]
+        made = [torch.zeros(3, heads, tokens, key.form.dim, dtype=dtype, device=device) for _ in (0, 1)]
         return made[0], made[1]
 
-    def blocks(form: Form) -> attention.Blocks:
-        words = torch.zeros(3, 2, room, form.words, dtype=torch.int16, device=device)
-        scale = torch.zeros(3, 2, room // form.scale_blocks, form.scales, dtype=torch.float16, device=device)
-        return attention.Blocks(form, words, scale)
-
-    flags = torch.zeros(2, dtype=torch.int32, device=device)
-    ring = exact(windows.room(70))
-    layer = quantise.Layer(blocks(key.form), blocks(value.form), exact(windows.sink), ring, flags)
+    blocks = [quantise.blocks_for(rule, 3, heads, room, device) for rule in (key, value)]
+    flags = torch.zeros(heads, dtype=torch.int32, device=device)
+    layer = quantise.Layer(blocks[0], blocks[1], exact(windows.sink), exact(windows.room(70)), flags)
     return layer, quantise.Counts(3, windows, device)

@@ -8,8 +8,9 @@ that differs gets no time), append also over calls of many lengths and in a repl
 each run, CUDA events, medians; copy bandwidth is measured in the same run.
 
 prefill: 32 rows of 4096 tokens, keys and values, one launch; bytes: read and written. append: 32 rows, one new token,
-one launch; "idle": nothing is due; "due": every row packs a block. fraction: bytes over copy bandwidth, over the time
-taken.
+one launch; "idle": nothing is due; "due": every row packs a block. Grids (HIGGS, TurboQuant) likewise, and their first
+launch alone, "rotate+nearest": keys to codes, a byte each. fraction: bytes over copy bandwidth, over the
+time taken.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ import triton
 from torch import Tensor
 
 from kvcal.bench.timing import Clock
-from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.attention import Blocks, Form, grid_of
 from kvcal_kernels.compensated import Moves, moves
 from kvcal_kernels.compensated import reference as compensated_reference
 from kvcal_kernels.compensated import triton as compensated
-from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
+from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
 from kvcal_kernels.quantise import triton as fused
 from kvcal_kernels.rotated import Rotated
 from kvcal_kernels.rotated import reference as rotated_reference
@@ -56,13 +57,15 @@ SCHEMES: dict[str, tuple[Setting, Setting]] = {
     "InnerQ Base, search": ((3, 32, True, "symmetric", True), (3, 32, True, "symmetric", True)),
 }
 # Thread-instructions a number, mean of keys and values, compiled for sm_90 by Triton 3.7.1 and counted
-# (tests/test_quantise_kernel.py), times the turns of each loop. Grids: 50, and 3.5 a point at d = 2, 5.5 at d = 1.
+# (tests/test_quantise_kernel.py), times the turns of each loop. Grids: 50, and 3.5 a point at d = 2, 5.5 at d = 1, to
+# codes; ONE_LAUNCH: to words.
 INSTRUCTIONS = {
     "uniform 4/4": 19.5, "InnerQ Base 3/3": 24.4, "InnerQ Hybrid": 48.2, "uniform 2/2": 19.4, "KIVI 2/2 G=32": 25.9,
     "KIVI 2/2 G=128": 17.2, "uniform 8/8": 18.9, "InnerQ Base, search": 655.0, "HIGGS 2 (2, 16)": 106.0,
     "HIGGS 3 (2, 64)": 274.0, "HIGGS 4 (2, 256)": 946.0, "TurboQuant 3 (1, 8)": 94.0, "SQuat": 66.0,
     "MixKVQ": 42.0,
 }  # fmt: skip
+ONE_LAUNCH = {"TurboQuant 3 (1, 8)": 141.0}
 GRIDS = {"HIGGS 2 (2, 16)": (2, 16, 1), "HIGGS 3 (2, 64)": (2, 64, 1), "HIGGS 4 (2, 256)": (2, 256, 1)}
 GRIDS |= {"TurboQuant 3 (1, 8)": (1, 8, HEADS)}  # d, n, norms
 LAUNCHES = [fused.Launch(4), fused.Launch(1), fused.Launch(4, 96)]
@@ -73,9 +76,19 @@ def rule(role: Any, setting: Setting) -> Rule:
     return Rule(Form(role, D, bits, group, inner, mode == "symmetric"), mode, search)
 
 
-def rules(scheme: str) -> tuple[Rule, Rule]:
+def rules(scheme: str, device: str = "cuda") -> tuple[AnyRule, AnyRule]:
+    if scheme in GRIDS:
+        keys, values = (grid_rule(role, scheme, device) for role in ("key", "value"))
+        return keys, values
     key, value = SCHEMES[scheme]
     return rule("key", key), rule("value", value)
+
+
+def grid_rule(role: Any, scheme: str, device: str) -> GridRule:
+    d, n, norms = GRIDS[scheme]
+    how, bits = rotated_of(scheme), (n - 1).bit_length() // d
+    grid = grid_of(how.points.cpu(), how.sign.cpu().view(HEADS, D), bits).to(device)
+    return GridRule(Form(role, D, bits, vector=d, norm_heads=HEADS // norms), grid, how.gain)
 
 
 def random(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -84,26 +97,20 @@ def random(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def empty_layer(own: tuple[Rule, Rule], batch: int, room: int, windows: Windows, queries: int) -> Layer:
-    def blocks(form: Form) -> Blocks:
-        words = torch.zeros(batch, HEADS, room, form.words, dtype=torch.int16, device="cuda")
-        scales = (batch, HEADS, room // form.scale_blocks, form.scales)
-        return Blocks(form, words, torch.zeros(scales, dtype=torch.float16, device="cuda"))
-
+def empty_layer(own: tuple[AnyRule, AnyRule], batch: int, room: int, windows: Windows, queries: int) -> Layer:
+    keys, values = (blocks_for(one, batch, HEADS, room, "cuda") for one in own)
     sink, recent = (random(batch, count) for count in (windows.sink, windows.room(queries)))
-    return Layer(
-        blocks(own[0].form), blocks(own[1].form), sink, recent, torch.zeros(HEADS, dtype=torch.int32, device="cuda")
-    )
+    return Layer(keys, values, sink, recent, torch.zeros(HEADS, dtype=torch.int32, device="cuda"))
 
 
-def block_of(own: tuple[Rule, Rule]) -> int:
+def block_of(own: tuple[AnyRule, AnyRule]) -> int:
     return 32 * max(one.form.scale_blocks for one in own)
 
 
 def on_cpu(layer: Layer) -> Layer:
     def moved(x: Any) -> Any:
         if isinstance(x, Blocks):
-            return Blocks(x.form, x.words.cpu(), x.scale.cpu())
+            return Blocks(x.form, x.words.cpu(), x.scale.cpu(), None if x.grid is None else x.grid.to("cpu"))
         return tuple(t.cpu() for t in x) if isinstance(x, tuple) else x.cpu()
 
     return Layer(*(moved(x) for x in vars(layer).values()))
@@ -115,23 +122,24 @@ def differing(found: Blocks, wanted: Blocks) -> int:
     return words + int((found.scale.cpu().view(torch.int16) != wanted.scale.view(torch.int16)).sum())
 
 
-def check_prefill(scheme: str, launch: fused.Launch) -> int:
+def check_prefill(scheme: str, launch: fused.Launch | None) -> int:
     """Of 2 rows of 512 tokens; -1 where flags are not those of the reference."""
     own = rules(scheme)
     k, v = random(2, 512)
     k[1, 1, 70, 5] = torch.inf
     found = fused.quantise(k, v, *own, launch=launch)
-    (keys, bad), (values, _) = (reference.quantise(x.cpu(), r) for x, r in zip((k, v), own, strict=True))
+    slow = rules(scheme, "cpu")
+    (keys, bad), (values, _) = (reference.quantise(x.cpu(), r) for x, r in zip((k, v), slow, strict=True))
     if found[2].cpu().ne(0).tolist() != bad.ne(0).tolist():
         return -1
-    for blocks in (found[0], keys):  # what a flagged head holds is nobody's
-        blocks.words[1, 1], blocks.scale[1, 1] = 0, 0
+    for blocks in (found[0], keys):  # what a flagged head holds is nobody's; a norm may be of all heads
+        blocks.words[1, bad.ne(0)], blocks.scale[1, -1 if blocks.scale.shape[1] == 1 else bad.ne(0)] = 0, 0
     return differing(found[0], keys) + differing(found[1], values)
 
 
 def check_append(scheme: str) -> int:
     """Of calls of 150, 1, 1, 300, 4 and 40 single tokens, rows of different lengths; the last ones replay a graph."""
-    own = rules(scheme)
+    own, exact_rules = rules(scheme), rules(scheme, "cpu")
     windows = Windows(32, 96, block_of(own))
     layer, counts = empty_layer(own, 3, 64, windows, 4), Counts(3, windows, "cuda")
     slow, slow_counts = on_cpu(layer), Counts(3, windows)
@@ -140,7 +148,7 @@ def check_append(scheme: str) -> int:
         k, v = random(3, count)
         new = torch.tensor([count, count, max(count - 100, 1)], dtype=torch.int32)
         reference.advance(slow_counts, new)
-        reference.append(slow, slow_counts, k.cpu(), v.cpu(), *own)
+        reference.append(slow, slow_counts, k.cpu(), v.cpu(), *exact_rules)
         if count > 1 or graph is None:
             fused.advance(counts, new.cuda())
             fused.append(layer, counts, k, v, *own)
@@ -164,10 +172,8 @@ def measure_prefill(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
     k, v = random(BATCH, LENGTH)
     bits = sum(one.form.stored_bits for one in own) / 2
     size = 2 * k.numel() * (2 + bits / 8)
-    tried = []
-    for launch in LAUNCHES:
-        if scheme.endswith("search") and launch != LAUNCHES[0]:
-            continue
+    tried: list[tuple[float, fused.Launch, int]] = []
+    for launch in launches_of(scheme):
         if wrong := check_prefill(scheme, launch):
             tried.append((float("inf"), launch, wrong))
             continue
@@ -181,8 +187,14 @@ def measure_prefill(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
     if tried[0][2]:
         return row | {"microseconds": None}
     row["microseconds"] = clock.time(lambda: fused.quantise(k, v, *own, launch=tried[0][1]), 15).microseconds
-    row |= bound(scheme, 2 * k.numel(), row["microseconds"])
+    row |= bound(scheme, 2 * k.numel(), row["microseconds"], ONE_LAUNCH.get(scheme))
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
+
+
+def launches_of(scheme: str) -> list[fused.Launch]:
+    if scheme in GRIDS:
+        return [fused.launch_of(*rules(scheme), step=False)]
+    return LAUNCHES[:1] if scheme.endswith("search") else LAUNCHES
 
 
 def measure_append(clock: Clock, scheme: str, copy: float, due: bool) -> dict[str, Any]:
@@ -285,19 +297,21 @@ def measure_selection(clock: Clock, copy: float) -> dict[str, Any]:
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
 
-def bound(scheme: str, numbers: int, microseconds: float) -> dict[str, float]:
+def bound(scheme: str, numbers: int, microseconds: float, instructions: float | None = None) -> dict[str, float]:
     """What issuing the instructions takes on every multiprocessor at its highest clock, and the share of it in the time."""
     own = torch.cuda.get_device_properties(0)
     rate = own.multi_processor_count * 128 * getattr(own, "clock_rate", 1_755_000) * 1e3
-    least = numbers * INSTRUCTIONS[scheme] / rate * 1e6
+    least = numbers * (instructions or INSTRUCTIONS[scheme]) / rate * 1e6
     return {"instruction_bound": least, "fraction_of_issue": least / microseconds}
 
 
 def compile_one(job: tuple[str, int]) -> str:
     scheme, number = job
     try:
-        if scheme in GRIDS:
+        if scheme in GRIDS and number == 0:
             check_grid(scheme)
+        elif scheme in GRIDS and number == 1:
+            fused.quantise(*random(1, 128), *rules(scheme))
         elif scheme == "SQuat":
             check_squat()
         elif scheme == "MixKVQ":
@@ -315,8 +329,9 @@ def compile_one(job: tuple[str, int]) -> str:
 def compile_all(schemes: list[str]) -> None:
     """Into Triton's cache on disk, a process a core."""
     whole = [s for s in schemes if s in SCHEMES]
-    jobs = [(scheme, number) for number in (3, 0, 1, 2) for scheme in whole]
-    jobs += [(scheme, 0) for scheme in schemes if scheme not in SCHEMES]
+    whole += [s for s in schemes if s in GRIDS]
+    jobs = [(scheme, number) for number in (3, 0, 1, 2) for scheme in whole if scheme in SCHEMES or number != 2]
+    jobs += [(scheme, 0) for scheme in schemes if scheme not in whole]
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for said in pool.map(compile_one, jobs):
@@ -360,14 +375,14 @@ def main() -> None:
         f"{result['device']}, torch {torch.__version__}, triton {triton.__version__}, copy {copy / 1e12:.2f} TB/s",
         flush=True,
     )
-    jobs = [(s, "prefill") for s in wanted] + [(s, "append") for s in wanted if s in SCHEMES]
+    jobs = [(s, "prefill") for s in wanted] + [(s, "append") for s in wanted if s in SCHEMES or s in GRIDS]
     for scheme, what in jobs:
         if time.time() - began > chosen.seconds:
             print(f"{scheme} {what}: not measured, {chosen.seconds:g} s are over", flush=True)
             continue
         try:
-            if scheme in GRIDS:
-                rows = [measure_grid(clock, scheme, copy)]
+            if scheme in GRIDS and what == "prefill":
+                rows = [measure_grid(clock, scheme, copy), measure_prefill(clock, scheme, copy)]
             elif scheme == "SQuat":
                 rows = [measure_squat(clock, copy)]
             elif scheme == "MixKVQ":

@@ -8,19 +8,19 @@ from torch import Tensor
 from kvcal_artifacts.fused import rule_of
 from kvcal_artifacts.preflight import interpreted
 from kvcal_kernels.attention import BLOCK, Blocks
-from kvcal_kernels.quantise import Counts, Layer, Rule, Windows, reference
+from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
 
 from .layer import Case, Filled, fill, nbytes
 from .operation import Prepared, one_block
 
 
-def rules(case: Case) -> tuple[Rule, Rule] | str:
+def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
     """Of keys and values; else why the reference path is measured."""
     if case.device.type != "cuda" and not interpreted():
         return "the kernel needs a CUDA GPU"
     made = []
     for codec in (case.scheme.codecs.key, case.scheme.codecs.value):
-        rule = rule_of(codec)
+        rule = rule_of(codec.to(case.device))
         if isinstance(rule, str):
             return rule
         made.append(rule)
@@ -33,7 +33,7 @@ def factor_of(filled: Filled) -> Tensor | None:
     return None if factor is None else factor.contiguous()
 
 
-def by_kernel(case: Case, own: tuple[Rule, Rule]) -> Prepared:
+def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
     """A prefill's packed tokens in one launch."""
     from kvcal_kernels.quantise import triton as kernel  # not installed everywhere
 
@@ -59,7 +59,7 @@ def by_kernel(case: Case, own: tuple[Rule, Rule]) -> Prepared:
     return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, "triton: quantise")
 
 
-def append_by_kernel(case: Case, own: tuple[Rule, Rule]) -> Prepared:
+def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
     """The steps of a block, one launch each: all but the last only write a new token, the last packs a block of every row."""
     from kvcal_kernels.quantise import triton as kernel
 
@@ -99,18 +99,15 @@ def _windows(case: Case) -> Windows:
     return Windows(own.sink, own.recent, own.block)
 
 
-def _filled_layer(case: Case, new: Filled, windows: Windows, own: tuple[Rule, Rule]) -> Layer:
+def _filled_layer(case: Case, new: Filled, windows: Windows, own: tuple[AnyRule, AnyRule]) -> Layer:
     """Room for one block; its tokens are the ring's oldest, with the others behind them."""
     shape = (case.batch, case.geometry.kv_heads)
     room = windows.room(1)
     rings, sinks, stored = [], [], []
     for raw, window, rule in zip(new.raw, new.window, own, strict=True):
-        form = rule.form
         ring = torch.cat([raw, window], 2)
         rings.append(torch.nn.functional.pad(ring, (0, 0, 0, room - ring.shape[2])).contiguous())
-        sinks.append(torch.zeros(*shape, max(windows.sink, 1), form.dim, dtype=case.dtype, device=case.device))
-        words = torch.zeros(*shape, windows.block // BLOCK, form.words, dtype=torch.int16, device=case.device)
-        scales = (*shape, windows.block // BLOCK // form.scale_blocks, form.scales)
-        stored.append(Blocks(form, words, torch.zeros(scales, dtype=torch.float16, device=case.device)))
+        sinks.append(torch.zeros(*shape, max(windows.sink, 1), raw.shape[3], dtype=case.dtype, device=case.device))
+        stored.append(blocks_for(rule, *shape, windows.block // BLOCK, case.device))
     flags = torch.zeros(shape[1], dtype=torch.int32, device=case.device)
     return Layer(stored[0], stored[1], (sinks[0], sinks[1]), (rings[0], rings[1]), flags)

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from kvcal_kernels import attention, rotated
 from kvcal_kernels.attention import Blocks, Form, Grid, grids
-from kvcal_kernels.hadamard import largest_power_of_two, rotate, signs, tree_sum, unrotate
+from kvcal_kernels.hadamard import largest_power_of_two, root, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.quantise import GridRule
 from kvcal_kernels.rotated import Rotated
 
 from ..errors import KVCalError
@@ -115,7 +116,9 @@ class Higgs(Codec):
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x)
-        codes, norms = self._coded(blocks.float()) if self._how is None else self._coded_by_kernel(x, self._how)
+        if self._how is not None:
+            return self._encode_by_kernel(x, self._how)
+        codes, norms = self._coded(blocks.float())
         if isinstance(self._form, Form):
             own = self._by_head(codes).flatten(2, 3)
             made = attention.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
@@ -126,18 +129,22 @@ class Higgs(Codec):
         """Codes as `codes` gives them, and norms as they are stored."""
         vectors = self._vectors(blocks)
         groups = rotate(vectors, self.sign, self.rotation_width).unflatten(-1, (self._norms, -1))
-        norm = (tree_sum(groups * groups) / groups.shape[-1]).sqrt()
+        norm = root(tree_sum(groups * groups) / groups.shape[-1])
         stored = to_half(norm * self._gain, "norm")
         unit = self._gain / stored.float().clamp_min(1e-30)
         scaled = (groups * unit[..., None]).flatten(-2)
         codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], self.length // self.d)
         return codes, self._store_norm(stored)
 
-    def _coded_by_kernel(self, x: Tensor, how: Rotated) -> tuple[Tensor, Tensor]:
+    def _encode_by_kernel(self, x: Tensor, how: Rotated) -> Packed:
         with torch.cuda.device_of(x):
-            codes, norm, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
-        by_token: Tensor = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
-        return by_token.flatten(3), to_half(norm.float(), "norm").unflatten(2, (-1, self.shape.block))
+            codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
+            norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
+            if isinstance(self._form, Form):
+                words = rotated.fast().pack(codes, self._form)
+                return {"words": words.flatten(2).unflatten(2, (norm.shape[2], -1)), "norm": norm}
+        by_token = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3).flatten(3)
+        return {"codes": pack(self._store_codes(by_token), self.code_bits), "norm": norm}
 
     def by_kernel(self) -> Higgs:
         """Its numbers are those of torch, bit for bit; rotation per head, kv heads and head_dim powers of two."""
@@ -170,6 +177,18 @@ class Higgs(Codec):
 
     def fused(self) -> Form | str:
         return self._form
+
+    def rule(self) -> GridRule | str:
+        """How quantise's kernel writes these blocks; else why it cannot."""
+        if isinstance(self._form, str):
+            return self._form
+        assert self._look_up is not None
+        try:
+            made = GridRule(self._form, self._look_up, self._gain)
+        except ValueError as error:
+            return f"no kernel quantises for a {error}"
+        _ = made.table  # made now: no graph of a step may wait for it
+        return made
 
     def for_decoding(self) -> Higgs:
         """With blocks as the reconstruction kernel reads them."""

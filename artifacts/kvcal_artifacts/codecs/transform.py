@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.hadamard import tree_sum
+from kvcal_kernels.hadamard import root, tree_sum
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
@@ -91,7 +91,7 @@ class Transform(Codec):
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x.float()) - self.mean.float()[:, None, None]
         y = self._product(blocks, self.encoder)  # (B, H, N, b, coded)
-        norm = to_half((tree_sum(self._token(y * y)) / (self.shape.heads * self.coded)).sqrt(), "norm")  # (B, N, b)
+        norm = to_half(root(tree_sum(self._token(y * y)) / (self.shape.heads * self.coded)), "norm")  # (B, N, b)
         unit = y / norm.float().clamp_min(2.0**-24)[:, None, ..., None]
         packed = {f"codes{b}": self._pack(self._codes(unit[..., at], b), b) for b, at in self.tiers.items()}
         return packed | {"norm": norm[:, None]}

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .reference import Counts, Layer, Rule, Windows, advance, append, check, quantise
+from .reference import (
+    AnyRule,
+    Counts,
+    GridRule,
+    Layer,
+    Rule,
+    Windows,
+    advance,
+    append,
+    blocks_for,
+    check,
+    quantise,
+)
 
 
 def fast() -> ModuleType:
@@ -14,4 +26,17 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["Counts", "Layer", "Rule", "Windows", "advance", "append", "check", "fast", "quantise"]
+__all__ = [
+    "AnyRule",
+    "Counts",
+    "GridRule",
+    "Layer",
+    "Rule",
+    "Windows",
+    "advance",
+    "append",
+    "blocks_for",
+    "check",
+    "fast",
+    "quantise",
+]

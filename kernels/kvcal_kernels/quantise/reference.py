@@ -2,7 +2,8 @@
 
 Numbers are those of the codec `uniform` (kvcal_artifacts/codecs/uniform.py), bit for bit as it gives them on a CPU:
 float32, halves to even, scale and minimum rounded to float16 before codes. Hybrid groups (InnerQ section 4.1.2) are
-stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in attention.Blocks.
+stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in attention.Blocks. Grids
+(HIGGS, TurboQuant) are those of the codec `higgs` rotated per kv head, likewise (rotated/reference.py).
 
 A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags are
 only ever set; blocks of a head with one are not to be used.
@@ -15,15 +16,18 @@ Letters: docs/architecture.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ..attention.grids import Grid
 from ..attention.reference import BLOCK, Blocks, Form, pack
 from ..hadamard import tree_sum
+from ..rotated import reference as rotated
 
 Mode = Literal["symmetric", "asymmetric", "hybrid"]
 
@@ -81,6 +85,49 @@ class Rule:
         return [(factor, (1 - factor) / 2) for factor in (RANGES if self.search else (1.0,))]
 
 
+@dataclass(frozen=True, eq=False)
+class GridRule:
+    """How numbers become codes of a grid's form: rotated per kv head, divided by a norm, the nearest point. grid: the signs
+    are of each head, (H, D). gain: of rotated.Rotated. ValueError where a head, or what a norm spans, is no power of two.
+    """
+
+    form: Form
+    grid: Grid
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        heads, dim = self.grid.sign.shape
+        if not self.form.vector or dim != self.form.dim or self.form.norm_heads not in (1, heads):
+            raise ValueError(
+                f"{heads} heads of {dim} for {self.form}: must be a grid's, with its norms over 1 head or all"
+            )
+        if dim & dim - 1 or self.form.norm_heads & self.form.norm_heads - 1:
+            raise ValueError(
+                f"grid at head_dim {dim}, norms over {self.form.norm_heads} kv heads: both must be powers of two"
+            )
+
+    @property
+    def heads(self) -> int:
+        return self.grid.sign.shape[0]
+
+    @functools.cached_property
+    def how(self) -> rotated.Rotated:
+        norms = self.heads // self.form.norm_heads
+        return rotated.Rotated(self.grid.points, self.grid.sign.flatten(), norms, self.gain)
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """What the kernel reads, float32: signs (H * D,), half |g|^2 (n,), points (n * d,), gain; made once, as a CUDA graph
+        must find it where it was.
+        """
+        own = self.how
+        parts = [own.sign.float(), own.half, own.points.flatten(), own.half.new_full((1,), self.gain)]
+        return torch.cat(parts)
+
+
+AnyRule: TypeAlias = Rule | GridRule
+
+
 @dataclass(frozen=True)
 class _Coded:
     """Groups (..., g): codes float32 in [0, 2^bits), scale and zero point float16 (...), error: sum of squares (...)."""
@@ -91,7 +138,7 @@ class _Coded:
     error: Tensor
 
 
-def quantise(x: Tensor, rule: Rule, factor: Tensor | None = None) -> tuple[Blocks, Tensor]:
+def quantise(x: Tensor, rule: AnyRule, factor: Tensor | None = None) -> tuple[Blocks, Tensor]:
     """x (B, H, T, D) float16, bfloat16 or float32, T whole blocks and groups -> its blocks, and flags int32 (H,), not shifted.
 
     factor (H, 1, D) or (B, H, 1, D): x is divided by it first, in float32 (InnerQ section 4.3, codecs/scaled.py).
@@ -99,6 +146,9 @@ def quantise(x: Tensor, rule: Rule, factor: Tensor | None = None) -> tuple[Block
     form, wide = rule.form, x.float()
     if factor is not None:
         wide = wide / factor.float()
+    if isinstance(rule, GridRule):
+        codes, norm, found = rotated.encode(wide, rule.how)
+        return pack(codes, norm[..., None], None, form, rule.grid), found
     groups = (wide.transpose(-1, -2) if form.along_tokens else wide).unflatten(-1, (-1, form.group))
     best: _Coded | None = None
     for other in _candidates(groups, rule):
@@ -166,13 +216,20 @@ def _flags(x: Tensor, rule: Rule) -> Tensor:
 
 
 def check(flags: Tensor, layer: int) -> str | None:
-    """What flags (H,) int32 say, in one line naming layer and head; None where they say nothing. Waits for the device."""
-    for head, word in enumerate(flags.tolist()):
-        for role, bits in (("key", word & 255), ("value", word >> VALUES)):
-            if bits:
-                what = "; ".join(text for bit, text in MEANING.items() if bits & bit and not (bit > 1 and bits & 1))
-                return f"layer {layer}, {role} head {head}: {what}"
-    return None
+    """What flags (H,) int32 say, in one line naming layer and head, one that is not finite before others: a norm over all
+    heads is none then; None where they say nothing. Waits for the device.
+    """
+    found = [
+        (not bits & NONFINITE, head, role, bits)
+        for head, word in enumerate(flags.tolist())
+        for role, bits in (("key", word & 255), ("value", word >> VALUES))
+        if bits
+    ]
+    if not found:
+        return None
+    _, head, role, bits = min(found)
+    what = "; ".join(text for bit, text in MEANING.items() if bits & bit and not (bit > 1 and bits & 1))
+    return f"layer {layer}, {role} head {head}: {what}"
 
 
 # Windows.
@@ -241,8 +298,24 @@ class Layer:
     flags: Tensor
 
 
+def blocks_for(
+    rule: AnyRule,
+    batch: int,
+    heads: int,
+    count: int,
+    device: torch.device | str,
+    make: Callable[..., Tensor] = torch.zeros,
+) -> Blocks:
+    """Room for `count` blocks of 32 tokens a row; make: torch.empty where all of them are written next."""
+    form = rule.form
+    words = make(batch, heads, count, form.words, dtype=torch.int16, device=device)
+    held = batch, heads // form.norm_heads, count // form.scale_blocks, form.scales
+    scale = make(held, dtype=torch.float16, device=device)
+    return Blocks(form, words, scale, rule.grid if isinstance(rule, GridRule) else None)
+
+
 def append(
-    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule, factor: Tensor | None = None
+    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None = None
 ) -> None:
     """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its
     window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of
@@ -263,7 +336,7 @@ def _append_row(
     row: int,
     here: dict[str, int],
     x: Tensor,
-    rule: Rule,
+    rule: AnyRule,
     stored: Blocks,
     factor: Tensor | None,
 ) -> Tensor:

@@ -10,6 +10,9 @@ operations. As s has 11 bits, no quotient of a 24-bit x lies within 2^-12 units 
 (Markstein 1990). Adding 1.5 * 2^23 rounds it to an integer, halves to even, and leaves the code in the low bits of the
 sum. Sums of squares are added as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so choices
 between candidates are the codec's own.
+
+Of a grid a program takes a head's block. Where norms span all heads it rotates those of the others too, which it needs for
+nothing else: H rotations in the place of one, in the steps in which a block is due, and no second launch.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.reference import BLOCK, Blocks, Form, together
+from ..attention.reference import BLOCK, Blocks, together
+from ..rotated import triton as rotated
+from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from ..triton import interpreted
 from . import reference
-from .reference import FIELDS, Counts, Layer, Rule
+from .reference import FIELDS, AnyRule, Counts, GridRule, Layer, Rule
 
 HALF_MAX = tl.constexpr(reference.HALF_MAX)
 HALF_FLOOR = tl.constexpr(reference.HALF_FLOOR)
@@ -431,6 +436,89 @@ def _write(
     return tl.where(nothing == nothing, 0, NONFINITE)
 
 
+@triton.constexpr_function
+def _log(n):
+    return n.bit_length() - 1
+
+
+@triton.constexpr_function
+def _rows(width):
+    """Tokens of `width` numbers whose norms are taken at a time."""
+    return min(32, max(1, NUMBERS // width))
+
+
+@triton.jit
+def _waiting(
+    p_new, p_ring, p_factor, o_new, i_row, first_head, token, live, window, before, ring_room, head_stride, token_stride,
+    N: tl.constexpr, DIM: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Numbers [tokens, N] float32 of N / DIM heads from `first_head` on, of `token`s that a row packs now; divided by the
+    factor. o_new: of the first new token that waits, in head 0. i_row: heads of the rows before.
+    """
+    at = tl.arange(0, N)
+    head, channel = first_head + at // DIM, at % DIM
+    p = p_new + (o_new + (token - window).to(tl.int64) * token_stride)[:, None]
+    p = p + (head.to(tl.int64) * head_stride + channel)[None, :]
+    if STORED:
+        slot = ((before * 32) % ring_room + token) % ring_room
+        o_ring = ((i_row + head).to(tl.int64) * (ring_room * DIM) + channel)[None, :] + (slot * DIM)[:, None]
+        p = tl.where((token < window)[:, None], p_ring + o_ring, p)
+    x = tl.load(p, mask=live[:, None], other=0.0).to(tl.float32)
+    if FACTOR:
+        divisor = tl.broadcast_to(tl.load(p_factor + head * DIM + channel).to(tl.float32)[None, :], x.shape)
+        x = tl.div_rn(x, divisor) if ASM else x / divisor
+    return x
+
+
+@triton.jit
+def _encode(
+    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room, ring_room,
+    head_stride, token_stride,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, POINTS: tl.constexpr,
+    NORM_HEADS: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
+    LOG: tl.constexpr = _log(DIM)
+    SIGNS: tl.constexpr = HEADS * DIM
+    r = tl.arange(0, 32)
+    fits = unit < tl.minimum(flush, room - before)
+    live = tl.broadcast_to(fits, [32])
+    gain = tl.load(p_table + SIGNS + POINTS * (1 + D))
+    x = _waiting(
+        p_new, p_ring, p_factor, o_new, i_row, i_kv, unit * 32 + r, live, window, before, ring_room, head_stride,
+        token_stride, DIM, DIM, FACTOR, STORED, ASM,
+    )  # fmt: skip
+    bad = tl.where(tl.min(tl.min((x * 0.0 == 0.0).to(tl.int32), 1), 0) == 0, NONFINITE, 0)
+    x = rotate_rows(x, tl.load(p_table + i_kv * DIM + tl.arange(0, DIM)), DIM**-0.5, 32, DIM, LOG)
+    if NORM_HEADS == 1:
+        norm = norms_of(x, gain, 32, DIM, LOG, ASM)
+    else:
+        ROWS: tl.constexpr = _rows(HEADS * DIM)
+        sign = tl.load(p_table + tl.arange(0, HEADS * DIM))
+        norm = tl.zeros([32], tl.float32)
+        for i in range(32 // ROWS):
+            token = i * ROWS + tl.arange(0, ROWS)
+            y = _waiting(
+                p_new, p_ring, p_factor, o_new, i_row, 0, unit * 32 + token, tl.broadcast_to(fits, [ROWS]), window, before,
+                ring_room, head_stride, token_stride, HEADS * DIM, DIM, FACTOR, STORED, ASM,
+            )  # fmt: skip
+            y = rotate_rows(y, sign, DIM**-0.5, ROWS, HEADS * DIM, LOG)
+            some = norms_of(y, gain, ROWS, HEADS * DIM, _log(HEADS * DIM), ASM)
+            wide = tl.reshape(tl.broadcast_to(some[None, :], [32 // ROWS, ROWS]), [32])
+            norm = tl.where(r // ROWS == i, wide, norm)
+    stored = norm.to(tl.float16)
+    x = x * units_of(stored, gain, 32, ASM)[:, None]
+    code = nearest_points(x, p_table + SIGNS + POINTS, p_table + SIGNS, POINTS, 32, DIM, D, ASM)
+    block = (i_row + i_kv).to(tl.int64) * room + before + unit
+    store_words(p_words + block * (WORDS // 2), code, fits, DIM, BITS, D, VALUE)
+    own = fits & ((NORM_HEADS == 1) | (i_kv == 0))
+    o_norm = (i_row // HEADS * (HEADS // NORM_HEADS) + (i_kv if NORM_HEADS == 1 else 0)).to(tl.int64)
+    tl.store(p_scale + (o_norm * room + before + unit) * 32 + r, stored, mask=tl.broadcast_to(own, [32]))
+    bad = bad | tl.where(tl.min((norm <= HALF_MAX).to(tl.int32), 0) == 0, SCALE, 0)
+    return tl.where(fits, bad, ROOM)
+
+
 @triton.jit
 def _any(bad, BIT: tl.constexpr):
     return tl.max(tl.max(bad & BIT, 1), 0)
@@ -444,8 +532,8 @@ def _role(
     HEADS: tl.constexpr, SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
-    FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VECTOR: tl.constexpr, POINTS: tl.constexpr,
+    NORM_HEADS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """All that one program does for keys or values."""
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
@@ -469,6 +557,17 @@ def _role(
     if PACK:
         UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
         p_own = p_factor + i_batch * factor_stride
+    if PACK and VECTOR > 0:
+        o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
+        for unit in range(i_program, flush, programs):
+            found = _encode(
+                p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
+                room, ring_room, head_stride, token_stride, HEADS, SLICES * 16, BITS, VECTOR, POINTS, NORM_HEADS, WORDS,
+                VALUE, FACTOR, STORED, ASM,
+            )  # fmt: skip
+            if found != 0:
+                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+    elif PACK:
         for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
             bad = _pack(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
@@ -491,9 +590,11 @@ def append_kernel(
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
     K_PIECES: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr, K_COLUMNS: tl.constexpr,
     K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr,
+    K_VECTOR: tl.constexpr, K_POINTS: tl.constexpr, K_NORM_HEADS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_ALONG: tl.constexpr, V_INNER: tl.constexpr, V_GROUP: tl.constexpr,
     V_PIECES: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr, V_COLUMNS: tl.constexpr,
     V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
+    V_VECTOR: tl.constexpr, V_POINTS: tl.constexpr, V_NORM_HEADS: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
@@ -507,7 +608,7 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             k_batch, k_head, k_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
             K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
-            K_FIRST, K_ALL, False, FACTOR, NW, ASM,
+            K_FIRST, K_ALL, K_VECTOR, K_POINTS, K_NORM_HEADS, False, FACTOR, NW, ASM,
         )  # fmt: skip
     else:
         _role(
@@ -515,7 +616,7 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             v_batch, v_head, v_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
             V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
-            V_FIRST, V_ALL, True, False, NW, ASM,
+            V_FIRST, V_ALL, V_VECTOR, V_POINTS, V_NORM_HEADS, True, False, NW, ASM,
         )  # fmt: skip
 
 
@@ -549,33 +650,62 @@ PROGRAMS = 8  # that write the windows of a long call
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: units at a time of a program. registers: a thread at most, 0: as the compiler likes."""
+    """warps: units at a time of a program; of a grid it takes one at a time. registers: a thread at most, 0: as the compiler
+    likes.
+    """
 
     warps: int = 4
     registers: int = 0
 
 
 STEP = Launch(warps=1)  # a decode step's: a row packs one unit at most
+GRID = 240  # registers, of which grids take up to 239; left to itself the compiler spills some to have more programs
 
 
-def settings(key: Rule, value: Rule) -> dict[str, Any]:
+def launch_of(key: AnyRule, value: AnyRule, step: bool) -> Launch:
+    """step: of a decode step. A grid's unit of 32 * D numbers takes a whole program, 32 numbers a thread."""
+    if isinstance(key, GridRule) or isinstance(value, GridRule):
+        return Launch(max(4, key.form.dim // 32), GRID)
+    return STEP if step else Launch()
+
+
+def _programs(units: int, key: AnyRule, value: AnyRule, launch: Launch) -> int:
+    """For so many units of each head."""
+    one = isinstance(key, GridRule) or isinstance(value, GridRule)
+    return units if one else -(-units // launch.warps)
+
+
+def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
     """Compile-time constants of append_kernel that follow from the rules."""
     made: dict[str, Any] = {"D": key.form.dim}
     for name, rule in (("K", key), ("V", value)):
         form = rule.form
         own = {
-            "BITS": form.bits, "MODE": KERNEL_MODES[rule.mode], "ALONG": form.along_tokens, "INNER": form.inner,
-            "GROUP": form.group, "PIECES": form.pieces, "TILES": form.tiles, "WORDS": form.words, "COLUMNS": form.columns,
-            "TOGETHER": together(form.columns), "FIRST": len(rule._symmetric), "ALL": len(rule.factors),
+            "BITS": form.bits, "ALONG": form.along_tokens, "INNER": form.inner, "GROUP": form.group, "PIECES": form.pieces,
+            "TILES": form.tiles, "WORDS": form.words, "COLUMNS": form.columns, "TOGETHER": together(form.columns),
+            "VECTOR": form.vector, "NORM_HEADS": form.norm_heads,
         }  # fmt: skip
+        if isinstance(rule, GridRule):
+            own |= {"MODE": 0, "FIRST": 0, "ALL": 0, "POINTS": 1 << form.bits * form.vector}
+        else:
+            own |= {
+                "MODE": KERNEL_MODES[rule.mode],
+                "FIRST": len(rule._symmetric),
+                "ALL": len(rule.factors),
+                "POINTS": 0,
+            }
         made |= {f"{name}_{what}": number for what, number in own.items()}
     return made
 
 
 @functools.cache
-def _table(rule: Rule, device: torch.device) -> Tensor:
-    """Factors (n, 2) float32: made once, as a CUDA graph must find them where they were."""
+def _factors(rule: Rule, device: torch.device) -> Tensor:
+    """(n, 2) float32: made once, as a CUDA graph must find them where they were."""
     return torch.tensor(rule.factors, dtype=torch.float32).to(device)
+
+
+def _table(rule: AnyRule, device: torch.device) -> Tensor:
+    return rule.table if isinstance(rule, GridRule) else _factors(rule, device)
 
 
 def advance(counts: Counts, new: Tensor) -> None:
@@ -589,7 +719,7 @@ def advance(counts: Counts, new: Tensor) -> None:
 
 
 def append(
-    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule, factor: Tensor | None = None
+    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None = None
 ) -> None:
     """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
     decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
@@ -599,45 +729,56 @@ def append(
     _check_layer(layer, counts, k, v, key, value)
     launch = functools.partial(_launch, layer, counts.data, k, v, key, value, factor)
     if queries <= room - (windows.recent + windows.block - 1):
-        launch(1, STEP, write=True, pack=True)
+        launch(1, launch_of(key, value, step=True), write=True, pack=True)
         return
-    programs = -(-(queries + room) // (BLOCK * Launch.warps))
-    launch(programs, Launch(), write=False, pack=True)
+    own = launch_of(key, value, step=False)
+    launch(_programs(-(-(queries + room) // BLOCK), key, value, own), own, write=False, pack=True)
     launch(PROGRAMS, Launch(), write=True, pack=False)
 
 
 def quantise(
     k: Tensor,
     v: Tensor,
-    key: Rule,
-    value: Rule,
+    key: AnyRule,
+    value: AnyRule,
     factor: Tensor | None = None,
     flags: Tensor | None = None,
     launch: Launch | None = None,
 ) -> tuple[Blocks, Blocks, Tensor]:
     """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
     those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1, and any
-    two dtypes.
+    two dtypes. Two grids of which one has norms over all heads take two launches a side, so that each number is rotated once.
     """
     batch, heads, tokens = k.shape[:3]
-    for name, x, form in (("keys", k, key.form), ("values", v, value.form)):
-        _check_input(name, x, k, form)
+    for name, x, rule in (("keys", k, key), ("values", v, value)):
+        form = rule.form
+        _check_input(name, x, k, rule)
         if tokens % BLOCK or tokens % (BLOCK * form.scale_blocks):
             raise ValueError(f"{name} of {tokens} tokens: must be whole blocks of {BLOCK * form.scale_blocks}")
-    count = tokens // BLOCK
-    made = []
-    for form in (key.form, value.form):
-        words = torch.empty(batch, heads, count, form.words, dtype=torch.int16, device=k.device)
-        scale = torch.empty(batch, heads, count // form.scale_blocks, form.scales, dtype=torch.float16, device=k.device)
-        made.append(Blocks(form, words, scale))
     if flags is None:
         flags = torch.zeros(heads, dtype=torch.int32, device=k.device)
+    if isinstance(key, GridRule) and isinstance(value, GridRule) and key.form.norm_heads + value.form.norm_heads > 2:
+        return (
+            _in_two_launches(k, key, factor, flags, 0),
+            _in_two_launches(v, value, None, flags, reference.VALUES),
+            flags,
+        )
+    count = tokens // BLOCK
+    made = [reference.blocks_for(rule, batch, heads, count, k.device, torch.empty) for rule in (key, value)]
     data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=k.device)
     data[3], data[7] = tokens, count
     layer = Layer(made[0], made[1], (k, v), (k, v), flags)
-    own = launch or Launch()
-    _launch(layer, data, k, v, key, value, factor, -(-count // own.warps), own, write=False, pack=True, stored=False)
+    own = launch or launch_of(key, value, step=False)
+    programs = _programs(count, key, value, own)
+    _launch(layer, data, k, v, key, value, factor, programs, own, write=False, pack=True, stored=False)
     return made[0], made[1], flags
+
+
+def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Tensor, shift: int) -> Blocks:
+    """Codes in one launch, their words in another."""
+    codes, norm, found = rotated.encode(x if factor is None else x.float() / factor.float(), rule.how)
+    flags.bitwise_or_(found << shift)
+    return Blocks(rule.form, rotated.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
 
 
 def _launch(
@@ -645,8 +786,8 @@ def _launch(
     data: Tensor,
     k: Tensor,
     v: Tensor,
-    key: Rule,
-    value: Rule,
+    key: AnyRule,
+    value: AnyRule,
     factor: Tensor | None,
     programs: int,
     launch: Launch,
@@ -660,7 +801,7 @@ def _launch(
         if tuple(factor.shape) not in wanted or not factor.is_contiguous():
             raise ValueError(f"factor {tuple(factor.shape)}: must be {wanted[0]} or {wanted[1]}, contiguous")
     append_kernel[(programs, heads, 2 * batch)](
-        k, v, *layer.sink, *layer.recent, layer.keys.words, layer.keys.scale, layer.values.words, layer.values.scale,
+        k, v, *layer.sink, *layer.recent, _words(layer.keys), layer.keys.scale, _words(layer.values), layer.values.scale,
         k if factor is None else factor, _table(key, k.device), _table(value, k.device), data, layer.flags,
         programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
         *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
@@ -670,29 +811,39 @@ def _launch(
     )  # fmt: skip
 
 
-def _check_input(name: str, x: Tensor, k: Tensor, form: Form) -> None:
-    if x.shape != k.shape or x.ndim != 4 or x.shape[3] != form.dim:
-        raise ValueError(f"{name} {tuple(x.shape)}: must be {(*k.shape[:3], form.dim)}, as keys and values alike")
+def _words(blocks: Blocks) -> Tensor:
+    """Of a grid in units of 32 bits, as they are written."""
+    return blocks.words.view(torch.int32) if blocks.form.vector else blocks.words
+
+
+def _check_input(name: str, x: Tensor, k: Tensor, rule: AnyRule) -> None:
+    dim, heads = rule.form.dim, rule.heads if isinstance(rule, GridRule) else k.shape[1]
+    if x.shape != k.shape or x.ndim != 4 or x.shape[1] != heads or x.shape[3] != dim:
+        wanted = (k.shape[0], heads, k.shape[2], dim)
+        raise ValueError(f"{name} {tuple(x.shape)}: must be {wanted}, as keys and values alike")
+    if isinstance(rule, GridRule) and rule.grid.points.device != x.device:
+        raise ValueError(f"{name} on {x.device}, their grid on {rule.grid.points.device}: must be on one device")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"{name} of {x.dtype}: must be float16, bfloat16 or float32")
     if x.stride(3) != 1:
         raise ValueError(f"{name}: strides {x.stride()} of {tuple(x.shape)}; channels must be contiguous")
 
 
-def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: Rule, value: Rule) -> None:
+def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule) -> None:
     """What the kernel relies on and cannot see."""
     batch, heads, _, dim = k.shape
     windows, room = counts.windows, layer.keys.words.shape[2]
     for name, x, rule, made in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
         form = rule.form
-        _check_input(name, x, k, form)
+        _check_input(name, x, k, rule)
         if x.dtype != k.dtype:
             raise ValueError(f"{name} of {x.dtype}: must be {k.dtype}, as keys and values alike")
         if windows.block % (BLOCK * form.scale_blocks):
             raise ValueError(
                 f"{name}: {windows.block} tokens a block; must be a multiple of {BLOCK * form.scale_blocks}"
             )
-        words, scales = (batch, heads, room, form.words), (batch, heads, room // form.scale_blocks, form.scales)
+        words = batch, heads, room, form.words
+        scales = batch, heads // form.norm_heads, room // form.scale_blocks, form.scales
         if made.form != form or made.words.shape != words or made.scale.shape != scales or room % form.scale_blocks:
             seen = f"{made.form}, words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
             raise ValueError(f"stored {name}: {seen}; must be {form}, {words} and {scales}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..hadamard import largest_power_of_two, rotate, tree_sum
+from ..hadamard import largest_power_of_two, root, rotate, tree_sum
 from ..lattice import nearest
 
 NONFINITE, SCALE = 1, 2  # flags, as of quantise.reference
@@ -46,7 +46,7 @@ def encode(x: Tensor, how: Rotated) -> tuple[Tensor, Tensor, Tensor]:
     heads, dim = x.shape[1], x.shape[3]
     vectors = x.float().movedim(1, 2).flatten(2)
     groups = rotate(vectors, how.sign, largest_power_of_two(dim)).unflatten(-1, (how.norms, -1))
-    norm = (tree_sum(groups * groups) / groups.shape[-1]).sqrt() * how.gain
+    norm = root(tree_sum(groups * groups) / groups.shape[-1]) * how.gain
     stored = norm.half()
     scaled = groups * (stored.float().clamp_min(LEAST).reciprocal() * how.gain)[..., None]
     codes = nearest(scaled.reshape(-1, how.points.shape[1]), how.points).view(*vectors.shape[:2], heads, -1)

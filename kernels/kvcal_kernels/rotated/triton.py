@@ -1,5 +1,5 @@
 """`encode` of reference.py for NVIDIA GPUs: rotation, norm and nearest point in one launch; a program takes a few whole
-tokens.
+tokens. `pack` lays their codes out for attention. Their parts are also what quantise/triton.py packs grids by.
 
 Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
 one fused operation for each further number, and the first of the lowest is taken.
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention import grids
+from ..attention.reference import BLOCK, Form
 from ..hadamard import largest_power_of_two
 from ..triton import interpreted
 from . import reference
@@ -19,6 +21,8 @@ from .reference import Rotated
 
 NONFINITE, SCALE = tl.constexpr(reference.NONFINITE), tl.constexpr(reference.SCALE)
 HALF_MAX, LEAST = tl.constexpr(reference.HALF_MAX), tl.constexpr(reference.LEAST)
+ALIGNED, OVER = tl.constexpr(grids.ALIGNED), tl.constexpr(32 - grids.ALIGNED)
+LOW = tl.constexpr((1 << grids.ALIGNED) - 1)
 NUMBERS = 4096  # of a program
 
 
@@ -56,6 +60,111 @@ def _nearest(parts, p_points, p_half, n, D: tl.constexpr, ASM: tl.constexpr):
     return code
 
 
+@triton.jit
+def rotate_rows(x, sign, scale, ROWS: tl.constexpr, N: tl.constexpr, LOG_WIDTH: tl.constexpr):
+    """`rotate` of [ROWS, N] float32 by signs [N]; scale: width^-0.5."""
+    x = x * sign.to(tl.float32)[None, :] * scale
+    for i in tl.static_range(LOG_WIDTH):
+        x = _butterfly(x, ROWS, N, 1 << i)
+    return x
+
+
+@triton.jit
+def norms_of(x, gain, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, ASM: tl.constexpr):
+    """Root mean squares of [ROWS, N], N = 2^LOG, times gain: [ROWS]."""
+    norm = _tree(x * x, ROWS, N, LOG) * (1.0 / N)
+    return (tl.sqrt_rn(norm) if ASM else tl.sqrt(norm)) * gain
+
+
+@triton.jit
+def units_of(stored, gain, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """What numbers are multiplied by, of stored norms [ROWS] float16."""
+    size = tl.maximum(stored.to(tl.float32), LEAST)
+    return (tl.div_rn(tl.full([ROWS], 1.0, tl.float32), size) if ASM else 1.0 / size) * gain
+
+
+@triton.jit
+def nearest_points(x, p_points, p_half, n, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """Codes int32 [ROWS, N / D] of [ROWS, N]."""
+    if D == 1:
+        parts = (x,)
+    else:
+        low, high = tl.split(tl.reshape(x, [ROWS, N // 2, 2]))
+        if D == 2:
+            parts = (low, high)
+        else:
+            x0, x2 = tl.split(tl.reshape(low, [ROWS, N // 4, 2]))
+            x1, x3 = tl.split(tl.reshape(high, [ROWS, N // 4, 2]))
+            parts = (x0, x1, x2, x3)
+    return _nearest(parts, p_points, p_half, n, D, ASM)
+
+
+# Codes to words, in the order of attention/grids.py, of one block of one head.
+
+
+@triton.jit
+def _pairs(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
+    """grids.pairs of codes int32 [32, DIM / D]: 16 * DIM of them."""
+    if D == 4:
+        return tl.join(code & 15, code >> 4)
+    elif D == 2:  # noqa: RET505 (all are compiled otherwise)
+        return code
+    elif VALUE:
+        low, high = tl.split(tl.permute(tl.reshape(code, [16, 2, DIM]), (0, 2, 1)))
+        return low | high << BITS
+    else:
+        low, high = tl.split(tl.reshape(code, [32, DIM // 2, 2]))
+        return low | high << BITS
+
+
+@triton.jit
+def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
+    """Pairs in the order of grids.order: [DIM / 8, 16, 8]."""
+    pair = _pairs(code, DIM, BITS, D, VALUE)
+    if VALUE and D == 1:
+        made = tl.permute(tl.reshape(pair, [2, 8, DIM // 16, 16]), (0, 2, 3, 1))
+    elif VALUE and D == 4:
+        made = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 8, 2]), (0, 2, 4, 3, 1))
+    elif VALUE:
+        made = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 16]), (0, 2, 3, 1))
+    elif D == 4:
+        made = tl.permute(tl.reshape(pair, [2, 16, DIM // 32, 8, 2]), (0, 2, 4, 1, 3))
+    else:
+        made = tl.permute(tl.reshape(pair, [2, 16, DIM // 16, 8]), (0, 2, 1, 3))
+    if BITS == 2 and (VALUE or D != 4):
+        made = tl.permute(tl.reshape(made, [DIM // 64, 2, 4, 2, 8, 8]), (0, 2, 3, 1, 4, 5))
+    return tl.reshape(made, [DIM // 8, 16, 8])
+
+
+@triton.jit
+def _store_tiles(p_words, made, tile, live, GROUPS: tl.constexpr, EACH: tl.constexpr):
+    """Units [GROUPS, 16, 8], tiles `tile` of every EACH, turned as grids.units turns them; words as int32."""
+    turned = made << ALIGNED | made >> OVER & LOW
+    group = tl.arange(0, GROUPS)[:, None, None] * EACH + tile
+    place = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    tl.store(p_words + group * 128 + place, turned, mask=live)
+
+
+@triton.jit
+def store_words(
+    p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
+):  # fmt: skip
+    """grids.units of the codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
+    TOGETHER: tl.constexpr = 16 if BITS == 3 else 16 // BITS
+    EACH: tl.constexpr = min(TOGETHER, DIM // 8)  # pieces of a unit; of 3 bits of three
+    GROUPS: tl.constexpr = DIM // 8 // EACH
+    wide = tl.reshape(_pieces(code, DIM, BITS, D, VALUE), [GROUPS, EACH, 16, 8])
+    piece = tl.arange(0, EACH)[None, :, None, None]
+    if BITS == 3:
+        UNITS: tl.constexpr = min(3, (EACH + 4) // 5)
+        for u in tl.static_range(UNITS):
+            part = tl.where(piece // 5 == u, wide << piece % 5 * 6, 0)
+            part = tl.where(piece == 15, (wide >> 2 * u & 3) << 30, part)
+            _store_tiles(p_words, tl.sum(part, 1), u, live, GROUPS, UNITS)
+    else:
+        _store_tiles(p_words, tl.sum(wide << piece * (2 * BITS), 1), 0, live, GROUPS, 1)
+
+
 @triton.jit(do_not_specialize=["tokens", "n"])
 def encode_kernel(
     p_x, p_sign, p_points, p_half, p_codes, p_norm, p_flags, tokens, n, batch_stride, head_stride, token_stride,
@@ -74,27 +183,13 @@ def encode_kernel(
         p_x + o_x[None, :] + token.to(tl.int64)[:, None] * token_stride, mask=live[:, None], other=0.0
     ).to(tl.float32)  # fmt: skip
     nothing = x * 0.0
-    x = x * tl.load(p_sign + at).to(tl.float32)[None, :] * scale
-    for i in tl.static_range(LOG_WIDTH):
-        x = _butterfly(x, ROWS, N, 1 << i)
+    x = rotate_rows(x, tl.load(p_sign + at), scale, ROWS, N, LOG_WIDTH)
     groups = tl.reshape(x, [ROWS * NORMS, N // NORMS])
-    norm = _tree(groups * groups, ROWS * NORMS, N // NORMS, LOG_NORM) * (1.0 / (N // NORMS))
-    norm = (tl.sqrt_rn(norm) if ASM else tl.sqrt(norm)) * gain
+    norm = norms_of(groups, gain, ROWS * NORMS, N // NORMS, LOG_NORM, ASM)
     stored = norm.to(tl.float16)
-    size = tl.maximum(stored.to(tl.float32), LEAST)
-    unit = (tl.div_rn(tl.full([ROWS * NORMS], 1.0, tl.float32), size) if ASM else 1.0 / size) * gain
+    unit = units_of(stored, gain, ROWS * NORMS, ASM)
     scaled = tl.reshape(groups * unit[:, None], [ROWS, N])
-    if D == 1:
-        parts = (scaled,)
-    else:
-        low, high = tl.split(tl.reshape(scaled, [ROWS, N // 2, 2]))
-        if D == 2:
-            parts = (low, high)
-        else:
-            x0, x2 = tl.split(tl.reshape(low, [ROWS, N // 4, 2]))
-            x1, x3 = tl.split(tl.reshape(high, [ROWS, N // 4, 2]))
-            parts = (x0, x1, x2, x3)
-    code = _nearest(parts, p_points, p_half, n, D, ASM)
+    code = nearest_points(scaled, p_points, p_half, n, ROWS, N, D, ASM)
     o = tl.arange(0, N // D)
     head, column = o // (DIM // D), o % (DIM // D)
     o_codes = ((i_batch * HEADS + head) * tokens)[None, :] + token[:, None]
@@ -137,6 +232,37 @@ def encode(x: Tensor, how: Rotated, flags: Tensor | None = None) -> tuple[Tensor
         num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, norm, flags
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def pack_kernel(
+    p_codes, p_words, blocks,
+    DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, rows * heads)."""
+    block = tl.program_id(1).to(tl.int64) * blocks + tl.program_id(0)
+    o = tl.arange(0, 32)[:, None] * (DIM // D) + tl.arange(0, DIM // D)[None, :]
+    code = tl.load(p_codes + block * (32 * DIM // D) + o).to(tl.int32)
+    store_words(p_words + block * (WORDS // 2), code, block >= 0, DIM, BITS, D, VALUE)
+
+
+def pack(codes: Tensor, form: Form) -> Tensor:
+    """Codes uint8 (B, H, T, D / d), T whole blocks, as `encode` gives them -> the words of attention.pack, int16
+    (B, H, N, form.words).
+    """
+    batch, heads, tokens, count = codes.shape
+    if codes.dtype != torch.uint8 or not codes.is_contiguous() or tokens % BLOCK or count * form.vector != form.dim:
+        raise ValueError(
+            f"codes {tuple(codes.shape)} {codes.dtype}: must be contiguous uint8, whole blocks of {BLOCK} tokens of {form}"
+        )
+    if form.dim & (form.dim - 1):
+        raise ValueError(f"head_dim {form.dim}: must be a power of two")
+    words = torch.empty(batch, heads, tokens // BLOCK, form.words, dtype=torch.int16, device=codes.device)
+    pack_kernel[(words.shape[2], batch * heads)](
+        codes, words.view(torch.int32), words.shape[2],
+        DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value", num_warps=4,
+    )  # fmt: skip
+    return words
 
 
 def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
