@@ -279,9 +279,9 @@ RAGGED = Case(blocks=(4, 0, 1, 0), sink=(9, 3, 0, 0), recent=(40, 2, 3, 3), quer
 def test_the_reference_is_attention_over_what_a_row_holds(case: Case) -> None:
     """Room beyond a row's counts holds what is not a number."""
     own = made(case)
-    found = reference.attend(own.q.float(), *own.arguments()[1:])
+    found = reference.attend(own.q.float(), *own.arguments()[1:], **own.named())
     assert off(found, by_torch(own, torch.float64)) < 2e-6
-    assert reference.attend(*own.arguments()).dtype == case.dtype
+    assert reference.attend(*own.arguments(), **own.named()).dtype == case.dtype
 
 
 def test_queries_of_packed_keys_take_the_factors_that_keys_were_divided_by() -> None:
@@ -481,8 +481,8 @@ EXACT = ["p_q", "p_exact_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_r
 TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
-    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8",
-    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share"], "i32"),
+    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8", **dict.fromkeys(["p_first", "p_near"], "*fp16"),
+    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share", "runs"], "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
@@ -493,8 +493,9 @@ def built(case: Case, capability: int, registers: int, launch: Any = None) -> An
     from kvcal_kernels.attention import triton as fused
 
     case = replace(case, heads=8)
-    launch = launch or replace(fused.usual(case.form("key"), case.form("value")), registers=registers)
-    fixed = fused.settings(case.form("key"), case.form("value"), 8, case.ratio, case.queries, launch.warps)
+    launch = launch or replace(fused.usual(case.form("key"), case.form("value"), case.rotary > 0), registers=registers)
+    forms, pairs = (case.form("key"), case.form("value")), case.rotary // 32
+    fixed = fused.settings(*forms, 8, case.ratio, case.queries, launch.warps, pairs=pairs)
     constants = {**fixed, "STAGES": launch.stages, "TURNS": launch.turns, "ASM": True, "RING": False}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")
     types = {name: types[name] for name in fused.attend_kernel.arg_names if name in types}
@@ -544,11 +545,22 @@ BUDGET = [
     ("TurboQuant 4/3", 90, 128, 128, 2.61),
     ("TurboQuant 4/3", 87, 128, 128, 2.64),
     ("MixKVQ", 90, 0, 168, 2.98),
+    ("KIVI before RoPE", 90, 168, 168, 3.54),
+    ("KIVI before RoPE", 87, 168, 166, 3.57),
+    ("KIVI before RoPE", 80, 168, 168, 3.47),
+    ("KIVI before RoPE G=128", 90, 168, 168, 3.2),
+    ("uniform 4/4 before RoPE", 90, 168, 168, 3.15),
+    ("uniform 2/2 before RoPE", 90, 168, 167, 3.03),
+    ("InnerQ Base before RoPE", 90, 176, 176, 3.51),
+    ("InnerQ Base before RoPE", 80, 176, 176, 3.51),
 ]
 
 
 def scheme(name: str, dim: int = 128) -> Case:
-    return Case(*SCHEMES[name.removesuffix(" G=128")], dim, group=128 if name.endswith("G=128") else None)
+    """NAME, NAME before RoPE, NAME G=128 or NAME before RoPE G=128."""
+    long, name = name.endswith(" G=128"), name.removesuffix(" G=128")
+    before, name = name.endswith(" before RoPE"), name.removesuffix(" before RoPE")
+    return Case(*SCHEMES[name], dim, group=128 if long else None, rotary=dim if before else 0)
 
 
 @needs_triton
@@ -620,7 +632,7 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
     assert constants == {*fixed, "STAGES", "TURNS", "ASM", "RING"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
-    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share"}
+    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share", "runs"}
 
 
 # On a GPU.
@@ -629,6 +641,10 @@ LONG = [
     Case(*SCHEMES["InnerQ Hybrid"], heads=8, blocks=(1000, 37), sink=(32, 5), recent=(96, 17)),
     Case(*SCHEMES["uniform 4/4"], heads=2, queries=4, blocks=(3000,), recent=(100,), dtype=torch.bfloat16),
     Case(*SCHEMES["KIVI"], heads=8, blocks=(260, 4, 131), sink=(32, 0, 9), recent=(96, 1, 64), group=128),
+    Case(*SCHEMES["KIVI"], heads=8, blocks=(1000, 37), sink=(32, 32), recent=(96, 17), rotary=128),
+    Case(*SCHEMES["KIVI"], heads=2, queries=4, blocks=(900,), recent=(100,), dtype=torch.bfloat16, rotary=64),
+    Case(*SCHEMES["InnerQ Base"], heads=8, blocks=(300, 37), sink=(32, 32), recent=(96, 17), rotary=128, starts=(0, 9000)),
+    Case(*SCHEMES["uniform 4/4"], 256, ratio=16, blocks=(70,), sink=(32,), rotary=256),
 ]
 
 
@@ -639,7 +655,7 @@ def on_a_gpu(case: Case) -> tuple[Any, Any]:
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
     warps, turns, length = case.launch
     launch = fused.Launch(warps, turns, 3, length)
-    return own, lambda: fused.attend(*own.arguments(), launch, space)
+    return own, lambda: fused.attend(*own.arguments(), launch, space, **own.named())
 
 
 @pytest.mark.gpu
