@@ -202,7 +202,7 @@ def turned(given: Made, row: int, k: Tensor, dtype: torch.dtype) -> Tensor:
     start = case.starts[row if len(case.starts) > 1 else 0]
     positions = start + torch.arange(k.shape[1])
     sink = given.sink[0].shape[2]
-    if int(given.sink[2][row]) < sink:  # nothing lies between a sink with room and what follows but room
+    if given.case.blocks[row]:  # between a sink with room and blocks lies that room
         positions[int(given.sink[2][row]) :] += sink - int(given.sink[2][row])
     angle = angles(case, positions).repeat(1, 2).to(k.device)
     cos, sin = ((SCALED * t).to(dtype) for t in (angle.cos(), angle.sin()))

@@ -31,7 +31,7 @@ from torch import Tensor
 from ..hadamard import unrotate
 from . import grids
 from .grids import Grid
-from .rope import Rope
+from .rope import Rope, recent_places
 
 BLOCK = 32
 PIECE = 16
@@ -406,9 +406,7 @@ def attend(
     ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
     stored = [sink[0].float(), decode(keys), recent[0].float()]
     if rope is not None:
-        behind_sink = -(-sink[0].shape[2] // BLOCK)
-        places = (0, behind_sink, behind_sink + blocks)
-        stored = [rope.turn(k, run) for k, run in zip(stored, places, strict=True)]
+        stored = [rope.turn(k, place) for k, place in zip(stored, _places(keys, blocks, sink, recent), strict=True)]
     parts = zip((q, q if packed_q is None else packed_q, q), stored, strict=True)
     products = [own.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for own, k in parts]
     v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
@@ -423,6 +421,14 @@ def attend(
     scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
     kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
     return (scores.softmax(-1) @ v.masked_fill(~kept, 0)).to(q.dtype)
+
+
+def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]) -> list[Tensor]:
+    """Where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
+    room, device = sink[0].shape[2], blocks.device
+    packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-room // BLOCK) * BLOCK
+    own = torch.arange(room, device=device)[None], packed[None]
+    return [*own, recent_places(sink[2], room, blocks, recent[0].shape[2])]
 
 
 def ring_slots(blocks: Tensor, room: int) -> Tensor:

@@ -24,7 +24,8 @@ PIECE = 16
 class Rope:
     """first: cosine and sine (B or 1, runs, 2, R/2) float32 of each run's first position, with what the model scales them by.
     Runs of the sink's room, of all blocks that there is room for, then of recent tokens, which follow a row's last block:
-    token j of a row's window is in run ceil(sink room / 32) + its blocks + j // 32. near: (32, 2, R/2) float32.
+    token j of a row's window is in run ceil(sink room / 32) + its blocks + j // 32. Rows with blocks have full sinks; where
+    there are none, recent tokens follow those of the sink. near: (32, 2, R/2) float32.
 
     ValueError where R / 2 is no multiple of 16: pieces of codes then hold both channels of a pair.
     """
@@ -64,19 +65,17 @@ class Rope:
     def to(self, device: torch.device | str) -> Rope:
         return Rope(self.first.to(device), self.near.to(device))
 
-    def turn(self, x: Tensor, run: int | Tensor) -> Tensor:
-        """x (B, H, T, D) float32, token 0 the first of run `run`, of each row where that is (B,): turned, in float32."""
-        runs, half = -(-x.shape[2] // RUN), self.near.shape[-1]
-        if isinstance(run, int):
-            first = self.first[:, run : run + runs]
-        else:
-            index = (run.long()[:, None] + torch.arange(runs, device=x.device)).clamp_max(self.first.shape[1] - 1)
-            wide = self.first.expand(len(x), -1, -1, -1)
-            first = wide.gather(1, index[..., None, None].expand(-1, -1, 2, half))
-        c0, s0 = first[:, :, None].unbind(-2)  # (B, runs, 1, R/2)
-        c1, s1 = self.near.unbind(-2)
-        cos, sin = c0 * c1 - s0 * s1, s0 * c1 + c0 * s1
-        cos, sin = (t.flatten(1, 2)[:, None, : x.shape[2]] for t in (cos, sin))
+    def tables(self, place: Tensor) -> Tensor:
+        """Cosines and sines of tokens, token j of run i being at place 32 i + j: place (B or 1, T) -> (B or 1, T, 2, R/2)."""
+        rows = torch.arange(len(self.first), device=place.device)[:, None]
+        c0, s0 = self.first[rows, (place // RUN).clamp(0, self.first.shape[1] - 1)].unbind(-2)
+        c1, s1 = self.near[place % RUN].unbind(-2)
+        return torch.stack([c0 * c1 - s0 * s1, s0 * c1 + c0 * s1], -2)
+
+    def turn(self, x: Tensor, place: Tensor) -> Tensor:
+        """x (B, H, T, D) float32 at places (B or 1, T): turned, in float32."""
+        half = self.near.shape[-1]
+        cos, sin = self.tables(place)[:, None].unbind(-2)
         low, high, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
@@ -98,6 +97,14 @@ def near(cos: Tensor, sin: Tensor) -> Tensor:
 def runs(sink: int, blocks: int, recent: int) -> int:
     """Runs of a row with room for so many sink tokens, blocks and recent tokens."""
     return -(-sink // RUN) + blocks + -(-recent // RUN)
+
+
+def recent_places(sink: Tensor, sink_room: int, blocks: Tensor, room: int) -> Tensor:
+    """Places of recent tokens, (B, room): as many tokens as rows have in the sink, and packed blocks, (B,)."""
+    behind, start = torch.arange(room, device=blocks.device), -(-sink_room // RUN) * RUN
+    rank = sink.long()[:, None] + behind
+    first = torch.where(rank < sink_room, rank, start + rank - sink_room)
+    return torch.where(blocks[:, None] > 0, start + RUN * blocks.long()[:, None] + behind, first)
 
 
 def first_positions(start: Tensor, sink: int, blocks: int, recent: int) -> Tensor:

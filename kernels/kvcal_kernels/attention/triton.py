@@ -1089,17 +1089,17 @@ def _slot(token, first, room, RING: tl.constexpr):
 
 @triton.jit
 def _exact_turned(
-    p_k, o_token, live, token, p_first, p_near, run, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
+    p_k, o_token, live, place, p_first, p_near, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Piece PAIR of keys and its partner [NW, 16, 16], turned in float32, in the dtype in which they are stored."""
     r = tl.arange(0, 16)
     channel = (PAIR * 16 + r)[None, None, :]
-    token = token[:, :, None]
+    place = place[:, :, None]
     low = tl.load(p_k + o_token[:, :, None] + channel, mask=live[:, :, None], other=0.0).to(tl.float32)
     high = tl.load(p_k + o_token[:, :, None] + channel + PAIRS * 16, mask=live[:, :, None], other=0.0).to(tl.float32)
-    p_run = p_first + (run + token // 32) * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
-    p_own = p_near + _near_at(token % 32, channel, PAIRS)
+    p_run = p_first + place // 32 * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
+    p_own = p_near + _near_at(place % 32, channel, PAIRS)
     cos0, sin0 = (tl.load(p_run, mask=live[:, :, None], other=0.0).to(tl.float32),
                   tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))  # fmt: skip
     cos1, sin1 = tl.load(p_own).to(tl.float32), tl.load(p_own + 256).to(tl.float32)
@@ -1113,10 +1113,11 @@ def _exact(
     p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
-    p_first, p_near, run, PAIRS: tl.constexpr,
+    p_first, p_near, run, gap, own, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
-    limit (N,): the first token that a row does not see. run: of token 0, whose key is turned where PAIRS says so.
+    limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these being `own`
+    places further from there, where PAIRS says that keys are turned.
     """
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
@@ -1127,7 +1128,8 @@ def _exact(
         o_token = (i_head * room + _slot(token, first, room, RING)) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(PAIRS):
-            pair = _exact_turned(p_k, o_token, live, token, p_first, p_near, run, i, PAIRS, NW, ASM)
+            place = (run * 32 + token + tl.where(token < gap, own, -gap)).to(tl.int64)
+            pair = _exact_turned(p_k, o_token, live, place, p_first, p_near, i, PAIRS, NW, ASM)
             for j in tl.static_range(2):
                 channel = (i + j * PAIRS) * 16 + r
                 b_q = tl.load(p_q + o_q[None, None, :] + channel[None, :, None], mask=b_row[None, None, :], other=0.0)
@@ -1353,14 +1355,15 @@ def attend_kernel(
             b_m, b_l, out = _exact(
                 p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
                 own, tl.minimum(own + share, sink), factor, b_m, b_l, out,
-                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False, p_first, p_near, run - tl.cdiv(sink_room, 32), PAIRS,
+                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
             )  # fmt: skip
         else:
             own -= sink_parts * share
             b_m, b_l, out = _exact(
                 p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
                 recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, out,
-                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING, p_first, p_near, run + blocks, PAIRS,
+                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING, p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
+                sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
             )  # fmt: skip
 
     # the program's warps into one, then to memory
