@@ -410,7 +410,7 @@ def exhaustive() -> list[Case]:
         starts = tuple(1000 * row for row in range(len(case.blocks)))
         return replace(case, rotary=rotary, starts=starts)
 
-    return plain + [before(case) for case in whole]
+    return plain + [before(case) for case in whole[::6]]
 
 
 def main(cases: list[Case]) -> None:

@@ -396,7 +396,9 @@ def only(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, layers: tuple[int,
     """As if the kernel took that dtype alone, and in other layers, which ask in turn, none."""
     asked: list[int] = []
 
-    def absence(kernels: str, pair: Any, ratio: int, given: torch.dtype, device: torch.device, rotary: int) -> str | None:
+    def absence(
+        kernels: str, pair: Any, ratio: int, given: torch.dtype, device: torch.device, rotary: int
+    ) -> str | None:
         asked.append(len(asked) % 3)
         taken = given == dtype and asked[-1] in layers
         return None if taken else f"not in {given}"

@@ -510,6 +510,8 @@ t.preflight.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")
 print(t.preflight.trial(*forms, 2, 2, *place))
+t.preflight.CALLS_BEFORE_ROPE = ((2, False),)
+print(t.preflight.trial(*forms, 2, 2, *place, 32))
 one = t.PAIRS["higgs-2"]
 print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one.value, *place, 1))
 print(t.preflight.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
@@ -530,8 +532,8 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     lines = interpreted("-c", INTERPRETED)
     apart = float(lines[0]), float(lines.pop(1))
     assert max(apart) < 2e-3 and lines[1] == "fused: Triton kernel", lines  # of float16
-    assert lines[2:8] == ["None", "None None", *["None"] * 3, "packed keys differ"], lines
-    assert lines[8].startswith("2 new tokens behind a ring: off by"), lines
+    assert lines[2:9] == ["None", "None", "None None", *["None"] * 3, "packed keys differ"], lines
+    assert lines[9].startswith("2 new tokens behind a ring: off by"), lines
 
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -938,16 +940,16 @@ def test_rows_may_begin_anywhere_but_gaps_take_the_reference_path(calls: list[in
     close(placed(caches, own, [90, 91, 95]))
     assert len(calls) == 9 and caches[0].ledger.starts.tolist() == [0, 500]
     for chosen in ([1, 0], [0]):  # what is kept of rows goes along
-        for cache in caches:
-            cache.batch_select_indices(torch.tensor(chosen))
+        for kept in caches:
+            kept.batch_select_indices(torch.tensor(chosen))
     assert caches[0].ledger.starts.tolist() == [500]
     close(placed(caches, torch.arange(600, 603)[None], [1]))
     assert len(calls) == 15
     close(placed(caches, torch.arange(700, 703)[None], [1]))
     assert len(calls) == 15
     assert "do not follow one another" in caches[0].describe()["path"]
-    for cache in caches:
-        cache.reset()
+    for kept in caches:
+        kept.reset()
     close(placed(caches, torch.arange(90)[None], [85, 88]))
     assert len(calls) == 21
 
@@ -968,3 +970,10 @@ def test_rope_that_does_not_turn_evenly_takes_the_reference_path(
     caches = before_rope("kivi-4", served)
     close(steps(caches, token_ids(1, 83), [80, 81]))
     assert not calls and "does not turn evenly" in caches[0].describe()["path"]
+
+
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize("name", BEFORE)
+def test_logits_of_keys_before_rope_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    on_a_gpu(scheme(PAIRS[name], frame="pre_rope"), dtype, "fused: Triton kernel", require_kernels=True)

@@ -992,7 +992,7 @@ class KVCalCache(Cache):
         if self._even is None:
             first = torch.arange(0, 2 * BLOCK, device=self.ledger.positions.device)
             cos, sin = self._own_rope(first)
-            own = Rope(torch.stack([cos[:: BLOCK], sin[:: BLOCK]], 1)[None], rope.near(cos[:BLOCK], sin[:BLOCK]))
+            own = Rope(torch.stack([cos[::BLOCK], sin[::BLOCK]], 1)[None], rope.near(cos[:BLOCK], sin[:BLOCK]))
             wanted = torch.stack([cos, sin], 1)[None]
             self._even = bool(((own.tables(first[None]) - wanted).abs() < 1e-4 * wanted.abs().max()).all())
         return self.uneven is None

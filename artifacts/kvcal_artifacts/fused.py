@@ -40,9 +40,7 @@ def check_choice(kernels: str) -> None:
         raise UsageError("kernels='triton': triton is not installed")
 
 
-def refusal(
-    kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0
-) -> str | None:
+def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> str | None:
     """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them.
 
     rotary: channels of a head that RoPE turns, where keys are stored before it; else 0.

@@ -18,6 +18,6 @@ def fast() -> ModuleType:
 
 
 __all__ = [
-    "BLOCK", "Blocks", "Form", "Grid", "Rope", "decode", "fast", "grid_of", "grids", "pack", "pack_scales", "pack_tiers", "rope",
-    "unpack", "unpack_scales",
+    "BLOCK", "Blocks", "Form", "Grid", "Rope", "decode", "fast", "grid_of", "grids", "pack", "pack_scales", "pack_tiers",
+    "rope", "unpack", "unpack_scales",
 ]  # fmt: skip

@@ -52,7 +52,8 @@ class Rope:
     def first_words(self) -> Tensor:
         """(B or 1, runs, R) float16: of each 16 channels [8][cosine, cosine, sine, sine]."""
         parts = self.first.unflatten(-1, (-1, 8, 2)).permute(0, 1, 3, 4, 2, 5)
-        return parts.flatten(2).half().contiguous()
+        made: Tensor = parts.flatten(2).half().contiguous()
+        return made
 
     @cached_property
     def near_words(self) -> Tensor:
@@ -60,7 +61,8 @@ class Rope:
         [half block][pair][cosine, sine][lane][row / 8][column % 4], lane 4 (row % 8) + column / 4.
         """
         parts = self.near.unflatten(0, (2, 2, 8)).unflatten(-1, (-1, 4, 4))  # half, row / 8, row % 8, 2, pair, column
-        return parts.permute(0, 4, 3, 2, 5, 1, 6).half().contiguous()
+        made: Tensor = parts.permute(0, 4, 3, 2, 5, 1, 6).half().contiguous()
+        return made
 
     def to(self, device: torch.device | str) -> Rope:
         return Rope(self.first.to(device), self.near.to(device))

@@ -747,9 +747,7 @@ def _counting(bit, zero):
 def _number(part, BIT: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
     """Codes at bit BIT of a subnormal -> code - ZERO, exactly."""
     if ASM:
-        made = tl.inline_asm_elementwise(
-            _counting(BIT, ZERO), "=r,r", [part], dtype=tl.float16, is_pure=True, pack=2
-        )
+        made = tl.inline_asm_elementwise(_counting(BIT, ZERO), "=r,r", [part], dtype=tl.float16, is_pure=True, pack=2)
     else:
         made = (part.to(tl.float32) * 2.0 ** (24 - BIT) - ZERO).to(tl.float16)
     return made
@@ -771,7 +769,8 @@ def _turning(half, pair, pairs):
 @triton.constexpr_function
 def _naming(bits):
     text = ".reg .b32 kvcal_lane, kvcal_odd; .reg .b64 kvcal_near, kvcal_top; mov.u32 kvcal_lane, %laneid; "
-    text += "mad.wide.u32 kvcal_near, kvcal_lane, 16, $1; shr.u64 kvcal_top, kvcal_near, 63; cvt.u32.u64 kvcal_odd, kvcal_top; "
+    text += "mad.wide.u32 kvcal_near, kvcal_lane, 16, $1; "
+    text += "shr.u64 kvcal_top, kvcal_near, 63; cvt.u32.u64 kvcal_odd, kvcal_top; "
     for bit in {8: (0,), 4: (0, 4)}.get(bits, (0, 2, 4, 6)):
         text += f".reg .b32 kvcal_one{bit}; add.u32 kvcal_one{bit}, kvcal_odd, {_bias(bit, 0) * 0x10001}; "
     return text + "mov.b32 $0, 0;"
@@ -829,7 +828,7 @@ def _turned_back(low, high, p_run, live, NW: tl.constexpr):
 
 @triton.jit
 def _value(part, scale, zero, FIELD: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ASM: tl.constexpr):
-    """A piece of numbers from codes as they are unpacked. scale, zero: float16, as wide as the piece; zero of MODE 0 unused."""
+    """A piece of numbers from codes as they are unpacked. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
     ZERO: tl.constexpr = (1 << BITS - 1) if MODE == 0 else 0
     x = _number(part, _bit(FIELD, BITS), ZERO, ASM) * scale
     if MODE > 0:
@@ -1362,7 +1361,8 @@ def attend_kernel(
             b_m, b_l, out = _exact(
                 p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
                 recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, out,
-                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING, p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
+                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING,
+                p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
                 sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
             )  # fmt: skip
 
