@@ -637,14 +637,13 @@ BUDGET = [
     ("TurboQuant 4/3", 90, 128, 128, 2.61),
     ("TurboQuant 4/3", 87, 128, 128, 2.64),
     ("MixKVQ", 90, 0, 168, 2.98),
-    ("KIVI before RoPE", 90, 168, 168, 3.54),
-    ("KIVI before RoPE", 87, 168, 166, 3.57),
-    ("KIVI before RoPE", 80, 168, 168, 3.47),
-    ("KIVI before RoPE G=128", 90, 168, 168, 3.2),
-    ("uniform 4/4 before RoPE", 90, 168, 168, 3.15),
-    ("uniform 2/2 before RoPE", 90, 168, 167, 3.03),
-    ("InnerQ Base before RoPE", 90, 176, 176, 3.51),
-    ("InnerQ Base before RoPE", 80, 176, 176, 3.51),
+    ("KIVI before RoPE", 90, 168, 168, 3.65),
+    ("KIVI before RoPE", 87, 168, 168, 3.78),
+    ("KIVI before RoPE", 80, 168, 168, 3.6),
+    ("KIVI before RoPE G=128", 90, 168, 168, 3.13),
+    ("uniform 4/4 before RoPE", 90, 168, 168, 3.35),
+    ("uniform 2/2 before RoPE", 90, 168, 168, 3.24),
+    ("InnerQ Base before RoPE", 90, 176, 176, 3.67),
 ]
 
 

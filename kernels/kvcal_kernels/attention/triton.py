@@ -1345,7 +1345,7 @@ def attend_kernel(
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
 
-    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES == 0 else 1  # tables take the room in shared memory
+    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 else 1  # what tables leave of shared memory
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     if i_split >= splits:
