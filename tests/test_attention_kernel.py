@@ -640,7 +640,7 @@ BUDGET = [
     ("KIVI before RoPE", 90, 168, 168, 3.65),
     ("KIVI before RoPE", 87, 168, 168, 3.78),
     ("KIVI before RoPE", 80, 168, 168, 3.6),
-    ("KIVI before RoPE G=128", 90, 168, 168, 3.13),
+    ("KIVI before RoPE G=128", 90, 168, 168, 3.25),
     ("uniform 4/4 before RoPE", 90, 168, 168, 3.35),
     ("uniform 2/2 before RoPE", 90, 168, 168, 3.24),
     ("InnerQ Base before RoPE", 90, 176, 176, 3.67),
