@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted import run_cases
-from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, pack, pack_tiers, reference
+from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, pack, pack_tiers, reference, rope
 from kvcal_kernels.attention.grids import GRIDS
 from kvcal_kernels.hadamard import signs
 
@@ -79,7 +79,8 @@ INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
 @dataclass(frozen=True)
 class Case:
     """blocks, sink, recent: how many of each a row has; there is room for `spare` more. group: in the place of the settings'.
-    kind: of the query's numbers. launch: warps, turns, turns of a program.
+    kind: of the query's numbers. launch: warps, turns, turns of a program. rotary: channels that RoPE turns of keys stored
+    before it; starts: positions of rows' first tokens.
     """
 
     key: str = "symmetric 4"
@@ -96,6 +97,8 @@ class Case:
     dtype: torch.dtype = torch.float16
     kind: str = "normal"
     launch: tuple[int, int, int] = (2, 1, 1)
+    rotary: int = 0
+    starts: tuple[int, ...] = (0,)
 
     def __str__(self) -> str:
         other = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)[2:] if getattr(self, f.name) != f.default]
@@ -116,9 +119,14 @@ class Made:
     sink: Exact
     recent: Exact
     scaling: float
+    rope: Rope | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         return self.q, self.keys, self.values, self.blocks, self.sink, self.recent, self.scaling
+
+    def named(self) -> dict[str, Any]:
+        """The other arguments."""
+        return {} if self.rope is None else {"rope": self.rope}
 
     def to(self, device: str) -> Made:
         def moved(x: Any) -> Any:
@@ -132,7 +140,8 @@ class Made:
                 )
             return tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
 
-        return Made(self.case, *(moved(x) for x in self.arguments()[:-1]), self.scaling)
+        turned = self.rope and self.rope.to(device)
+        return Made(self.case, *(moved(x) for x in self.arguments()[:-1]), self.scaling, turned)
 
 
 def made(case: Case, seed: int = 0) -> Made:
@@ -167,7 +176,39 @@ def made(case: Case, seed: int = 0) -> Made:
         q = q * 2.0**-13
     if keys.grid and values.grid and case.key == case.value:
         values = replace(values, grid=grid_of(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid))
-    return Made(case, q.to(case.dtype), keys, values, count, *sizes, case.dim**-0.5)
+    own = rope_of(case, sizes[0][0].shape[2], room, sizes[1][0].shape[2]) if case.rotary else None
+    return Made(case, q.to(case.dtype), keys, values, count, *sizes, case.dim**-0.5, own)
+
+
+SCALED = 1.25  # cosines and sines, as some kinds of RoPE do
+
+
+def angles(case: Case, positions: Tensor) -> Tensor:
+    """(..., R/2) float64."""
+    return positions.double()[..., None] * 10000.0 ** (-torch.arange(case.rotary // 2) / (case.rotary // 2)).double()
+
+
+def rope_of(case: Case, sink: int, blocks: int, recent: int) -> Rope:
+    start = torch.tensor(case.starts)
+    found = angles(case, rope.first_positions(start, sink, blocks, recent))
+    close = angles(case, torch.arange(32))
+    near = rope.near(*((SCALED * t).float() for t in (close.cos(), close.sin())))
+    return Rope((SCALED * torch.stack([found.cos(), found.sin()], -2)).float(), near)
+
+
+def turned(given: Made, row: int, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """A row's keys (H, T, D) in the order of its tokens, as Llama turns them, in `dtype`, cosines and sines too."""
+    case = given.case
+    start = case.starts[row if len(case.starts) > 1 else 0]
+    positions = start + torch.arange(k.shape[1])
+    sink = given.sink[0].shape[2]
+    if given.case.blocks[row]:  # between a sink with room and blocks lies that room
+        positions[int(given.sink[2][row]) :] += sink - int(given.sink[2][row])
+    angle = angles(case, positions).repeat(1, 2).to(k.device)
+    cos, sin = ((SCALED * t).to(dtype) for t in (angle.cos(), angle.sin()))
+    own, rest = k.to(dtype).split([case.rotary, case.dim - case.rotary], -1)
+    low, high = own.chunk(2, -1)
+    return torch.cat([own * cos + torch.cat([-high, low], -1) * sin, rest], -1)
 
 
 def random_blocks(form: Form, batch: int, heads: int, room: int, live: tuple[int, ...], g: torch.Generator) -> Blocks:
@@ -233,6 +274,7 @@ def by_torch(given: Made, dtype: torch.dtype) -> Tensor:
         )
         queries, tokens = given.q.shape[2], k.shape[1]
         seen = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries).to(k.device)
+        k = turned(given, row, k, dtype) if given.case.rotary else k
         k, v = (x.to(dtype).repeat_interleave(given.case.ratio, 0) for x in (k, v))
         q = given.q[row].to(dtype)
         rows.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=given.scaling))
@@ -259,7 +301,8 @@ def wrong(given: Made, found: Tensor) -> str | None:
     """None if the error against float32 is at most twice that of torch's attention in the query's dtype over the same decoded
     tokens, and no query head of a kv head stands out.
     """
-    exact, plain = reference.attend(*(given.q.float(), *given.arguments()[1:])), by_torch(given, given.case.dtype)
+    exact = reference.attend(*(given.q.float(), *given.arguments()[1:]), **given.named())
+    plain = by_torch(given, given.case.dtype)
     for what, part in [("all", slice(None))] + [(f"query head {h}", slice(h, h + 1)) for h in range(exact.shape[1])]:
         error, same = (off(x[:, part], exact[:, part]) for x in (found, plain))
         allowed = (2 if what == "all" else 4) * same
@@ -295,7 +338,24 @@ def small() -> list[Case]:
         Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
         Case("tiers 32 16", "grid 3 of 2", 96, ratio=3, heads=2, blocks=(2, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
         Case("tiers 0 16", "outer 2", 64, queries=9, group=64, blocks=(6,), spare=0, recent=(17,)),
+        *before_rope(),
     ]
+
+
+def before_rope() -> list[Case]:
+    """Keys before RoPE: every layout of scales, all of a head or part of it turned, rows at positions of their own."""
+    bf = torch.bfloat16
+    return [
+        Case("outer 2", "outer 2", rotary=128, blocks=(5,), starts=(1000,)),
+        Case("outer 2", "outer 2", rotary=64, group=128, blocks=(6,), spare=0, dtype=bf, kind="wide"),
+        Case("symmetric 3", "asymmetric 2", 64, rotary=64, ratio=1, blocks=(9,), dtype=bf, launch=(2, 2, 2)),
+        Case("asymmetric 4", "symmetric 3", 96, rotary=96, ratio=3, queries=3, blocks=(3,), kind="wide"),
+        Case("symmetric 8", "grid 2 of 2", 64, rotary=32, ratio=16, blocks=(1,), sink=(0,), recent=(1,)),
+        Case("outer 4", "outer 4", 64, rotary=64, heads=2, blocks=(2, 0, 7), sink=(19, 2, 19), recent=(33, 1, 6),
+             spare=0, starts=(0, 4000, 70), queries=1, dtype=bf),
+        Case("outer 3", "symmetric 8", 64, rotary=64, ratio=7, queries=5, blocks=(2,), recent=(70,), sink=(40,)),
+        Case("asymmetric 2", "outer 2", 64, rotary=64, ratio=2, queries=16, blocks=(4,), recent=(16,), launch=(4, 1, 1)),
+    ]  # fmt: skip
 
 
 def exhaustive() -> list[Case]:
@@ -339,7 +399,18 @@ def exhaustive() -> list[Case]:
     long = [more(Case("outer 2", "outer 2", group=group, **two)) for group in (64, 128) for _ in range(4)]
     long = [replace(case, dim=128) for case in long]
     wide = [Case(key, value, 256, queries=queries) for key, value in SCHEMES.values() for queries in (1, 3)]
-    return small() + pairs + rows + edges + windows + long + wide
+    plain = small() + pairs + rows + edges + windows + long + wide
+    whole = [case for case in pairs + rows + edges + windows + long + wide if case.key in INTEGERS]
+    shares = itertools.cycle([(1, 1), (1, 2), (1, 1), (2, 3)])
+
+    def before(case: Case) -> Case:
+        """Rows are full sinks, as packed blocks follow nothing else."""
+        most, least = next(shares)
+        rotary = max(32, case.dim * most // least // 32 * 32)
+        starts = tuple(1000 * row for row in range(len(case.blocks)))
+        return replace(case, rotary=rotary, starts=starts)
+
+    return plain + [before(case) for case in whole[::6]]
 
 
 def main(cases: list[Case]) -> None:
@@ -350,7 +421,7 @@ def main(cases: list[Case]) -> None:
     for number, case in enumerate(cases):
         given = made(case, number)
         warps, turns, length = case.launch
-        found = triton.attend(*given.arguments(), triton.Launch(warps, turns, 1, length), space)
+        found = triton.attend(*given.arguments(), triton.Launch(warps, turns, 1, length), space, **given.named())
         if space.counter.any():
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):

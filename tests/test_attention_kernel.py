@@ -37,7 +37,7 @@ from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
-from kvcal_kernels.attention import Blocks, Form, Grid, decode, grid_of, grids, pack, reference, unpack
+from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, reference, unpack
 from kvcal_kernels.lattice import nearest
 
 FORMS = [
@@ -279,9 +279,9 @@ RAGGED = Case(blocks=(4, 0, 1, 0), sink=(9, 3, 0, 0), recent=(40, 2, 3, 3), quer
 def test_the_reference_is_attention_over_what_a_row_holds(case: Case) -> None:
     """Room beyond a row's counts holds what is not a number."""
     own = made(case)
-    found = reference.attend(own.q.float(), *own.arguments()[1:])
+    found = reference.attend(own.q.float(), *own.arguments()[1:], **own.named())
     assert off(found, by_torch(own, torch.float64)) < 2e-6
-    assert reference.attend(*own.arguments()).dtype == case.dtype
+    assert reference.attend(*own.arguments(), **own.named()).dtype == case.dtype
 
 
 def test_queries_of_packed_keys_take_the_factors_that_keys_were_divided_by() -> None:
@@ -315,6 +315,35 @@ def test_interpreted_kernel_agrees_with_the_reference() -> None:
 @pytest.mark.timeout(3600)
 def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
     assert interpreted("-m", "attention_cases", "exhaustive") == [str(len(exhaustive()))]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("case", "change", "says"),
+    [
+        (Case(heads=2, blocks=(2,), rotary=128), {"packed_q": lambda o: 2 * o.q}, "packed_q with keys before RoPE"),
+        (Case("grid 3 of 2", blocks=(2,), rotary=128), {}, "only integers in one tier are turned"),
+        (
+            Case(blocks=(2, 3), sink=(1, 1), recent=(5, 5), rotary=64, starts=(0, 1, 2)),
+            {},
+            "3 rows of .* must be of at most 128, 1 or 2",
+        ),
+        (Case(dim=64, blocks=(2,), rotary=128), {}, "RoPE of 128 channels, .*at most 64"),
+        (
+            Case(blocks=(2,), rotary=128),
+            {"rope": lambda o: replace(o.rope, first=o.rope.first[:, 1:])},
+            "8 runs: .*9 or more",
+        ),
+    ],
+)
+def test_what_the_kernel_would_misturn_is_refused(case: Case, change: dict[str, Any], says: str) -> None:
+    from kvcal_kernels.attention import triton
+
+    own = made(case)
+    with pytest.raises(ValueError, match=says):
+        triton.attend(*own.arguments(), **{**own.named(), **{name: make(own) for name, make in change.items()}})
+    with pytest.raises(ValueError, match="RoPE of 48 channels: the fused kernel turns multiples of 32"):
+        Rope(torch.zeros(1, 1, 2, 24), torch.zeros(32, 2, 24))
 
 
 @needs_triton
@@ -475,14 +504,77 @@ def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
             assert torch.equal(register >> half & 0xFFFF, wanted << bit)
 
 
+def plain(function: Any) -> Callable[..., Any]:
+    """What a constexpr_function wraps."""
+    return getattr(function, "fn", function)  # type: ignore[no-any-return]
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", reference.BITS)
+def test_assembly_makes_numbers_of_codes_where_they_are(bits: int) -> None:
+    """A code at its bit, of either half of a register, with the constants in the registers that are known by name."""
+    from kvcal_kernels.attention import triton as fused
+
+    ones = {
+        int(b): int(n) for b, n in re.findall(r"add.u32 kvcal_one(\d+), kvcal_odd, (\d+)", plain(fused._naming)(bits))
+    }
+    codes = torch.arange(1 << bits)
+    for field in range(8):
+        bit = plain(fused._bit)(field, bits)
+        assert 1 << bit == plain(fused._place)(field, bits)
+        for zero in (0, 1 << bits - 1):
+            text = plain(fused._counting)(bit, zero)
+            assert f"or.b32 t, $1, kvcal_one{bit};" in text and text.endswith("sub.f16x2 $0, t, b; }")
+            bias = int(re.findall(r"mov.b32 b, (\d+)", text)[0])
+            for shift in (0, 16):
+                counting = (codes << bit | ones[bit] >> shift & 0xFFFF).short().view(torch.float16)
+                found = counting - torch.tensor(bias >> shift & 0xFFFF).short().view(torch.float16)
+                assert torch.equal(found.long(), codes - zero)
+
+
+@needs_triton
+def test_assembly_turns_each_lanes_numbers_by_the_angle_of_their_token() -> None:
+    """A lane has (row, 4 channels), (row + 8, the same 4) of a piece (`check_layouts`), two to a register."""
+    from kvcal_kernels.attention import triton as fused
+
+    rope = attention_cases.rope_of(Case(dim=64, rotary=64), 0, 1, 0)
+    table, g = rope.near_words.flatten(), torch.Generator().manual_seed(0)
+    low, high = torch.randn(2, 16, 16, generator=g).half()
+
+    def registers(x: Tensor) -> Tensor:
+        return x.view(2, 8, 4, 4).permute(1, 2, 0, 3).reshape(32, 4, 2)
+
+    for half in range(2):
+        for pair in range(2):
+            values: dict[str, Tensor] = {
+                f"${8 + 4 * i + j}": registers(x)[:, j] for i, x in enumerate((low, high)) for j in range(4)
+            }
+            for line in plain(fused._turning)(half, pair, 2).strip("{ }").split("; "):
+                name, _, rest = line.strip(" ;").partition(" ")
+                operands = [part.strip(" {}") for part in rest.split(",")]
+                if name.startswith("ld.global"):
+                    at = int(re.findall(r"\+ (\d+)\]", rest)[0]) // 2
+                    for j, target in enumerate(operands[:4]):
+                        values[target] = table[at : at + 256].view(32, 4, 2)[:, j]
+                elif name in ("mul.f16x2", "neg.f16x2", "fma.rn.f16x2"):
+                    own = [values[o].double() for o in operands[1:]]
+                    made = -own[0] if name[0] == "n" else own[0] * own[1] + (own[2] if name[0] == "f" else 0)
+                    values[operands[0]] = made.half()
+            cos, sin = rope.near[16 * half : 16 * half + 16, :, 16 * pair : 16 * pair + 16].half().unbind(1)
+            for first, (x, y, sign) in ((0, (low, high, -1)), (4, (high, low, 1))):
+                wanted = ((x * cos).double() + sign * (y.double() * sin.double())).half()
+                found = torch.stack([values[f"${first + j}"] for j in range(4)], 1)
+                assert torch.equal(found, registers(wanted))
+
+
 # Compiled without a GPU.
 
 EXACT = ["p_q", "p_exact_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
 TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
-    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8",
-    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share"], "i32"),
+    **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8", **dict.fromkeys(["p_first", "p_near"], "*fp16"),
+    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share", "runs"], "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
@@ -493,8 +585,9 @@ def built(case: Case, capability: int, registers: int, launch: Any = None) -> An
     from kvcal_kernels.attention import triton as fused
 
     case = replace(case, heads=8)
-    launch = launch or replace(fused.usual(case.form("key"), case.form("value")), registers=registers)
-    fixed = fused.settings(case.form("key"), case.form("value"), 8, case.ratio, case.queries, launch.warps)
+    launch = launch or replace(fused.usual(case.form("key"), case.form("value"), case.rotary > 0), registers=registers)
+    forms, pairs = (case.form("key"), case.form("value")), case.rotary // 32
+    fixed = fused.settings(*forms, 8, case.ratio, case.queries, launch.warps, pairs=pairs)
     constants = {**fixed, "STAGES": launch.stages, "TURNS": launch.turns, "ASM": True, "RING": False}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")
     types = {name: types[name] for name in fused.attend_kernel.arg_names if name in types}
@@ -544,11 +637,21 @@ BUDGET = [
     ("TurboQuant 4/3", 90, 128, 128, 2.61),
     ("TurboQuant 4/3", 87, 128, 128, 2.64),
     ("MixKVQ", 90, 0, 168, 2.98),
+    ("KIVI before RoPE", 90, 168, 168, 3.65),
+    ("KIVI before RoPE", 87, 168, 168, 3.78),
+    ("KIVI before RoPE", 80, 168, 168, 3.6),
+    ("KIVI before RoPE G=128", 90, 168, 168, 3.25),
+    ("uniform 4/4 before RoPE", 90, 168, 168, 3.35),
+    ("uniform 2/2 before RoPE", 90, 168, 168, 3.24),
+    ("InnerQ Base before RoPE", 90, 176, 176, 3.67),
 ]
 
 
 def scheme(name: str, dim: int = 128) -> Case:
-    return Case(*SCHEMES[name.removesuffix(" G=128")], dim, group=128 if name.endswith("G=128") else None)
+    """NAME, NAME before RoPE, NAME G=128 or NAME before RoPE G=128."""
+    long, name = name.endswith(" G=128"), name.removesuffix(" G=128")
+    before, name = name.endswith(" before RoPE"), name.removesuffix(" before RoPE")
+    return Case(*SCHEMES[name], dim, group=128 if long else None, rotary=dim if before else 0)
 
 
 @needs_triton
@@ -594,6 +697,10 @@ def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
         check_layouts(text.replace("kWidth = 4", "kWidth = 2"))
     tiers = built(Case("tiers 16 16", "outer 2", 64), 90, 0).asm["ttgir"]
     check_layouts(tiers)
+    check_layouts(turned := built(Case("outer 2", "outer 2", 64, rotary=64), 90, 0).asm["ttgir"])
+    assert turned.count("kvcal_near +") >= 4
+    with pytest.raises(RuntimeError, match="unknown layout"):
+        check_layouts(turned.replace("kWidth = 4", "kWidth = 2"))
     with pytest.raises(RuntimeError, match="contracts 32"):
         check_layouts(tiers.replace("kWidth = 4", "kWidth = 8"))
 
@@ -620,7 +727,7 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
     assert constants == {*fixed, "STAGES", "TURNS", "ASM", "RING"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
-    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share"}
+    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share", "runs"}
 
 
 # On a GPU.
@@ -629,6 +736,12 @@ LONG = [
     Case(*SCHEMES["InnerQ Hybrid"], heads=8, blocks=(1000, 37), sink=(32, 5), recent=(96, 17)),
     Case(*SCHEMES["uniform 4/4"], heads=2, queries=4, blocks=(3000,), recent=(100,), dtype=torch.bfloat16),
     Case(*SCHEMES["KIVI"], heads=8, blocks=(260, 4, 131), sink=(32, 0, 9), recent=(96, 1, 64), group=128),
+    Case(*SCHEMES["KIVI"], heads=8, blocks=(1000, 37), sink=(32, 32), recent=(96, 17), rotary=128),
+    Case(*SCHEMES["KIVI"], heads=2, queries=4, blocks=(900,), recent=(100,), dtype=torch.bfloat16, rotary=64),
+    Case(
+        *SCHEMES["InnerQ Base"], heads=8, blocks=(300, 37), sink=(32, 32), recent=(96, 17), rotary=128, starts=(0, 9000)
+    ),
+    Case(*SCHEMES["uniform 4/4"], 256, ratio=16, blocks=(70,), sink=(32,), rotary=256),
 ]
 
 
@@ -639,7 +752,7 @@ def on_a_gpu(case: Case) -> tuple[Any, Any]:
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
     warps, turns, length = case.launch
     launch = fused.Launch(warps, turns, 3, length)
-    return own, lambda: fused.attend(*own.arguments(), launch, space)
+    return own, lambda: fused.attend(*own.arguments(), launch, space, **own.named())
 
 
 @pytest.mark.gpu

@@ -330,7 +330,7 @@ from kvcal.bench import fused, kernels, schemes
 from kvcal.bench.layer import Case
 from kvcal.catalogue import CATALOGUE
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
-for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid"):
+for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
     print(fused.refuses_fused(case), fused.fused_attention(case).check())
 for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
@@ -342,7 +342,7 @@ for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
 
 @needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
-    assert interpreted("-c", INTERPRETED) == ["None None"] * 3 + ["triton: quantise triton: append None None"] * 3
+    assert interpreted("-c", INTERPRETED) == ["None None"] * 4 + ["triton: quantise triton: append None None"] * 3
 
 
 def test_hybrid_shares_are_what_they_are_named_after() -> None:

@@ -155,11 +155,13 @@ def test_architectures(family: str, kind: str, calls: list[int]) -> None:
 
 def test_layers_without_rope_take_the_kernel_before_rope_too(calls: list[int]) -> None:
     own = build("SmolLM3", head_dim=64, num_hidden_layers=4, no_rope_layer_interval=2)
-    caches = tuple(opened(scheme(PAIRS["inner-4"], 4, "pre_rope"), own, kernels=k) for k in ("torch", "off"))
-    close(steps(caches, token_ids(1, 85), [80, 81]))  # type: ignore[arg-type]
-    assert len(calls) == 4
-    paths = [row["path"].split(":")[0] for row in caches[0].describe()["layers"]]
-    assert sorted(paths) == ["fused", "fused", "reference", "reference"]
+    for name, taken in (("inner-4", 4), ("mixkvq", 2)):
+        calls.clear()
+        caches = tuple(opened(scheme(PAIRS[name], 4, "pre_rope"), own, kernels=k) for k in ("torch", "off"))
+        close(steps(caches, token_ids(1, 85), [80, 81]))  # type: ignore[arg-type]
+        assert len(calls) == 2 * taken
+        paths = [row["path"].split(":")[0] for row in caches[0].describe()["layers"]]
+        assert sorted(paths) == ["fused"] * taken + ["reference"] * (4 - taken)
 
 
 @pytest.mark.parametrize("name", ["innerq-prefill", "squat", "mixkvq", "higgs-2"])
@@ -242,7 +244,16 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
     pair, shape16 = PAIRS["inner-4"], Shape(2, 16, 8)
     assert paths(scheme(pair)).startswith("fused: the kernel's reference in torch")
     assert "kernels='off'" in paths(scheme(pair), kernels="off")
-    assert "before RoPE" in paths(scheme(pair, frame="pre_rope"))
+    assert "not tiers" in paths(scheme(PAIRS["mixkvq"], frame="pre_rope"))
+    assert "not keys divided by factors" in paths(scheme(PAIRS["innerq"], frame="pre_rope"))
+    narrow = build(
+        "Phi3",
+        head_dim=64,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+    )
+    turned = scheme(pair, narrow.config.num_hidden_layers, "pre_rope")
+    assert "RoPE of 16 channels: the fused kernel turns multiples of 32" in paths(turned, narrow)
     assert "token selection" in paths(scheme(pair).keeping(HeavyHitters()))
     plain = Preset("fp8", "fp8", "post_rope", 4, 32, 32).scheme(model())
     assert "keys: no fused kernel reads float8" in paths(plain)
@@ -499,6 +510,8 @@ t.preflight.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")
 print(t.preflight.trial(*forms, 2, 2, *place))
+t.preflight.CALLS_BEFORE_ROPE = ((2, False),)
+print(t.preflight.trial(*forms, 2, 2, *place, 32))
 one = t.PAIRS["higgs-2"]
 print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one.value, *place, 1))
 print(t.preflight.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
@@ -522,9 +535,9 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     lines = interpreted("-c", INTERPRETED)
     apart = float(lines[0]), float(lines.pop(1))
     assert max(apart) < 2e-3 and lines[1] == "fused: Triton kernel", lines  # of float16
-    assert lines[2:8] == ["None", "None None", *["None"] * 4], lines
-    assert lines[8:10] == ["packed keys differ"] * 2, lines
-    assert lines[10].startswith("2 new tokens behind a ring: off by"), lines
+    assert lines[2:9] == ["None", "None", "None None", *["None"] * 4], lines
+    assert lines[9:11] == ["packed keys differ"] * 2, lines
+    assert lines[11].startswith("2 new tokens behind a ring: off by"), lines
 
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -864,7 +877,7 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     """Weights may be packed, moved or cast between construction and the prompt."""
     own = build("Llama", head_dim=64)
     monkeypatch.setattr(
-        fused, "absence", lambda kernels, pair, ratio, dtype, device: {torch.bfloat16: None}.get(dtype, "no")
+        fused, "absence", lambda kernels, pair, ratio, dtype, *rest: {torch.bfloat16: None}.get(dtype, "no")
     )
     kept = opened(scheme(PAIRS["inner-4"], own.config.num_hidden_layers), own, kernels="torch")
     assert "no" in kept.describe()["path"]
@@ -879,3 +892,124 @@ def test_architectures_with_scores_of_their_own_are_refused() -> None:
     pair = PAIRS["inner-4"]
     kept = opened(scheme(pair, own.config.num_hidden_layers), own, kernels="torch")
     assert "computes more than softmax" in kept.describe()["layers"][0]["path"]
+
+
+# Keys before RoPE.
+
+
+BEFORE = ["inner-4", "kivi-4", "squat"]
+
+
+def before_rope(name: str, served: nn.Module | None = None, **options: Any) -> tuple[KVCalCache, KVCalCache]:
+    own = model() if served is None else served
+    made = scheme(PAIRS[name], own.config.num_hidden_layers, "pre_rope")
+    return opened(made, own, kernels="torch", **options), opened(made, own, kernels="off")
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_keys_before_rope_give_the_reference_paths_logits(name: str, calls: list[int]) -> None:
+    caches = before_rope(name)
+    close(steps(caches, token_ids(2, 140, seed=1), [80, *range(81, 105), 120, 137]))
+    assert calls == [q for q in [*[1] * 24, 16, 3] for _ in range(3)]
+    assert "fused" in caches[0].describe()["path"]
+
+
+SCALED_ROPE: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.3},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    "dynamic": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED_ROPE)
+def test_rope_of_every_kind_is_the_models_own(kind: str, calls: list[int]) -> None:
+    """Of YaRN cosines are scaled, of `dynamic` frequencies change beyond the 96 tokens that the model was made for."""
+    given = {"rope_type": kind, "rope_theta": 1e4, **SCALED_ROPE[kind]}
+    own = build("Llama", head_dim=64, max_position_embeddings=96, rope_parameters=given)
+    close(steps(before_rope("kivi-4", own), token_ids(1, 150, seed=2), [80, 90, 91, *range(92, 130), 145]))
+    assert len(calls) == 3 * 42
+
+
+def test_part_of_a_head_is_turned(calls: list[int]) -> None:
+    given = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    own = build("Phi3", head_dim=64, sliding_window=None, rope_parameters=given)
+    assert before_rope("inner-4", own)[0].rotary == 32
+    close(steps(before_rope("inner-4", own), token_ids(1, 90), [80, 81, 84]))
+    assert len(calls) == 9
+
+
+def test_padded_rows_and_crops_before_rope(calls: list[int]) -> None:
+    mask = left_mask([120, 90, 40, 3])
+    mask = torch.cat([mask, torch.ones(4, 40, dtype=mask.dtype)], 1)
+    caches = before_rope("kivi-4")
+    close(steps(caches, token_ids(4, 160, seed=2), [120, *range(121, 150), 155], mask))
+    assert len(calls) == 3 * 31 and caches[0].ledger.starts.tolist() == [0] * 4
+    ids, caches = token_ids(1, 160, seed=3), before_rope("kivi-4")
+    steps(caches, ids[:, :110], [100, 105])
+    for count in (7, 40):  # in the window, and into packed blocks
+        for own in caches:
+            own.crop(-count)
+        at = caches[0].ledger.columns
+        taken = len(calls)
+        close(steps(caches, ids[:, at : at + 4], [1, 3]))
+        assert len(calls) == taken + 9
+
+
+def placed(caches: tuple[KVCalCache, KVCalCache], positions: Tensor, cuts: list[int]) -> list[Tensor]:
+    """As `steps`, at positions (B, T)."""
+    ids, apart = token_ids(*positions.shape, seed=5), []
+    for start, stop in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
+        with torch.no_grad():
+            out = [
+                own.model(ids[:, start:stop], past_key_values=own, position_ids=positions[:, start:stop]).logits
+                for own in caches
+            ]
+        apart.append((out[0] - out[1]).norm() / out[1].norm())
+    return apart
+
+
+def test_rows_may_begin_anywhere_but_gaps_take_the_reference_path(calls: list[int]) -> None:
+    caches = before_rope("kivi-4")
+    own = torch.arange(100).repeat(2, 1)
+    own[1] += 500
+    close(placed(caches, own, [90, 91, 95]))
+    assert len(calls) == 9 and caches[0].ledger.starts.tolist() == [0, 500]
+    for chosen in ([1, 0], [0]):  # what is kept of rows goes along
+        for kept in caches:
+            kept.batch_select_indices(torch.tensor(chosen))
+    assert caches[0].ledger.starts.tolist() == [500]
+    close(placed(caches, torch.arange(600, 603)[None], [1]))
+    assert len(calls) == 15
+    close(placed(caches, torch.arange(700, 703)[None], [1]))
+    assert len(calls) == 15
+    assert "do not follow one another" in caches[0].describe()["path"]
+    for kept in caches:
+        kept.reset()
+    close(placed(caches, torch.arange(90)[None], [85, 88]))
+    assert len(calls) == 21
+
+
+def test_the_test_of_turned_keys_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = KVCalCache.turns
+    monkeypatch.setattr(KVCalCache, "turns", lambda self, device, sink, *rest: own(self, device, sink + 32, *rest))
+    with pytest.raises(AssertionError):
+        close(steps(before_rope("kivi-4"), token_ids(1, 83), [80, 81, 82]))
+
+
+def test_rope_that_does_not_turn_evenly_takes_the_reference_path(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = build("Llama", head_dim=64)
+    rotary, plain = served.model.rotary_emb, type(served.model.rotary_emb).forward
+    monkeypatch.setattr(rotary, "forward", lambda x, position_ids: plain(rotary, x, position_ids.float() ** 1.2))
+    caches = before_rope("kivi-4", served)
+    close(steps(caches, token_ids(1, 83), [80, 81]))
+    assert not calls and "does not turn evenly" in caches[0].describe()["path"]
+
+
+@pytest.mark.gpu
+@HALVES
+@pytest.mark.parametrize("name", BEFORE)
+def test_logits_of_keys_before_rope_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    on_a_gpu(scheme(PAIRS[name], frame="pre_rope"), dtype, "fused: Triton kernel", require_kernels=True)

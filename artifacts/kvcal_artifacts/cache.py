@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from kvcal_kernels.attention import BLOCK, Rope, rope
 from kvcal_kernels.reconstruct import Turn
 
 from . import fused, hf, reconstructed, store, vectors
@@ -55,7 +56,9 @@ class KVCalLayer(CacheLayerMixin):
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
-        self.handle, self.refused = fused.register(self), fused.refusal(cache.kernels, cache.scheme, codecs, site)
+        self.rotary = cache.rotary if site.rope else 0  # channels that the kernel turns
+        self.handle = fused.register(self)
+        self.refused = fused.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
         self.vectors = self.readable and vectors.both(codecs)
@@ -68,7 +71,7 @@ class KVCalLayer(CacheLayerMixin):
         """Until keys come: whether they will take the kernel if they are of that dtype and where the layer's weights are."""
         device = self.site.placed[0]
         if self.readable:
-            self.refused = fused.absence(kernels, self.codecs, self.site.ratio, dtype, device)
+            self.refused = fused.absence(kernels, self.codecs, self.site.ratio, dtype, device, self.rotary)
         self._find_reader(device, dtype)
 
     def _find_reader(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -104,7 +107,7 @@ class KVCalLayer(CacheLayerMixin):
         self._cache.on_keys_of(self.dtype)
         if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels
-            self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device)
+            self.refused = fused.absence(kernels, self.codecs, ratio, self.dtype, self.device, self.rotary)
         self._find_reader(self.device, self.dtype)
         if self.refused is not None:
             self._cache.on_refused(self)
@@ -165,6 +168,7 @@ class KVCalLayer(CacheLayerMixin):
             and not self._cache.gives_weights
             and not self.site.module.training
             and not self.learns(keys, values)
+            and (not self.rotary or self._cache.turns_evenly)
         )
 
     def learns(self, keys: Tensor, values: Tensor) -> bool:
@@ -212,8 +216,10 @@ class KVCalLayer(CacheLayerMixin):
             return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
         factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
         keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
-        own = blocks * fused.kernel_blocks(self.codecs)
-        return fused.attention(kernels, q, keys, values, own, sink, recent, scaling, factor, space)
+        own, turns = blocks * fused.kernel_blocks(self.codecs), None
+        if self.rotary:
+            turns = self._cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
+        return fused.attention(kernels, q, keys, values, own, sink, recent, scaling, factor, space, turns=turns)
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
@@ -486,9 +492,14 @@ class KVCalLayer(CacheLayerMixin):
         self._clear()
 
     @property
+    def why_reference(self) -> str | None:
+        """Why decode steps do not take the kernel as things are; None if they do."""
+        return self.refused or (self._cache.uneven if self.rotary else None)
+
+    @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
-        told = fused.path(self.refused, self._cache.kernels)
+        told = fused.path(self.why_reference, self._cache.kernels)
         if self.reader is not None:
             kernel = "its reference in torch" if self._cache.kernels == "torch" else "the Triton kernel"
             return f"{told}; reconstructed by {kernel}"
@@ -630,6 +641,7 @@ class KVCalCache(Cache):
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
+        self.rotary = hf.rotary_width(model) if scheme.frame == "pre_rope" and kernels != "off" else 0
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
         layers = [
@@ -667,6 +679,8 @@ class KVCalCache(Cache):
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, reconstructed.Rooms] = {}
         self._turns: dict[torch.device, Turn | None] = {}
+        self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
+        self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
@@ -818,6 +832,8 @@ class KVCalCache(Cache):
                 "evicted tokens are not there to be masked"
             )
         self._masks, self._turns = {}, {}
+        if self.rotary and hf.rope_moves(hf.config_of(self.model)):
+            self._runs = {}
         for layer in self.own_layers:
             layer.drop_turn()
         self._call = self._rope = self._rope_now = self._positions = None
@@ -933,6 +949,8 @@ class KVCalCache(Cache):
             new = new.to(torch.int32).expand(batch, query)
             old = self.ledger.positions
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
+            if any(layer.readable and layer.rotary for layer in self.own_layers):
+                self.ledger.follow(plan, new)
         self._chain = {"old": {}, "new": {}}
         return plan
 
@@ -960,6 +978,53 @@ class KVCalCache(Cache):
             self._turns[device] = Turn(cos, sin) if reconstructed.by_halves(layer.site, cos.shape[-1]) else None
         turn = self._turns[device]
         return turn if turn is not None and reader.turns(turn.cos.shape[-1], device) else None
+
+    @property
+    def uneven(self) -> str | None:
+        """Why no kernel turns the keys that are held, stored before RoPE; None if it does, as far as is known."""
+        if not self.ledger.gapless:
+            return fused.GAPS
+        return fused.UNEVEN if self._even is False else None
+
+    @property
+    def turns_evenly(self) -> bool:
+        """Whether tokens of a run differ by `near` alone: once a cache, seen on the model's own cosines and sines."""
+        if self._even is None:
+            first = torch.arange(0, 2 * BLOCK, device=self.ledger.positions.device)
+            cos, sin = self._own_rope(first)
+            own = Rope(torch.stack([cos[::BLOCK], sin[::BLOCK]], 1)[None], rope.near(cos[:BLOCK], sin[:BLOCK]))
+            wanted = torch.stack([cos, sin], 1)[None]
+            self._even = bool(((own.tables(first[None]) - wanted).abs() < 1e-4 * wanted.abs().max()).all())
+        return self.uneven is None
+
+    def _own_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's cosines and sines (T, R/2) float32 of positions (T,); it is told how far the sequence has come, too."""
+        newest = torch.full_like(positions[:1], self._newest)
+        cos, sin = hf.rope_tables(self.model, torch.cat([positions, newest])[None], torch.float32)
+        return cos[0, :-1, : self.rotary // 2], sin[0, :-1, : self.rotary // 2]
+
+    @property
+    def _newest(self) -> int:
+        """The largest position that a token has."""
+        starts: Tensor = self.ledger.starts
+        return int((starts + self.ledger.seen).max()) - 1
+
+    @torch.no_grad()
+    def turns(self, device: torch.device, sink: int, blocks: int, recent: int) -> Rope:
+        """RoPE of rows with room for so many sink tokens, kernel blocks and recent tokens; made where these outgrow it."""
+        starts = self.ledger.starts
+        of, held, own = self._runs.get(device, (None, -1, None))
+        if own is None or of is not starts or held != sink or own.first.shape[1] < rope.runs(sink, blocks, recent):
+            same = starts[:1] if bool((starts == starts[0]).all()) else starts
+            room = blocks if hf.rope_moves(hf.config_of(self.model)) else blocks + blocks // 8 + 8
+            first = rope.first_positions(same, sink, room, recent).to(device)
+            if room == blocks:  # what lies beyond is no token's, and would say that the sequence is longer
+                first = first.clamp_max(self._newest)
+            cos, sin = self._own_rope(torch.cat([torch.arange(BLOCK, device=device), first.flatten()]))
+            far = torch.stack([cos[BLOCK:], sin[BLOCK:]], -2).unflatten(0, first.shape)
+            own = Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
+            self._runs[device] = starts, sink, own
+        return own
 
     def _new_valid(self, past: int, query: int) -> Tensor | None:
         """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""
@@ -1212,7 +1277,7 @@ class KVCalCache(Cache):
             "returned_by_crop": self.returned_tokens,
             "unforgotten_by_statistics": dict(self.unforgotten),
             "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
-            "path": fused.summary([layer.refused for layer in self.own_layers], self.kernels),
+            "path": fused.summary([layer.why_reference for layer in self.own_layers], self.kernels),
             "max_length": self.max_length,
             "compileable": self.why_not_compileable or True,
             "nbytes": {name: self.nbytes(name) for name in PARTS},

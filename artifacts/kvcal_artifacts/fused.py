@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import BLOCK, Blocks, Form, fast, reference
+from kvcal_kernels.attention import BLOCK, Blocks, Form, Rope, fast, reference, rope
 from kvcal_kernels.quantise import AnyRule
 
 from . import hf, preflight
@@ -24,6 +24,9 @@ CHOICES = ("auto", "off", "torch", "triton")
 QUERIES = 16  # new tokens a call, at most
 RATIO = 16  # query heads a kv head, at most
 MANY_HEADS = f"query heads a kv head: the fused kernel takes {RATIO} at most"
+DECODED = "keys before RoPE are rotated after they are decoded"
+GAPS = f"{DECODED}: positions of a row's tokens do not follow one another"
+UNEVEN = f"{DECODED}: the model's RoPE does not turn evenly from token to token"
 DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of each row (B,) int32
@@ -36,17 +39,19 @@ def check_choice(kernels: str) -> None:
         raise UsageError("kernels='triton': triton is not installed")
 
 
-def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite) -> str | None:
-    """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them."""
+def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> str | None:
+    """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them.
+
+    rotary: channels of a head that RoPE turns, where keys are stored before it; else 0.
+    """
     if kernels == "off":
         return "kernels='off'"
     if scheme.selection is not None:
         return "token selection needs the weights of the model's own attention"
     if scheme.chained:
         return "layers are predicted from reconstructions of others, which decoding makes"
-    if scheme.frame == "pre_rope" and site.rope:
-        return "keys before RoPE are rotated after they are decoded"
-    return shape_refusal(pair) or hf.odd_attention(site) or _odd_ratio(site)
+    why = turn_refusal(pair, rotary) or _odd_pairs(site, rotary) if rotary else None
+    return why or shape_refusal(pair) or hf.odd_attention(site) or _odd_ratio(site)
 
 
 def shape_refusal(pair: LayerCodecs) -> str | None:
@@ -59,6 +64,32 @@ def shape_refusal(pair: LayerCodecs) -> str | None:
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
     return None
+
+
+def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
+    """Why no kernel turns keys that these codecs store before RoPE of `rotary` channels, if it reads them."""
+    from . import vectors
+
+    form = pair.key.fused()
+    if vectors.both(pair):
+        what = "vector codes"
+    elif not isinstance(form, Form):
+        return None
+    elif form.vector or form.tiered:
+        what = "grids" if form.vector else "tiers"
+    elif isinstance(pair.key, Scaled):
+        what = "keys divided by factors"
+    else:
+        return rope.refusal(rotary)
+    return f"{DECODED}: the kernel turns plain integers, not {what}"
+
+
+def _odd_pairs(site: hf.AttentionSite, rotary: int) -> str | None:
+    from .reconstructed import by_halves
+
+    if by_halves(site, rotary):
+        return None
+    return f"{DECODED}: RoPE does not pair channels of two halves here"
 
 
 def _odd_ratio(site: hf.AttentionSite) -> str | None:
@@ -82,8 +113,13 @@ def runs_kernels(device: torch.device) -> bool:
     return preflight.unsupported(device) is None
 
 
-def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel does not run for this layer where it is; None if it does. On a GPU that is tried out once."""
+def absence(
+    kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
+) -> str | None:
+    """Why the kernel does not run for this layer where it is; None if it does. On a GPU that is tried out once.
+
+    rotary: channels that it must turn by RoPE.
+    """
     if kernels == "torch":
         return None
     if dtype not in (torch.float16, torch.bfloat16):
@@ -101,7 +137,7 @@ def absence(kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, dev
         why = vectors.verdict(pair, ratio, dtype, device)
     else:
         assert isinstance(keys, Form) and isinstance(values, Form)
-        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device)
+        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
     if why:
         why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
         warn(why)
@@ -194,13 +230,16 @@ def attention(
     factor: Tensor | None,
     workspace: Any,
     ring: bool = False,
+    turns: Rope | None = None,
 ) -> Tensor:
-    """As attention.reference.attend; factor: what packed keys were divided by, (H, 1, D) or (B, H, 1, D)."""
-    packed_q = queries_for(q, factor)
+    """As attention.reference.attend; factor: what packed keys were divided by, (H, 1, D) or (B, H, 1, D). turns: of keys
+    before RoPE.
+    """
+    packed_q, given = queries_for(q, factor), (q, keys, values, blocks, sink, recent, scaling)
     if kernels == "torch":
-        return reference.attend(q, keys, values, blocks, sink, recent, scaling, packed_q, ring)
+        return reference.attend(*given, packed_q, ring, turns)
     with on(q.device):
-        out: Tensor = fast().attend(q, keys, values, blocks, sink, recent, scaling, None, workspace, packed_q, ring)
+        out: Tensor = fast().attend(*given, None, workspace, packed_q, ring, turns)
     return out
 
 

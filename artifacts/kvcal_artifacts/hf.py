@@ -165,6 +165,12 @@ def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tupl
     return cos, sin
 
 
+def rope_moves(config: Any) -> bool:
+    """Whether a token's cosines and sines may change as the sequence grows."""
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    return kind not in ("default", "linear", "llama3", "yarn")
+
+
 def rotary_width(model: nn.Module) -> int:
     """How many channels of a head RoPE turns: the last dimension of cos and sin. The rotary module must be in memory."""
     rotary = decoder_of(model).rotary_emb

@@ -130,6 +130,8 @@ class Ledger:
     blocks: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     window: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     positions: Tensor | None = None  # int32 (B, columns) on the device, only for keys stored before RoPE
+    starts: Tensor | None = None  # int64 (B,), CPU: positions of rows' first tokens, as far as `follow` was told
+    gapless: bool = True  # whether positions of all tokens follow those before them, as far as `follow` was told
 
     @property
     def seen(self) -> Tensor:
@@ -146,6 +148,7 @@ class Ledger:
         if not self.columns:
             self.batch = batch
             self.valid = torch.zeros(batch, 0, dtype=torch.bool)
+            self.starts, self.gapless = None, True
             self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long)
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool)
@@ -156,6 +159,19 @@ class Ledger:
         self.valid = torch.cat([self.valid, new_valid], 1)
         self.columns += query
         return plan
+
+    def follow(self, plan: Plan, new: Tensor) -> None:
+        """Of the columns that `plan` brought: note whether their positions (B, query) follow those of their row's tokens."""
+        assert plan.seen is not None
+        valid = torch.ones(new.shape, dtype=torch.bool) if plan.valid is None else plan.valid
+        start = new.to("cpu").long() - (
+            plan.seen[:, None] + valid.long().cumsum(1) - 1
+        )  # each says what the first's is
+        first = start.gather(1, valid.int().argmax(1, keepdim=True))[:, 0]
+        first = first if self.starts is None else torch.where(plan.seen > 0, self.starts, first)
+        if self.starts is None or not torch.equal(first, self.starts):  # the same tensor as long as it says the same
+            self.starts = first
+        self.gapless = self.gapless and bool((start == self.starts[:, None])[valid].all())
 
     def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
@@ -256,6 +272,8 @@ class Ledger:
         self.blocks, self.window = self.blocks[host], self.window[host]
         if self.positions is not None:
             self.positions = self.positions[host.to(self.positions.device)]
+        if self.starts is not None:
+            self.starts = self.starts[host]
 
     @property
     def widths(self) -> tuple[int, int, int]:

@@ -38,6 +38,7 @@ FILE = "preflight.json"
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
+CALLS_BEFORE_ROPE = ((1, False), (3, False), (16, False))  # their caches have no ring
 OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
 VECTOR_CALLS = (1, 3)  # new tokens, of kernels over vector codes
 ROWS = (512, 832)  # tokens that the reconstruction kernel is tried on: whole tiles of it, and not
@@ -88,10 +89,15 @@ def unsupported(device: torch.device) -> str | None:
     return None
 
 
-def verdict(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head."""
+def verdict(
+    keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
+) -> str | None:
+    """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head. rotary: channels
+    that it turns of keys before RoPE.
+    """
     parts = ["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
-    return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device))
+    parts += [f"RoPE of {rotary}"] if rotary else []
+    return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
 
 
 def append_verdict(key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -187,7 +193,9 @@ def write(verdicts: dict[str, str | None]) -> None:
         Path(name).replace(folder() / FILE)
 
 
-def trial(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def trial(
+    keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
+) -> str | None:
     """The kernel on random rows of different lengths against the reference in float32: None, or by how much it is off.
 
     Allowed is four times the rounding of the dtype: of the output, of probabilities and of queries (2 were seen).
@@ -206,15 +214,27 @@ def trial(keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, 
         return random(heads, tokens), random(heads, tokens), count
 
     sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
-    for queries, ring in OF_TIERS if keys.tiered else CALLS:
+    room = own.words.shape[2]
+    turns = _turns(rotary, sink[0].shape[2], room, recent[0].shape[2], device) if rotary else None
+    calls = CALLS if turns is None else CALLS_BEFORE_ROPE
+    for queries, ring in OF_TIERS if keys.tiered else calls:
         q, scaling = random(heads * ratio, queries), keys.dim**-0.5
-        packed_q = (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
+        packed_q = None if rotary else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
         given = *held, counts[0], sink, recent, scaling
-        found = attention.fast().attend(q, *given, packed_q=packed_q, ring=ring)
-        wanted = reference.attend(q.float(), *given, packed_q.float(), ring)
+        found = attention.fast().attend(q, *given, packed_q=packed_q, ring=ring, rope=turns)
+        wanted = reference.attend(q.float(), *given, None if packed_q is None else packed_q.float(), ring, turns)
         if why := _apart(found, wanted, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
             return why
     return None
+
+
+def _turns(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> attention.Rope:
+    """RoPE of rows that begin at positions of their own."""
+    speed = 1e4 ** -(torch.arange(0, rotary, 2, device=device) / rotary)
+    start = torch.arange(len(BLOCKS), device=device) * 1000
+    first = attention.rope.first_positions(start, sink, blocks, recent)[..., None] * speed
+    close = torch.arange(BLOCK, device=device)[:, None] * speed
+    return attention.Rope(torch.stack([first.cos(), first.sin()], -2), attention.rope.near(close.cos(), close.sin()))
 
 
 def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str | None:

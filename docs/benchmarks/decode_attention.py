@@ -32,8 +32,9 @@ import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvcal.bench.layer import angles
 from kvcal.bench.timing import Clock
-from kvcal_kernels.attention import Blocks, Form, decode, grid_of, reference
+from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, reference, rope
 from kvcal_kernels.attention import triton as fused
 
 HEADS, RATIO, D = 8, 4, 128
@@ -45,6 +46,7 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "InnerQ Small": ((3, 32, True, True), (2, 32, True, True), 0.82),
     "uniform 2/2": ((2, 32, True, True), (2, 32, True, True), 0.80),
     "KIVI 2/2 G=32": ((2, 32, False, False), (2, 32, False, False), 0.78),
+    "KIVI 2/2 before RoPE": ((2, 32, False, False), (2, 32, False, False), 0.65),  # as SQuat before RoPE is stored
     "KIVI 2/2 G=128": ((2, 128, False, False), (2, 128, False, False), 0.75),
     "TurboQuant 4/3": (("grid", 4, 1, 1), ("grid", 3, 1, 1), 0.65),  # norm per head; HIGGS: over the token
     "HIGGS 2": (("grid", 2, 2, HEADS), ("grid", 2, 2, HEADS), 0.65),
@@ -125,16 +127,16 @@ class Cell:
         ) / 8  # bytes of a number of keys and one of values
         self.bytes = batch * HEADS * D * (count * 32 * pair + (SINK + RECENT) * 2 * self.q.itemsize)
         self.space = fused.Workspace(self.q.device)
+        self.rope = turns(SINK, room, RECENT) if scheme.endswith("before RoPE") else None
 
     @staticmethod
     def _exact(batch: int, room: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = (torch.randn(batch, HEADS, room, D, device="cuda", dtype=dtype) for _ in range(2))
         return keys, values, torch.full((batch,), room, dtype=torch.int32, device="cuda")
 
-    def run(self, launch: fused.Launch) -> Tensor:
-        return fused.attend(
-            self.q, self.keys, self.values, self.blocks, self.sink, self.recent, D**-0.5, launch, self.space
-        )
+    def run(self, launch: fused.Launch | None) -> Tensor:
+        given = self.q, self.keys, self.values, self.blocks, self.sink, self.recent, D**-0.5
+        return fused.attend(*given, launch, self.space, rope=self.rope)
 
     def errors(self, launch: fused.Launch) -> tuple[float, float]:
         """Relative errors against float32 of the kernel, and of attention in q's dtype over the decoded blocks, of the first
@@ -149,15 +151,31 @@ class Cell:
             )
             sink, recent = (tuple(t[here] for t in part) for part in (self.sink, self.recent))
             q, count = self.q[here], self.blocks[here]
-            exact = reference.attend(q.float(), keys, values, count, sink, recent, D**-0.5)
+            exact = reference.attend(q.float(), keys, values, count, sink, recent, D**-0.5, rope=self.rope)
             tokens = int(count) * 32
             k, v = (
                 torch.cat([a, decode(b)[:, :, :tokens].to(q.dtype), c], 2)
                 for a, b, c in ((sink[0], keys, recent[0]), (sink[1], values, recent[1]))
             )
+            if self.rope is not None:
+                k = turned(k)
             plain = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             found.append([float((o.float() - exact).norm() / exact.norm()) for o in (out[here], plain)])
         return max(f[0] for f in found), max(f[1] for f in found)
+
+
+def turns(sink: int, blocks: int, recent: int) -> Rope:
+    """Of rows that begin at position 0."""
+    first = angles(rope.first_positions(torch.zeros(1, device="cuda"), sink, blocks, recent), D)
+    near = angles(torch.arange(rope.RUN, device="cuda"), D)
+    return Rope(torch.stack([first.cos(), first.sin()], -2), rope.near(near.cos(), near.sin()))
+
+
+def turned(keys: Tensor) -> Tensor:
+    """Keys of positions 0 and on, by RoPE in their dtype, as a model turns them."""
+    angle = angles(torch.arange(keys.shape[2], device="cuda"), D).repeat(1, 2)
+    low, high = keys.chunk(2, -1)
+    return keys * angle.cos().to(keys.dtype) + torch.cat([-high, low], -1) * angle.sin().to(keys.dtype)
 
 
 def peers(clock: Clock, batch: int, length: int) -> dict[str, float]:

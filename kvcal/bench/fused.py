@@ -9,11 +9,13 @@ from torch import Tensor
 
 from kvcal_artifacts import reconstructed
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.fused import absence, queries_for
+from kvcal_artifacts.fused import absence, queries_for, turn_refusal
 from kvcal_artifacts.preflight import interpreted
+from kvcal_kernels.attention import Rope
+from kvcal_kernels.attention import rope as turning
 
 from ..catalogue import Geometry
-from .layer import Case, fill
+from .layer import Case, angles, fill
 from .operation import Prepared, needs_blocks
 from .peers import wrong
 from .schemes import Benched
@@ -30,14 +32,26 @@ def _unreadable(one: Benched) -> str | None:
     for codec in (one.codecs.key, one.codecs.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
-    return "keys before RoPE: the fused kernel does not rotate" if one.frame == "pre_rope" else None
+    return turn_refusal(one.codecs, _rotary(one)) if one.frame == "pre_rope" else None
+
+
+def _rotary(one: Benched) -> int:
+    """Channels that RoPE turns: all."""
+    return one.codecs.key.shape.dim if one.frame == "pre_rope" else 0
+
+
+def turns(case: Case, sink: int, blocks: int, recent: int) -> Rope:
+    """Of rows that begin at position 0, with room for so many tokens and blocks."""
+    first = turning.first_positions(torch.zeros(1, device=case.device), sink, blocks, recent)
+    near, far = (angles(x, case.geometry.head_dim) for x in (torch.arange(turning.RUN, device=case.device), first))
+    return Rope(torch.stack([far.cos(), far.sin()], -2), turning.near(near.cos(), near.sin()))
 
 
 def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
     """Raises KernelsUnavailable naming the first scheme that no kernel attends to or reconstructs on this device."""
     for one in schemes:
         ratio = geometry.heads // geometry.kv_heads
-        why = _unreadable(one) or absence("auto", one.codecs, ratio, dtype, device)
+        why = _unreadable(one) or absence("auto", one.codecs, ratio, dtype, device, _rotary(one))
         if why and reconstructed.refusal("auto", one.codecs, dtype, device):
             raise KernelsUnavailable(f"--require-kernels, scheme {one.name}: {why}; use another scheme or device")
 
@@ -55,10 +69,13 @@ def fused_attention(case: Case) -> Prepared:
     sink, recent = ((k.contiguous(), v.contiguous(), rows(k.shape[2])) for k, v in (filled.sink, filled.window))
     blocks, space = rows(keys.words.shape[2]), kernel.Workspace(case.device)
     scaling, factor = case.geometry.head_dim**-0.5, filled.codecs.key.key_factor(filled.decoding)
+    own = None
+    if case.scheme.frame == "pre_rope":
+        own = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
 
     def run() -> Tensor:
         packed_q = queries_for(queries, factor)
-        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q)
+        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
 
     return Prepared(
         run, filled.packed_bytes + filled.window_bytes, lambda: wrong(run(), queries, *filled.materialised()), "triton: fused",

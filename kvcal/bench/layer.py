@@ -198,9 +198,14 @@ def nbytes(stored: Stored) -> int:
 
 def rope(tokens: int, dim: int, device: torch.device) -> Turn:
     """Of positions 0 to tokens - 1, halves paired as Llama pairs them."""
-    speed = ROPE_BASE ** -(torch.arange(dim // 2, device=device) / (dim // 2))
-    angle = (torch.arange(tokens, device=device)[:, None] * speed).repeat(1, 2)[None]
+    angle = angles(torch.arange(tokens, device=device), dim).repeat(1, 2)[None]
     return Turn(angle.cos(), angle.sin())
+
+
+def angles(positions: Tensor, dim: int) -> Tensor:
+    """By which RoPE turns pairs of `dim` channels at positions (...): (..., dim / 2)."""
+    speed = ROPE_BASE ** -(torch.arange(dim // 2, device=positions.device) / (dim // 2))
+    return positions[..., None] * speed
 
 
 def turned(keys: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import grids
+from . import grids, rope
 from .grids import Grid, grid_of
 from .reference import BLOCK, Blocks, Form, decode, pack, pack_scales, pack_tiers, unpack, unpack_scales
+from .rope import Rope
 
 
 def fast() -> ModuleType:
@@ -17,6 +18,6 @@ def fast() -> ModuleType:
 
 
 __all__ = [
-    "BLOCK", "Blocks", "Form", "Grid", "decode", "fast", "grid_of", "grids", "pack", "pack_scales", "pack_tiers", "unpack",
-    "unpack_scales",
+    "BLOCK", "Blocks", "Form", "Grid", "Rope", "decode", "fast", "grid_of", "grids", "pack", "pack_scales", "pack_tiers",
+    "rope", "unpack", "unpack_scales",
 ]  # fmt: skip

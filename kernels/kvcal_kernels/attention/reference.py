@@ -31,6 +31,7 @@ from torch import Tensor
 from ..hadamard import unrotate
 from . import grids
 from .grids import Grid
+from .rope import Rope, recent_places
 
 BLOCK = 32
 PIECE = 16
@@ -388,6 +389,7 @@ def attend(
     scaling: float,
     packed_q: Tensor | None = None,
     ring: bool = False,
+    rope: Rope | None = None,
 ) -> Tensor:
     """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last up to
     the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is packed.
@@ -395,14 +397,18 @@ def attend(
 
     q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how many
     count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype; computed
-    in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it.
+    in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it. rope: what turns
+    keys that are all stored before RoPE; queries are after it.
     """
     if ring:
         index = ring_slots(blocks, recent[0].shape[2])[:, None, :, None].expand_as(recent[0])
         recent = (recent[0].gather(2, index), recent[1].gather(2, index), recent[2])
     ratio, queries = q.shape[1] // keys.words.shape[1], q.shape[2]
-    parts = [(q, sink[0]), (q if packed_q is None else packed_q, decode(keys)), (q, recent[0])]
-    products = [own.float() @ k.float().repeat_interleave(ratio, 1).transpose(-1, -2) for own, k in parts]
+    stored = [sink[0].float(), decode(keys), recent[0].float()]
+    if rope is not None:
+        stored = [rope.turn(k, place) for k, place in zip(stored, _places(keys, blocks, sink, recent), strict=True)]
+    parts = zip((q, q if packed_q is None else packed_q, q), stored, strict=True)
+    products = [own.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for own, k in parts]
     v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
     behind = queries - 1 - torch.arange(queries, device=q.device)
     reach = recent[2][:, None] - behind
@@ -415,6 +421,14 @@ def attend(
     scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
     kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
     return (scores.softmax(-1) @ v.masked_fill(~kept, 0)).to(q.dtype)
+
+
+def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]) -> list[Tensor]:
+    """Where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
+    room, device = sink[0].shape[2], blocks.device
+    packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-room // BLOCK) * BLOCK
+    own = torch.arange(room, device=device)[None], packed[None]
+    return [*own, recent_places(sink[2], room, blocks, recent[0].shape[2])]
 
 
 def ring_slots(blocks: Tensor, room: int) -> Tensor:

@@ -15,6 +15,8 @@ they are read, outputs before they are merged. Where a code stands for channels,
 a value: rows of the product are then pairs of channels, what is contracted is (token, parity), and every query row takes two
 columns, one of which meets the even channels, the other the odd ones (PAIRED).
 
+Keys before RoPE are decoded and turned in registers (`_turned_scores`), sink and recent ones where they are read.
+
 Sink and recent tokens are the last program of a kv head; the program that arrives last at a counter merges all of them.
 """
 
@@ -34,6 +36,8 @@ from torch import Tensor
 from ..triton import half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
 from .reference import Blocks, Form
+from .rope import RUN, Rope
+from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
@@ -710,6 +714,201 @@ def _scores(
     return scores
 
 
+# Keys before RoPE. A block's 32 positions follow one another: the query is turned back to the first of them, once a block,
+# and what is left, j positions of token j, is one table for all blocks, 8 KB at 128 channels that stay in the first-level
+# cache. Assembly reads it through a register known by name, as an address that is an operand keeps Triton from loading words
+# in the layout that a product wants.
+
+
+@triton.constexpr_function
+def _bit(m, bits):
+    """The bit at which unpacking leaves field number m."""
+    return {8: 0, 4: 4 * (m % 2)}.get(bits, 2 * (m % 4))
+
+
+@triton.constexpr_function
+def _bias(bit, zero):
+    """Bits of 2^(10 - bit) + zero in float16: below them a code at `bit` counts ones."""
+    return (25 - bit << 10) | zero << bit
+
+
+@triton.constexpr_function
+def _counting(bit, zero):
+    bias = _bias(bit, zero) * 0x10001
+    return f"{{ .reg .b32 t, b; or.b32 t, $1, kvcal_one{bit}; mov.b32 b, {bias}; sub.f16x2 $0, t, b; }}"
+
+
+@triton.jit
+def _number(part, BIT: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
+    """Codes at bit BIT of a subnormal -> code - ZERO, exactly."""
+    if ASM:
+        made = tl.inline_asm_elementwise(_counting(BIT, ZERO), "=r,r", [part], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        made = (part.to(tl.float32) * 2.0 ** (24 - BIT) - ZERO).to(tl.float16)
+    return made
+
+
+@triton.constexpr_function
+def _turning(half, pair, pairs):
+    """Assembly: four registers of a piece and of its partner, turned by the table's entries for half block `half`."""
+    text, base = ["{ .reg .b32 c<4>, s<4>, t, n;"], (half * pairs + pair) * 1024
+    for name, at in (("c", base), ("s", base + 512)):
+        text += [f"ld.global.nc.v4.b32 {{{name}0, {name}1, {name}2, {name}3}}, [kvcal_near + {at}];"]
+    for i in range(4):
+        low, high = f"${8 + i}", f"${12 + i}"
+        text += [f"mul.f16x2 t, {low}, c{i};", f"neg.f16x2 n, {high};", f"fma.rn.f16x2 ${i}, n, s{i}, t;"]
+        text += [f"mul.f16x2 t, {high}, c{i};", f"fma.rn.f16x2 ${4 + i}, {low}, s{i}, t;"]
+    return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def _naming(bits):
+    text = ".reg .b32 kvcal_lane, kvcal_odd; .reg .b64 kvcal_near, kvcal_top; mov.u32 kvcal_lane, %laneid; "
+    text += "mad.wide.u32 kvcal_near, kvcal_lane, 16, $1; "
+    text += "shr.u64 kvcal_top, kvcal_near, 63; cvt.u32.u64 kvcal_odd, kvcal_top; "
+    for bit in {8: (0,), 4: (0, 4)}.get(bits, (0, 2, 4, 6)):
+        text += f".reg .b32 kvcal_one{bit}; add.u32 kvcal_one{bit}, kvcal_odd, {_bias(bit, 0) * 0x10001}; "
+    return text + "mov.b32 $0, 0;"
+
+
+@triton.jit
+def _names(p_near, BITS: tl.constexpr):
+    """Registers that assembly knows by name: where a lane's part of the table begins; what makes fields of BITS bits numbers,
+    which the compiler must not see to be constant: one operand of an instruction may be, and the mask is.
+    """
+    tl.inline_asm_elementwise(_naming(BITS), "=r,l", [p_near.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _near_at(token, channel, PAIRS: tl.constexpr):
+    """Where the cosine of a block's token and a channel below PAIRS * 16 lies in the table; the sine is 256 behind. In the
+    order in which a lane holds pieces: [half][pair][cosine, sine][lane][row / 8][column % 4].
+    """
+    row, column = token % 16, channel % 16
+    return (token // 16 * PAIRS + channel // 16) * 512 + (row % 8 * 4 + column // 4) * 8 + row // 8 * 4 + column % 4
+
+
+@triton.jit
+def _by_angle(x, y, cos, sin, SIGN: tl.constexpr):
+    """x cos + SIGN y sin, rounded as assembly rounds it, for the interpreter: its float16 has no multiply-add."""
+    first = (x.to(tl.float32) * cos.to(tl.float32)).to(tl.float16)
+    return (first.to(tl.float32) + SIGN * (y.to(tl.float32) * sin.to(tl.float32))).to(tl.float16)
+
+
+@triton.jit
+def _turned(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr):
+    """Pieces of channels and of their partners, turned by as many positions as each token is behind its block's first. Counts
+    on the order of a lane's numbers in a product's first operand (`check_layouts`).
+    """
+    if ASM:
+        made = tl.inline_asm_elementwise(
+            _turning(HALF, PAIR, PAIRS), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [low, high],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=8,
+        )  # fmt: skip
+    else:
+        r = tl.arange(0, 16)
+        p = p_near + _near_at(HALF * 16 + r[:, None], PAIR * 16 + r[None, :], PAIRS)
+        cos, sin = tl.load(p)[None], tl.load(p + 256)[None]
+        made = (_by_angle(low, high, cos, sin, -1), _by_angle(high, low, cos, sin, 1))
+    return made
+
+
+@triton.jit
+def _turned_back(low, high, p_run, live, NW: tl.constexpr):
+    """A piece of queries [NW, 16, N] and its partner, as the first positions of runs see them."""
+    cos, sin = _pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return low * cos + high * sin, high * cos - low * sin
+
+
+@triton.jit
+def _value(part, scale, zero, FIELD: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ASM: tl.constexpr):
+    """A piece of numbers from codes as they are unpacked. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
+    ZERO: tl.constexpr = (1 << BITS - 1) if MODE == 0 else 0
+    x = _number(part, _bit(FIELD, BITS), ZERO, ASM) * scale
+    if MODE > 0:
+        x += zero
+    return x
+
+
+@triton.jit
+def _token_scales(p_scale, live, COUNT: tl.constexpr, MODE: tl.constexpr):
+    """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no zero
+    points, scales in their place. Stored as `_columns` has them.
+    """
+    WIDTH: tl.constexpr = _together(COUNT * (1 + MODE))
+    kind: tl.constexpr = tl.int64 if WIDTH == 4 else tl.int32 if WIDTH == 2 else tl.int16
+    r = tl.arange(0, 16)[None, :]
+    column = ()
+    for i in tl.static_range(COUNT * (1 + MODE) // WIDTH):
+        x = tl.load((p_scale + i * 16 * WIDTH).to(tl.pointer_type(kind)) + r, mask=live, other=0)
+        for j in tl.static_range(WIDTH):
+            column = column + (_half(x, j)[:, :, None],)
+    scale, zero = (), ()
+    for g in tl.static_range(COUNT):
+        scale = scale + (column[g * (1 + MODE)],)
+        zero = zero + (column[g * (1 + MODE) + MODE],)
+    return scale, zero
+
+
+@triton.jit
+def _both_halves(
+    parts, p_scale, tokens, live, FIELD: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr,
+    EACH: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Numbers of piece FIELD of both half blocks. Their scales: of MODE 2 at p_scale, else `_token_scales` of each half, of
+    EACH pieces.
+    """
+    if MODE == 2:
+        scale, zero = _pairs(p_scale + FIELD * 32, tl.zeros([NW, 1], tl.int64), live, NW)
+        x_0 = _value(parts[FIELD], scale[:, None, :], zero[:, None, :], FIELD, BITS, MODE, ASM)
+        x_1 = _value(parts[STRIDE + FIELD], scale[:, None, :], zero[:, None, :], FIELD, BITS, MODE, ASM)
+    else:
+        x_0 = _value(parts[FIELD], tokens[0][FIELD // EACH], tokens[1][FIELD // EACH], FIELD, BITS, MODE, ASM)
+        x_1 = _value(parts[STRIDE + FIELD], tokens[2][FIELD // EACH], tokens[3][FIELD // EACH], FIELD, BITS, MODE, ASM)
+    return x_0, x_1
+
+
+@triton.jit
+def _turned_scores(
+    p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q,
+    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_scores` of integers stored before RoPE, in units of the query's. b_run: number of each block's first position in
+    p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
+    """
+    at = (i_head * room + b_block)[:, None]
+    live = b_live[:, None]
+    parts = _codes(p_k, _words(at * WORDS), live[:, :, None], BITS, TILES, ASM)
+    p_run = p_first + b_run[:, None] * (PAIRS * 32)
+    b_0 = tl.zeros([NW, 16, N], tl.float32)
+    b_1 = tl.zeros([NW, 16, N], tl.float32)
+    EACH: tl.constexpr = GROUP // (32 if MODE == 2 else 16)
+    if MODE == 2:
+        p_scale = p_ks + (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
+        tokens = ()
+    else:
+        p_scale = p_ks + at * (2 * SLICES // EACH * (1 + MODE) * 16)
+        tokens = _token_scales(p_scale, live, SLICES // EACH, MODE)
+        p_scale = p_scale + SLICES // EACH * (1 + MODE) * 16
+        tokens = tokens + _token_scales(p_scale, live, SLICES // EACH, MODE)
+    for i in tl.static_range(PAIRS):
+        x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
+        y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, STRIDE, BITS, MODE, EACH, NW, ASM)
+        x_0, y_0 = _turned(x_0, y_0, p_near, 0, i, PAIRS, ASM)
+        x_1, y_1 = _turned(x_1, y_1, p_near, 1, i, PAIRS, ASM)
+        b_x, b_y = _turned_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
+        b_0 = tl.dot(y_0, b_y, tl.dot(x_0, b_x, b_0))
+        b_1 = tl.dot(y_1, b_y, tl.dot(x_1, b_x, b_1))
+    for i in tl.static_range(2 * PAIRS, SLICES):
+        x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
+        b_0 = tl.dot(x_0, q[i], b_0)
+        b_1 = tl.dot(x_1, q[i], b_1)
+    return b_0, b_1
+
+
 @triton.jit
 def _add(
     p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
@@ -795,6 +994,7 @@ def _add(
 @triton.jit
 def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+    p_first, p_near, run, PAIRS: tl.constexpr,
     SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
     K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
@@ -811,6 +1011,11 @@ def _step(
             part = _tier_scores(
                 p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
                 SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
+            )  # fmt: skip
+        elif PAIRS > 0:
+            part = _turned_scores(
+                p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q,
+                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, PAIRS, room, NW, N, ASM,
             )  # fmt: skip
         else:
             part = _scores(
@@ -877,13 +1082,36 @@ def _slot(token, first, room, RING: tl.constexpr):
 
 
 @triton.jit
+def _exact_turned(
+    p_k, o_token, live, place, p_first, p_near, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Piece PAIR of keys and its partner [NW, 16, 16], turned in float32, in the dtype in which they are stored."""
+    r = tl.arange(0, 16)
+    channel = (PAIR * 16 + r)[None, None, :]
+    place = place[:, :, None]
+    low = tl.load(p_k + o_token[:, :, None] + channel, mask=live[:, :, None], other=0.0).to(tl.float32)
+    high = tl.load(p_k + o_token[:, :, None] + channel + PAIRS * 16, mask=live[:, :, None], other=0.0).to(tl.float32)
+    p_run = p_first + place // 32 * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
+    p_own = p_near + _near_at(place % 32, channel, PAIRS)
+    cos0, sin0 = (tl.load(p_run, mask=live[:, :, None], other=0.0).to(tl.float32),
+                  tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))  # fmt: skip
+    cos1, sin1 = tl.load(p_own).to(tl.float32), tl.load(p_own + 256).to(tl.float32)
+    cos, sin = cos0 * cos1 - sin0 * sin1, sin0 * cos1 + cos0 * sin1
+    kind: tl.constexpr = p_k.dtype.element_ty
+    return _as(low * cos - high * sin, kind, ASM), _as(high * cos + low * sin, kind, ASM)
+
+
+@triton.jit
 def _exact(
     p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
+    p_first, p_near, run, gap, own, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
-    limit (N,): the first token that a row does not see.
+    limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these being `own`
+    places further from there, where PAIRS says that keys are turned.
     """
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
@@ -893,7 +1121,14 @@ def _exact(
         live = token < end
         o_token = (i_head * room + _slot(token, first, room, RING)) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
-        for i in tl.static_range(SLICES):
+        for i in tl.static_range(PAIRS):
+            place = (run * 32 + token + tl.where(token < gap, own, -gap)).to(tl.int64)
+            pair = _exact_turned(p_k, o_token, live, place, p_first, p_near, i, PAIRS, NW, ASM)
+            for j in tl.static_range(2):
+                channel = (i + j * PAIRS) * 16 + r
+                b_q = tl.load(p_q + o_q[None, None, :] + channel[None, :, None], mask=b_row[None, None, :], other=0.0)
+                b_s = _times(pair[j], tl.broadcast_to(b_q, [NW, 16, N]), b_s, ASM)
+        for i in tl.static_range(2 * PAIRS, SLICES):
             b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
             b_q = tl.load(p_q + o_q[None, None, :] + (i * 16 + r)[None, :, None], mask=b_row[None, None, :], other=0.0)
             b_q = tl.broadcast_to(b_q, [NW, 16, N])
@@ -954,13 +1189,13 @@ def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
 
 
 @triton.jit(
-    do_not_specialize=["room", "sink_room", "recent_room", "splits", "share"],
+    do_not_specialize=["room", "sink_room", "recent_room", "splits", "share", "runs"],
     do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],  # rows of one tensor, as they come
 )
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
-    room, sink_room, recent_room, splits, share, factor, k_unit, v_unit,
+    p_first, p_near, room, sink_room, recent_room, splits, share, runs, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -972,10 +1207,13 @@ def attend_kernel(
     V_FOUR: tl.constexpr, V_SHARED: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
     SAME: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
-    ASM: tl.constexpr, RING: tl.constexpr,
+    ASM: tl.constexpr, RING: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` sink or recent tokens each.
     factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables.
+
+    Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
+    how many runs of positions a row has in p_first, 0 where all rows share them.
     """
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
@@ -995,13 +1233,13 @@ def attend_kernel(
 
     # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
-    PEAK: tl.constexpr = 0.5 if K_MODE == 2 or K_MODE == 4 else 16.0
+    PEAK: tl.constexpr = 0.5 if (K_MODE == 2 and PAIRS == 0) or K_MODE == 4 else 16.0
     b_peak = tl.zeros([N], tl.float32)
     for i in tl.static_range(SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
-    # at least 2^-100, of grids 2^-76: LOW times `unit` must stay far below every score
-    lowest: tl.constexpr = (51 if K_MODE == 3 else 27) << 23
+    # at least 2^-100, of grids and before RoPE 2^-76: LOW times `unit` must stay far below every score
+    lowest: tl.constexpr = (51 if K_MODE == 3 or PAIRS > 0 else 27) << 23
     exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
     b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
     b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
@@ -1025,6 +1263,13 @@ def attend_kernel(
         plain = _butterflies(plain, SLICES, WIDTH // 16)
         for i in tl.static_range(SLICES):
             q = q + (plain[i].to(tl.float16),)
+    elif PAIRS > 0:
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+            q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
+        if ASM:
+            _names(p_near, K_BITS)
     else:
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
@@ -1042,7 +1287,8 @@ def attend_kernel(
                 if (i + 1) % (K_GROUP // 16) == 0:
                     b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
                     sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]),)
-    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 2.0**24
+    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 1.0 if PAIRS > 0 else 2.0**24
+    run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
     if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
@@ -1063,12 +1309,14 @@ def attend_kernel(
     for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+            p_first, p_near, run, PAIRS,
             SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
         )  # fmt: skip
     for first in tl.range(middle, stop, NW, num_stages=1):
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
+            p_first, p_near, run, PAIRS,
             SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
         )  # fmt: skip
@@ -1092,7 +1340,7 @@ def attend_kernel(
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
 
-    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES == 0 else 1  # tables take the room in shared memory
+    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 else 1  # what tables leave of shared memory
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     if i_split >= splits:
@@ -1101,7 +1349,7 @@ def attend_kernel(
             b_m, b_l, out = _exact(
                 p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
                 own, tl.minimum(own + share, sink), factor, b_m, b_l, out,
-                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False,
+                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
             )  # fmt: skip
         else:
             own -= sink_parts * share
@@ -1109,6 +1357,8 @@ def attend_kernel(
                 p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
                 recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, out,
                 SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING,
+                p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
+                sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
             )  # fmt: skip
 
     # the program's warps into one, then to memory
@@ -1174,11 +1424,11 @@ MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmet
 
 
 def settings(
-    keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True
+    keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, int]:
     """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
     length or the splits, so that a model's decode steps share one compiled kernel. same: keys and values of one bit width
-    are of one grid.
+    are of one grid. pairs: Rope.pairs of keys before RoPE.
     """
     each = 2 if values.paired else 1  # columns of a query row
     rows = ratio * queries
@@ -1203,6 +1453,7 @@ def settings(
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
     made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
     made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
+    made["PAIRS"] = pairs
     made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
     made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
@@ -1252,12 +1503,14 @@ class Launch:
     registers: int = 0
 
 
-def usual(keys: Form, values: Form) -> Launch:
+def usual(keys: Form, values: Form, turned: bool = False) -> Launch:
     """A warp alone waits for no other: 2/2 took 257 us in place of 318 with four (H200, docs/benchmarks/decode_attention.md).
-    Tables of grids lie in shared memory once a program, so that there four warps share one.
+    Tables of grids lie in shared memory once a program, so that there four warps share one. turned: keys before RoPE.
     """
     if keys.vector or values.vector:
         return Launch(warps=4, registers=128)
+    if turned:
+        return Launch(registers=176 if keys.bits == 3 else 168)  # 3 bits spill with 168
     return Launch(registers=0 if keys.tiered else 168)  # tiers spill with 168
 
 
@@ -1273,6 +1526,7 @@ def attend(
     workspace: Workspace | None = None,
     packed_q: Tensor | None = None,
     ring: bool = False,
+    rope: Rope | None = None,
 ) -> Tensor:
     """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
     says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
@@ -1281,13 +1535,16 @@ def attend(
     packed_q = q if packed_q is None else packed_q
     for given in (q, packed_q):
         _check(given, keys, values, blocks, sink, recent)
-    launch = launch or usual(keys.form, values.form)
+    launch = launch or usual(keys.form, values.form, rope is not None)
     batch, heads, room = keys.words.shape[:3]
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
     same = k_table.data_ptr() == v_table.data_ptr()
-    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps, same)
     windows = sink[0].shape[2], recent[0].shape[2]
+    if rope is not None:
+        _check_rope(rope, keys, q, packed_q, windows)
+    pairs = 0 if rope is None else rope.pairs
+    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps, same, pairs)
     groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
     parts = packed + exact
     space = workspace or Workspace(q.device)
@@ -1296,17 +1553,36 @@ def attend(
     arguments = (
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
         blocks, sink[2], recent[2], part, stat, counter, k_table, v_table, k_sign, v_sign,
-        keys.words if keys.order is None else keys.order, room, *windows, packed, share,
+        keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale), room, *windows, packed, share,
+        0 if rope is None or len(rope.first) == 1 else rope.first.shape[1],
         scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
     )  # fmt: skip
     options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted(), "RING": ring}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
     grid = (parts, heads * fixed["CHUNKS"], batch)
-    if fixed["K_ENTRIES"] + fixed["V_ENTRIES"] and not interpreted():
+    if fixed["K_ENTRIES"] + fixed["V_ENTRIES"] + pairs and not interpreted():
         _allow_shared(grid, arguments, options)
     attend_kernel[grid](*arguments, **options)
     return out
+
+
+def _turns(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    return (unused, unused) if rope is None else (rope.first_words, rope.near_words)
+
+
+def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: tuple[int, int]) -> None:
+    batch, _, room = keys.words.shape[:3]
+    if keys.form.vector or keys.form.tiered:
+        raise ValueError(f"keys of {keys.form} before RoPE: only integers in one tier are turned where they are read")
+    if packed_q is not q:
+        raise ValueError("packed_q with keys before RoPE: they are not divided by factors")
+    least, width = runs_of(windows[0], room, windows[1]), RUN * rope.pairs
+    if width > keys.form.dim or len(rope.first) not in (1, batch) or rope.first.shape[1] < least:
+        seen = f"RoPE of {width} channels, {len(rope.first)} rows of {rope.first.shape[1]} runs"
+        raise ValueError(f"{seen}: must be of at most {keys.form.dim}, 1 or {batch}, {least} or more")
+    if rope.first.device != q.device:
+        raise ValueError(f"RoPE on {rope.first.device}, queries on {q.device}: must be on one device")
 
 
 def _grid(
@@ -1356,8 +1632,8 @@ def _allow_shared(grid: tuple[int, ...], arguments: tuple[Any, ...], options: di
 
 
 def check_layouts(ttgir: str) -> None:
-    """RuntimeError where a look-up of several rows is not in the layout of a product's first operand that it counts on, or
-    where a product over 16 numbers has the layout of one over 32.
+    """RuntimeError where a look-up of several rows, or a turn by RoPE, is not in the layout of a product's first operand that
+    it counts on, or where a product over 16 numbers has the layout of one over 32.
     """
     for line in ttgir.splitlines():
         if re.search(r"tt\.dot.*x16xf16, .*kWidth = (8|16)", line):

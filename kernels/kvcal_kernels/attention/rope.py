@@ -1,0 +1,115 @@
+"""RoPE of keys that are stored before it, as the fused kernel and its reference apply it.
+
+RoPE by halves turns channels i and i + R/2 of the first R by an angle that grows by the same for each position. So tokens
+whose positions follow one another, a run of 32, differ by a factor that is the same for every run:
+
+    turn(p + j) = turn(p) near(j),  near(j) = turn(j) / turn(0)
+
+as complex numbers. What is kept is turn(p) of each run's first position, and near(0) to near(31) once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+RUN = 32  # tokens: a block, or as many of a window
+PIECE = 16
+
+
+@dataclass(frozen=True)
+class Rope:
+    """first: cosine and sine (B or 1, runs, 2, R/2) float32 of each run's first position, with what the model scales them by.
+    Runs of the sink's room, of all blocks that there is room for, then of recent tokens, which follow a row's last block:
+    token j of a row's window is in run ceil(sink room / 32) + its blocks + j // 32. Rows with blocks have full sinks; where
+    there are none, recent tokens follow those of the sink. near: (32, 2, R/2) float32.
+
+    ValueError where R / 2 is no multiple of 16: pieces of codes then hold both channels of a pair.
+    """
+
+    first: Tensor
+    near: Tensor
+
+    def __post_init__(self) -> None:
+        half = self.near.shape[-1]
+        if why := refusal(2 * half):
+            raise ValueError(why)
+        if self.near.shape != (RUN, 2, half) or self.first.ndim != 4 or self.first.shape[2:] != (2, half):
+            raise ValueError(
+                f"turns {tuple(self.first.shape)} of runs, {tuple(self.near.shape)} within them: must be (B or 1, runs, 2, h) "
+                f"and ({RUN}, 2, h)"
+            )
+
+    @property
+    def pairs(self) -> int:
+        """Pieces of 16 channels that are turned with one other each."""
+        return self.near.shape[-1] // PIECE
+
+    @cached_property
+    def first_words(self) -> Tensor:
+        """(B or 1, runs, R) float16: of each 16 channels [8][cosine, cosine, sine, sine]."""
+        parts = self.first.unflatten(-1, (-1, 8, 2)).permute(0, 1, 3, 4, 2, 5)
+        made: Tensor = parts.flatten(2).half().contiguous()
+        return made
+
+    @cached_property
+    def near_words(self) -> Tensor:
+        """Float16 in the order in which a lane holds 16 x 16 numbers of a product's first operand:
+        [half block][pair][cosine, sine][lane][row / 8][column % 4], lane 4 (row % 8) + column / 4.
+        """
+        parts = self.near.unflatten(0, (2, 2, 8)).unflatten(-1, (-1, 4, 4))  # half, row / 8, row % 8, 2, pair, column
+        made: Tensor = parts.permute(0, 4, 3, 2, 5, 1, 6).half().contiguous()
+        return made
+
+    def to(self, device: torch.device | str) -> Rope:
+        return Rope(self.first.to(device), self.near.to(device))
+
+    def tables(self, place: Tensor) -> Tensor:
+        """Cosines and sines of tokens, token j of run i being at place 32 i + j: place (B or 1, T) -> (B or 1, T, 2, R/2)."""
+        rows = torch.arange(len(self.first), device=place.device)[:, None]
+        c0, s0 = self.first[rows, (place // RUN).clamp(0, self.first.shape[1] - 1)].unbind(-2)
+        c1, s1 = self.near[place % RUN].unbind(-2)
+        return torch.stack([c0 * c1 - s0 * s1, s0 * c1 + c0 * s1], -2)
+
+    def turn(self, x: Tensor, place: Tensor) -> Tensor:
+        """x (B, H, T, D) float32 at places (B or 1, T): turned, in float32."""
+        half = self.near.shape[-1]
+        cos, sin = self.tables(place)[:, None].unbind(-2)
+        low, high, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
+
+
+def refusal(rotary: int) -> str | None:
+    """Why the kernel does not turn so many channels of a head; None if it does."""
+    if rotary % (2 * PIECE):
+        return f"RoPE of {rotary} channels: the fused kernel turns multiples of {2 * PIECE}"
+    return None
+
+
+def near(cos: Tensor, sin: Tensor) -> Tensor:
+    """cos, sin (32, R/2) float32 of positions 0 to 31 -> Rope.near. Position 0 says what the model scales them by."""
+    size = cos[0].square() + sin[0].square()
+    parts = (cos * cos[0] + sin * sin[0]) / size, (sin * cos[0] - cos * sin[0]) / size
+    return torch.stack(parts, 1)
+
+
+def runs(sink: int, blocks: int, recent: int) -> int:
+    """Runs of a row with room for so many sink tokens, blocks and recent tokens."""
+    return -(-sink // RUN) + blocks + -(-recent // RUN)
+
+
+def recent_places(sink: Tensor, sink_room: int, blocks: Tensor, room: int) -> Tensor:
+    """Places of recent tokens, (B, room): as many tokens as rows have in the sink, and packed blocks, (B,)."""
+    behind, start = torch.arange(room, device=blocks.device), -(-sink_room // RUN) * RUN
+    rank = sink.long()[:, None] + behind
+    first = torch.where(rank < sink_room, rank, start + rank - sink_room)
+    return torch.where(blocks[:, None] > 0, start + RUN * blocks.long()[:, None] + behind, first)
+
+
+def first_positions(start: Tensor, sink: int, blocks: int, recent: int) -> Tensor:
+    """start (B,): positions of rows' first tokens, which others follow -> the first position of each run, (B, runs)."""
+    own = torch.arange(0, sink, RUN), sink + RUN * torch.arange(blocks + -(-recent // RUN))
+    return start[:, None] + torch.cat(own).to(start.device)
