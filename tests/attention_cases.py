@@ -79,8 +79,8 @@ INTEGERS = [name for name in SETTINGS if not name.startswith("grid")]
 @dataclass(frozen=True)
 class Case:
     """blocks, sink, recent: how many of each a row has; there is room for `spare` more. group: in the place of the settings'.
-    kind: of the query's numbers. launch: warps, turns, turns of a program. rotary: channels that RoPE turns of keys stored
-    before it; starts: positions of rows' first tokens.
+    kind: of the query's numbers. launch: warps, turns of a program. rotary: channels that RoPE turns of keys stored before
+    it; starts: positions of rows' first tokens.
     """
 
     key: str = "symmetric 4"
@@ -96,7 +96,7 @@ class Case:
     group: int | None = None
     dtype: torch.dtype = torch.float16
     kind: str = "normal"
-    launch: tuple[int, int, int] = (2, 1, 1)
+    launch: tuple[int, int] = (2, 1)
     rotary: int = 0
     starts: tuple[int, ...] = (0,)
 
@@ -316,23 +316,23 @@ def small() -> list[Case]:
     bf = torch.bfloat16
     return [
         Case(),
-        Case("symmetric 3", "symmetric 3", dtype=bf, blocks=(4,), launch=(4, 1, 1)),
-        Case("symmetric 3", "asymmetric 2", 64, ratio=1, blocks=(9,), launch=(2, 2, 2)),
+        Case("symmetric 3", "symmetric 3", dtype=bf, blocks=(4,), launch=(4, 1)),
+        Case("symmetric 3", "asymmetric 2", 64, ratio=1, blocks=(9,), launch=(2, 2)),
         Case("symmetric 3", "symmetric 2", 96, ratio=3, queries=3, blocks=(3,), kind="wide"),
         Case("symmetric 8", "asymmetric 8", 64, ratio=16, blocks=(1,), sink=(0,), recent=(1,)),
         Case("asymmetric 3", "outer 3", 64, heads=2, blocks=(2, 0, 7), sink=(5, 2, 0), recent=(33, 1, 6), dtype=bf),
         Case("outer 2", "outer 2", 96, ratio=2, queries=5, blocks=(3, 0), sink=(4, 3), recent=(16, 3)),
         Case("outer 2", "outer 2", group=128, blocks=(6,), spare=0, kind="wide"),
         Case("outer 4", "symmetric 8", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),  # 35 rows: two chunks
-        Case("asymmetric 4", "outer 4", 64, ratio=2, queries=16, blocks=(1,), recent=(16,), launch=(1, 1, 4)),
+        Case("asymmetric 4", "outer 4", 64, ratio=2, queries=16, blocks=(1,), recent=(16,), launch=(1, 4)),
         Case("outer 2", "outer 2", 64, blocks=(2,), dtype=bf, kind="large"),
         Case(*SCHEMES["HIGGS 2"], 64, heads=2, blocks=(3, 0), sink=(5, 2), recent=(33, 1), dtype=bf),
         Case(*SCHEMES["HIGGS 3"], blocks=(3,), kind="wide"),
         Case(*SCHEMES["HIGGS 4"], 96, ratio=3, queries=3, blocks=(2,)),
-        Case(*SCHEMES["TurboQuant 4/3"], blocks=(2,), launch=(4, 1, 1)),
+        Case(*SCHEMES["TurboQuant 4/3"], blocks=(2,), launch=(4, 1)),
         Case("grid 3 of 2", "symmetric 3", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),
         Case("outer 2", "grid 3 of 2", 96, ratio=2, blocks=(2,), dtype=bf),
-        Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2, 2)),
+        Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2)),
         Case("grid 2 of 1", "grid 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
         Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
         Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
@@ -348,13 +348,13 @@ def before_rope() -> list[Case]:
     return [
         Case("outer 2", "outer 2", rotary=128, blocks=(5,), starts=(1000,)),
         Case("outer 2", "outer 2", rotary=64, group=128, blocks=(6,), spare=0, dtype=bf, kind="wide"),
-        Case("symmetric 3", "asymmetric 2", 64, rotary=64, ratio=1, blocks=(9,), dtype=bf, launch=(2, 2, 2)),
+        Case("symmetric 3", "asymmetric 2", 64, rotary=64, ratio=1, blocks=(9,), dtype=bf, launch=(2, 2)),
         Case("asymmetric 4", "symmetric 3", 96, rotary=96, ratio=3, queries=3, blocks=(3,), kind="wide"),
         Case("symmetric 8", "grid 2 of 2", 64, rotary=32, ratio=16, blocks=(1,), sink=(0,), recent=(1,)),
         Case("outer 4", "outer 4", 64, rotary=64, heads=2, blocks=(2, 0, 7), sink=(19, 2, 19), recent=(33, 1, 6),
              spare=0, starts=(0, 4000, 70), queries=1, dtype=bf),
         Case("outer 3", "symmetric 8", 64, rotary=64, ratio=7, queries=5, blocks=(2,), recent=(70,), sink=(40,)),
-        Case("asymmetric 2", "outer 2", 64, rotary=64, ratio=2, queries=16, blocks=(4,), recent=(16,), launch=(4, 1, 1)),
+        Case("asymmetric 2", "outer 2", 64, rotary=64, ratio=2, queries=16, blocks=(4,), recent=(16,), launch=(4, 1)),
     ]  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def exhaustive() -> list[Case]:
     program, of window lengths about the 16 tokens of a warp; head_dim 256.
     """
     dims, dtypes = itertools.cycle(reference.DIMS[:3]), itertools.cycle([torch.float16, torch.bfloat16])
-    launches = itertools.cycle([(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)])
+    launches = itertools.cycle([(1, 1), (2, 2), (2, 1), (4, 1)])
     kinds = itertools.cycle(["normal", "wide", "normal", "normal", "wide"])
 
     def more(case: Case) -> Case:
@@ -385,9 +385,7 @@ def exhaustive() -> list[Case]:
     edges = [
         replace(more(Case(*SCHEMES[name], blocks=(count,))), launch=launch)
         for count in (0, 1, 3, 4, 5, 8, 9)
-        for name, launch in zip(
-            ["InnerQ Base", "InnerQ Hybrid", "HIGGS 3"], [(1, 4, 1), (2, 2, 2), (4, 1, 4)], strict=True
-        )
+        for name, launch in zip(["InnerQ Base", "InnerQ Hybrid", "HIGGS 3"], [(1, 4), (2, 2), (4, 4)], strict=True)
     ]
     windows = [
         more(Case("symmetric 3", "asymmetric 2", queries=queries, blocks=(blocks,), sink=(sink,), recent=(recent,)))
@@ -420,14 +418,14 @@ def main(cases: list[Case]) -> None:
     space.take(64, 64, 8, 128)
     for number, case in enumerate(cases):
         given = made(case, number)
-        warps, turns, length = case.launch
-        found = triton.attend(*given.arguments(), triton.Launch(warps, turns, 1, length), space, **given.named())
+        warps, length = case.launch
+        found = triton.attend(*given.arguments(), triton.Launch(warps, 1, length), space, **given.named())
         if space.counter.any():
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):
             print(f"{case}: {why}")
     (given, packed_q), plain = factored()
-    found = triton.attend(*given.arguments(), triton.Launch(2, 1, 1, 1), space, packed_q)
+    found = triton.attend(*given.arguments(), triton.Launch(2, 1, 1), space, packed_q)
     if why := wrong(plain, found):
         print(f"factors of keys: {why}")
     print(len(cases))

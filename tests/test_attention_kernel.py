@@ -585,10 +585,11 @@ def built(case: Case, capability: int, registers: int, launch: Any = None) -> An
     from kvcal_kernels.attention import triton as fused
 
     case = replace(case, heads=8)
-    launch = launch or replace(fused.usual(case.form("key"), case.form("value"), case.rotary > 0), registers=registers)
+    usual = fused.usual(case.form("key"), case.form("value"), case.ratio * case.queries, case.rotary > 0)
+    launch = launch or replace(usual, registers=registers)
     forms, pairs = (case.form("key"), case.form("value")), case.rotary // 32
     fixed = fused.settings(*forms, 8, case.ratio, case.queries, launch.warps, pairs=pairs)
-    constants = {**fixed, "STAGES": launch.stages, "TURNS": launch.turns, "ASM": True, "RING": False}
+    constants = {**fixed, "STAGES": launch.stages, "ASM": True, "RING": False}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")
     types = {name: types[name] for name in fused.attend_kernel.arg_names if name in types}
     options = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"maxnreg": registers} if registers else {})
@@ -750,8 +751,8 @@ def on_a_gpu(case: Case) -> tuple[Any, Any]:
     from kvcal_kernels.attention import triton as fused
 
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
-    warps, turns, length = case.launch
-    launch = fused.Launch(warps, turns, 3, length)
+    warps, length = case.launch
+    launch = fused.Launch(warps, 3, length)
     return own, lambda: fused.attend(*own.arguments(), launch, space, **own.named())
 
 

@@ -57,11 +57,11 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
-# warps, turns, stages, registers; the first with the first length is what `usual` gives
-LAUNCHES = [(1, 1, 3, 168), (1, 1, 4, 168), (1, 1, 3, 128)]
-GRID_LAUNCHES = [(4, 1, 3, 128), (4, 1, 3, 0)]
-TIER_LAUNCHES = [(1, 1, 3, 168)]
-MORE_LAUNCHES = [(1, 1, 2, 168), (2, 1, 3, 168), (2, 1, 3, 128), (4, 1, 3, 168), (1, 2, 3, 0)]
+# warps, stages, registers; the first with the first length is what `usual` gives
+LAUNCHES = [(1, 3, 168), (1, 3, 128)]
+GRID_LAUNCHES = [(4, 3, 128), (4, 3, 0)]
+TIER_LAUNCHES = [(1, 3, 168)]
+MORE_LAUNCHES = [(2, 3, 168), (4, 3, 168)]
 LENGTHS = (60, 40, 90)  # turns of a program
 
 
@@ -224,7 +224,7 @@ def flashinfer_time(flashinfer: Any, clock: Clock, q: Tensor, k: Tensor, v: Tens
 def compile_one(job: tuple[str, tuple[int, ...]]) -> str:
     scheme, launch = job
     try:
-        Cell(scheme, 1, 4096).run(fused.Launch(launch[0], launch[1], launch[2], 4, launch[3]))
+        Cell(scheme, 1, 4096).run(fused.Launch(launch[0], launch[1], 4, launch[2]))
         torch.cuda.synchronize()
     except Exception as error:
         return f"{scheme} {launch}: {type(error).__name__} {str(error)[:200]}"
@@ -246,11 +246,11 @@ def tune(clock: Clock, cell: Cell, launches: list[tuple[int, ...]], seconds: flo
     found: list[tuple[float, Any]] = []
     began = time.time()
     for each in LENGTHS:
-        for warps, turns, stages, registers in launches:
+        for warps, stages, registers in launches:
             if found and time.time() - began > seconds:
                 print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)
                 return sorted(found, key=lambda f: f[0])
-            launch = fused.Launch(warps, turns, stages, each, registers)
+            launch = fused.Launch(warps, stages, each, registers)
             try:
                 found.append((clock.time(lambda launch=launch: cell.run(launch), 5).microseconds, launch))
             except Exception as error:

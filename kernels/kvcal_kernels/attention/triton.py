@@ -41,6 +41,9 @@ from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
+SLACK_BITS = tl.constexpr(
+    0x41000000
+)  # 8.0 as float32: powers of two by which scores may pass the maximum subtracted from them
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 
 
@@ -239,7 +242,7 @@ def _tier_scores(
             w = tl.load(p_k + at + (FULL + i) * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
             b_exact1 = tl.dot(w, b_q, b_exact1)
         else:
-            scale, zero = _pairs(p_ks, at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32, live, NW)
+            scale, zero = _loaded_pairs(p_ks, at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32, live, NW)
             b_plain = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), b_q, b_plain)
             b_q = b_q * scale[:, :, None]
             b_0 = _lower(tiles, _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_0, ASM)
@@ -248,13 +251,137 @@ def _tier_scores(
 
 
 @triton.jit
-def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr):
-    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; b_at: where each block's words
-    start [NW, 16, 16] int64. TILES: tiles of the first plane.
+def _loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
+    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
+    [8][scale, scale, zero, zero]: as a register of an operand holds them.
+    """
+    x = tl.load((p + b_at).to(tl.pointer_type(tl.int64)) + tl.arange(0, 8)[None, :], mask=b_live, other=0)
+    low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
+    scale = tl.reshape(tl.join(low.to(tl.int16), (low >> 16).to(tl.int16)), [NW, 16])
+    zero = tl.reshape(tl.join(high.to(tl.int16), (high >> 16).to(tl.int16)), [NW, 16])
+    return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
+
+
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and waits for nobody else. Triton's own
+# pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing to copy,
+# commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
+
+
+@triton.constexpr_function
+def _width(size):
+    """Bytes that a lane copies at a time of a piece of this size: what is left of it after whole warps of 16 bytes, without a
+    branch where it is 256 or 128 bytes.
+    """
+    return {256: 8, 128: 4}.get(size, 16)
+
+
+@triton.constexpr_function
+def _copies(pieces):
+    """Assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. Of words the halves of rows
+    are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared address, lane, the lane's
+    place of words, then of each piece its block's number and the lane's pointer into the first block.
+    """
+    text, at = ["{ .reg .b32 d; .reg .b64 a; .reg .pred q;"], 0
+    for i in range(len(pieces)):
+        size, words = pieces[i]
+        wide = _width(size)
+        text += [f"mad.wide.s32 a, ${4 + 2 * i}, {size}, ${5 + 2 * i};"]
+        text += ["add.s32 d, $1, $3;" if words else f"mad.lo.s32 d, $2, {wide}, $1;"]
+        how = "cg" if wide == 16 else "ca"
+        for first in range(0, size - 32 * wide + 1, 32 * wide):
+            text += [f"cp.async.{how}.shared.global [d+{at + first}], [a+{first}], {wide};"]
+        first, rest = size // (32 * wide) * 32 * wide, size % (32 * wide)
+        if rest:
+            text += [
+                f"setp.lt.u32 q, $2, {rest // 16};",
+                f"@q cp.async.cg.shared.global [d+{at + first}], [a+{first}], 16;",
+            ]
+        at += size
+    return " ".join([*text, "cp.async.commit_group;", "mov.b32 $0, 0; }"])
+
+
+@triton.constexpr_function
+def _constraints(sizes):
+    return "=r,r,r,r" + ",r,l" * len(sizes)
+
+
+@triton.constexpr_function
+def _ring(size):
+    """Without braces: the name holds for the whole kernel."""
+    return f".shared .align 128 .b8 kvcal_ring[{size}]; mov.u32 $0, kvcal_ring;"
+
+
+@triton.constexpr_function
+def _arrived(pending):
+    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+
+
+@triton.constexpr_function
+def _matrix(byte):
+    return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{byte}];"
+
+
+@triton.constexpr_function
+def _shared(bits, byte):
+    return f"ld.shared.b{bits} $0, [$1+{byte}];", {64: "=l,r", 32: "=r,r", 16: "=h,r"}[bits]
+
+
+@triton.constexpr_function
+def _pair(byte):
+    """Scales and zero points of a lane's columns 2c, 2c + 1, 2c + 8, 2c + 9, for both of its rows."""
+    return f"""{{ .reg .b32 a, b, c, d;
+    ld.shared.v2.b32 {{a, b}}, [$8+{byte}]; ld.shared.v2.b32 {{c, d}}, [$8+{byte + 32}];
+    mov.b32 $0, a; mov.b32 $1, a; mov.b32 $2, c; mov.b32 $3, c;
+    mov.b32 $4, b; mov.b32 $5, b; mov.b32 $6, d; mov.b32 $7, d; }}"""
+
+
+@triton.constexpr_function
+def _word(width):
+    """Integer of so many float16."""
+    return {4: tl.int64, 2: tl.int32, 1: tl.int16}[width]
+
+
+@triton.jit
+def _arrive(PENDING: tl.constexpr, NW: tl.constexpr):
+    """Wait until at most PENDING of a warp's fetches are on their way."""
+    tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _spot(NW: tl.constexpr):
+    """Zeros int32 [NW, 16, 16] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
+    zero = tl.zeros([NW, 16, 16], tl.float16)
+    return tl.dot(zero, zero).to(tl.int32)
+
+
+@triton.jit
+def _tile(p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32; or
+    in memory at b_at [NW, 1] int64.
+    """
+    r = tl.arange(0, 16)
+    if ASM:
+        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
+        at = ring[:, :, None] + ((lane & 15) * 32 + ((lane >> 4) ^ (lane >> 2 & 1)) * 16)
+        w = tl.inline_asm_elementwise(
+            _matrix(BYTE + U * 512), "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
+        )
+    else:
+        w = tl.load(p_words + _words(b_at) + U * TILE, mask=b_live[:, :, None], other=0)
+    return w
+
+
+@triton.jit
+def _codes(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr,
+    HELD: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; see `_tile`. TILES: tiles of the
+    first plane. HELD: whether the ring has them.
     """
     parts = ()
     for u in tl.static_range(TILES):
-        w = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
+        w = _tile(p_words, b_at, b_live, ring, BYTE, u, NW, ASM and HELD)
         if BITS == 8:
             parts = parts + unpack8(w, ASM)
         if BITS == 4:
@@ -262,7 +389,7 @@ def _codes(p_words, b_at, b_live, BITS: tl.constexpr, TILES: tl.constexpr, ASM: 
         if BITS == 2:
             parts = parts + unpack2(w, ASM)
         if BITS == 3:
-            third = tl.load(p_words + b_at + (TILES + u // 2) * TILE, mask=b_live, other=0)
+            third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     return parts
 
@@ -598,36 +725,77 @@ def _two(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _columns(p, b_at, b_live, COUNT: tl.constexpr, ASM: tl.constexpr):
-    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = _together(COUNT); b_at: where each
-    block's start [NW, 1] int64.
+def _from_shared(at, BITS: tl.constexpr, BYTE: tl.constexpr):
+    """Integers of so many bits at shared addresses `at` + BYTE."""
+    TEXT: tl.constexpr = _shared(BITS, BYTE)
+    if BITS == 64:
+        x = tl.inline_asm_elementwise(TEXT[0], TEXT[1], [at], dtype=tl.int64, is_pure=False, pack=1)
+    elif BITS == 32:
+        x = tl.inline_asm_elementwise(TEXT[0], TEXT[1], [at], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        x = tl.inline_asm_elementwise(TEXT[0], TEXT[1], [at], dtype=tl.int16, is_pure=False, pack=1)
+    return x
+
+
+@triton.jit
+def _columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM: tl.constexpr):
+    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = _together(COUNT), from byte BYTE of a slot
+    of the ring on; or in memory at b_at [NW, 1] int64.
     """
     WIDTH: tl.constexpr = _together(COUNT)
     r = tl.arange(0, 16)[None, :]
     found = ()
     for i in tl.static_range(COUNT // WIDTH):
+        if ASM:
+            x = _from_shared(ring + r * (2 * WIDTH), 16 * WIDTH, BYTE + i * 32 * WIDTH)
+        else:
+            at = (p + b_at + i * 16 * WIDTH).to(tl.pointer_type(_word(WIDTH))) + r
+            x = tl.load(at, mask=b_live, other=0)
         if WIDTH == 4:
-            x = tl.load((p + b_at + i * 64).to(tl.pointer_type(tl.int64)) + r, mask=b_live, other=0)
             found = found + _four(x, ASM)
         elif WIDTH == 2:
-            x = tl.load((p + b_at + i * 32).to(tl.pointer_type(tl.int32)) + r, mask=b_live, other=0)
             found = found + _two(x, ASM)
         else:
-            x = tl.load(p + b_at + i * 16 + r, mask=b_live, other=0.0)
-            found = found + (x.to(tl.float32),)
+            found = found + (x.to(tl.float16, bitcast=True).to(tl.float32),)
     return found
 
 
 @triton.jit
-def _pairs(p, b_at, b_live, NW: tl.constexpr):
-    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
-    [8][scale, scale, zero, zero]: as a register of an operand holds them.
+def _pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16, 16] float16 each, every row alike,
+    stored as [8][scale, scale, zero, zero].
     """
-    x = tl.load((p + b_at).to(tl.pointer_type(tl.int64)) + tl.arange(0, 8)[None, :], mask=b_live, other=0)
-    low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
-    scale = tl.reshape(tl.join(low.to(tl.int16), (low >> 16).to(tl.int16)), [NW, 16])
-    zero = tl.reshape(tl.join(high.to(tl.int16), (high >> 16).to(tl.int16)), [NW, 16])
-    return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
+    r = tl.arange(0, 16)[None, None, :]
+    if ASM:
+        at = ring[:, :, None] + (r % 8 // 2 * 8 + _spot(NW))
+        scale, zero = tl.inline_asm_elementwise(
+            _pair(BYTE), "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at],
+            dtype=(tl.float16, tl.float16), is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        at = p + b_at[:, :, None] + (r // 2 * 4 + r % 2 + tl.zeros([NW, 16, 16], tl.int32))
+        scale = tl.load(at, mask=b_live[:, :, None], other=0.0)
+        zero = tl.load(at + 2, mask=b_live[:, :, None], other=0.0)
+    return scale, zero
+
+
+@triton.jit
+def _row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
+    """The scales of `_pairs` by rows: [NW, 16, 1] float16."""
+    r = tl.arange(0, 16)[None, :]
+    if ASM:
+        scale = _from_shared(ring + (r // 2 * 8 + r % 2 * 2), 16, BYTE).to(tl.float16, bitcast=True)
+    else:
+        scale = tl.load(p + b_at + (r // 2 * 4 + r % 2), mask=b_live, other=0.0)
+    return scale[:, :, None]
+
+
+@triton.jit
+def _transposed(x, NW: tl.constexpr, N: tl.constexpr):
+    """[NW, ROWS, 16] -> the transpose of its first N rows [NW, 16, N]: no moves, it is how a lane has a second operand."""
+    if N == 8:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [NW, 2, 8, 16]), [0, 2, 3, 1]))
+    return tl.permute(x, [0, 2, 1])
 
 
 @triton.constexpr_function
@@ -646,46 +814,24 @@ def _unit(bits, mode):
 
 @triton.jit
 def _scores(
-    p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
+    p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums,
     SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
-    p_table, i_norm, STEP: tl.constexpr, FOUR: tl.constexpr, FIRST: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    b_words = _words(at * WORDS)
-    if MODE == 3:
-        parts = _points(
-            p_k,
-            b_words,
-            live[:, :, None],
-            p_table,
-            BITS,
-            TILES,
-            STEP,
-            FIRST,
-            2 if FOUR else 4,
-            NW,
-            ASM,
-        )
-    else:
-        parts = _codes(p_k, b_words, live[:, :, None], BITS, TILES, ASM)
+    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, NW, True, ASM)
+    BEHIND: tl.constexpr = WORDS * 2  # bytes of a slot before the scales
     scores = ()
-    if MODE == 3:  # a norm for each token
-        for h in tl.static_range(2):
-            norm = _columns(p_ks, (i_norm * room + b_block)[:, None] * 32 + h * 16, live, 1, ASM)
-            b_dot = tl.dot(parts[h * STRIDE], q[0])
-            for i in tl.static_range(1, SLICES):
-                b_dot = tl.dot(parts[h * STRIDE + i], q[i], b_dot)
-            scores = scores + (b_dot * norm[0][:, :, None],)
-    elif MODE < 2:  # groups of channels of one token
+    if MODE < 2:  # groups of channels of one token
         GROUPS: tl.constexpr = SLICES * 16 // GROUP
         EACH: tl.constexpr = GROUP // 16
         BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
+        HALF: tl.constexpr = GROUPS * BOTH * 16
         for h in tl.static_range(2):
-            scale = _columns(p_ks, (at * 2 + h) * (GROUPS * BOTH * 16), live, GROUPS * BOTH, ASM)
+            scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
                 if MODE == 0:
                     b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g])
@@ -699,15 +845,15 @@ def _scores(
                     b_s += sums[g] * scale[g * 2 + 1][:, :, None]
             scores = scores + (b_s,)
     else:  # groups of tokens of one channel: scales multiply the query
-        EACH: tl.constexpr = GROUP // 32
-        at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
+        PER: tl.constexpr = GROUP // 32
+        at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * 32)
         b_zero = tl.zeros([NW, 16, N], tl.float32)
         b_0 = tl.zeros([NW, 16, N], tl.float32)
         b_1 = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(SLICES):
-            scale, zero = _pairs(p_ks, at_scale + i * 32, live, NW)
-            b_zero = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), plain[i], b_zero)
-            b_q = q[i] * scale[:, :, None]
+            scale, zero = _pairs(p_ks, at_scale + i * 32, live, ring, BEHIND + i * 64, NW, ASM)
+            b_zero = tl.dot(zero, plain[i], b_zero)
+            b_q = _scaled(q[i], scale, NW, N)
             b_0 = tl.dot(parts[i], b_q, b_0)
             b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
         scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
@@ -816,7 +962,7 @@ def _turned(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl
 @triton.jit
 def _turned_back(low, high, p_run, live, NW: tl.constexpr):
     """A piece of queries [NW, 16, N] and its partner, as the first positions of runs see them."""
-    cos, sin = _pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
+    cos, sin = _loaded_pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return low * cos + high * sin, high * cos - low * sin
 
@@ -843,7 +989,7 @@ def _token_scales(p_scale, live, COUNT: tl.constexpr, MODE: tl.constexpr):
     for i in tl.static_range(COUNT * (1 + MODE) // WIDTH):
         x = tl.load((p_scale + i * 16 * WIDTH).to(tl.pointer_type(kind)) + r, mask=live, other=0)
         for j in tl.static_range(WIDTH):
-            column = column + (_half(x, j)[:, :, None],)
+            column = column + (half(x, j)[:, :, None],)
     scale, zero = (), ()
     for g in tl.static_range(COUNT):
         scale = scale + (column[g * (1 + MODE)],)
@@ -860,7 +1006,7 @@ def _both_halves(
     EACH pieces.
     """
     if MODE == 2:
-        scale, zero = _pairs(p_scale + FIELD * 32, tl.zeros([NW, 1], tl.int64), live, NW)
+        scale, zero = _loaded_pairs(p_scale + FIELD * 32, tl.zeros([NW, 1], tl.int64), live, NW)
         x_0 = _value(parts[FIELD], scale[:, None, :], zero[:, None, :], FIELD, BITS, MODE, ASM)
         x_1 = _value(parts[STRIDE + FIELD], scale[:, None, :], zero[:, None, :], FIELD, BITS, MODE, ASM)
     else:
@@ -881,7 +1027,7 @@ def _turned_scores(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, _words(at * WORDS), live[:, :, None], BITS, TILES, ASM)
+    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = tl.zeros([NW, 16, N], tl.float32)
@@ -910,63 +1056,71 @@ def _turned_scores(
 
 
 @triton.jit
-def _add(
-    p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
-    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
-    p_table, i_norm, STEP: tl.constexpr, FIRST: tl.constexpr, PAIRED: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, FADE: tl.constexpr,
+def _scaled(q, scale, NW: tl.constexpr, N: tl.constexpr):
+    """Queries by rows [NW, 16 or 32, 16] times scales of channels, as a second operand [NW, 16, N]."""
+    return _transposed(q * _rows(scale, NW, N), NW, N)
+
+
+@triton.jit
+def _rows(x, NW: tl.constexpr, N: tl.constexpr):
+    """[NW, 16, 16], every row alike, as at least N rows."""
+    if N == 32:
+        x = tl.reshape(tl.broadcast_to(x[:, None, :, :], [NW, 2, 16, 16]), [NW, 32, 16])
+    return x
+
+
+@triton.jit
+def _grid_scores(
+    p_k, p_ks, i_head, b_block, b_live, q, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, room, p_table, i_norm, STEP: tl.constexpr, FOUR: tl.constexpr,
+    NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc, times fade where FADE says so, plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum
-    of the probabilities [NW, 16, N], every row the same. Of grids (MODE 3) b_0 and b_1 are float32 and b_sum is not used.
+    """As `_scores`, of points of a grid, with a norm for each token."""
+    live = b_live[:, None]
+    b_words = _words((i_head * room + b_block)[:, None] * WORDS)
+    parts = _points(p_k, b_words, live[:, :, None], p_table, BITS, TILES, STEP, 0, 2 if FOUR else 4, NW, ASM)
+    scores = ()
+    for h in tl.static_range(2):
+        b_dot = tl.dot(parts[h * STRIDE], q[0])
+        for i in tl.static_range(1, SLICES):
+            b_dot = tl.dot(parts[h * STRIDE + i], q[i], b_dot)
+        scores = scores + (b_dot * _norms(p_ks, (i_norm * room + b_block)[:, None] * 32 + h * 16, live),)
+    return scores
+
+
+@triton.jit
+def _norms(p, b_at, b_live):
+    """Norms of 16 tokens, [NW, 16, 1] float32."""
+    return tl.load(p + b_at + tl.arange(0, 16)[None, :], mask=b_live, other=0.0).to(tl.float32)[:, :, None]
+
+
+@triton.jit
+def _add(
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc,
+    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, BYTE: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16, N],
+    every row the same. BYTE: of a slot of the ring at which values begin.
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    b_words = _words(at * WORDS)
-    if MODE == 3:
-        parts = _points(
-            p_v,
-            b_words,
-            live[:, :, None],
-            p_table,
-            BITS,
-            TILES,
-            STEP,
-            FIRST,
-            8 if PAIRED else 4,
-            NW,
-            ASM,
-        )
-    else:
-        parts = _codes(p_v, b_words, live[:, :, None], BITS, TILES, ASM)
+    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, NW, True, ASM)
+    BEHIND: tl.constexpr = BYTE + WORDS * 2
     made = ()
-    if MODE == 3:
-        at_norm = (i_norm * room + b_block)[:, None] * 32
-        b_0 = (b_0 * _columns(p_vs, at_norm, live, 1, ASM)[0][:, :, None]).to(tl.float16)
-        b_1 = (b_1 * _columns(p_vs, at_norm + 16, live, 1, ASM)[0][:, :, None]).to(tl.float16)
-        if PAIRED:
-            probabilities = _spread(b_0, NW, N) + _spread(b_1, NW, N)
-        else:
-            probabilities = (b_0, b_1)
-        WIDE: tl.constexpr = SLICES // 2 if PAIRED else SLICES
-        for i in tl.static_range(WIDE):
-            b_acc = acc[i] * fade if FADE else acc[i]
-            for j in tl.static_range(4 if PAIRED else 2):
-                b_acc = tl.dot(parts[j * WIDE + i], probabilities[j], b_acc)
-            made = made + (b_acc,)
-    elif MODE < 2:  # groups of tokens of one channel
-        EACH: tl.constexpr = GROUP // 32
+    if MODE < 2:  # groups of tokens of one channel
+        PER: tl.constexpr = GROUP // 32
         BOTH: tl.constexpr = 1 + MODE
-        at_scale = (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * BOTH * 16)
-        scale = _columns(p_vs, at_scale, live, SLICES * BOTH, ASM)
+        at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * BOTH * 16)
+        scale = _columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
         for i in tl.static_range(SLICES):
             if MODE == 0:
                 b_dot = tl.dot(parts[i], b_0, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
             else:
                 b_dot = tl.dot(parts[i], b_0)
             b_dot = tl.dot(parts[STRIDE + i], b_1, b_dot)
-            b_acc = acc[i] * fade if FADE else acc[i]
-            b_acc += b_dot * scale[i * BOTH][:, :, None]
+            b_acc = acc[i] + b_dot * scale[i * BOTH][:, :, None]
             if MODE == 1:
                 b_acc += b_sum * (scale[2 * i + 1] * (_place(i, BITS) * 2.0**-24))[:, :, None]
             made = made + (b_acc,)
@@ -975,85 +1129,171 @@ def _add(
         EACH: tl.constexpr = GROUP // 16
         zeros = ()
         for g in tl.static_range(GROUPS):
-            b_s0, b_z0 = _pairs(p_vs, at * (GROUPS * 64) + g * 32, live, NW)
-            b_s1, b_z1 = _pairs(p_vs, at * (GROUPS * 64) + (GROUPS + g) * 32, live, NW)
-            b_p0 = b_0 * b_s0[:, :, None]
-            b_p1 = b_1 * b_s1[:, :, None]
-            b_acc = acc[SLICES + g] * fade if FADE else acc[SLICES + g]
-            b_acc = tl.dot(tl.broadcast_to(b_z0[:, None, :], [NW, 16, 16]), b_0, b_acc)
-            b_acc = tl.dot(tl.broadcast_to(b_z1[:, None, :], [NW, 16, 16]), b_1, b_acc)
-            zeros = zeros + (b_acc,)
+            at_0 = at * (GROUPS * 64) + g * 32
+            b_p0 = b_0 * _row_scales(p_vs, at_0, live, ring, BEHIND + g * 64, ASM)
+            b_p1 = b_1 * _row_scales(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, ASM)
+            _, b_z0 = _pairs(p_vs, at_0, live, ring, BEHIND + g * 64, NW, ASM)
+            _, b_z1 = _pairs(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, NW, ASM)
+            zeros = zeros + (tl.dot(b_z1, b_1, tl.dot(b_z0, b_0, acc[SLICES + g])),)
             for i in tl.static_range(EACH):
-                b_acc = acc[g * EACH + i] * fade if FADE else acc[g * EACH + i]
-                b_acc = tl.dot(parts[g * EACH + i], b_p0, b_acc)
+                b_acc = tl.dot(parts[g * EACH + i], b_p0, acc[g * EACH + i])
                 made = made + (tl.dot(parts[STRIDE + g * EACH + i], b_p1, b_acc),)
         made = made + zeros
     return made
 
 
 @triton.jit
+def _add_points(
+    p_v, p_vs, i_head, b_block, b_live, b_0, b_1, acc, SLICES: tl.constexpr, TILES: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, room, p_table, i_norm, STEP: tl.constexpr, FIRST: tl.constexpr,
+    PAIRED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_add`, of points of a grid; b_0 and b_1 are float32."""
+    live = b_live[:, None]
+    b_words = _words((i_head * room + b_block)[:, None] * WORDS)
+    parts = _points(p_v, b_words, live[:, :, None], p_table, BITS, TILES, STEP, FIRST, 8 if PAIRED else 4, NW, ASM)
+    at_norm = (i_norm * room + b_block)[:, None] * 32
+    b_0 = (b_0 * _norms(p_vs, at_norm, live)).to(tl.float16)
+    b_1 = (b_1 * _norms(p_vs, at_norm + 16, live)).to(tl.float16)
+    if PAIRED:
+        probabilities = _spread(b_0, NW, N) + _spread(b_1, NW, N)
+    else:
+        probabilities = (b_0, b_1)
+    WIDE: tl.constexpr = SLICES // 2 if PAIRED else SLICES
+    made = ()
+    for i in tl.static_range(WIDE):
+        b_acc = acc[i]
+        for j in tl.static_range(4 if PAIRED else 2):
+            b_acc = tl.dot(parts[j * WIDE + i], probabilities[j], b_acc)
+        made = made + (b_acc,)
+    return made
+
+
+@triton.jit
+def _faded(x, fade):
+    found = ()
+    for i in tl.static_range(len(x)):
+        found = found + (x[i] * fade,)
+    return found
+
+
+@triton.jit
+def _rise(b_0, b_1, b_m, b_l, unit, acc):
+    """Where scores b_0, b_1 (times unit) pass the maximum b_m: the new one, and sums and outputs of it."""
+    b_new = tl.maximum(b_m, tl.max(tl.maximum(b_0, b_1), 1) * unit)
+    fade = tl.exp2(b_m - b_new)[:, None, :]
+    return b_new, b_l * fade, _faded(acc, fade)
+
+
+@triton.jit
 def _step(
-    p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
-    p_first, p_near, run, PAIRS: tl.constexpr,
+    p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
+    p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS: tl.constexpr,
     SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
     K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
-    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, room,
-    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, TURNS: tl.constexpr, MASK: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """TURNS times NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
-    halves = ()
-    for turn in tl.static_range(TURNS):
-        b_block = first + turn * NW + tl.arange(0, NW)
-        b_live = b_block < (stop if MASK else 0x7FFFFFFF)
-        if K_MODE == 4:
-            part = _tier_scores(
-                p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
-                SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
-            )  # fmt: skip
-        elif PAIRS > 0:
-            part = _turned_scores(
-                p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q,
-                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, PAIRS, room, NW, N, ASM,
-            )  # fmt: skip
-        else:
-            part = _scores(
-                p_k, p_ks, i_head, b_block, b_live, q, plain, sums,
-                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room,
-                p_kt, norms[0], STEP, K_FOUR, 0, NW, N, ASM,
-            )  # fmt: skip
-        if MASK:
-            b_0 = tl.where(b_live[:, None, None], part[0], LOW)
-            b_1 = tl.where(b_live[:, None, None], part[1], LOW)
-            part = (b_0, b_1)
-        b_part = tl.maximum(part[0], part[1])
-        b_most = b_part if turn == 0 else tl.maximum(b_most, b_part)  # noqa: F821
-        halves = halves + part
-    b_new = tl.maximum(b_m, tl.max(b_most, 1) * unit)
-    fade = tl.exp2(b_m - b_new)[:, None, :]
-    ones = tl.full([NW, 16, 16], 1.0, tl.float16)
-    for turn in tl.static_range(TURNS):
-        b_block = first + turn * NW + tl.arange(0, NW)
-        b_live = b_block < (stop if MASK else 0x7FFFFFFF)
-        b_0 = tl.exp2(halves[2 * turn] * unit[:, None, :] - b_new[:, None, :])
-        b_1 = tl.exp2(halves[2 * turn + 1] * unit[:, None, :] - b_new[:, None, :])
-        if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
-            b_0 = tl.where(b_live[:, None, None], b_0, 0.0)
-            b_1 = tl.where(b_live[:, None, None], b_1, 0.0)
-        if V_MODE == 3:
-            b_sum = b_0 + b_1
-        else:
-            b_0 = b_0.to(tl.float16)
-            b_1 = b_1.to(tl.float16)
-            b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
-        b_l = b_l * fade + b_sum if turn == 0 else b_l + b_sum
-        acc = _add(
-            p_v, p_vs, i_head, b_block, b_live, b_0, b_1, b_sum, fade, acc,
-            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room,
-            p_vt, norms[1], STEP, V_FIRST, PAIRED, NW, N, ASM, turn == 0,
+    """NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
+    b_block = first + tl.arange(0, NW)
+    b_live = b_block < (stop if MASK else 0x7FFFFFFF)
+    if K_MODE == 4:
+        b_0, b_1 = _tier_scores(
+            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
         )  # fmt: skip
-    return b_new, b_l, acc
+    elif K_MODE == 3:
+        b_0, b_1 = _grid_scores(
+            p_k, p_ks, i_head, b_block, b_live, q, SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, room,
+            p_kt, norms[0], STEP, K_FOUR, NW, ASM,
+        )  # fmt: skip
+    elif PAIRS > 0:
+        b_0, b_1 = _turned_scores(
+            p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, PAIRS, room, NW, N, ASM,
+        )  # fmt: skip
+    else:
+        b_0, b_1 = _scores(
+            p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N, ASM,
+        )  # fmt: skip
+    if MASK:
+        b_0 = tl.where(b_live[:, None, None], b_0, LOW)
+        b_1 = tl.where(b_live[:, None, None], b_1, LOW)
+    if NW == 1:  # a warp alone can branch: scores may pass the maximum by 2^SLACK, probabilities are float16 up to 2^15
+        b_over = tl.maximum(b_0, b_1) * unit[:, None, :] - b_m[:, None, :]
+        # positive float32 are ordered as their bits, of which a warp has the largest by one instruction
+        if tl.max(b_over.to(tl.int32, bitcast=True)) > SLACK_BITS:
+            b_m, b_l, acc = _rise(b_0, b_1, b_m, b_l, unit, acc)
+    else:
+        b_m, b_l, acc = _rise(b_0, b_1, b_m, b_l, unit, acc)
+    b_0 = tl.exp2(b_0 * unit[:, None, :] - b_m[:, None, :])
+    b_1 = tl.exp2(b_1 * unit[:, None, :] - b_m[:, None, :])
+    if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
+        b_0 = tl.where(b_live[:, None, None], b_0, 0.0)
+        b_1 = tl.where(b_live[:, None, None], b_1, 0.0)
+    if V_MODE == 3:
+        b_sum = b_0 + b_1
+        acc = _add_points(
+            p_v, p_vs, i_head, b_block, b_live, b_0, b_1, acc, SLICES, V_TILES, V_WORDS, V_BITS, room,
+            p_vt, norms[1], STEP, V_FIRST, PAIRED, NW, N, ASM,
+        )  # fmt: skip
+    else:
+        ones = tl.full([NW, 16, 16], 1.0, tl.float16)
+        b_0 = b_0.to(tl.float16)
+        b_1 = b_1.to(tl.float16)
+        b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
+        acc = _add(
+            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc,
+            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, K_HELD, NW, N, ASM,
+        )  # fmt: skip
+    return b_m, b_l + b_sum, acc
+
+
+@triton.jit
+def _origins(
+    p_k, p_ks, p_v, p_vs, i_head, room, lane,
+    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
+    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
+):  # fmt: skip
+    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring."""
+    found = ()
+    if K_HELD > 0:
+        found = found + ((p_k + i_head * room * K_WORDS).to(tl.int64) + lane * 16,)
+        found = found + ((p_ks + i_head * (room // K_PER) * K_SCALES).to(tl.int64) + lane * _width(K_SCALES * 2),)
+    if V_HELD > 0:
+        found = found + ((p_v + i_head * room * V_WORDS).to(tl.int64) + lane * 16,)
+        found = found + ((p_vs + i_head * (room // V_PER) * V_SCALES).to(tl.int64) + lane * _width(V_SCALES * 2),)
+    return found
+
+
+@triton.constexpr_function
+def _pieces(k_held, k_words, k_scales, v_held, v_words, v_scales):
+    """(bytes, whether tiles of words) of what goes through the ring."""
+    keys, values = ((2 * k_words, True), (2 * k_scales, False)), ((2 * v_words, True), (2 * v_scales, False))
+    return (keys if k_held else ()) + (values if v_held else ())
+
+
+@triton.jit
+def _fetch(
+    origins, first, last, slot, lane, swapped,
+    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
+    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
+    int32 [32 NW].
+    """
+    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, V_HELD, V_WORDS, V_SCALES)
+    block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
+    given = (slot, lane, swapped)
+    if K_HELD > 0:
+        given = given + (block, origins[0], block // K_PER, origins[1])
+    if V_HELD > 0:
+        FIRST: tl.constexpr = 2 if K_HELD > 0 else 0
+        given = given + (block, origins[FIRST], block // V_PER, origins[FIRST + 1])
+    tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), given, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -1206,7 +1446,9 @@ def attend_kernel(
     K_FOUR: tl.constexpr, K_SHARED: tl.constexpr, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr,
     V_FOUR: tl.constexpr, V_SHARED: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
     SAME: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
+    K_SCALES: tl.constexpr, K_PER: tl.constexpr, K_HELD: tl.constexpr,
+    V_SCALES: tl.constexpr, V_PER: tl.constexpr, V_HELD: tl.constexpr, SLOTS: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` sink or recent tokens each.
@@ -1271,14 +1513,29 @@ def attend_kernel(
         if ASM:
             _names(p_near, K_BITS)
     else:
+        TALL: tl.constexpr = max(N, 16)
+        if K_MODE == 2:  # by rows, see `_transposed`
+            tall = tl.arange(0, TALL)
+            n_t = i_chunk * ROOM + tall // EACH
+            b_there = (tall < N) & (n_t < RATIO * QUERIES)
+            o_t = ((i_head * RATIO + n_t % RATIO) * QUERIES + n_t // RATIO) * D
+            b_high = tl.zeros([TALL], tl.float32)
+            for i in tl.static_range(SLICES):
+                b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
+                b_high = tl.maximum(b_high, tl.max(tl.abs(b_q.to(tl.float32)), 1))
+            top = tl.maximum(b_high.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
+            b_shrink = ((254 << 23) - top).to(tl.float32, bitcast=True) * PEAK
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_q = b_q.to(tl.float32) * b_down[None, :]
             b_fit = tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, 16, N])
-            q = q + (b_fit,)
             if K_MODE == 2:
-                plain = plain + (tl.broadcast_to(b_q.to(tl.float16)[None], [NW, 16, N]),)
+                b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
+                b_q = b_q.to(tl.float32) * b_shrink[:, None]
+                q = q + (tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, TALL, 16]),)
+                plain = plain + (_transposed(tl.broadcast_to(b_q.to(tl.float16)[None], [NW, TALL, 16]), NW, N),)
             else:
+                q = q + (b_fit,)
                 b_total = tl.sum(b_fit.to(tl.float32), 1) * _place(i, K_BITS)
                 if i % (K_GROUP // 16) == 0:
                     b_group = b_total
@@ -1305,21 +1562,57 @@ def attend_kernel(
     each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
     start = tl.minimum(i_split * each, blocks)
     stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
-    middle = start + (stop - start) // (NW * TURNS) * (NW * TURNS)
-    for first in tl.range(start, middle, NW * TURNS, num_stages=STAGES):
-        b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
-            p_first, p_near, run, PAIRS,
-            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
-            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, TURNS, False,
+    middle = start + (stop - start) // NW * NW
+    SLOT: tl.constexpr = K_HELD + V_HELD
+    FETCH: tl.constexpr = ASM and SLOT > 0
+    b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
+    if FETCH:
+        thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
+        lane = thread % 32
+        swapped = lane * 16 ^ lane // 8 % 2 * 16
+        origins = _origins(
+            p_k, p_ks, p_v, p_vs, i_head, room, lane,
+            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
         )  # fmt: skip
-    for first in tl.range(middle, stop, NW, num_stages=1):
+        base = tl.inline_asm_elementwise(
+            _ring(SLOT * SLOTS * NW), "=r,r", [i_split * 0], dtype=tl.int32, is_pure=False, pack=1
+        )
+        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
+        to = base + thread // 32 * (SLOT * SLOTS)
+        for ahead in tl.static_range(SLOTS - 1):
+            _fetch(
+                origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped,
+                K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
+            )  # fmt: skip
+    for first in tl.range(start, middle, NW, num_stages=STAGES):
+        if FETCH:
+            _arrive(SLOTS - 2, NW)
+            behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
+            _fetch(
+                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped,
+                K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
+            )  # fmt: skip
         b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, q, plain, sums, unit, b_m, b_l, acc, p_kt, p_vt, norms, p_order, p_fit,
-            p_first, p_near, run, PAIRS,
-            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
-            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, 1, True,
+            p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
+            p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS,
+            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
+            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, False,
         )  # fmt: skip
+        if FETCH:
+            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
+    if NW > 1:
+        for first in tl.range(middle, stop, NW, num_stages=1):
+            if FETCH:
+                _arrive(0, NW)
+            b_m, b_l, acc = _step(
+                p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
+                p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS,
+                SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER,
+                K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
+                V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, True,
+            )  # fmt: skip
+    if FETCH:
+        _arrive(0, NW)
     out = ()
     if V_MODE == 3:
         b_l = tl.sum(b_l, 1)
@@ -1451,9 +1744,15 @@ def settings(
         made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
         made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
+        made |= {f"{name}_SCALES": form.scales, f"{name}_PER": form.scale_blocks}
+        made |= {f"{name}_HELD": 0 if form.vector or form.tiered else 2 * (form.words + form.scales)}
     made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
     made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
     made["PAIRS"] = pairs
+    if pairs:  # codes are numbers before they meet the query: their own way from memory
+        made["K_HELD"] = 0
+    slot = made["K_HELD"] + made["V_HELD"]
+    made["SLOTS"] = max(2, min(4, RING // slot)) if slot else 0
     made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
     made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
@@ -1461,24 +1760,29 @@ def settings(
     return made
 
 
-LEAST, ENOUGH, TOGETHER = 8, 20, 6
+LEAST, ENOUGH, TOGETHER, PARTS = 8, 20, 9, 100
+RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 
 
 @functools.lru_cache(4096)
-def splits(groups: int, blocks: int, warps: int, turns: int, processors: int, length: int) -> int:
+def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, length: int) -> int:
     """Programs a kv head. As many on each multiprocessor as have ENOUGH turns each, at most TOGETHER, so that all take equally
     many; one may have LEAST turns. Where that is more than one and a half `length` turns: programs of `length`, in several
-    rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others.
+    rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as many as
+    fill whole rounds, of which a multiprocessor runs `at_once` programs.
 
-    Measured at 4/4 (H200, docs/benchmarks/decode_attention.md): 8 x 32768 tokens took 100 us with 6 programs a multiprocessor,
-    115 with 8, 120 with 12; 32 x 32768 took 378 us with 12 programs at once, 322 with 33 of 60 turns.
+    Measured (H200): 8 x 32768 tokens of 4/4 took 107 us with 12 programs a head, 100 with 18, 120 with 24; 1 x 131072 72 us
+    with 99, 77 with 148, because the last one merges all; 32 x 32768 of 2/2 234 us with 18, a round of few programs at the
+    end, 232 with 17.
     """
-    every = -(-max(1, blocks) // (warps * turns))
+    every = -(-max(1, blocks) // warps)
     together = min(TOGETHER, max(1, groups * every // (processors * ENOUGH)))
     count = max(1, min(together * processors // groups, -(-every // LEAST)))
     if 2 * every > 3 * length * count:
         count = -(-every // length)
-    return min(count, 256)
+        rounds = max(1, round(groups * (count + 1) / (processors * at_once)))
+        count = max(count * 2 // 3, min(count * 3 // 2, rounds * processors * at_once // groups - 1))
+    return min(count, PARTS)
 
 
 def shares(windows: tuple[int, int], crowded: bool) -> tuple[int, int]:
@@ -1492,26 +1796,26 @@ def shares(windows: tuple[int, int], crowded: bool) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: blocks at a time a program. turns: how often before maxima are compared. stages: of loads in flight.
-    length: turns of a program, about, at most. registers: a thread at most, 0: as the compiler likes.
+    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. length: turns of a
+    program, about, at most. registers: a thread at most, 0: as the compiler likes.
     """
 
     warps: int = 1
-    turns: int = 1
     stages: int = 3
     length: int = 60
     registers: int = 0
 
 
-def usual(keys: Form, values: Form, turned: bool = False) -> Launch:
-    """A warp alone waits for no other: 2/2 took 257 us in place of 318 with four (H200, docs/benchmarks/decode_attention.md).
-    Tables of grids lie in shared memory once a program, so that there four warps share one. turned: keys before RoPE.
+def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
+    """For so many query rows a kv head; turned: keys before RoPE. A warp alone waits for no other: 2/2 took 257 us in place of
+    318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share one. At 168
+    registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
     """
     if keys.vector or values.vector:
         return Launch(warps=4, registers=128)
     if turned:
         return Launch(registers=176 if keys.bits == 3 else 168)  # 3 bits spill with 168
-    return Launch(registers=0 if keys.tiered else 168)  # tiers spill with 168
+    return Launch(registers=168 if keys.dim <= 128 and rows <= 8 and not keys.tiered else 0)
 
 
 def attend(
@@ -1535,8 +1839,8 @@ def attend(
     packed_q = q if packed_q is None else packed_q
     for given in (q, packed_q):
         _check(given, keys, values, blocks, sink, recent)
-    launch = launch or usual(keys.form, values.form, rope is not None)
     batch, heads, room = keys.words.shape[:3]
+    launch = launch or usual(keys.form, values.form, q.shape[1] // heads * q.shape[2], rope is not None)
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
     same = k_table.data_ptr() == v_table.data_ptr()
@@ -1557,12 +1861,12 @@ def attend(
         0 if rope is None or len(rope.first) == 1 else rope.first.shape[1],
         scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
     )  # fmt: skip
-    options = fixed | {"STAGES": launch.stages, "TURNS": launch.turns, "ASM": not interpreted(), "RING": ring}
+    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
     grid = (parts, heads * fixed["CHUNKS"], batch)
-    if fixed["K_ENTRIES"] + fixed["V_ENTRIES"] + pairs and not interpreted():
-        _allow_shared(grid, arguments, options)
+    if not interpreted():
+        _prepare(grid, arguments, options)
     attend_kernel[grid](*arguments, **options)
     return out
 
@@ -1590,7 +1894,8 @@ def _grid(
 ) -> tuple[int, int, int, int]:
     """Groups of query rows; programs of each over packed tokens; sink and recent tokens of a program, programs of those."""
     groups, processors = batch * fixed["HEADS"] * fixed["CHUNKS"], _processors(device)
-    packed = splits(groups, room, launch.warps, launch.turns, processors, launch.length)
+    at_once = max(1, 2048 // (launch.registers or 168) // launch.warps)  # of 65536 registers
+    packed = splits(groups, room, launch.warps, processors, at_once, launch.length)
     return groups, packed, *shares(windows, groups * packed > 2 * processors)
 
 
@@ -1601,18 +1906,25 @@ def reserve(
     """Let `space` have what a launch for so many tokens over `room` blocks needs: under a CUDA graph it must not grow.
     windows: rooms of sink and recent tokens.
     """
-    launch = usual(keys, values)
+    launch = usual(keys, values, ratio * queries)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps)
     groups, packed, _, exact = _grid(fixed, batch, room, windows, launch, space.counter.device)
     space.take(groups, packed + exact, fixed["N"], fixed["D"])
 
 
+def _reserved(fixed: dict[str, Any]) -> int:
+    """Bytes of shared memory of tables and of the ring."""
+    own = 0 if fixed["SAME"] else fixed["V_ENTRIES"]
+    ring = (fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"] * fixed["NW"]
+    return int((fixed["K_ENTRIES"] + own << fixed["STEP"]) + ring)
+
+
 _ALLOWED: set[tuple[object, ...]] = set()
 
 
-def _allow_shared(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Above 48 KB a kernel must be allowed its shared memory. Triton asks where what it manages itself is that much, and does
-    not count the table, which assembly reserves: then it is asked for here, once for each compiled kernel.
+def _prepare(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Once for each compiled kernel: its layouts are checked, and where it takes more than 48 KB of shared memory it is
+    allowed that. Triton asks where what it manages itself is that much, and does not count what assembly reserves.
     """
     aligned = tuple((a.device, a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
     key = (*options.items(), *aligned)
@@ -1622,8 +1934,7 @@ def _allow_shared(grid: tuple[int, ...], arguments: tuple[Any, ...], options: di
     check_layouts(made.asm["ttgir"])
     made._init_handles()
     size = made.metadata.shared
-    own = 0 if options["SAME"] else options["V_ENTRIES"]
-    if size <= 48 * 1024 < size + (options["K_ENTRIES"] + own << options["STEP"]):
+    if size <= 48 * 1024 < size + _reserved(options):
         most_dynamic = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(made.function), most_dynamic, size)
         if error:
@@ -1633,17 +1944,26 @@ def _allow_shared(grid: tuple[int, ...], arguments: tuple[Any, ...], options: di
 
 def check_layouts(ttgir: str) -> None:
     """RuntimeError where a look-up of several rows, or a turn by RoPE, is not in the layout of a product's first operand that
-    it counts on, or where a product over 16 numbers has the layout of one over 32.
+    it counts on, where a read of the ring is not in that of a product's result, or where a product over 16 numbers has the
+    layout of one over 32.
     """
+    result = r"#ttg.nvidia_mma<\{versionMajor = 2, versionMinor = 0, warpsPerCTA = \[\d+, 1, 1\], instrShape = \[1, 16, 8\]\}>"
     for line in ttgir.splitlines():
         if re.search(r"tt\.dot.*x16xf16, .*kWidth = (8|16)", line):
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
-        if packed:
+        if packed and re.search(r"ldmatrix|ld\.shared\.v2\.b32 \{a, b\}", line):
+            if not re.search(rf"-> tensor<\dx16x16x[if]16, ({_aliases(result, ttgir)})>", line):
+                raise RuntimeError(f"this Triton puts tiles of the ring in an unknown layout: {line.strip()[-200:]}")
+        elif packed:
             operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
-            named = "|".join(re.findall(rf"^(#\w+) = {operand}", ttgir, re.MULTILINE) or [operand])
-            if not re.search(rf"-> \(?tensor<[\dx]*f16, ({operand}|{named})>", line):
+            if not re.search(rf"-> \(?tensor<[\dx]*f16, ({_aliases(operand, ttgir)})>", line):
                 raise RuntimeError(f"this Triton puts look-ups of grids in an unknown layout: {line.strip()[-200:]}")
+
+
+def _aliases(layout: str, ttgir: str) -> str:
+    """An expression for a layout or the names that stand for it."""
+    return "|".join([layout, *re.findall(rf"^(#\w+) = {layout}", ttgir, re.MULTILINE)])
 
 
 def _of_grid(blocks: Blocks) -> tuple[Tensor, Tensor]:
