@@ -58,9 +58,9 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
 # warps, stages, registers; the first with the first length is what `usual` gives
-LAUNCHES = [(1, 3, 168), (1, 3, 128)]
+LAUNCHES = [(1, 3, 168), (1, 3, 160)]
 GRID_LAUNCHES = [(4, 3, 128), (4, 3, 0)]
-TIER_LAUNCHES = [(1, 3, 168)]
+TIER_LAUNCHES = [(1, 3, 176)]
 MORE_LAUNCHES = [(2, 3, 168), (4, 3, 168)]
 LENGTHS = (60, 40, 90)  # turns of a program
 

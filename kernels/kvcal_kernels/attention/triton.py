@@ -1813,9 +1813,11 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     """
     if keys.vector or values.vector:
         return Launch(warps=4, registers=128)
-    if turned:
-        return Launch(registers=176 if keys.bits == 3 else 168)  # 3 bits spill with 168
-    return Launch(registers=168 if keys.dim <= 128 and rows <= 8 and not keys.tiered else 0)
+    if keys.dim > 128 or rows > 8:
+        return Launch()
+    if turned and keys.bits == 3:
+        return Launch(registers=184)  # spills with 176
+    return Launch(registers=176 if keys.tiered else 168)  # tiers spill with 168, and take 165 of 176
 
 
 def attend(
