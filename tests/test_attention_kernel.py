@@ -726,7 +726,7 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
     constants = {p.name for p in fused.attend_kernel.params if p.is_constexpr}
     form = Case().form
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
-    assert constants == {*fixed, "STAGES", "TURNS", "ASM", "RING"}
+    assert constants == {*fixed, "STAGES", "ASM", "RING"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
     assert not specialised & {"room", "sink_room", "recent_room", "splits", "share", "runs"}
 
