@@ -567,6 +567,65 @@ def test_assembly_turns_each_lanes_numbers_by_the_angle_of_their_token() -> None
                 assert torch.equal(found, registers(wanted))
 
 
+def copied(text: str, slot: int, lane: int, place: int, given: list[int], memory: bytes, shared: bytearray) -> None:
+    """What one lane of a warp copies. given: block numbers and pointers, in turns."""
+    values: dict[str, Any] = {"$1": slot, "$2": lane, "$3": place} | {f"${4 + i}": x for i, x in enumerate(given)}
+    for line in text.strip("{ }").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name.startswith("@"):
+            if not values[name[1:]]:
+                continue
+            name, _, rest = rest.partition(" ")
+        operands = [part.strip(" []") for part in rest.split(",")]
+        if name.endswith(".shared.global"):
+            to, source = (values[o.split("+")[0]] + int(o.split("+")[1]) for o in operands[:2])
+            size = int(operands[2])
+            assert to % size == source % size == 0
+            shared[to : to + size] = memory[source : source + size]
+        elif name in ("mad.wide.s32", "mad.lo.s32", "add.s32", "setp.lt.u32"):
+            a, b, *c = (values[o] if o in values else int(o) for o in operands[1:])
+            done = {"add": a + b, "set": a < b, "mad": a * b + (c or [0])[0]}
+            values[operands[0]] = done[name[:3]]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("words", "scales", "blocks"),
+    [(512, 128, 1), (512, 64, 1), (768, 96, 2), (1024, 256, 4), (1536, 192, 1), (2048, 384, 1)],
+)
+def test_a_warp_copies_a_block_and_reads_it_as_a_first_operand(words: int, scales: int, blocks: int) -> None:
+    """All bytes of words and scales, float16 numbers of which `blocks` blocks share; every lane then gets from `ldmatrix` the
+    two words of rows r and r + 8 that PTX gives a first operand, and no eight rows of it share a bank.
+    """
+    from kvcal_kernels.attention import triton as fused
+
+    def plain(function: Any) -> Any:
+        return getattr(function, "fn", function)
+
+    g = torch.Generator().manual_seed(words)
+    memory = bytes(torch.randint(0, 256, (3 * 2 * (words + scales),), generator=g, dtype=torch.uint8).tolist())
+    behind, block, slot = 3 * 2 * words, 2, 1280
+    pieces = ((2 * words, True), (2 * scales, False))
+    text, shared = plain(fused._copies)(pieces), bytearray(slot + 2 * (words + scales))
+    for lane in range(32):
+        wide = plain(fused._width)(2 * scales)
+        given = [block, lane * 16, block // blocks, behind + lane * wide]
+        copied(text, slot, lane, lane * 16 ^ lane // 8 % 2 * 16, given, memory, shared)
+    own = behind + block // blocks * 2 * scales
+    assert shared[slot + 2 * words :] == memory[own : own + 2 * scales]
+    tiles = torch.frombuffer(bytearray(memory[block * 2 * words : (block + 1) * 2 * words]), dtype=torch.int16)
+    for number, tile in enumerate(tiles.view(-1, 16, 16)):
+        rows = [(lane & 15) * 32 + ((lane >> 4) ^ (lane >> 2 & 1)) * 16 for lane in range(32)]
+        for matrix in range(4):
+            assert len({rows[8 * matrix + i] % 128 for i in range(8)}) == 8
+        for lane, (r, c) in enumerate((i, j) for i in range(8) for j in range(4)):
+            for matrix in range(4):
+                at = slot + number * 512 + rows[8 * matrix + r] + 4 * c
+                pair = torch.frombuffer(shared, dtype=torch.int16, count=2, offset=at)
+                row, column = r + 8 * (matrix % 2), 2 * c + 8 * (matrix // 2)
+                assert torch.equal(pair, tile[row, column : column + 2]), (lane, matrix)
+
+
 # Compiled without a GPU.
 
 EXACT = ["p_q", "p_exact_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
