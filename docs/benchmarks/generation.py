@@ -7,19 +7,23 @@ few blocks that repeat); every step runs through the whole model with greedy cho
 docs/benchmarks.md, "Whole models".
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
-written anew after each row.
+written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own: with the device nearly full
+cuDNN failed inside of it and left a CUDA context in which nothing ran any more (H200).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +42,7 @@ LIBRARIES = ("torch", "triton", "transformers", "optimum-quanto")
 GIB = 2**30
 BUILD = "from optimum.quanto.library.extensions.extension import get_extension; get_extension('quanto_cuda').lib"
 BUILD_SECONDS = 240.0
+ALONE = 60.0  # seconds more for a process of its own: torch, a model, quanto's code from its cache
 
 
 def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
@@ -54,6 +59,24 @@ def rows_of(job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int]
     if job == "long":
         return generation.generate_rows(chosen.model, model, [kind], [(1, chosen.long)], device)
     return generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found=found)
+
+
+def in_its_own_process(job: str, kind: str, chosen: Any, seconds: float) -> list[Row]:
+    """What this script measures of one kind, called for it alone."""
+    own = ["--device", chosen.device, "--dtype", chosen.dtype, "--model", chosen.model, "--schemes", chosen.schemes]
+    own += ["--length", str(chosen.length), "--long", str(chosen.long), "--only", job, "--kind", kind]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--out", folder, "--seconds", f"{seconds:.0f}", *own]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        made = Path(folder, "generation.json")
+        if not made.exists():
+            line = (said.stdout + said.stderr).strip().splitlines()[-1:] or ["nothing was said"]
+            raise RuntimeError(f"exit {said.returncode}: {line[0][:300]}")
+        found = json.loads(made.read_text())["rows"]
+    names = {one.name for one in fields(Row)}
+    return [
+        Row(**{n: row[n] for n in row if n in names}, more={n: row[n] for n in row if n not in names}) for row in found
+    ]
 
 
 def quanto_building(on_gpu: bool) -> subprocess.Popen[bytes] | None:
@@ -134,6 +157,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--long", default="128k", help="tokens of the single row")
     options.add_argument("--schemes", default=",".join(SCHEMES))
     options.add_argument("--only", default="", help="largest or long")
+    options.add_argument("--kind", default="", help="this one alone, in this process")
     chosen = options.parse_args(given)
     for name in ("length", "long"):
         setattr(chosen, name, numbers(getattr(chosen, name), f"--{name}", [])[0])
@@ -151,32 +175,47 @@ def main(given: Sequence[str] | None = None) -> None:
     if on_gpu:
         about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
-    building, quanto = quanto_building(on_gpu), ""
+    ours_alone = bool(chosen.kind) and "quanto" not in chosen.kind
+    building, quanto = None if ours_alone else quanto_building(on_gpu), ""
     every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
     rows: list[Row] = []
     found: dict[str, int] = {}
-    for job, kind in order(every):
-        if chosen.only not in ("", job):
-            continue
-        name = f"{job} {kind.name}, {kind.path}"
-        if job == "largest" and not on_gpu:
+    jobs = [(job, kind) for job, kind in order(every) if chosen.only in ("", job) and chosen.kind in ("", kind.name)]
+    if not on_gpu:
+        for name in (f"largest {kind.name}, {kind.path}" for job, kind in jobs if job == "largest"):
             print(f"{name}: not measured, a CPU has no memory of its own to fill")
-            continue
-        if time.time() - began > chosen.seconds:
-            print(f"{name}: not measured, {chosen.seconds:g} s are over")
-            continue
+        jobs = [(job, kind) for job, kind in jobs if job == "long"]
+    apart = [(job, kind.name) for job, kind in jobs if on_gpu and "quanto" in kind.name and not chosen.kind]
+
+    def take(name: str, measured: Callable[[], Iterable[Row]]) -> None:
         job_began = time.time()
-        if "quanto" in kind.name:
-            quanto = quanto or quanto_built(building, min(BUILD_SECONDS, chosen.seconds + began - job_began))
-            kind = replace(kind, path=kind.path + quanto)
+        if job_began - began > chosen.seconds:
+            print(f"{name}: not measured, {chosen.seconds:g} s are over")
+            return
         try:
-            for row in rows_of(job, kind, model, chosen, found, device):
+            for row in measured():
                 rows.append(row)
                 print(show(generation.beside_fp16(rows)[-1]), flush=True)
                 save(chosen.out, about, rows)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
         print(f"  {name}: {time.time() - job_began:.0f} s", file=sys.stderr)
+
+    for job, kind in jobs:
+        if (job, kind.name) in apart:
+            continue
+        if "quanto" in kind.name:
+            left = chosen.seconds + began - time.time()
+            quanto = quanto or quanto_built(building, min(BUILD_SECONDS, left))
+            kind = replace(kind, path=kind.path + quanto)
+        take(f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, device))
+    if apart:  # the model's memory is theirs; kinds hold it too
+        del model, every, jobs, kind
+        gc.collect()
+        torch.cuda.empty_cache()
+    for job, alone in apart:
+        left = chosen.seconds + began - time.time() + ALONE
+        take(f"{job} {alone}", partial(in_its_own_process, job, alone, chosen, left))
     print("\nwith all of the run's FP16 rows beside them:")
     for row in generation.beside_fp16(rows):
         print(show(row))
