@@ -356,7 +356,7 @@ def test_a_forward_that_breaks_off_before_its_attention_leaves_no_turn(monkeypat
     own = both("inner-4")[0]
     with torch.no_grad():
         own.model(token_ids(1, 80), past_key_values=own)
-        monkeypatch.setattr(fused, "attention", lambda *rest: 1 / 0)
+        monkeypatch.setattr(fused, "attention", lambda *rest, **named: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             own.model(token_ids(1, 1), past_key_values=own)
         monkeypatch.undo()
