@@ -420,7 +420,10 @@ def looked_up(
     text: str, outputs: int, inputs: list[Tensor], lane: int, first: int, step: int, size: int
 ) -> list[Tensor]:
     """As `executed`, with a table: a load of 4 bytes gives the entry's number, one of 8 twice the number and one more."""
-    values: dict[str, Any] = {f"${outputs + i}": x for i, x in enumerate(inputs)} | {"kvcal_table": 0, "kvcal_place": lane}
+    values: dict[str, Any] = {f"${outputs + i}": x for i, x in enumerate(inputs)} | {
+        "kvcal_table": 0,
+        "kvcal_place": lane,
+    }
     for line in text.strip("{ }").split(";"):
         name, _, rest = line.strip().partition(" ")
         if name.startswith("ld.shared"):
@@ -761,7 +764,7 @@ def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
     with pytest.raises(RuntimeError, match="unknown layout"):
         check_layouts(turned.replace("kWidth = 4", "kWidth = 2"))
     with pytest.raises(RuntimeError, match="contracts 32"):
-        check_layouts(tiers.replace("kWidth = 4", "kWidth = 8"))
+        check_layouts(tiers.replace("kWidth = 2", "kWidth = 8"))
 
 
 @needs_triton

@@ -216,37 +216,103 @@ def _two_bytes(p, live, NW: tl.constexpr):
 
 @triton.jit
 def _tier_scores(
-    p_k, p_ks, p_order, p_fit, i_head, b_block, live,
+    p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
     SLICES: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
     FULL: tl.constexpr, FOUR: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
-    from p_fit, float16 [D][N].
+    from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see `_gathered`.
     """
     EACH: tl.constexpr = GROUP // 32
-    at = _words((i_head * room + b_block)[:, None] * WORDS)
+    at = (i_head * room + b_block)[:, None] * WORDS
     at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
-    live_words = live[:, :, None]
+    live = b_live[:, None]
+    BEHIND: tl.constexpr = WORDS * 2
+    ORDER: tl.constexpr = BEHIND + (SLICES - FULL) * 64
     tiles = ()
     for u in tl.static_range(TILES):
-        tiles = tiles + (tl.load(p_k + at + (2 * FULL + u) * TILE, mask=live_words, other=0),)
+        tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
     b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
     b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
     for i in tl.static_range(SLICES):
-        channel = _two_bytes(p_order + at_group * (SLICES * 16) + i * 16, live, NW)
-        b_q = tl.load(p_fit + channel[:, :, None] * N + tl.arange(0, N)[None, None, :])
+        b_t = _gathered(p_order + at_group * (SLICES * 16) + i * 16, p_fit, live, ring, ORDER + i * 16, fit, NW, N, ASM)
+        b_q = _transposed(b_t, NW, N)
         if i < FULL:
-            w = tl.load(p_k + at + i * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            w = _tile(p_k, at, live, ring, 0, i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact0 = tl.dot(w, b_q, b_exact0)
-            w = tl.load(p_k + at + (FULL + i) * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            w = _tile(p_k, at, live, ring, 0, FULL + i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact1 = tl.dot(w, b_q, b_exact1)
         else:
-            scale, zero = _loaded_pairs(p_ks, at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32, live, NW)
-            b_plain = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), b_q, b_plain)
-            b_q = b_q * scale[:, :, None]
+            at_scale = at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32
+            scale, zero = _pairs(p_ks, at_scale, live, ring, BEHIND + (i - FULL) * 64, NW, ASM)
+            b_plain = tl.dot(zero, b_q, b_plain)
+            b_q = _scaled(b_t, scale, NW, N)
             b_0 = _lower(tiles, _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_0, ASM)
             b_1 = _lower(tiles, FIELDS + _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_1, ASM)
     return b_0 + (b_exact0 + b_plain) * 2.0**-24, b_1 + (b_exact1 + b_plain) * 2.0**-24
+
+
+@triton.constexpr_function
+def _gathering(byte, columns):
+    """Two numbers of rows n and n + 8 of the query for each of two pairs of channels, whose bytes lie in shared memory."""
+    size = 2 * columns
+    text = ["{ .reg .b16 a, b; .reg .b32 o, x, y, f; add.u32 f, kvcal_fit, $12;"]
+    for pair in range(2):
+        text += [f"ld.shared.u16 o, [$4 + {byte + 8 * pair}]; and.b32 x, o, 255; shr.u32 y, o, 8;"]
+        text += [f"mad.lo.u32 x, x, {size}, f; mad.lo.u32 y, y, {size}, f;"]
+        text += [f"ld.shared.b16 a, [x]; ld.shared.b16 b, [y]; mov.b32 ${2 * pair}, {{a, b}};"]
+        if columns > 8:
+            text += [f"ld.shared.b16 a, [x + 16]; ld.shared.b16 b, [y + 16]; mov.b32 ${2 * pair + 1}, {{a, b}};"]
+        else:
+            text += [f"mov.b32 ${2 * pair + 1}, ${2 * pair};"]  # rows that do not exist
+    return " ".join([*text, "}"])
+
+
+@triton.jit
+def _gathered(
+    p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `_transposed` takes it. The
+    bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
+    """
+    TALL: tl.constexpr = max(N, 16)
+    k = tl.arange(0, 16)[None, None, :]
+    if ASM:
+        at = ring[:, :, None] + (k % 8 // 2 * 2 + fit * 0)
+        made = tl.inline_asm_elementwise(
+            _gathering(BYTE, N), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, fit],
+            dtype=tl.float16, is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        channel = _two_bytes(p_order, live, NW)[:, None, :]
+        n = tl.arange(0, TALL)[None, :, None]
+        made = tl.load(p_fit + channel * N + n, mask=n < N, other=0.0)
+    return made
+
+
+@triton.jit
+def _fit_table(p_fit, b_q, at, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes."""
+    if ASM:
+        base = tl.inline_asm_elementwise(
+            _fitting(SIZE), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.inline_asm_elementwise(
+            "st.shared.b16 [$1], $2; mov.b32 $0, 0;",
+            "=r,r,h",
+            [base + at * 2, b_q],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p_fit + at, b_q)
+
+
+@triton.constexpr_function
+def _fitting(size):
+    """Without braces: names hold for the whole kernel."""
+    return f".shared .align 16 .b8 kvcal_query[{size}]; .reg .b32 kvcal_fit; mov.u32 kvcal_fit, kvcal_query; mov.u32 $0, kvcal_query;"
 
 
 @triton.jit
@@ -353,9 +419,9 @@ def _arrive(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def _spot(NW: tl.constexpr, N: tl.constexpr = 16):
-    """Zeros int32 [NW, 16, N] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
-    return tl.dot(tl.zeros([NW, 16, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16)).to(tl.int32)
+def _spot(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
+    """Zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
+    return tl.dot(tl.zeros([NW, ROWS, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16)).to(tl.int32)
 
 
 @triton.jit
@@ -740,9 +806,7 @@ def _operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
     instructions where this takes two.
     """
     if ASM:
-        made = tl.inline_asm_elementwise(
-            _movmatrix(False), "=r,=r,r,r", [b_p], dtype=tl.float16, is_pure=True, pack=4
-        )
+        made = tl.inline_asm_elementwise(_movmatrix(False), "=r,=r,r,r", [b_p], dtype=tl.float16, is_pure=True, pack=4)
         b_p = _second(made, NW, N)
     return b_p
 
@@ -1258,10 +1322,15 @@ def _rising(count):
     own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
     for name, column, over in (("a", 0, "x"), ("b", 1, "y")):
-        text += [f"max.f32 {name}, {own[column]}, {own[column + 2]};", f"max.f32 {over}, {own[column + 4]}, {own[column + 6]};"]
+        text += [
+            f"max.f32 {name}, {own[column]}, {own[column + 2]};",
+            f"max.f32 {over}, {own[column + 4]}, {own[column + 6]};",
+        ]
         text += [f"max.f32 {name}, {name}, {over};"]
     text += [f"neg.f32 f, $0; neg.f32 g, $1; fma.rn.f32 x, a, {own[8]}, f; fma.rn.f32 y, b, {own[9]}, g;"]
-    text += [f"max.f32 x, x, y; setp.gt.f32 p, x, {SLACK.value}; vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"]
+    text += [
+        f"max.f32 x, x, y; setp.gt.f32 p, x, {SLACK.value}; vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"
+    ]
     for step in (16, 8, 4):
         for name, other in (("a", "x"), ("b", "y")):
             text += [f"shfl.sync.bfly.b32 {other}, {name}, {step}, 31, 0xffffffff; max.f32 {name}, {name}, {other};"]
@@ -1312,7 +1381,7 @@ def _risen(b_0, b_1, b_m, b_l, unit, acc, ASM: tl.constexpr):
 @triton.jit
 def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
-    p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS: tl.constexpr,
+    p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS: tl.constexpr,
     SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
     K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
@@ -1326,7 +1395,7 @@ def _step(
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
     if K_MODE == 4:
         b_0, b_1 = _tier_scores(
-            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
+            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
             SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
         )  # fmt: skip
     elif K_MODE == 3:
@@ -1374,7 +1443,7 @@ def _step(
 
 @triton.jit
 def _origins(
-    p_k, p_ks, p_v, p_vs, i_head, i_scales, room, lane,
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER: tl.constexpr,
     K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
     V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
 ):  # fmt: skip
@@ -1385,6 +1454,7 @@ def _origins(
     if K_HELD > 0:
         found = found + ((p_k + i_head * room * K_WORDS).to(tl.int64) + lane * 16,)
         found = found + ((p_ks + i_scales[0] * (room // K_PER) * K_SCALES).to(tl.int64) + lane * _width(K_SCALES * 2),)
+        found = found + ((p_order + i_head * (room // K_PER) * K_ORDER).to(tl.int64) + lane * _width(K_ORDER),)
     if V_HELD > 0:
         found = found + ((p_v + i_head * room * V_WORDS).to(tl.int64) + lane * 16,)
         found = found + ((p_vs + i_scales[1] * (room // V_PER) * V_SCALES).to(tl.int64) + lane * _width(V_SCALES * 2),)
@@ -1392,28 +1462,31 @@ def _origins(
 
 
 @triton.constexpr_function
-def _pieces(k_held, k_words, k_scales, v_held, v_words, v_scales):
+def _pieces(k_held, k_words, k_scales, k_order, v_held, v_words, v_scales):
     """(bytes, whether tiles of words) of what goes through the ring."""
     keys, values = ((2 * k_words, True), (2 * k_scales, False)), ((2 * v_words, True), (2 * v_scales, False))
+    keys = (*keys, (k_order, False)) if k_order else keys
     return (keys if k_held else ()) + (values if v_held else ())
 
 
 @triton.jit
 def _fetch(
-    origins, first, last, slot, lane, swapped,
+    origins, first, last, slot, lane, swapped, K_ORDER: tl.constexpr,
     K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
     V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
     int32 [32 NW].
     """
-    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, V_HELD, V_WORDS, V_SCALES)
+    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, K_ORDER, V_HELD, V_WORDS, V_SCALES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
     given = (slot, lane, swapped)
     if K_HELD > 0:
         given = given + (block, origins[0], block // K_PER, origins[1])
+        if K_ORDER > 0:
+            given = given + (block // K_PER, origins[2])
     if V_HELD > 0:
-        FIRST: tl.constexpr = 2 if K_HELD > 0 else 0
+        FIRST: tl.constexpr = 3 if K_HELD > 0 else 0
         given = given + (block, origins[FIRST], block // V_PER, origins[FIRST + 1])
     tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), given, dtype=tl.int32, is_pure=False, pack=1)
 
@@ -1612,10 +1685,10 @@ def attend_kernel(
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     if K_MODE == 4:
-        for i in tl.static_range(SLICES):
-            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
-            b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
-            tl.store(p_fit + (i * 16 + r)[:, None] * N + column[None, :], b_q)
+        channel = tl.arange(0, triton.next_power_of_2(D))
+        b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
+        b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+        _fit_table(p_fit, b_q, channel[:, None] * N + column[None, :], 2 * N * triton.next_power_of_2(D), ASM)
         tl.debug_barrier()
     elif K_MODE == 3:
         for i in tl.static_range(SLICES):
@@ -1692,6 +1765,11 @@ def attend_kernel(
     stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
     middle = start + (stop - start) // NW * NW
     SLOT: tl.constexpr = K_HELD + V_HELD
+    K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
+    fit = 0
+    if K_MODE == 4:
+        TALL: tl.constexpr = max(N, 16)
+        fit = tl.arange(0, TALL)[None, :, None] * 2 + _spot(NW, 16, TALL)
     FETCH: tl.constexpr = ASM and SLOT > 0
     OWN: tl.constexpr = NW == 1 or (K_MODE == 3 and V_MODE == 3)
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
@@ -1700,17 +1778,22 @@ def attend_kernel(
         lane = thread % 32
         swapped = lane * 16 ^ lane // 8 % 2 * 16
         origins = _origins(
-            p_k, p_ks, p_v, p_vs, i_head, norms, room, lane,
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, K_ORDER,
             K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
         )  # fmt: skip
         base = tl.inline_asm_elementwise(
-            _ring(SLOT * SLOTS * NW, K_ENTRIES + V_ENTRIES > 0), "=r,r", [i_split * 0], dtype=tl.int32, is_pure=False, pack=1
+            _ring(SLOT * SLOTS * NW, K_ENTRIES + V_ENTRIES > 0),
+            "=r,r",
+            [i_split * 0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
         b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
         to = base + thread // 32 * (SLOT * SLOTS)
         for ahead in tl.static_range(SLOTS - 1):
             _fetch(
-                origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped,
+                origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, K_ORDER,
                 K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
             )  # fmt: skip
     for first in tl.range(start, middle, NW, num_stages=STAGES):
@@ -1718,12 +1801,12 @@ def attend_kernel(
             _arrive(SLOTS - 2, OWN, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             _fetch(
-                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped,
+                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, K_ORDER,
                 K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
             )  # fmt: skip
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-            p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS,
+            p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
             SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, False,
         )  # fmt: skip
@@ -1735,7 +1818,7 @@ def attend_kernel(
                 _arrive(0, OWN, NW)
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
                 SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER,
                 K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
                 V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, True,
@@ -1763,7 +1846,8 @@ def attend_kernel(
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
 
-    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 else 1  # what tables leave of shared memory
+    # what tables and tiers leave of shared memory
+    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 and K_MODE < 4 else 1
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     if i_split >= splits:
@@ -1875,7 +1959,7 @@ def settings(
         made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
         made |= {f"{name}_SCALES": form.scales, f"{name}_PER": form.scale_blocks}
-        made |= {f"{name}_HELD": 0 if form.tiered else 2 * (form.words + form.scales)}
+        made |= {f"{name}_HELD": 2 * (form.words + form.scales) + (form.dim if form.tiered else 0)}
     made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
     made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
     made["PAIRS"] = pairs
@@ -2090,7 +2174,9 @@ def check_layouts(ttgir: str) -> None:
         if re.search(r"tt\.dot.*x16xf16, .*kWidth = (8|16)", line):
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
-        if packed and re.search(r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW", line):
+        if packed and re.search(
+            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit", line
+        ):
             if not re.search(rf"-> \(?tensor<[\dx]*x[if](16|32), ({_aliases(result, ttgir)})>", line):
                 raise RuntimeError(f"this Triton puts tiles of the ring in an unknown layout: {line.strip()[-200:]}")
         elif packed:
