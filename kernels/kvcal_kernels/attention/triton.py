@@ -272,8 +272,8 @@ def _gathering(byte, columns):
 def _gathered(
     p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `_transposed` takes it. The
-    bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
+    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `_transposed` takes it.
+    The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
     """
     TALL: tl.constexpr = max(N, 16)
     k = tl.arange(0, 16)[None, None, :]
@@ -312,7 +312,8 @@ def _fit_table(p_fit, b_q, at, SIZE: tl.constexpr, ASM: tl.constexpr):
 @triton.constexpr_function
 def _fitting(size):
     """Without braces: names hold for the whole kernel."""
-    return f".shared .align 16 .b8 kvcal_query[{size}]; .reg .b32 kvcal_fit; mov.u32 kvcal_fit, kvcal_query; mov.u32 $0, kvcal_query;"
+    text = f".shared .align 16 .b8 kvcal_query[{size}]; .reg .b32 kvcal_fit;"
+    return f"{text} mov.u32 kvcal_fit, kvcal_query; mov.u32 $0, kvcal_query;"
 
 
 @triton.jit
@@ -327,9 +328,9 @@ def _loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
     return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
 
 
-# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody. Triton's own
-# pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing to copy,
-# commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody.
+# Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing
+# to copy, commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
 
 
 @triton.constexpr_function
@@ -372,9 +373,12 @@ def _constraints(sizes):
 
 @triton.constexpr_function
 def _ring(size, beyond):
-    """Where the ring begins. beyond: behind what Triton manages, see `_enlarged`; beside tables 48 KB would not hold it."""
+    """Where the ring begins. beyond: behind what Triton manages, see `_enlarged`; of several warps, or beside tables, it would
+    not fit the 48 KB of shared memory that assembly may declare.
+    """
     if beyond:
-        return f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size}; mov.u32 $0, global_smem; add.u32 $0, $0, t; }}"
+        text = f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size};"
+        return f"{text} mov.u32 $0, global_smem; add.u32 $0, $0, t; }}"
     return f"{{ .shared .align 128 .b8 kvcal_ring[{size}]; mov.u32 $0, kvcal_ring; }}"
 
 
@@ -435,8 +439,8 @@ def _tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32, MIXED
-    with rows as `_mixed` says; or in memory at b_at [NW, 1] int64.
+    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32,
+    MIXED with rows as `_mixed` says; or in memory at b_at [NW, 1] int64.
     """
     r = tl.arange(0, 16)
     if ASM:
@@ -662,8 +666,8 @@ def _points(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, p_table, BITS: tl.constexpr, TILES: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. FOUR: keys of which a code stands for four channels. MIXED: rows
-    as `_mixed` says.
+    """As `_codes`, of a grid: the points that codes stand for. FOUR: keys of which a code stands for four channels. MIXED:
+    rows as `_mixed` says.
     """
     parts = ()
     if BITS == 3:
@@ -1316,8 +1320,8 @@ def _add_points(
 
 @triton.constexpr_function
 def _rising(count):
-    """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is changed:
-    the maximum, and `count` products beside it. Where no lane of the warp has a score more than SLACK above, nothing is.
+    """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is
+    changed: the maximum, and `count` products beside it. Where no lane of the warp has a score more than SLACK above, nothing is.
     """
     own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
@@ -1354,8 +1358,8 @@ def _floats(count):
 
 @triton.jit
 def _risen(b_0, b_1, b_m, b_l, unit, acc, ASM: tl.constexpr):
-    """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while no
-    score of a warp passes its column's maximum by more than 2^SLACK, as probabilities are float16 up to 2^15.
+    """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while
+    no score of a warp passes its column's maximum by more than 2^SLACK, as probabilities are float16 up to 2^15.
     """
     if ASM:
         COUNT: tl.constexpr = 1 + len(acc)
@@ -1782,7 +1786,7 @@ def attend_kernel(
             K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
         )  # fmt: skip
         base = tl.inline_asm_elementwise(
-            _ring(SLOT * SLOTS * NW, K_ENTRIES + V_ENTRIES > 0),
+            _ring(SLOT * SLOTS * NW, NW > 1 or K_ENTRIES + V_ENTRIES > 0),
             "=r,r",
             [i_split * 0],
             dtype=tl.int32,
@@ -2150,14 +2154,14 @@ _ALLOWED: set[tuple[object, ...]] = set()
 
 
 def _prepare(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Once for each compiled kernel: its layouts are checked, and with grids it gets room for the ring."""
+    """Once for each compiled kernel: its layouts are checked, and the ring of several warps, or beside tables, gets room."""
     aligned = tuple((a.device, a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
     key = (*options.items(), *aligned)
     if key in _ALLOWED:
         return
     made = attend_kernel.warmup(*arguments, grid=grid, **options)
     check_layouts(made.asm["ttgir"])
-    if options["K_ENTRIES"] + options["V_ENTRIES"] > 0 and made.module is None:
+    if (options["NW"] > 1 or options["K_ENTRIES"] + options["V_ENTRIES"] > 0) and made.module is None:
         own = 0 if options["SAME"] else options["V_ENTRIES"]
         ring = (options["K_HELD"] + options["V_HELD"]) * options["SLOTS"] * options["NW"]
         _enlarged(made, ring, options["K_ENTRIES"] + own << options["STEP"])
