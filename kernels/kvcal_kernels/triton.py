@@ -37,13 +37,13 @@ class Ready:
         self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any], examine: Callable[[Any], None] | None = None
     ) -> None:
         self.kernel, self.grid, self.options = kernel, grid, options
-        self._examine, self._run = examine, None
+        self._examine, self._run, self._interpreted = examine, None, interpreted()
         names = kernel.arg_names
         self._constants = tuple(options[name] for name in names if name in options)
         self._told = [not p.do_not_specialize_on_alignment for p in getattr(kernel, "params", ())]
 
     def __call__(self, tensors: Sequence[Tensor], *numbers: float) -> None:
-        if interpreted():
+        if self._interpreted:
             self.kernel[self.grid](*tensors, *numbers, **self.options)
             return
         pointers = [tensor.data_ptr() for tensor in tensors]
