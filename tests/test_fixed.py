@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused
+from kvcal_artifacts import fused, hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import MixKVQ, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
