@@ -93,7 +93,7 @@ class KVCalLayer(CacheLayerMixin):
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
         self.window: list[Tensor] = []
         self.packed = [{}, {}]
-        self._factor: tuple[list[Tensor], Tensor | None] | None = None
+        self._factor: tuple[list[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
@@ -246,7 +246,7 @@ class KVCalLayer(CacheLayerMixin):
         (keys, values), turns = self._as_blocks(self.packed), None
         if self.rotary:
             turns = self._cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
-        factor = self._key_factor()
+        factor = self._key_factor()[1]
         return fused.attention(kernels, q, keys, values, blocks, sink, recent, scaling, factor, space, turns=turns)
 
     def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
@@ -256,11 +256,16 @@ class KVCalLayer(CacheLayerMixin):
             self._shown = packed, (keys, values)
         return self._shown[1]
 
-    def _key_factor(self) -> Tensor | None:
-        """What packed keys were divided by; found once for statistics that stay, which are never changed in place here."""
+    def _key_factor(self) -> tuple[Tensor | None, Tensor | None]:
+        """What packed keys were divided by, of kv heads, contiguous, and of query heads; found once for statistics that stay,
+        which are never changed in place here.
+        """
         states = [state for own in self.statistics.values() for state in own.state.values()]
         if self._factor is None or any(a is not b for a, b in zip(states, self._factor[0], strict=True)):
-            self._factor = states, self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+            own = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+            heads = self.site.ratio * self.site.kv_heads
+            both = (None, None) if own is None else (own.contiguous(), fused.for_queries(own, heads))
+            self._factor = states, both
         return self._factor[1]
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:

@@ -317,15 +317,14 @@ class FixedLayer(KVCalLayer):
             if hf.capturing() or not self._cache.opened:  # a graph serves other prompts, too
                 self._observe_peak(counts, k)
                 self._factor = None
-            factor, (keys, values) = self._key_factor(), self._as_blocks(room.packed)
+            (factor, wide), (keys, values) = self._key_factor(), self._as_blocks(room.packed)
             if by is not None and not isinstance(self._rules, str):
-                owned = None if factor is None else factor.contiguous()
-                by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, owned)
+                by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
             else:
                 self._append(room, counts, [k.to(dtype), v.to(dtype)])
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
-                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, factor,
+                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
                 self._cache.workspace(q.device), ring=True,
             )  # fmt: skip
             if self.index == steps.last:

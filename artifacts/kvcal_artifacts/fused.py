@@ -348,10 +348,16 @@ def kernel_blocks(pair: LayerCodecs) -> int:
 
 
 def queries_for(q: Tensor, factor: Tensor | None) -> Tensor | None:
-    """q (B, Hq, Q, D) times the factor of its kv head's channels, (H, 1, D) or (B, H, 1, D): in float32, then q's dtype."""
+    """q (B, Hq, Q, D) times the factor of its head's channels, of kv or query heads (H or Hq, 1, D) or (B, H or Hq, 1, D): in
+    float32, then q's dtype.
+    """
     if factor is None:
         return None
-    out, heads = torch.empty_like(q, memory_format=torch.contiguous_format), factor.shape[-3]
-    parts = (x.view(len(q), heads, -1, *q.shape[2:]) for x in (q.contiguous(), out))
-    torch.mul(next(parts), factor.unsqueeze(-3), out=next(parts))  # in one launch
-    return out
+    own = for_queries(factor, q.shape[1])
+    return torch.mul(q, own, out=torch.empty_like(q))  # one launch
+
+
+def for_queries(factor: Tensor, heads: int) -> Tensor:
+    """A factor of kv heads as one of so many query heads."""
+    ratio = heads // factor.shape[-3]
+    return factor if ratio == 1 else factor.repeat_interleave(ratio, -3)

@@ -211,7 +211,7 @@ class Blocks:
 
 def about(x: Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
-    return x.shape, x.stride(), x.dtype, x.get_device()
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def pack_tiers(

@@ -47,7 +47,7 @@ class Rope:
     @cached_property
     def about(self) -> tuple[Any, ...]:
         """What a kernel takes for granted of it, as of reference.about."""
-        return self.first.shape, self.near.shape, self.first.get_device()
+        return self.first.shape, self.near.shape, self.first.device
 
     @property
     def pairs(self) -> int:
