@@ -327,10 +327,9 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
     if odd:
         raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
-    if torch.compiler.is_compiling():
-        decode = torch.ops.kvcal.decode_attention
-    else:
-        from .fused import decode_eagerly as decode
+    from .fused import decode_eagerly
+
+    decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
     out = decode(query, key, value, float(given["scaling"]), handle)
     return out.transpose(1, 2).contiguous(), None
 

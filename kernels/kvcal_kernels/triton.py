@@ -37,7 +37,8 @@ class Ready:
         self, kernel: Any, grid: tuple[int, ...], options: dict[str, Any], examine: Callable[[Any], None] | None = None
     ) -> None:
         self.kernel, self.grid, self.options = kernel, grid, options
-        self._examine, self._run, self._interpreted = examine, None, interpreted()
+        self._examine, self._interpreted = examine, interpreted()
+        self._run: Callable[..., Any] | None = None
         names = kernel.arg_names
         self._constants = tuple(options[name] for name in names if name in options)
         self._told = [not p.do_not_specialize_on_alignment for p in getattr(kernel, "params", ())]
