@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form
-from kvcal_kernels.quantise import AnyRule, Counts
+from kvcal_kernels.quantise import Counts
 
 from . import fused, hf, vectors
 from .cache import KVCalLayer
@@ -26,6 +26,7 @@ from .codecs import Context, MixKVQ, Squat
 from .codecs.base import Packed, device_only
 from .errors import KVCalError, NonFiniteError
 from .ledger import Ledger, Plan
+from .modes import without_autocast, without_grad
 from .scheme import LayerCodecs, Scheme, Windows
 from .statistics import KeyScale
 
@@ -126,7 +127,7 @@ class FixedLayer(KVCalLayer):
     _host: dict[str, Any]
     _unseen: Held | None = None  # the host has not looked since the room came to hold that
     _views: list[Tensor]  # what it got when it looked, parts of the room
-    _rules: tuple[AnyRule, AnyRule] | str = ""  # of the kernel that appends; why torch does, once there is a room
+    _layer: quantise.Layer | None = None  # the room as the kernel that appends takes it
 
     def _clear(self) -> None:
         self._unseen, self._views = None, []
@@ -151,8 +152,8 @@ class FixedLayer(KVCalLayer):
         self._due = None
         hf.turn_of(self.site).take()
 
-    def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
-        super()._finish(plan, stored)
+    def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
+        super()._finish(plan, stored, kept)
         self.publish()
 
     @property
@@ -185,6 +186,7 @@ class FixedLayer(KVCalLayer):
                 getattr(steps.counts, name).copy_(count)
             steps.length.fill_(self.columns)
         room.flags.zero_()
+        self._factor = None
         for own in self.statistics.values():
             for name, value in own.state.items():
                 kept = room.statistics.get(name)
@@ -197,7 +199,7 @@ class FixedLayer(KVCalLayer):
     def leave_room(self) -> None:
         if self.room is not None:
             self.look()
-            self.ready, self.room, self._views = False, None, []
+            self.ready, self.room, self._views, self._shown, self._layer = False, None, [], None, None
 
     def _fill(self, room: Tensor, new: Tensor) -> None:
         """Into the first slots; nothing to do where `new` is what the host saw of them."""
@@ -240,9 +242,9 @@ class FixedLayer(KVCalLayer):
                 for codec in self._pair
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
+            self._shown = self._layer = None
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = fused.register(self)  # what was compiled for another room knows its addresses
-            self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, like.device)
             self._reserve(batch, heads, many)
         return self.room
 
@@ -300,7 +302,7 @@ class FixedLayer(KVCalLayer):
 
     # On the device.
 
-    @torch.no_grad()
+    @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
         if self._due is not None:  # of a cache that grows
@@ -308,28 +310,33 @@ class FixedLayer(KVCalLayer):
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)
-        with torch.autocast(q.device.type, enabled=False), fused.on(q.device):
+        with without_autocast(q.device.type), fused.on(q.device):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
-            self._observe_peak(counts, k)
-            factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
+            if hf.capturing() or not self._cache.opened:  # a graph serves other prompts, too
+                self._observe_peak(counts, k)
+                self._factor = None
+            (factor, wide), (keys, values) = self._key_factor(), self._as_blocks(room.packed)
             if by is not None and not isinstance(self._rules, str):
-                sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
-                layer = quantise.Layer(keys, values, sink, ring, room.flags)
-                owned = None if factor is None else factor.contiguous()
-                by.append(layer, counts, k.to(dtype), v.to(dtype), *self._rules, owned)
+                by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
             else:
                 self._append(room, counts, [k.to(dtype), v.to(dtype)])
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
-                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, factor,
+                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
                 self._cache.workspace(q.device), ring=True,
             )  # fmt: skip
             if self.index == steps.last:
                 steps.length.add_(k.shape[2])
         return out.to(q.dtype)
+
+    def _stored(self, room: Room) -> quantise.Layer:
+        """What the kernel appends to."""
+        if self._layer is None or self._layer.flags is not room.flags:
+            sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
+            self._layer = quantise.Layer(*self._as_blocks(room.packed), sink, ring, room.flags)
+        return self._layer
 
     def _observe_peak(self, counts: Counts, keys: Tensor) -> None:
         """InnerQ's factors of rows that have nothing packed: of keys up to the one with which the first block is due."""

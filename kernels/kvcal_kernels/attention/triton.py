@@ -34,9 +34,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
-from ..triton import half, interpreted
+from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form
+from .reference import Blocks, Form, about
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
@@ -1321,7 +1321,7 @@ def _add_points(
 @triton.constexpr_function
 def _rising(count):
     """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is
-    changed: the maximum, and `count` products beside it. Where no lane of the warp has a score more than SLACK above, nothing is.
+    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score more than SLACK above.
     """
     own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
@@ -2057,38 +2057,66 @@ def attend(
     overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
-    for given in (q, packed_q):
-        _check(given, keys, values, blocks, sink, recent)
-    batch, heads, room = keys.words.shape[:3]
-    launch = launch or usual(keys.form, values.form, q.shape[1] // heads * q.shape[2], rope is not None)
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
     same = k_table.data_ptr() == v_table.data_ptr()
-    windows = sink[0].shape[2], recent[0].shape[2]
-    if rope is not None:
-        _check_rope(rope, keys, q, packed_q, windows)
-    pairs = 0 if rope is None else rope.pairs
-    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps, same, pairs)
-    groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
-    parts = packed + exact
-    space = workspace or Workspace(q.device)
-    part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
-    out = torch.empty_like(q)
-    arguments = (
-        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2], part, stat, counter, k_table, v_table, k_sign, v_sign,
-        keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale), room, *windows, packed, share,
-        0 if rope is None or len(rope.first) == 1 else rope.first.shape[1],
-        scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
+    key = (
+        keys.about, values.about, about(q), None if packed_q is q else about(packed_q), about(blocks), *map(about, sink),
+        *map(about, recent), same, launch, ring, None if rope is None else rope.about,
     )  # fmt: skip
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
+        prepared = _PREPARED[key] = _prepared(q, keys, values, sink, recent, launch, same, ring, rope)
+    ready, take, numbers = prepared
+    out = torch.empty_like(q)
+    tensors = (
+        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
+        blocks, sink[2], recent[2], *(workspace or Workspace(q.device)).take(*take), k_table, v_table, k_sign, v_sign,
+        keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
+    )  # fmt: skip
+    ready(tensors, *numbers, scaling * LOG2E, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)))
+    return out
+
+
+LOG2E = 1.4426950408889634
+_PREPARED = Prepared()
+
+
+def _prepared(
+    q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
+    rope: Rope | None,
+) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers."""
+    batch, heads, room = keys.words.shape[:3]
+    ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
+    launch = launch or usual(keys.form, values.form, ratio * queries, rope is not None)
+    pairs = 0 if rope is None else rope.pairs
+    fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
+    groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
     options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    grid = (parts, heads * fixed["CHUNKS"], batch)
-    if not interpreted():
-        _prepare(grid, arguments, options)
-    attend_kernel[grid](*arguments, **options)
-    return out
+    grid = (packed + exact, heads * fixed["CHUNKS"], batch)
+    ready = Ready(attend_kernel, grid, options, functools.partial(_examine, *_reserved(fixed)))
+    runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
+    return ready, (groups, packed + exact, fixed["N"], fixed["D"]), (room, *windows, packed, share, runs)
+
+
+def _check_all(
+    q: Tensor,
+    packed_q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: Exact,
+    recent: Exact,
+    rope: Rope | None,
+) -> None:
+    for given in (q, packed_q):
+        _check(given, keys, values, blocks, sink, recent)
+    if rope is not None:
+        _check_rope(rope, keys, q, packed_q, (sink[0].shape[2], recent[0].shape[2]))
 
 
 def _turns(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
@@ -2150,22 +2178,19 @@ def _enlarged(made: Any, more: int, tables: int) -> None:
             raise RuntimeError(f"{size} bytes of shared memory beside {tables} of grids' tables: CUDA error {error}")
 
 
-_ALLOWED: set[tuple[object, ...]] = set()
+def _reserved(fixed: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of shared memory: of tables of grids; of a ring that lies behind what Triton manages, see `_ring`."""
+    own = 0 if fixed["SAME"] else fixed["V_ENTRIES"]
+    tables = fixed["K_ENTRIES"] + own << fixed["STEP"]
+    ring = (fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"] * fixed["NW"]
+    return tables, ring if fixed["NW"] > 1 or fixed["K_ENTRIES"] + fixed["V_ENTRIES"] > 0 else 0
 
 
-def _prepare(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Once for each compiled kernel: its layouts are checked, and the ring of several warps, or beside tables, gets room."""
-    aligned = tuple((a.device, a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
-    key = (*options.items(), *aligned)
-    if key in _ALLOWED:
-        return
-    made = attend_kernel.warmup(*arguments, grid=grid, **options)
+def _examine(tables: int, ring: int, made: Any) -> None:
+    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room."""
     check_layouts(made.asm["ttgir"])
-    if (options["NW"] > 1 or options["K_ENTRIES"] + options["V_ENTRIES"] > 0) and made.module is None:
-        own = 0 if options["SAME"] else options["V_ENTRIES"]
-        ring = (options["K_HELD"] + options["V_HELD"]) * options["SLOTS"] * options["NW"]
-        _enlarged(made, ring, options["K_ENTRIES"] + own << options["STEP"])
-    _ALLOWED.add(key)
+    if ring:
+        _enlarged(made, ring, tables)
 
 
 def check_layouts(ttgir: str) -> None:
@@ -2246,6 +2271,8 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
     if keys.order is not None:
         given["order of channels"] = keys.order
     for name, tensor in (given | {"recent values": recent[1]} | counts).items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} on {tensor.device}, queries on {q.device}: must be on one device")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
 
