@@ -1321,7 +1321,7 @@ def _add_points(
 @triton.constexpr_function
 def _rising(count):
     """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is
-    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score more than SLACK above.
+    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score by SLACK above.
     """
     own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
