@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import kvcal_kernels
-from kvcal_kernels import attention, quantise, vq_attention
+from kvcal_kernels import attention, quantise, reconstruct, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
@@ -301,7 +301,22 @@ def reconstruct_trial(
             why = why or _apart(turned, turn(exact), dtype, f"{rows} tokens after RoPE")
         if why:
             return why
+        if why := _misplaced(x, turn, own):
+            return why
     return None
+
+
+def _misplaced(x: Tensor, turn: Turn | None, own: Reconstruction) -> str | None:
+    """The kernel that writes exact tokens around packed ones, x (B, H, T, D) and RoPE of them: bit by bit."""
+    parts = [[x[:, :, a:b], -x[:, :, a:b]] for a, b in ((0, 4), (4, 45), (45, 47))]
+    first = turn and Turn(turn.cos[:, :45], turn.sin[:, :45])
+    made = [[x.new_zeros(*x.shape[:2], 64, x.shape[3]) for _ in (0, 1)] for _ in (0, 1)]
+    for by, whole in zip(
+        (reconstruct, reconstruct if own.path == "reference" else reconstruct.fast()), made, strict=True
+    ):
+        by.place(whole, *parts, 8, first)
+    same = all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    return None if same else "exact tokens around the packed ones differ"
 
 
 def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .reference import Coded, Turn, decode, reconstruct
+from .reference import Coded, Turn, decode, place, reconstruct
 
 
 def fast() -> ModuleType:
@@ -14,4 +14,4 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["Coded", "Turn", "decode", "fast", "reconstruct"]
+__all__ = ["Coded", "Turn", "decode", "fast", "place", "reconstruct"]
