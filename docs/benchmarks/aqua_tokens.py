@@ -58,9 +58,10 @@ def benched(name: str, geometry: Geometry) -> schemes.Benched:
 
 
 def kinds(model: Any, geometry: Geometry) -> list[Kind]:
-    """require_kernels: a row of AQUA-KV or HIGGS is one of kernels, or an error."""
+    """On a GPU a row of AQUA-KV or HIGGS is one of kernels, or an error."""
+    required = model.device.type == "cuda"
     dynamic = next(kind for kind in caches.plain_kinds(model, geometry) if kind.path == "DynamicCache")
-    own = [caches.scheme_kind(model, geometry, benched(name, geometry), True, "auto") for name in MADE]
+    own = [caches.scheme_kind(model, geometry, benched(name, geometry), required, "auto") for name in MADE]
     return [*own, dynamic]
 
 
@@ -156,7 +157,8 @@ def main(given: Sequence[str] | None = None) -> None:
     source = models.resolve(chosen.model)
     geometry = models.geometry(source)
     if chosen.compile:
-        return compile_for(chosen.compile, geometry, models.to_dtype(chosen.dtype))
+        compile_for(chosen.compile, geometry, models.to_dtype(chosen.dtype))
+        return
     on_gpu = chosen.device == "cuda"
     own = [sys.executable, __file__, "--model", chosen.model, "--dtype", chosen.dtype, "--compile"]
     compiling = [subprocess.Popen([*own, name]) for name in MADE if on_gpu]
@@ -166,7 +168,6 @@ def main(given: Sequence[str] | None = None) -> None:
     about = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", **libraries(), "windows": vars(WINDOWS)}
     clock = Clock(model.device)
     rate = clock.matmul_rate()
-    clock._flush = None
     print(about, clock.ceilings, f"- kernels compiled and model made in {time.time() - began:.0f} s", flush=True)
     every, rows = kinds(model, geometry), []
     for shape in chosen.shapes:
