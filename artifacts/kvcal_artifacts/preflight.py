@@ -29,7 +29,7 @@ from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
 from . import codecs
-from .codecs import Codec, Context, ResidualVQ, Scaled
+from .codecs import Codec, Context, Predicted, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 
@@ -120,8 +120,8 @@ def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: t
 
 
 def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors."""
-    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled) else (codec, dtype)
+    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors and predictors."""
+    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled | Predicted) else (codec, dtype)
     return _found(["encode", kind(own)], dtype, device, lambda: encode_trial(own, dtype, device))
 
 
@@ -326,7 +326,15 @@ def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks:
     x[..., ::9] *= 20
     x[0, :, 3] = 0
     x = x.to(dtype)
-    found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+    if isinstance(codec.fused(), Form):
+        found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+    else:  # as layers that are predicted from it need it, too
+        (found, here), (wanted, there) = (
+            own.encode_decode(x.to(where))
+            for own, where in ((codec.to(device).by_kernel(), device), (codec.to(x.device), x.device))
+        )
+        if not torch.equal(here.cpu(), there):
+            return f"what packed {codec.role}s decode to differs"
     apart = [name for name, one in wanted.items() if not torch.equal(found[name].cpu(), one)]
     return f"{apart[0]} of packed {codec.role}s differ" if apart else None
 
