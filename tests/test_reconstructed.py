@@ -14,11 +14,10 @@ from architectures import build, rope
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts import preflight
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Codec, Context, Higgs, Predicted, Shape
+from kvcal_artifacts.codecs import Codec, Higgs, Predicted, Shape
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
-from kvcal_kernels import reconstruct
 from schemes import close_all, left_mask, numbers, opened, token_ids
 from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
 
@@ -214,6 +213,8 @@ def test_logits_on_a_gpu(dtype: torch.dtype, frame: Any) -> None:
 INTERPRETED = """
 import torch
 import test_reconstructed as t
+from kvcal_artifacts.codecs import Context
+from kvcal_kernels import reconstruct
 from kvcal_kernels.reconstruct import triton as kernel
 kernel.launch_for = lambda device: kernel.Launch(32, 32, 4, 2)
 own = t.build("Llama", head_dim=64, num_hidden_layers=2).half()
@@ -226,11 +227,11 @@ print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"
 run = kernel.reconstruct
 kernel.reconstruct = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
 print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-kernel.reconstruct, kernel.place = run, t.reconstruct.place
+kernel.reconstruct, kernel.place = run, reconstruct.place
 print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-kernel.place = lambda whole, sink, window, new, behind, turn: t.reconstruct.place(whole, sink, window, new, behind)
+kernel.place = lambda whole, sink, window, new, behind, turn: reconstruct.place(whole, sink, window, new, behind)
 print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
-x, context = t.numbers(2, 2, 64, 64, seed=1), t.Context(1, k1=t.numbers(2, 2, 64, 64, seed=2))
+x, context = t.numbers(2, 2, 64, 64, seed=1), Context(1, k1=t.numbers(2, 2, 64, 64, seed=2))
 (packed, made), (own, here) = (one.encode_decode(x, context) for one in (codec, codec.by_kernel()))
 print(codec.by_kernel() is not codec, torch.equal(made, here), all(torch.equal(packed[n], own[n]) for n in packed))
 print(t.preflight.encode_trial(codec.inner, torch.float32, torch.device("cpu")))

@@ -177,8 +177,6 @@ def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: P
 @needs_triton
 @pytest.mark.parametrize("d", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_compiled_kernel_that_rotates_a_token_and_decodes_spills_nothing(d: int, tmp_path: Path) -> None:
-    from kvcal_kernels.rotated import triton
-
     how = Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8), width=1024)
     registers, spilled = resources(built(how, decode=True), tmp_path)
     assert (registers <= 255, spilled) == (True, 0)
