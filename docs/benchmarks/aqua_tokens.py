@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from generation import libraries, show
+from torch.profiler import ProfilerActivity, profile
 
 from kvcal import models
 from kvcal.bench import caches, decoding, filled, generation, schemes
@@ -41,7 +42,8 @@ from kvcal_artifacts.scheme import Windows
 WINDOWS = Windows(4, 128, 32)
 STEPS = 30
 SHAPES = [(1, 8192), (1, 2048), (1, 32768), (8, 8192)]  # rows, tokens a row
-ROUNDS = {(1, 8192): 4}  # of a shape, forwards and backwards in turn; others have one
+ROUNDS = {(1, 8192): 2}  # of a shape, forwards and backwards in turn; others have one
+PROFILED = 4  # steps, behind one that packs
 AQUA, DECODED, AFTER, FUSED = "aqua-kv-2", "higgs-2, decoded", "higgs-2 after RoPE, decoded", "higgs-2, fused"
 MADE = {  # codecs, and the frame of keys where it is not the scheme's own
     AQUA: ("aqua-kv-2", None),
@@ -80,6 +82,29 @@ def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
         reader.turns(rotary, device)
 
 
+@torch.no_grad()
+def on_device(model: Any, kind: Kind, shape: tuple[int, int]) -> dict[str, float]:
+    """Microseconds a step that kernels take on the GPU, by torch's profiler, whatever the host takes to launch them; and
+    those of the reconstruction kernel alone.
+    """
+    decoding.released(model.device)
+    assert kind.maker is not None
+    start = kind.maker(*shape, decoding.WARM_UP + PROFILED)
+    stepper = decoding.Stepper(model, start, shape[0])
+    with caches.attention(model, kind):
+        for _ in range(decoding.WARM_UP):
+            stepper.step()
+        decoding.wait(model.device)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(PROFILED):
+                stepper.step()
+            decoding.wait(model.device)
+    start.close()
+    times = {event.key: event.self_device_time_total / PROFILED for event in seen.key_averages()}
+    own = sum(taken for name, taken in times.items() if name == "reconstruct_kernel")
+    return {"device_microseconds": sum(times.values()), "reconstruct_microseconds": own}
+
+
 def flops(model: Any, geometry: Geometry, batch: int, length: int) -> float:
     """Of the predictors' products in a step of AQUA-KV: over all packed tokens of all layers that have one."""
     one = benched(AQUA, geometry)
@@ -107,6 +132,8 @@ def measure(
             if rows[0].scheme == AQUA:
                 own = flops(model, geometry, *shape)
                 more |= {"predictor_flops": own, "flop_bound_microseconds": own / rate * 1e6}
+            if rows[0].path.endswith(generation.EAGER) and model.device.type == "cuda":
+                more |= on_device(model, next(kind for kind in every if kind.name == rows[0].scheme), shape)
             more["tokens_per_second"] = shape[0] * 1e6 / taken
             made.append(replace(rows[0], microseconds=taken, more={**rows[0].more, **more}))
         else:
@@ -131,6 +158,9 @@ def summary(rows: Sequence[Row], rate: float) -> str:
         if (other := eager(rows, name)) is not None and other.microseconds is not None:
             taken = other.microseconds
             lines.append(f"  to {name}: {taken / own - 1:+.1%} tokens a second, {(own - taken) / 1e3:+.2f} ms a step")
+    if "device_microseconds" in aqua.more:
+        busy, kernel = aqua.more["device_microseconds"], aqua.more["reconstruct_microseconds"]
+        lines.append(f"  the GPU is busy for {busy / 1e3:.2f} ms, with reconstruction for {kernel / 1e3:.2f}")
     lines.append(
         f"  products of the predictors: {bound / 1e3:.2f} ms at the {rate / 1e12:.0f} TFLOP/s of torch's own product"
     )
