@@ -198,6 +198,22 @@ def test_compiled_kernel_keeps_to_its_budget(
         assert max(loop.total() for loop in products) <= 140
 
 
+@needs_triton
+@pytest.mark.parametrize("tables", ["bf16", "fp32"])
+def test_compiled_placing_rounds_every_product(tables: str, tmp_path: Path) -> None:
+    """As torch does: with fused operations 16 of 100 numbers of bfloat16 were others (H200)."""
+    from kvcal_kernels.reconstruct import triton as kernel
+
+    constants = {"H": 8, "D": 128, "DP": 128, "R": 128, "BT": kernel.PLACED, "ASM": True}
+    names = [name for name in kernel.place_kernel.arg_names if name not in constants]
+    types = {name: "*bf16" if name.startswith("p_") else "i32" for name in names}
+    types |= dict.fromkeys(["p_cos", "p_sin"], f"*{tables}")
+    aligned = [name for name in names if name[:2] in ("p_", "s_")]
+    made = compiled(kernel.place_kernel, types, constants, aligned, 90, num_warps=4, enable_fp_fusion=False)
+    assert resources(made, tmp_path)[1] == 0
+    assert not re.search(r"\bfma\.", made.asm["ptx"])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", small(), ids=str)
 def test_on_a_gpu(case: Case) -> None:

@@ -28,7 +28,8 @@ from pathlib import Path
 LINE = re.compile(r"^(tests/\S+\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 CLEAN = re.compile(r"SUMMARY: 0 (errors|hazards)")
-SANITIZER = ["compute-sanitizer", "--target-processes", "application-only", "--print-limit", "20", "--tool"]
+SANITIZER = ["compute-sanitizer", "--target-processes", "application-only", "--print-limit", "20"]
+SANITIZER += ["--launch-timeout", "300", "--tool"]  # seconds until a process must have come to the GPU; 10 are too few
 FEW = (  # file, and how the name goes on
     ("attention_kernel", "symmetric 3 and symmetric 2, dim 96, ratio 3, queries 3,"),
     ("attention_kernel", "asymmetric 3 and outer 3, dim 64, heads 2, blocks (2, 0, 7)"),  # two warps a program

@@ -638,5 +638,5 @@ def place(
         keys, values, *(x.contiguous() for x in (*sink, *window)), *new, cos, sin, *counts, behind, *keys.stride()[:2],
         *new[0].stride()[:3], *new[1].stride()[:3], cos.stride(0) if turn is not None and len(cos) > 1 else 0,
         H=heads, D=dim, DP=triton.next_power_of_2(dim), R=0 if turn is None else turn.cos.shape[-1], BT=PLACED,
-        ASM=not interpreted(),
+        ASM=not interpreted(), enable_fp_fusion=False,  # else LLVM makes one product and the sum a fused operation of bfloat16
     )  # fmt: skip
