@@ -136,5 +136,6 @@ class Reader:
                 self._turning(packed[0], context, turns[0], made, keys)
             self._plain[1](packed[1], replace(context, k0=made), None, values)
             by = reconstruct if self._plain[0].path == "reference" else reconstruct.fast()
-            by.place(whole, sink, window, [x.to(like.dtype) for x in new], stop, turns and turns[1])
+            fresh = [x if x.dtype == like.dtype else x.to(like.dtype) for x in new]
+            by.place(whole, sink, window, fresh, stop, turns and turns[1])
         return [x[:, :, :total] for x in whole], [made, values]

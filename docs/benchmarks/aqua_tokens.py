@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 import torch
@@ -40,9 +40,9 @@ from kvcal_artifacts import fused, reconstructed
 from kvcal_artifacts.scheme import Windows
 
 WINDOWS = Windows(4, 128, 32)
-STEPS = 30
+STEPS = 20
 SHAPES = [(1, 8192), (1, 2048), (1, 32768), (8, 8192)]  # rows, tokens a row
-ROUNDS = {(1, 8192): 2}  # of a shape, forwards and backwards in turn; others have one
+ROUNDS = {(1, 8192): 3}  # of a shape, forwards and backwards in turn; others have one
 PROFILED = 4  # steps, behind one that packs
 AQUA, DECODED, AFTER, FUSED = "aqua-kv-2", "higgs-2, decoded", "higgs-2 after RoPE, decoded", "higgs-2, fused"
 MADE = {  # codecs, and the frame of keys where it is not the scheme's own
@@ -95,7 +95,7 @@ def on_device(model: Any, kind: Kind, shape: tuple[int, int]) -> dict[str, float
         for _ in range(decoding.WARM_UP):
             stepper.step()
         decoding.wait(model.device)
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
             for _ in range(PROFILED):
                 stepper.step()
             decoding.wait(model.device)
@@ -117,7 +117,7 @@ def flops(model: Any, geometry: Geometry, batch: int, length: int) -> float:
 def measure(
     model: Any, geometry: Geometry, every: Sequence[Kind], shape: tuple[int, int], rate: float, chosen: Any
 ) -> list[Row]:
-    """Each kind at a shape; microseconds are the mean of its rounds' medians, `rounds` are these."""
+    """Each kind at a shape; microseconds are the median of its rounds, `rounds` are these."""
     found: dict[str, list[Row]] = {}
     for number in range(ROUNDS.get(shape, 1)):
         for kind in every if number % 2 == 0 else every[::-1]:
@@ -128,7 +128,7 @@ def measure(
     for rows in found.values():
         times = [row.microseconds for row in rows if row.microseconds is not None]
         if times:
-            taken, more = fmean(times), {"rounds": times}
+            taken, more = median(times), {"rounds": times}
             if rows[0].scheme == AQUA:
                 own = flops(model, geometry, *shape)
                 more |= {"predictor_flops": own, "flop_bound_microseconds": own / rate * 1e6}
@@ -153,7 +153,8 @@ def summary(rows: Sequence[Row], rate: float) -> str:
     if aqua is None or aqua.microseconds is None:
         return "no figure of AQUA-KV"
     own, bound = aqua.microseconds, aqua.more["flop_bound_microseconds"]
-    lines = [f"{aqua.batch} x {aqua.length}: AQUA-KV {own / 1e3:.2f} ms a step"]
+    rounds = ", ".join(f"{taken / 1e3:.2f}" for taken in aqua.more["rounds"])
+    lines = [f"{aqua.batch} x {aqua.length}: AQUA-KV {own / 1e3:.2f} ms a step ({rounds})"]
     for name in (DECODED, AFTER, FUSED):
         if (other := eager(rows, name)) is not None and other.microseconds is not None:
             taken = other.microseconds

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
 
+@functools.cache
 def interpreted() -> bool:
-    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
+    """Whether TRITON_INTERPRET=1 held when kernels were imported, which then have no inline assembly."""
     return bool(triton.knobs.runtime.interpret)
 
 

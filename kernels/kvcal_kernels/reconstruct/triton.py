@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -348,6 +348,7 @@ def launch_for(device: torch.device) -> Launch:
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
     matrix: (tiles, channels, channels) float16, the rotation and the signs. turned: channels of a head that RoPE turns.
+    settings: of the kernel, by launch and whether it divides the tokens.
     """
 
     grid: Tensor
@@ -355,6 +356,7 @@ class Prepared:
     weight: Tensor | None
     bias: Tensor | None
     turned: int
+    settings: dict[tuple[Launch, bool], dict[str, int | bool]] = field(default_factory=dict, compare=False)
 
     @property
     def channels(self) -> int:
@@ -476,7 +478,9 @@ def reconstruct(
     x = [*inputs, *([inputs[0]] if inputs else [out]) * (MOST_INPUTS - len(inputs))]
     table = prepared.grid if turn is None else turn.table
     tiles = prepared.matrix.shape[0]
-    fixed = settings(coded, prepared, len(inputs), rows, launch)
+    kind = launch, rows % launch.tokens == 0
+    if (fixed := prepared.settings.get(kind)) is None:
+        fixed = prepared.settings[kind] = settings(coded, prepared, len(inputs), rows, launch)
     reconstruct_kernel[(tiles * -(-rows // launch.tokens),)](
         out, out if turned is None else turned, coded.codes, coded.norm, prepared.grid, prepared.matrix,
         prepared.matrix if prepared.bias is None else prepared.bias,
@@ -521,20 +525,22 @@ def _check(
     if (turn is not None) != bool(prepared.turned) or (turn is not None and turn.cos.shape[-1] != prepared.turned):
         raise ValueError(f"reconstruct: prepared for RoPE of {prepared.turned} channels, got {turn and turn.cos.shape}")
     for name, each in [("out", out), ("turned", turned), *(("input", x) for x in inputs)]:
-        if each is None:
-            continue
-        fits = each.shape[:2] == shape[:2] and each.shape[2] >= shape[2] and each.shape[3] == shape[3]
-        if not fits or each.dtype != out.dtype or each.stride()[2:] != (shape[3], 1):
+        if each is not None and not _fits(each, shape, out.dtype):
             seen = f"{tuple(each.shape)} {each.dtype}, strides {each.stride()}"
             raise ValueError(f"reconstruct, {name}: {seen}; must be {shape} {out.dtype}, heads contiguous")
-    if any(x.stride() != inputs[0].stride() for x in inputs) or (
-        turned is not None and turned.stride() != out.stride()
-    ):
+    own = inputs[0].stride() if inputs else ()
+    if any(x.stride() != own for x in inputs[1:]) or (turned is not None and turned.stride() != out.stride()):
         raise ValueError("reconstruct: inputs, and out and turned, must have the same strides")
     rows = coded.codes.stride()[2:], coded.norm.stride()[2:]
     inner = coded.codes.shape[-1]
     if rows != ((coded.codes.shape[3] * inner, inner, 1), (coded.block, 1)):
         raise ValueError(f"reconstruct: blocks of strides {rows}; blocks of a head must be contiguous")
+
+
+def _fits(x: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> bool:
+    batch, heads, tokens, dim = x.shape
+    same = (batch, heads, dim) == (shape[0], shape[1], shape[3]) and x.dtype == dtype
+    return same and tokens >= shape[2] and x.stride()[2:] == (dim, 1)
 
 
 # Exact tokens around the packed ones.
