@@ -255,8 +255,8 @@ def test_sums_survive_as_json() -> None:
     assert _Sums(**json.loads(json.dumps(vars(sums)))) == sums
 
 
-BENCH = ["bench", "--device", "cpu", "--model", "tiny", "-p", "kivi-2", "-p", "higgs-2", "--batch", "1,2,4", "--length", 400,
-         "--repeats", 3, "--seconds", 0.1]  # fmt: skip
+BENCH = ["bench", "--device", "cpu", "--model", "tiny", "-p", "kivi-2", "-p", "higgs-2", "--batch", "1,2", "--length", 100,
+         "--sink", 4, "--recent", 32, "--repeats", 2, "--seconds", 0.05]  # fmt: skip
 
 
 def places(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -282,4 +282,4 @@ def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: lis
     anew = good(kvcal(*command, "--json"))
     assert anew["resumed_rows"] == 0
     assert places(anew["rows"]) == places(found["rows"])
-    assert {row["batch"] for row in anew["rows"]} == {1, 2, 4}
+    assert {row["batch"] for row in anew["rows"]} == {1, 2}
