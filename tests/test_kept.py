@@ -18,7 +18,7 @@ from kvcal.evaluate.perplexity import _Sums
 from kvcal.kept import Work, beside
 from models_fixture import SUFFIX, Done, denied, finished, kvcal, started, wait_until, write_model, write_text
 
-WINDOWS = 8  # one at a time: enough work that a process can be stopped between two of them
+WINDOWS = 6  # one at a time: enough work that a process can be stopped between two of them
 TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1]
 ROWS = ["--preset", "kivi-2", "--preset", "higgs-2", "--preset", "uniform-4"]
 PAIRS = ["--keys", "higgs-2-wide", "--values", "higgs-2-wide", "--recent", 16, "--predict"]
@@ -195,7 +195,7 @@ def test_ctrl_c_keeps_what_was_done(given: Given, broken_off: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--step", 31], ["--keep", 0.5], ["--windows", 6], ["--batch", 2], ["--dtype", "bfloat16"]], ids=str
+    "options", [["--step", 31], ["--keep", 0.5], ["--windows", 5], ["--batch", 2], ["--dtype", "bfloat16"]], ids=str
 )
 def test_other_settings_begin_at_the_start(given: Given, broken_off: Path, options: list[object]) -> None:
     assert resumed(*given.command("eval"), *options) == 0
