@@ -1763,7 +1763,7 @@ def attend_kernel(
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
         acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
-    blocks = tl.load(p_blocks + i_batch)
+    blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
     each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
     start = tl.minimum(i_split * each, blocks)
     stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
@@ -2029,13 +2029,13 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share one. At 168
     registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
     """
-    if keys.vector or values.vector:
-        return Launch(warps=4, registers=128)
+    if keys.vector or values.vector:  # outputs of values without pairs are twice as many, and spill with 128
+        return Launch(warps=4, registers=128 if values.paired else 0)
     if keys.dim > 128 or rows > 8:
         return Launch()
-    if turned and keys.bits == 3:
-        return Launch(registers=184)  # spills with 176
-    return Launch(registers=176 if keys.tiered else 168)  # tiers spill with 168, and take 165 of 176
+    if turned:  # they spill with 168, and of 3 bits with 184
+        return Launch(registers=192 if keys.bits == 3 else 176)
+    return Launch(registers=176 if keys.tiered else 168)
 
 
 def attend(
