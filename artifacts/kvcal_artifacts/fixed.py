@@ -410,7 +410,7 @@ def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
         held = [getattr(steps.counts, name) for name in STORED]
-        told = torch.cat([flagged[None].long(), steps.length[None], *(one.long() for one in held)]).to("cpu")
+        told = torch.cat([flagged[None], steps.length[None], *held]).to("cpu")  # int64, as the length
         if bool(told[0]):
             _refuse(rooms)
         lengths.add(int(told[1]))
