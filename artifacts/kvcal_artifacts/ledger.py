@@ -180,9 +180,9 @@ class Ledger:
 
     def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
-        sink = torch.minimum(self.sink + added, torch.tensor(self.windows.sink))
+        sink = (self.sink + added).clamp_max_(self.windows.sink)
         waiting = self.window + added - (sink - self.sink)
-        flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min(0)
+        flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min_(0)
         return sink, flush, waiting - flush * self.windows.block
 
     def _uniform(self, query: int) -> Plan:
