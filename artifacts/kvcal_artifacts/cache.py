@@ -278,7 +278,7 @@ class KVCalLayer(CacheLayerMixin):
         wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
         if not plan.ragged:
             return wide
-        slots = (recent.long() - plan.query)[:, None] + torch.arange(plan.query, device=new.device)
+        slots = self._cache.call.places(new.device, recent)
         return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
 
     def _frame_keys(self, handed: Tensor) -> Tensor:
@@ -298,8 +298,10 @@ class KVCalLayer(CacheLayerMixin):
     def _observe(self, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
         """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
         before, self.pending_queries = self.pending_queries, None
-        if not self.statistics or (not plan.flush and self._settled()):
+        if not self.statistics:
             return {}
+        if self._settled():
+            return self._current() if plan.flush else {}
         at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
@@ -314,10 +316,10 @@ class KVCalLayer(CacheLayerMixin):
         return {name: value for name, value in found.items() if value is not None}
 
     def _settled(self) -> bool:
-        """Whether no token changes the statistics any more: all rows have blocks, by whose first one keys are divided."""
+        """Whether no token changes the statistics any more: all rows had blocks, by whose first one keys are divided."""
         cache = self._cache
         plain = self.statistics.keys() <= {KeyScale.name} and cache.scheme.selection is None
-        return plain and cache.opened
+        return plain and cache.call.opened
 
     def _turned(self, queries: Tensor) -> Tensor:
         """The current call's queries after RoPE."""
