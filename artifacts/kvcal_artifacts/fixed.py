@@ -113,6 +113,8 @@ def _of_room(name: str) -> Any:
         if not hasattr(layer, "_host"):
             layer._host = {}
         layer._host[name] = value
+        if name == "packed":
+            layer._shown = None
 
     return property(get, put)
 
@@ -314,10 +316,13 @@ class FixedLayer(KVCalLayer):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
-            if hf.capturing() or not self._cache.opened:  # a graph serves other prompts, too
+            settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
+            if not settled:
                 self._observe_peak(counts, k)
                 self._factor = None
             (factor, wide), (keys, values) = self._key_factor(), self._as_blocks(room.packed)
+            if not settled:  # a replayed graph may change the statistics where they are
+                self._factor = None
             if by is not None and not isinstance(self._rules, str):
                 by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
             else:
