@@ -16,6 +16,10 @@ FAR = "far"
 aten: Any = torch.ops.aten
 SCALARS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 SIZES = {aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default, aten._unique2.default}
+VIEWS = {
+    "view", "slice", "select", "unsqueeze", "expand", "transpose", "t", "detach", "alias", "as_strided", "unbind", "split",
+    "split_with_sizes", "permute", "_unsafe_view", "empty", "empty_like", "new_empty",
+}  # fmt: skip
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
 
@@ -44,14 +48,18 @@ class Far(Tensor):
 
 @dataclass
 class Counts:
-    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number."""
+    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number; launches: what a
+    device would have to do besides, a kernel each.
+    """
 
     up: list[tuple[int, ...]] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
 
     def clear(self) -> None:
         self.up.clear()
         self.waits.clear()
+        self.launches.clear()
 
 
 class Counted(TorchDispatchMode):
@@ -83,6 +91,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], counts: Counts) -> Any
         return func(*args, **kwargs)
     if to is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
+    if str(func).split(".")[1] not in VIEWS:
+        counts.launches.append(str(func))
     return wrapped(func, args, kwargs, where)
 
 

@@ -82,14 +82,16 @@ def steps(cache: KVCalCache, padded: bool, lengths: tuple[int, int] = LENGTHS, p
 
 def case(name: str, layers: int, devices: int, padded: bool, **options: Any) -> dict[str, Any]:
     cache = KVCalCache(scheme(PAIRS[name], layers), Placed(layers, devices), **options)
-    up, waits, blocks = [], [], []
+    up, waits, launches, blocks = [], [], [], []
     with Counted() as here:
         for _ in steps(cache, padded, *(SHORT if name == "squat" else (LENGTHS, PROMPT))):
             up.append([list(x) for x in here.counts.up])
             waits.append(len(here.counts.waits))
+            launches.append(len(here.counts.launches))
             blocks.append(cache.ledger.blocks.tolist())
             here.counts.clear()
-    return {"up": up[1:], "waits": waits[1:], "packs": [a != b for a, b in pairwise(blocks)]}
+    packs = [a != b for a, b in pairwise(blocks)]
+    return {"up": up[1:], "waits": waits[1:], "launches": launches[1:], "packs": packs}
 
 
 def alike(name: str, padded: bool, **options: Any) -> bool:
@@ -112,7 +114,7 @@ def main() -> None:
         for name in ("innerq-prefill", "squat") if path == "reference" else ("innerq-prefill",):
             for padded in (False, True):
                 fused.attention = lambda kernels, q, *rest, **more: q  # type: ignore[assignment]
-                for layers, devices in ((2, 1), (4, 1), (4, 2)) if padded else ((4, 1),):
+                for layers, devices in ((2, 1), (4, 1), (4, 2)) if padded else ((2, 1), (4, 1)):
                     found = case(name, layers, devices, padded, **options)
                     print(json.dumps([path, name, padded, layers, devices, found]))
                 fused.attention = own

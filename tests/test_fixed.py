@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts import fused, hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import MixKVQ, Squat, Uniform
+from kvcal_artifacts.codecs import Context, MixKVQ, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs
@@ -295,6 +295,25 @@ def test_a_row_that_is_not_due_keeps_its_bytes_and_one_that_is_gets_the_codecs_o
     made = layer.codecs.key.encode(window[:, :, :32])
     for name, held in layer.room.packed[0].items():
         assert torch.equal(held[0, :, 1], made[name][0, :, 0]) and torch.equal(held[1], before[0][name][1])
+
+
+def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
+    own, ids = fixed("innerq-prefill"), token_ids(1, 104, seed=3)
+    layer = own.layers[0]
+    assert isinstance(layer, FixedLayer)
+    with torch.no_grad():
+        own.model(ids[:, :60], past_key_values=own)
+        own.model(ids[:, 60:61], past_key_values=own)
+        assert not own.opened and layer._factor is None
+        layer.statistics["key_scale"].state["peak"].mul_(4)  # as a replayed graph would
+        own.model(ids[:, 61:100], past_key_values=own)
+        for at in (100, 101, 102):
+            own.model(ids[:, at : at + 1], past_key_values=own)
+    assert own.opened and layer._factor is not None
+    wanted = layer.codecs.key.key_factor(Context(stats=layer._current()))
+    assert wanted is not None and torch.equal(layer._factor[1][0], wanted)
+    own.reset()
+    assert not own.opened
 
 
 # What goes wrong.

@@ -11,6 +11,7 @@ import copy
 import warnings
 import weakref
 from dataclasses import replace
+from operator import is_not
 from typing import Any, Protocol
 
 import torch
@@ -186,17 +187,18 @@ class KVCalLayer(CacheLayerMixin):
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
+        cache = self._cache
         return (
             self.refused is None
             and plan.query <= self.most_queries
-            and self._blocks * self._cache.scheme.windows.block > self.least_tokens
-            and (plan.valid is None or bool(plan.valid.all()))
-            and not self._cache.has_custom_mask
-            and not self._cache.hides_old
-            and not self._cache.gives_weights
+            and self._blocks * cache.scheme.windows.block > self.least_tokens
+            and plan.whole
+            and not cache.has_custom_mask
+            and not cache.hides_old
+            and not cache.gives_weights
             and not self.site.module.training
             and not self.learns(keys, values)
-            and (not self.rotary or self._cache.turns_evenly)
+            and (not self.rotary or cache.turns_evenly)
         )
 
     def learns(self, keys: Tensor, values: Tensor) -> bool:
@@ -225,27 +227,28 @@ class KVCalLayer(CacheLayerMixin):
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        plan, stored = due
+        (plan, stored), cache = due, self._cache
         with without_autocast(q.device.type):
             each = 1 if self.vectors else fused.kernel_blocks(self.codecs)
-            sink, blocks, recent = self._cache.call.counts(q.device, each)
+            sink, blocks, recent = cache.call.counts(q.device, each)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
             exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
             out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
-            if self._cache.watch is not None:
-                self._cache.watch.read(self.index, self._blocks * q.shape[0])
+            if cache.watch is not None:
+                cache.watch.read(self.index, self._blocks * q.shape[0])
             self._finish(plan, stored, kept)
         return out.to(q.dtype)
 
     def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
         """blocks (B,) int32: of the kernel; of vector codes of the scheme."""
-        kernels, space = self._cache.kernels, self._cache.workspace(q.device, self.vectors)
+        cache = self._cache
+        kernels, space = cache.kernels, cache.workspace(q.device, self.vectors)
         if self.vectors:
             coded = vectors.coded(self.codecs, self.packed)
             return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
         (keys, values), turns = self._as_blocks(self.packed), None
         if self.rotary:
-            turns = self._cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
+            turns = cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
         factor = self._key_factor()[1]
         return fused.attention(kernels, q, keys, values, blocks, sink, recent, scaling, factor, space, turns=turns)
 
@@ -261,11 +264,13 @@ class KVCalLayer(CacheLayerMixin):
         which are never changed in place here.
         """
         states = [state for own in self.statistics.values() for state in own.state.values()]
-        if self._factor is None or any(a is not b for a, b in zip(states, self._factor[0], strict=True)):
+        held = None if self._factor is None else self._factor[0]
+        if held is None or len(held) != len(states) or any(map(is_not, states, held)):
             own = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
             heads = self.site.ratio * self.site.kv_heads
             both = (None, None) if own is None else (own.contiguous(), fused.for_queries(own, heads))
             self._factor = states, both
+        assert self._factor is not None
         return self._factor[1]
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
@@ -273,7 +278,7 @@ class KVCalLayer(CacheLayerMixin):
         wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
         if not plan.ragged:
             return wide
-        slots = (recent.long() - plan.query)[:, None] + torch.arange(plan.query, device=new.device)
+        slots = self._cache.call.places(new.device, recent)
         return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
 
     def _frame_keys(self, handed: Tensor) -> Tensor:
@@ -293,8 +298,10 @@ class KVCalLayer(CacheLayerMixin):
     def _observe(self, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
         """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
         before, self.pending_queries = self.pending_queries, None
-        if not self.statistics or (not plan.flush and self._settled()):
+        if not self.statistics:
             return {}
+        if self._settled():
+            return self._current() if plan.flush else {}
         at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
@@ -309,9 +316,10 @@ class KVCalLayer(CacheLayerMixin):
         return {name: value for name, value in found.items() if value is not None}
 
     def _settled(self) -> bool:
-        """Whether no token changes the statistics any more: all rows have blocks, by whose first one keys are divided."""
-        plain = self._cache.scheme.selection is None
-        return plain and self._cache.opened and all(isinstance(own, KeyScale) for own in self.statistics.values())
+        """Whether no token changes the statistics any more: all rows had blocks, by whose first one keys are divided."""
+        cache = self._cache
+        plain = self.statistics.keys() <= {KeyScale.name} and cache.scheme.selection is None
+        return plain and cache.call.opened
 
     def _turned(self, queries: Tensor) -> Tensor:
         """The current call's queries after RoPE."""
@@ -818,22 +826,22 @@ class KVCalCache(Cache):
         return self._on_device
 
     def _can_step(self, keys: Tensor) -> bool:
-        query, past = keys.shape[2], self.ledger.columns
+        query, past, own = keys.shape[2], self.ledger.columns, self.own_layers
         if (
             self.watch is not None
             or not self.is_compileable
             or query > fused.QUERIES
-            or not all(layer.ready for layer in self.own_layers)
+            or not all(layer.ready for layer in own)
         ):
             return False
         if hf.capturing():
             return True
         if not self._hooks.active or len(keys) != self.ledger.batch:
             return False  # what the host says of that
-        if any(layer.columns != past for layer in self.own_layers):
+        if any(layer.columns != past for layer in own):
             raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
         valid = self._new_valid(past, query)
-        learns = any(layer.learns(keys, keys) for layer in self.own_layers)
+        learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in own)
         if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
             return False
         self._check_room(query)

@@ -19,6 +19,7 @@ class Call:
         self.plan, self._windows = plan, windows
         self._plans: dict[torch.device, Plan] = {}
         self._prefixes: dict[torch.device, Prefixes] = {}
+        self._places: dict[torch.device, Tensor] = {}
         self._counts: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> Plan:
@@ -38,6 +39,19 @@ class Call:
         """Whether all rows' sinks are full, so that windows alone take the new tokens."""
         assert self.plan.seen is not None
         return bool((self.plan.seen >= self._windows.sink).all())
+
+    @cached_property
+    def opened(self) -> bool:
+        """Whether all rows had packed blocks before the call."""
+        assert self.plan.packed is not None
+        return bool((self.plan.packed > 0).all())
+
+    def places(self, device: torch.device, recent: Tensor) -> Tensor:
+        """(B, Q) int64: which of each row's recent tokens, of which `recent` (B,) are there with the new ones, are these."""
+        if device not in self._places:
+            query = self.plan.query
+            self._places[device] = (recent.long() - query)[:, None] + torch.arange(query, device=device)
+        return self._places[device]
 
     def counts(self, device: torch.device, each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
         """Sink tokens, packed blocks, recent tokens with the new ones, of each row before the call: (B,) int32. each: kernel

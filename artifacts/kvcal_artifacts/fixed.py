@@ -113,6 +113,8 @@ def _of_room(name: str) -> Any:
         if not hasattr(layer, "_host"):
             layer._host = {}
         layer._host[name] = value
+        if name == "packed":
+            layer._shown = None
 
     return property(get, put)
 
@@ -314,10 +316,13 @@ class FixedLayer(KVCalLayer):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
-            if hf.capturing() or not self._cache.opened:  # a graph serves other prompts, too
+            settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
+            if not settled:
                 self._observe_peak(counts, k)
                 self._factor = None
             (factor, wide), (keys, values) = self._key_factor(), self._as_blocks(room.packed)
+            if not settled:  # a replayed graph may change the statistics where they are
+                self._factor = None
             if by is not None and not isinstance(self._rules, str):
                 by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
             else:
@@ -410,7 +415,7 @@ def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
         held = [getattr(steps.counts, name) for name in STORED]
-        told = torch.cat([flagged[None].long(), steps.length[None], *(one.long() for one in held)]).to("cpu")
+        told = torch.cat([flagged[None], steps.length[None], *held]).to("cpu")  # int64, as the length
         if bool(told[0]):
             _refuse(rooms)
         lengths.add(int(told[1]))

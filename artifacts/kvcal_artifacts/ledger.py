@@ -84,6 +84,11 @@ class Plan:
         return self.before is not None
 
     @cached_property
+    def whole(self) -> bool:
+        """Whether all new columns are real tokens."""
+        return self.valid is None or bool(self.valid.all())
+
+    @cached_property
     def past_index(self) -> Tensor | None:
         """(B, past) slot in `past` of each old column."""
         return None if self.before is None else self.before.index.to(self.device)
@@ -150,10 +155,10 @@ class Ledger:
             self.valid = torch.zeros(batch, 0, dtype=torch.bool)
             self.starts, self.gapless = None, True
             self.sink = self.blocks = self.window = torch.zeros(batch, dtype=torch.long)
+        seen, packed = self.seen, self.blocks
+        uniform = (new_valid is None or bool(new_valid.all())) and not bool((seen < self.columns).any())
         if new_valid is None:
             new_valid = torch.ones(batch, query, dtype=torch.bool)
-        seen, packed = self.seen, self.blocks
-        uniform = not self.padded and bool(new_valid.all())
         plan = self._uniform(query) if uniform else self._ragged(query, new_valid)
         plan = replace(plan, seen=seen, packed=packed, valid=None if uniform else new_valid)
         self.valid = torch.cat([self.valid, new_valid], 1)
@@ -175,9 +180,9 @@ class Ledger:
 
     def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
-        sink = torch.minimum(self.sink + added, torch.tensor(self.windows.sink))
+        sink = (self.sink + added).clamp_max_(self.windows.sink)
         waiting = self.window + added - (sink - self.sink)
-        flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min(0)
+        flush = ((waiting - self.windows.recent) // self.windows.block).clamp_min_(0)
         return sink, flush, waiting - flush * self.windows.block
 
     def _uniform(self, query: int) -> Plan:

@@ -201,7 +201,8 @@ class Blocks:
         """All that a kernel takes for granted of them but their numbers; see `about`."""
         grid = None if self.grid is None else (self.grid.vector, about(self.grid.table), about(self.grid.sign))
         order = None if self.order is None else about(self.order)
-        return self.form, about(self.words), about(self.scale), grid, order
+        # the form's name in its place: a string keeps its hash
+        return repr(self.form), about(self.words), about(self.scale), grid, order
 
     @property
     def written(self) -> Tensor:

@@ -26,6 +26,7 @@ import ctypes
 import functools
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from triton.compiler.compiler import make_backend
 
 from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form, about
+from .reference import Blocks, Form
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
@@ -2059,13 +2060,13 @@ def attend(
     packed_q = q if packed_q is None else packed_q
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
-    same = k_table.data_ptr() == v_table.data_ptr()
+    same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()
+    given = (q, packed_q, blocks, *sink, *recent)
     key = (
-        keys.about, values.about, about(q), None if packed_q is q else about(packed_q), about(blocks), *map(about, sink),
-        *map(about, recent), same, launch, ring, None if rope is None else rope.about,
+        keys.about, values.about, *map(_ABOUT, given), packed_q is q, same, launch, ring, None if rope is None else rope.about,
     )  # fmt: skip
     prepared = _PREPARED.get(key)
-    if prepared is None:
+    if prepared is None or not all(map(Tensor.is_contiguous, given)):
         _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
         prepared = _PREPARED[key] = _prepared(q, keys, values, sink, recent, launch, same, ring, rope)
     ready, take, numbers = prepared
@@ -2079,6 +2080,7 @@ def attend(
     return out
 
 
+_ABOUT = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
 LOG2E = 1.4426950408889634
 _PREPARED = Prepared()
 
