@@ -430,12 +430,8 @@ class KVCalLayer(CacheLayerMixin):
     @without_grad
     def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], kept: list[Tensor] | None = None) -> None:
         """Distribute the new tokens over sink and window, and pack what leaves the window. kept: as of _finish."""
-        if kept is not None and not plan.flush and self._cache.call.rolls:
-            self.window = kept
-            self._cache.leave_new(self.index, None, None)
-            return
-        if not plan.ragged and not plan.flush and plan.sink == self.sink[0].shape[2]:  # most steps: 2 launches for 6
-            self.window = [torch.cat([held, x], 2) for held, x in zip(self.window, new, strict=True)]
+        if not plan.flush and self._cache.call.rolls and (kept is not None or not plan.ragged):  # most steps
+            self.window = kept or [torch.cat([held, x], 2) for held, x in zip(self.window, new, strict=True)]
             self._cache.leave_new(self.index, None, None)
             return
         leaving: list[Tensor] = []

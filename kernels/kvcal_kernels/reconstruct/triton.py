@@ -18,16 +18,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import triton as shared
 from ..attention.triton import _as
 from ..hadamard import hadamard
 from ..packing.triton import code_at
-from ..triton import half, interpreted
+from ..triton import Ready, half, interpreted
 from .reference import Coded, Turn
 
 MOST_INPUTS = 4
@@ -348,7 +350,7 @@ def launch_for(device: torch.device) -> Launch:
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
     matrix: (tiles, channels, channels) float16, the rotation and the signs. turned: channels of a head that RoPE turns.
-    settings: of the kernel, by launch and whether it divides the tokens.
+    launches: of the kernel, by what they are made for.
     """
 
     grid: Tensor
@@ -356,7 +358,7 @@ class Prepared:
     weight: Tensor | None
     bias: Tensor | None
     turned: int
-    settings: dict[tuple[Launch, bool], dict[str, int | bool]] = field(default_factory=dict, compare=False)
+    launches: shared.Prepared = field(default_factory=shared.Prepared, compare=False, repr=False)
 
     @property
     def channels(self) -> int:
@@ -477,18 +479,27 @@ def reconstruct(
         return out, turned
     x = [*inputs, *([inputs[0]] if inputs else [out]) * (MOST_INPUTS - len(inputs))]
     table = prepared.grid if turn is None else turn.table
-    tiles = prepared.matrix.shape[0]
-    kind = launch, rows % launch.tokens == 0
-    if (fixed := prepared.settings.get(kind)) is None:
-        fixed = prepared.settings[kind] = settings(coded, prepared, len(inputs), rows, launch)
-    reconstruct_kernel[(tiles * -(-rows // launch.tokens),)](
+    strides = (
+        *coded.codes.stride()[:2], *coded.norm.stride()[:2], *x[0].stride()[:2], *out.stride()[:2],
+        table.stride(0) if len(table) > 1 else 0,
+    )  # fmt: skip
+    kind = launch, rows, strides, out.dtype
+    if (ready := prepared.launches.get(kind)) is None:
+        grid = (prepared.matrix.shape[0] * -(-rows // launch.tokens),)
+        fixed: dict[str, Any] = {
+            "d": d,
+            "ASM": not interpreted(),
+            "num_warps": launch.warps,
+            "num_stages": launch.stages,
+        }
+        fixed |= settings(coded, prepared, len(inputs), rows, launch)
+        ready = prepared.launches[kind] = Ready(reconstruct_kernel, grid, fixed)
+    tensors = (
         out, out if turned is None else turned, coded.codes, coded.norm, prepared.grid, prepared.matrix,
         prepared.matrix if prepared.bias is None else prepared.bias,
-        prepared.matrix if prepared.weight is None else prepared.weight, *x, table, rows, tokens, heads * dim // fixed["BK"],
-        coded.codes.stride(0), coded.codes.stride(1), coded.norm.stride(0), coded.norm.stride(1),
-        x[0].stride(0), x[0].stride(1), out.stride(0), out.stride(1), table.stride(0) if len(table) > 1 else 0,
-        **fixed, d=d, ASM=not interpreted(), num_warps=launch.warps, num_stages=launch.stages,
+        prepared.matrix if prepared.weight is None else prepared.weight, *x, table,
     )  # fmt: skip
+    ready(tensors, rows, tokens, heads * dim // ready.options["BK"], *strides)
     return out, turned
 
 
@@ -640,9 +651,19 @@ def place(
     if not total or not batch:
         return
     cos, sin = (keys, keys) if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
-    place_kernel[(-(-total // PLACED), batch * heads, 2)](
-        keys, values, *(x.contiguous() for x in (*sink, *window)), *new, cos, sin, *counts, behind, *keys.stride()[:2],
-        *new[0].stride()[:3], *new[1].stride()[:3], cos.stride(0) if turn is not None and len(cos) > 1 else 0,
-        H=heads, D=dim, DP=triton.next_power_of_2(dim), R=0 if turn is None else turn.cos.shape[-1], BT=PLACED,
-        ASM=not interpreted(), enable_fp_fusion=False,  # else LLVM makes one product and the sum a fused operation of bfloat16
+    turned = 0 if turn is None else turn.cos.shape[-1]
+    grid = -(-total // PLACED), batch * heads, 2
+    strides = (
+        *keys.stride()[:2], *new[0].stride()[:3], *new[1].stride()[:3],
+        cos.stride(0) if turn is not None and len(cos) > 1 else 0,
     )  # fmt: skip
+    kind = grid, strides, heads, dim, turned, keys.dtype, cos.dtype, keys.device
+    if (ready := _PLACES.get(kind)) is None:
+        fixed = {"H": heads, "D": dim, "DP": triton.next_power_of_2(dim), "R": turned, "BT": PLACED}
+        # with fused operations LLVM makes one product and the sum one of bfloat16
+        fixed |= {"ASM": not interpreted(), "enable_fp_fusion": False}
+        ready = _PLACES[kind] = Ready(place_kernel, grid, fixed)
+    ready((keys, values, *(x.contiguous() for x in (*sink, *window)), *new, cos, sin), *counts, behind, *strides)
+
+
+_PLACES = shared.Prepared()
