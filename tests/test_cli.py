@@ -464,7 +464,8 @@ def test_a_bundle_of_another_model(base: Path, bundle: Path) -> None:
 
 def test_unknown_names(base: Path, bundle: Path) -> None:
     short = ["--length", 64]
-    fails(kvcal("eval", *named(base), *short, "--preset", "higgs-5"), 2, "'higgs-5'", "allowed are higgs-2")
+    near = "did you mean higgs-4, higgs-3 or higgs-2? `kvcal names preset` lists all"
+    fails(kvcal("eval", *named(base), *short, "--preset", "higgs-5"), 2, "'higgs-5'", near)
     fails(kvcal("eval", *named(base), *short, "--dtype", "int8"), 2, "int8", "auto, float32")
     fails(kvcal("verify", bundle, "--model", base / "model", "--device", "abacus"), 2, "abacus", "allowed are cpu")
     fails(kvcal("verify", bundle, "--model", base / "model", "--device", "meta"), 2, "meta", "allowed are cpu")
