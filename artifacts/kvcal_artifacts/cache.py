@@ -192,7 +192,7 @@ class KVCalLayer(CacheLayerMixin):
             hf.turn_of(self.site).take()
 
     @torch.no_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """What the operator of fused.py does: attention of the call that update() was told of, then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
@@ -694,10 +694,11 @@ class KVCalCache(Cache):
         from . import fixed
 
         own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
+        moves = self.rotary > 0 and hf.rope_moves(hf.config_of(self.model))
         for index, layer in enumerate(layers):
             if not isinstance(layer, KVCalLayer):
                 self._growing = f"layer {index} is left to Transformers' own cache, which grows"
-            elif why := (None if layer.readable else layer.refused) or fixed.refusal(self.scheme, layer.codecs):
+            elif why := (None if layer.readable else layer.refused) or fixed.refusal(layer.codecs, moves):
                 self._growing = f"layer {index}: {why}"
             else:
                 continue
@@ -709,7 +710,7 @@ class KVCalCache(Cache):
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
         refused = (f"layer {layer.index}: {layer.refused}" for layer in self.own_layers if layer.refused)
-        return self._growing or next(refused, None)
+        return self._growing or next(refused, None) or (self.uneven if self.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
         """Why a call of so many tokens cannot run compiled, and what to do."""
@@ -756,7 +757,9 @@ class KVCalCache(Cache):
         if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
             return False
         self._check_room(query)
-        return valid is None or bool(valid.all())
+        if valid is not None and not bool(valid.all()):
+            return False
+        return self.scheme.frame == "post_rope" or self.ledger.follows(self._reported)
 
     def _check_room(self, query: int) -> None:
         if self.max_length is not None and self.ledger.columns + query > self.max_length:
@@ -777,7 +780,7 @@ class KVCalCache(Cache):
 
         length, counts = fixed.read(ready)
         if new := length - self.ledger.columns:
-            self.ledger.begin(self.ledger.batch, new, None)
+            self.ledger.proceed(new)
             if self._held_mask is not None:
                 self._held_mask = torch.nn.functional.pad(self._held_mask, (0, new), value=True)
         fixed.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
@@ -807,8 +810,11 @@ class KVCalCache(Cache):
             fused.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.refused)
             if self.require_kernels:
                 fused.require([(layer.index, layer.refused)])
-        for other in self.own_layers:
-            other.leave_room()
+        self._leave_rooms()
+
+    def _leave_rooms(self) -> None:
+        for layer in self.own_layers:
+            layer.leave_room()
 
     def _publish(self) -> None:
         for layer in self.own_layers:
@@ -941,18 +947,22 @@ class KVCalCache(Cache):
         if isinstance(plan, SelectedPlan) and self._mask is not None:
             plan = self.ledger.hide(plan, self._mask[:, :past].to("cpu").bool())
         if self.scheme.frame == "pre_rope":
-            new = self._positions
-            if new is None:
-                raise KVCalError(
-                    "the model's rotary module did not report positions; use a bundle with frame post_rope"
-                )
-            new = new.to(torch.int32).expand(batch, query)
+            new = self._reported.to(torch.int32).expand(batch, query)
             old = self.ledger.positions
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
-            if any(layer.readable and layer.rotary for layer in self.own_layers):
+            if any(layer.readable and (layer.rotary or self.max_length) for layer in self.own_layers):
                 self.ledger.follow(plan, new)
+                if self.max_length and self.rotary and not self.turns_evenly:
+                    self._leave_rooms()
         self._chain = {"old": {}, "new": {}}
         return plan
+
+    @property
+    def _reported(self) -> Tensor:
+        """Positions int (B or 1, query) of the current forward's columns."""
+        if self._positions is None:
+            raise KVCalError("the model's rotary module did not report positions; use a bundle with frame post_rope")
+        return self._positions
 
     @property
     def has_custom_mask(self) -> bool:
@@ -1020,11 +1030,15 @@ class KVCalCache(Cache):
             first = rope.first_positions(same, sink, room, recent).to(device)
             if room == blocks:  # what lies beyond is no token's, and would say that the sequence is longer
                 first = first.clamp_max(self._newest)
-            cos, sin = self._own_rope(torch.cat([torch.arange(BLOCK, device=device), first.flatten()]))
-            far = torch.stack([cos[BLOCK:], sin[BLOCK:]], -2).unflatten(0, first.shape)
-            own = Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
+            own = self.turns_at(first)
             self._runs[device] = starts, sink, own
         return own
+
+    def turns_at(self, first: Tensor) -> Rope:
+        """RoPE of runs at these first positions, (B or 1, runs)."""
+        cos, sin = self._own_rope(torch.cat([torch.arange(BLOCK, device=first.device), first.flatten()]))
+        far = torch.stack([cos[BLOCK:], sin[BLOCK:]], -2).unflatten(0, first.shape)
+        return Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
 
     def _new_valid(self, past: int, query: int) -> Tensor | None:
         """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""

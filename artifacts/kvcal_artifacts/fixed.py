@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import BLOCK, Form
+from kvcal_kernels.attention import BLOCK, Form, Rope, rope
 from kvcal_kernels.quantise import AnyRule, Counts
 
 from . import fused, hf, vectors
@@ -26,17 +26,19 @@ from .codecs import Context, MixKVQ, Squat
 from .codecs.base import Packed, device_only
 from .errors import KVCalError, NonFiniteError
 from .ledger import Ledger, Plan
-from .scheme import LayerCodecs, Scheme, Windows
+from .scheme import LayerCodecs, Windows
 from .statistics import KeyScale
 
 NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
 
 
-def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
-    """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can."""
-    if scheme.frame != "post_rope":
-        return "positions are kept on the host for keys before RoPE"
+def refusal(pair: LayerCodecs, moves: bool) -> str | None:
+    """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can. moves: keys are stored
+    before a RoPE of which angles change as the sequence grows.
+    """
+    if moves:
+        return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
     if vectors.both(pair):
         return (
             f"vector codes: no kernel appends them, and torch would search all codewords for a block of "
@@ -53,15 +55,34 @@ def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
 
 
 @dataclass
+class Turns:
+    """Of keys before RoPE: what turns the tokens of rows as long as they can be, and positions of rows' first tokens, on the
+    device (B,) int64 and of the ledger. gap: 0-d bool, whether tokens of a step did not follow those before them.
+    """
+
+    rope: Rope | None
+    start: Tensor
+    gap: Tensor
+    of: Tensor | None = None
+
+    def note(self, counts: Counts, positions: Tensor) -> None:
+        """positions int (B or 1, Q): of the call that `counts` has been moved by."""
+        held = counts.sink_before + counts.window_before + counts.blocks_before * BLOCK
+        follow = (self.start + held)[:, None] + torch.arange(positions.shape[1], device=held.device)
+        self.gap.logical_or_((positions.to(follow.device) != follow).any())
+
+
+@dataclass
 class Steps:
     """What the layers of a cache on one device share. length: columns, 0-d int64. first, last: their indices; the first
-    moves the counts of a call, the last its length.
+    moves the counts of a call, the last its length. turns: where keys are stored before RoPE.
     """
 
     counts: Counts
     length: Tensor
     first: int
     last: int
+    turns: Turns | None = None
 
 
 @dataclass
@@ -139,8 +160,22 @@ class FixedLayer(KVCalLayer):
             return super().update(key_states, value_states)
         if not self.ready or key_states.shape[2] > fused.QUERIES:
             raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
-        hf.turn_of(self.site).leave(self.handle, key_states, value_states)
+        turn = hf.turn_of(self.site)
+        turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
         return key_states, value_states
+
+    def _keys_before(self, turn: hf.Turn, handed: Tensor) -> Tensor | None:
+        """The step's keys before RoPE where these are stored; None else."""
+        if self._cache.scheme.frame == "post_rope":
+            return None
+        if not torch.compiler.is_compiling():
+            return self._frame_keys(handed)
+        if turn.shown is None:
+            raise KVCalError(
+                f"layer {self.index}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
+                "scheme is open, the projection of keys within it"
+            )
+        return turn.shown
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         if self._cache.is_compileable:
@@ -172,6 +207,9 @@ class FixedLayer(KVCalLayer):
         if not self.is_initialized or not self._cache.is_compileable:
             return
         like, ledger, held = self.window[0], self._cache.ledger, self._cache.held
+        if self._cache.rotary and not bool(ledger.seen.all()):  # no one knows where a row without a token will begin
+            self.leave_room()
+            return
         room, steps = self._room_for(like), self._steps_for(like)
         slots = held.slots(self._cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
@@ -184,6 +222,8 @@ class FixedLayer(KVCalLayer):
             for name, count in zip(STORED, stored.to(like.device), strict=True):
                 getattr(steps.counts, name).copy_(count)
             steps.length.fill_(self.columns)
+            if steps.turns is not None:
+                self._begin_turns(steps.turns)
         room.flags.zero_()
         for own in self.statistics.values():
             for name, value in own.state.items():
@@ -193,6 +233,22 @@ class FixedLayer(KVCalLayer):
                 own.state[name] = kept.copy_(value)
         self.ready = True
         self.overlook(held)
+
+    def _begin_turns(self, turns: Turns) -> None:
+        """Rows begin where the ledger says."""
+        starts = self._cache.ledger.starts
+        turns.start.copy_(starts)
+        turns.gap.zero_()
+        if not self._cache.rotary or (turns.of is not None and torch.equal(turns.of, starts)):
+            return
+        windows, room = self._cache.scheme.windows, self.room
+        assert room is not None
+        blocks = most_blocks(windows, self._cache.max_length or 0) * fused.kernel_blocks(self.codecs)
+        first = rope.first_positions(starts, windows.sink, blocks, room.ring[0].shape[2])
+        made, turns.of = self._cache.turns_at(first.to(turns.start.device)), starts.clone()
+        if turns.rope is None:
+            turns.rope = made
+        turns.rope.renew(made.first)
 
     def leave_room(self) -> None:
         if self.room is not None:
@@ -252,7 +308,8 @@ class FixedLayer(KVCalLayer):
         space, blocks = self._cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
         assert self.room is not None
         windows = self.room.sink[0].shape[2], self.room.ring[0].shape[2]
-        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, self.site.ratio, blocks, windows)
+        ratio = self.site.ratio
+        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, ratio, blocks, windows, self.rotary)
 
     def _steps_for(self, like: Tensor) -> Steps:
         """What the cache's layers on this device share; anew for another number of rows."""
@@ -260,7 +317,10 @@ class FixedLayer(KVCalLayer):
         if own is None or own.counts.data.shape[1] != len(like):
             counts = Counts(len(like), quantise.Windows(windows.sink, windows.recent, windows.block), like.device)
             length = torch.zeros((), dtype=torch.int64, device=like.device)
-            own = self._cache.steps[like.device] = Steps(counts, length, self.index, self.index)
+            turns = None
+            if self._cache.scheme.frame == "pre_rope":
+                turns = Turns(None, length.new_zeros(len(like)), length.new_zeros((), dtype=torch.bool))
+            own = self._cache.steps[like.device] = Steps(counts, length, self.index, self.index, turns)
         own.first, own.last = min(own.first, self.index), max(own.last, self.index)
         steps: Steps = own
         return steps
@@ -301,7 +361,7 @@ class FixedLayer(KVCalLayer):
     # On the device.
 
     @torch.no_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
         if self._due is not None:  # of a cache that grows
             return super().attend(q, k, v, scaling)
@@ -312,6 +372,8 @@ class FixedLayer(KVCalLayer):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
+                if steps.turns is not None and positions is not None:  # else the host has looked
+                    steps.turns.note(counts, positions)
             self._observe_peak(counts, k)
             factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
             keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
@@ -325,7 +387,7 @@ class FixedLayer(KVCalLayer):
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
                 (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, factor,
-                self._cache.workspace(q.device), ring=True,
+                self._cache.workspace(q.device), ring=True, turns=steps.turns.rope if steps.turns and self.rotary else None,
             )  # fmt: skip
             if self.index == steps.last:
                 steps.length.add_(k.shape[2])
@@ -403,11 +465,17 @@ def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
         held = [getattr(steps.counts, name) for name in STORED]
-        told = torch.cat([flagged[None].long(), steps.length[None], *(one.long() for one in held)]).to("cpu")
+        gap = flagged if steps.turns is None else steps.turns.gap
+        told = torch.cat([flagged[None].long(), gap[None], steps.length[None], *(one.long() for one in held)]).to("cpu")
         if bool(told[0]):
             _refuse(rooms)
-        lengths.add(int(told[1]))
-        found.append((steps, told[2:].view(len(STORED), -1)))
+        if bool(told[1]):
+            raise KVCalError(
+                "compiled or recorded steps had tokens at positions that do not follow those before them, as they must where "
+                "keys are stored before RoPE; call reset() and start again, and give such positions to the uncompiled model"
+            )
+        lengths.add(int(told[2]))
+        found.append((steps, told[3:].view(len(STORED), -1)))
     if len(lengths) > 1:
         raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
     return lengths.pop(), found
