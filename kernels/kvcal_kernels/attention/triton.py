@@ -262,7 +262,7 @@ def _loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
     return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
 
 
-# The ring. A warp copies the codes and scales of its next blocks to shared memory and waits for nobody else. Triton's own
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody. Triton's own
 # pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing to copy,
 # commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
 
@@ -343,8 +343,12 @@ def _word(width):
 
 @triton.jit
 def _arrive(PENDING: tl.constexpr, NW: tl.constexpr):
-    """Wait until at most PENDING of a warp's fetches are on their way."""
+    """Wait until at most PENDING of a warp's fetches are on their way. Several warps wait for one another: Triton may read
+    scales in a layout in which a warp has those of others' blocks.
+    """
     tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
+    if NW > 1:
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -1525,6 +1529,9 @@ def attend_kernel(
                 b_high = tl.maximum(b_high, tl.max(tl.abs(b_q.to(tl.float32)), 1))
             top = tl.maximum(b_high.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
             b_shrink = ((254 << 23) - top).to(tl.float32, bitcast=True) * PEAK
+        b_none = 0.0
+        if K_MODE == 1:  # zeros in the layout of a product: without them sums, and scores with them, take another
+            b_none = tl.dot(tl.zeros([NW, 16, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16))
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_q = b_q.to(tl.float32) * b_down[None, :]
@@ -1543,7 +1550,7 @@ def attend_kernel(
                     b_group += b_total
                 if (i + 1) % (K_GROUP // 16) == 0:
                     b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
-                    sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]),)
+                    sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]) + b_none,)
     scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 1.0 if PAIRS > 0 else 2.0**24
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
