@@ -22,15 +22,17 @@ from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 from kvcal_kernels.attention import Rope
 from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
 from test_fused import PAIRS, SCALED_ROPE, WINDOWS, close, generated, model, placed, scheme, steps, uniform
+from test_vectors import PAIR as VECTORS
 
 BEFORE = "before RoPE: "
 TURNED = [f"{BEFORE}{name}" for name in ("inner-4", "kivi-4")]
-FRAMES = pytest.mark.parametrize("name", ["inner-4", f"{BEFORE}kivi-4"])
-NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2", "turboquant-4-2", *TURNED]
+FEW = pytest.mark.parametrize("name", ["inner-4", f"{BEFORE}kivi-4", "vectors"])
+NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2", "turboquant-4-2", *TURNED, "vectors"]
+EVERY = {**PAIRS, "vectors": VECTORS}
 
 
 def made(name: str, layers: int = 3) -> Scheme:
-    return scheme(PAIRS[name.removeprefix(BEFORE)], layers, "pre_rope" if name.startswith(BEFORE) else "post_rope")
+    return scheme(EVERY[name.removeprefix(BEFORE)], layers, "pre_rope" if name.startswith(BEFORE) else "post_rope")
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +92,7 @@ def test_rows_of_all_lengths_step_together(name: str) -> None:
     assert caches[0].ledger.sink.tolist() == [4] * 4
 
 
-@FRAMES
+@FEW
 def test_crop_select_copy_and_reset(name: str) -> None:
     ids = token_ids(2, 160, seed=3)
     caches = both(name)
@@ -124,7 +126,7 @@ def test_crop_select_copy_and_reset(name: str) -> None:
     "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}], ids=["greedy", "beams", "lookup"]
 )
 @pytest.mark.parametrize("prompt", [90, 3])
-@FRAMES
+@FEW
 def test_generate(name: str, prompt: int, options: dict[str, Any], calls: list[int]) -> None:
     """Its masks have four dimensions for such caches."""
     ids = token_ids(1, 30, seed=4).repeat(1, 3)[:, :prompt]
@@ -132,7 +134,7 @@ def test_generate(name: str, prompt: int, options: dict[str, Any], calls: list[i
     assert found[0] == found[1] and calls
 
 
-@FRAMES
+@FEW
 def test_a_padded_batch_generates_what_its_rows_do(name: str, calls: list[int]) -> None:
     ids, mask = token_ids(2, 90, seed=5), left_mask([90, 50])
     ids = ids.masked_fill(mask == 0, 0)
@@ -146,7 +148,7 @@ def test_a_padded_batch_generates_what_its_rows_do(name: str, calls: list[int]) 
 # Nothing in a step depends on a number that the host would have to know.
 
 
-@FRAMES
+@FEW
 def test_compiled_steps_are_one_graph(name: str) -> None:
     """No break, no second compilation, over two flushes; then the host goes on from where the device is."""
     ids = token_ids(1, 180, seed=6)
@@ -170,7 +172,7 @@ def test_compiled_steps_are_one_graph(name: str) -> None:
     close(steps((own, plain), ids[:, 150:], [2, 19]))
 
 
-@FRAMES
+@FEW
 def test_generate_with_a_compiled_forward(name: str) -> None:
     from transformers import CompileConfig
 
@@ -188,7 +190,7 @@ def test_generate_with_a_compiled_forward(name: str) -> None:
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["open", "closed"])
-@FRAMES
+@pytest.mark.parametrize("name", ["inner-4", f"{BEFORE}kivi-4"])
 def test_caches_that_come_and_go_are_one_compilation(name: str, dropped: bool) -> None:
     """The first has its handles as constants, the second makes them dynamic, and all later ones run what that gave."""
     ids, served = token_ids(1, 84, seed=6), model()
@@ -643,7 +645,7 @@ import test_fixed as t
 from architectures import build
 served = build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = torch.cat([t.left_mask([75, 3]), torch.ones(2, 30, dtype=torch.long)], 1)
-for name in ("innerq-prefill", "higgs-2", "turboquant-4-2", t.KIVI):
+for name in ("innerq-prefill", "higgs-2", "turboquant-4-2", t.KIVI, "vectors"):
     caches = [t.fixed(name, served, kernels=kernels) for kernels in ("triton", "torch")]
     print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [75, 88, 104], mask)))
     print([t.same(*(t.first_layer(cache, row) for cache in caches)) for row in (0, 1)])
@@ -658,8 +660,8 @@ def test_steps_of_the_triton_kernels_in_the_interpreter() -> None:
     for apart, alike, blocks, path in zip(*(lines[i::4] for i in range(4)), strict=True):
         assert float(apart) < 2e-3, lines
         assert alike == "[True, True]" and blocks == "[[2, 0], [2, 0]]"
-        assert path == "fused: Triton kernel; steps appended by the Triton kernel"
-    assert len(lines) == 16
+        assert path.startswith("fused: Triton kernel; steps appended by the Triton kernel")
+    assert len(lines) == 20
 
 
 # On a GPU.
@@ -707,7 +709,7 @@ def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
 def by_kernel(own: KVCalCache) -> bool:
     """Whether steps of all layers are appended by the Triton kernel."""
     paths = [row["path"] for row in own.describe()["layers"]]
-    return all(path.endswith("steps appended by the Triton kernel") for path in paths)
+    return all("steps appended by the Triton kernel" in path for path in paths)
 
 
 def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -720,7 +722,7 @@ def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["innerq", "higgs-2", "turboquant-4-2", "higgs-4-debiased", *TURNED])
+@pytest.mark.parametrize("name", ["innerq", "higgs-2", "turboquant-4-2", "higgs-4-debiased", *TURNED, "vectors"])
 def test_generate_compiles_its_forward_on_a_gpu(name: str) -> None:
     served = copy.deepcopy(model()).half().cuda()
     ids = token_ids(2, 90, seed=10).cuda()

@@ -650,6 +650,8 @@ class KVCalCache(Cache):
         ]
         self._growing: str | None = "without max_length, storage grows on the host"
         super().__init__(layers=layers if max_length is None else self._fixed(layers))
+        # new tokens of a call that the kernels of all layers take
+        self.most_queries = min([fused.QUERIES, *(layer.most_queries for layer in self.own_layers)])
         if require_kernels:
             fused.require([(o.index, o.refused) for o in self.own_layers if o.refused and o.reader is None])
         self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
@@ -717,13 +719,18 @@ class KVCalCache(Cache):
         what = f"behind a prompt, of a cache with max_length, not {query} behind {self.ledger.columns}"
         grows = f" ({self.why_not_compileable})" if self.why_not_compileable else ""
         return (
-            f"only steps of up to {fused.QUERIES} tokens can run compiled, {what}{grows}: run this call with the uncompiled "
-            "model, as generate() runs its prompt"
+            f"only steps of up to {self.most_queries} tokens can run compiled, {what}{grows}: run this call with the "
+            "uncompiled model, as generate() runs its prompt"
         )
 
     @property
     def is_compileable(self) -> bool:
         return self.why_not_compileable is None
+
+    def grow(self, why: str) -> None:
+        """With max_length: a layer cannot leave its steps to the device where it turned out to be."""
+        self._growing = self._growing or why
+        self._leave_rooms()
 
     @property
     def own_layers(self) -> list[KVCalLayer]:
@@ -742,7 +749,7 @@ class KVCalCache(Cache):
         if (
             self.watch is not None
             or not self.is_compileable
-            or query > fused.QUERIES
+            or query > self.most_queries
             or not all(layer.ready for layer in self.own_layers)
         ):
             return False
@@ -972,8 +979,8 @@ class KVCalCache(Cache):
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
         if (device, vector) not in self._workspaces:
-            make = vectors.workspace if vector else fused.workspace
-            self._workspaces[device, vector] = make(self.kernels, device)
+            made = vectors.workspace(self.kernels, device, self.max_length is not None) if vector else None
+            self._workspaces[device, vector] = made if vector else fused.workspace(self.kernels, device)
         return self._workspaces[device, vector]
 
     def rooms(self, device: torch.device) -> reconstructed.Rooms:

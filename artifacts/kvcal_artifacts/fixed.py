@@ -39,11 +39,8 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     """
     if moves:
         return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
-    if vectors.both(pair):
-        return (
-            f"vector codes: no kernel appends them, and torch would search all codewords for a block of "
-            f"{pair.key.shape.block} tokens in every step, due or not"
-        )
+    if vectors.both(pair) and pair.key.shape.block % BLOCK:
+        return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
     if isinstance(pair.key, MixKVQ):
         by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
         return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
@@ -147,18 +144,27 @@ class FixedLayer(KVCalLayer):
     _host: dict[str, Any]
     _unseen: Held | None = None  # the host has not looked since the room came to hold that
     _views: list[Tensor]  # what it got when it looked, parts of the room
-    _rules: tuple[AnyRule, AnyRule] | str = ""  # of the kernel that appends; why torch does, once there is a room
+    _rules: tuple[AnyRule, AnyRule] | tuple[()] | str = (
+        ""  # of the kernel that appends; why torch does, once there is a room
+    )
 
     def _clear(self) -> None:
         self._unseen, self._views = None, []
         super()._clear()
         self.ready = False  # the room stays where it is: a graph knows its address
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if self.vectors and self.refused is None:
+            why = vectors.append_refusal(self._cache.kernels, self.codecs, self.dtype, self.device)
+            if why is not None:
+                self._cache.grow(f"layer {self.index}: {why}")
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As KVCalLayer.update; of a decode step only the new keys and values, as the operator takes them."""
         if not torch.compiler.is_compiling() and not self._cache.steps_on_device(key_states):
             return super().update(key_states, value_states)
-        if not self.ready or key_states.shape[2] > fused.QUERIES:
+        if not self.ready or key_states.shape[2] > self._cache.most_queries:
             raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
         turn = hf.turn_of(self.site)
         turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
@@ -196,6 +202,8 @@ class FixedLayer(KVCalLayer):
         if self.room is None:
             return super().path
         by = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
+        if self.vectors and not isinstance(self._rules, str):
+            by = "the Triton kernels, codewords searched where a block is due"
         return f"{super().path}; steps appended by {by}"
 
     # From the host to the device and back.
@@ -299,7 +307,12 @@ class FixedLayer(KVCalLayer):
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = fused.register(self)  # what was compiled for another room knows its addresses
             self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, like.device)
-            self._reserve(batch, heads, many)
+            if self.vectors:
+                vectors.coded(
+                    self.codecs, self.room.packed
+                )  # has what it keeps of the codebooks before a graph is recorded
+            else:
+                self._reserve(batch, heads, many)
         return self.room
 
     def _reserve(self, batch: int, heads: int, many: int) -> None:
@@ -336,7 +349,7 @@ class FixedLayer(KVCalLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
-        if self.ready and query_length <= fused.QUERIES:
+        if self.ready and query_length <= self._cache.most_queries:
             return self._cache.max_length or 0, 0
         self._cache.settle()
         return super().get_mask_sizes(query_length)
@@ -374,6 +387,11 @@ class FixedLayer(KVCalLayer):
                 (by or quantise).advance(counts, new)
                 if steps.turns is not None and positions is not None:  # else the host has looked
                     steps.turns.note(counts, positions)
+            if self.vectors:
+                out = self._attend_codes(room, counts, q, k, v, scaling)
+                if self.index == steps.last:
+                    steps.length.add_(k.shape[2])
+                return out.to(q.dtype)
             self._observe_peak(counts, k)
             factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
             keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
@@ -393,6 +411,22 @@ class FixedLayer(KVCalLayer):
                 steps.length.add_(k.shape[2])
         return out.to(q.dtype)
 
+    def _attend_codes(self, room: Room, counts: Counts, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Of vector codes."""
+        kernels, space, coded = (
+            self._cache.kernels,
+            self._cache.workspace(q.device, True),
+            vectors.coded(self.codecs, room.packed),
+        )
+        sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
+        new = k.to(self.dtype), v.to(self.dtype)
+        vectors.append(kernels, coded, sink, ring, counts, room.flags, new, space)
+        slots = next(iter(room.packed[0].values())).shape[2]
+        blocks = (counts.blocks_before // fused.kernel_blocks(self.codecs)).clamp_max(slots)
+        exact = (*sink, counts.sink), (*ring, counts.seen)
+        first = counts.blocks_before * BLOCK
+        return vectors.attention(kernels, q.to(self.dtype).contiguous(), coded, blocks, *exact, scaling, space, first)
+
     def _observe_peak(self, counts: Counts, keys: Tensor) -> None:
         """InnerQ's factors of rows that have nothing packed: of keys up to the one with which the first block is due."""
         windows = self._cache.scheme.windows
@@ -408,19 +442,8 @@ class FixedLayer(KVCalLayer):
 
     def _append(self, room: Room, counts: Counts, new: list[Tensor]) -> None:
         """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due."""
-        windows, device = self._cache.scheme.windows, counts.data.device
-        tokens, slots = torch.arange(new[0].shape[2], device=device), torch.arange(windows.sink, device=device)
-        each = fused.kernel_blocks(self.codecs)
-        source = slots - counts.sink_before[:, None]
-        taken = counts.sink - counts.sink_before
-        fills = (source >= 0) & (source < taken[:, None])
-        first = counts.blocks_before[:, None].long() * BLOCK
-        # what the sink takes lands in slots behind the window, which nobody reads
-        at = (first + counts.window_before[:, None] + (tokens - taken[:, None])) % room.ring[0].shape[2]
-        for role, x in enumerate(new):
-            found = _take(x, source.clamp(0, x.shape[2] - 1))
-            room.sink[role].copy_(torch.where(fills[:, None, :, None], found, room.sink[role]))
-            room.ring[role].scatter_(2, _wide(at, x), x)
+        windows, each = self._cache.scheme.windows, fused.kernel_blocks(self.codecs)
+        quantise.keep((room.sink[0], room.sink[1]), (room.ring[0], room.ring[1]), counts, (new[0], new[1]))
         due, slot = counts.blocks > counts.blocks_before, counts.blocks_before.long() // each
         last = next(iter(room.packed[0].values())).shape[2] - 1
         context = Context(self.index, stats=self._current())

@@ -292,10 +292,18 @@ def rule_of(codec: Codec) -> AnyRule | str:
         return str(error)
 
 
-def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
-    """How the append kernel packs keys and values of steps; why torch does where no kernel can or passes its check."""
+def rules(
+    kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device
+) -> tuple[AnyRule, AnyRule] | tuple[()] | str:
+    """How the append kernel packs keys and values of steps, nothing for vector codes, which have their own; why torch does
+    where no kernel can or passes its check.
+    """
+    from . import vectors
+
     if kernels == "torch":
         return "kernels='torch'"
+    if vectors.both(pair):
+        return ()
     found = [rule_of(codec) for codec in (pair.key, pair.value)]
     for own, role in zip(found, ("keys", "values"), strict=True):
         if isinstance(own, str):

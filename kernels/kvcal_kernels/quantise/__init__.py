@@ -15,6 +15,7 @@ from .reference import (
     append,
     blocks_for,
     check,
+    keep,
     quantise,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "blocks_for",
     "check",
     "fast",
+    "keep",
     "quantise",
 ]
