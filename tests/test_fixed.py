@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from architectures import build
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused
+from kvcal_artifacts import fused, hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import MixKVQ, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
@@ -271,14 +271,15 @@ def test_inference_mode_may_come_and_go(name: str, longest: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_reads_no_value(name: str) -> None:
-    """Traced with tensors that have none: whatever asked for one would raise."""
+def test_a_step_reads_no_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is recorded, traced with tensors that have none: whatever asked for one would raise."""
     own = fixed(name)
     with torch.no_grad():
         own.model(token_ids(2, 80), past_key_values=own)
     layer = own.layers[0]
     assert isinstance(layer, FixedLayer) and layer.room is not None
     room, shared = layer.room, layer.steps
+    monkeypatch.setattr(hf, "capturing", lambda: True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # constants of codecs
 
         def fake(x: Any) -> Any:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from kvcal_kernels.attention import BLOCK, Rope, rope
+from kvcal_kernels.attention import BLOCK, Blocks, Rope, rope
+from kvcal_kernels.quantise import AnyRule
 from kvcal_kernels.reconstruct import Turn
 
 from . import fused, hf, reconstructed, store, vectors
@@ -26,11 +27,15 @@ from .codecs import Codec, Context
 from .codecs.base import Packed, Refusals, check_finite, collecting
 from .errors import KVCalError, NonFiniteError, UsageError
 from .ledger import CropPlan, Ledger, Plan
+from .modes import without_autocast, without_grad
 from .scheme import LayerCodecs, Scheme
 from .selection import Moves, SelectedLedger, SelectedPlan, allowed, attention_mass
 from .statistics import KeyScale, Summed, statistic
 
 PARTS = ("packed", "window", "bookkeeping", "decoded")
+
+
+OWN = ("_owner", "site", "codecs", "handle", "_shown", "_layer")  # what a layer does not share with its copies
 
 
 class Watch(Protocol):
@@ -87,11 +92,24 @@ class KVCalLayer(CacheLayerMixin):
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
         self.window: list[Tensor] = []
-        self.packed: list[Packed] = [{}, {}]
+        self.packed = [{}, {}]
+        self._factor: tuple[list[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
         self._due = None
+
+    @property
+    def packed(self) -> list[Packed]:
+        """Packed keys and values."""
+        return self._packed
+
+    @packed.setter
+    def packed(self, value: list[Packed]) -> None:
+        self._packed, self._shown = value, None
+
+    _packed: list[Packed]
+    _shown: tuple[list[Packed], tuple[Blocks, Blocks]] | None = None  # packed tensors, and how the kernel sees them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -112,8 +130,17 @@ class KVCalLayer(CacheLayerMixin):
         if self.refused is not None:
             self._cache.on_refused(self)
         self.codecs = fused.packing(self._cache.kernels, self.codecs, self.dtype, self.device)
+        self._find_rules()
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
+
+    def _find_rules(self) -> None:
+        """How a kernel packs what leaves the window in calls that a kernel attends to; else why torch does."""
+        self._rules = self.refused or "vector codes"
+        if self.refused is None and not self.vectors:
+            self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
+
+    _rules: tuple[AnyRule, AnyRule] | str = ""
 
     @property
     def _cache(self) -> KVCalCache:
@@ -133,7 +160,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys (B, H, Q, D) after RoPE and values of the current call -> all keys and values, in column order."""
-        with torch.autocast(key_states.device.type, enabled=False):  # else packed bytes would depend on it
+        with without_autocast(key_states.device.type):  # else packed bytes would depend on it
             return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,8 +177,9 @@ class KVCalLayer(CacheLayerMixin):
         self._finish(plan, stored)
         return out
 
-    def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
-        self._store(plan, stored, self._observe(plan, stored[0]))
+    def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
+        """kept: windows with the new tokens behind them, where attention has made them."""
+        self._store(plan, stored, self._observe(plan, stored[0]), kept)
         self.columns += plan.query
         if self._cache.offloading_layers:
             self.offload()
@@ -191,35 +219,54 @@ class KVCalLayer(CacheLayerMixin):
             self._due = None
             hf.turn_of(self.site).take()
 
-    @torch.no_grad()
+    @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """What the operator of fused.py does: attention of the call that update() was told of, then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
         plan, stored = due
-        with torch.autocast(q.device.type, enabled=False):
-            sink, blocks, recent = self._cache.call.counts(q.device)
+        with without_autocast(q.device.type):
+            each = 1 if self.vectors else fused.kernel_blocks(self.codecs)
+            sink, blocks, recent = self._cache.call.counts(q.device, each)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
             exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
             out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
             if self._cache.watch is not None:
                 self._cache.watch.read(self.index, self._blocks * q.shape[0])
-            self._finish(plan, stored)
+            self._finish(plan, stored, kept)
         return out.to(q.dtype)
 
     def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
-        """blocks (B,) int32: of the scheme."""
+        """blocks (B,) int32: of the kernel; of vector codes of the scheme."""
         kernels, space = self._cache.kernels, self._cache.workspace(q.device, self.vectors)
         if self.vectors:
             coded = vectors.coded(self.codecs, self.packed)
             return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
-        factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
-        keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, self.packed, strict=True))
-        own, turns = blocks * fused.kernel_blocks(self.codecs), None
+        (keys, values), turns = self._as_blocks(self.packed), None
         if self.rotary:
             turns = self._cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
-        return fused.attention(kernels, q, keys, values, own, sink, recent, scaling, factor, space, turns=turns)
+        factor = self._key_factor()[1]
+        return fused.attention(kernels, q, keys, values, blocks, sink, recent, scaling, factor, space, turns=turns)
+
+    def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
+        """Keys and values as the kernel takes them; made once for tensors that stay."""
+        if self._shown is None or self._shown[0] is not packed:
+            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, packed, strict=True))
+            self._shown = packed, (keys, values)
+        return self._shown[1]
+
+    def _key_factor(self) -> tuple[Tensor | None, Tensor | None]:
+        """What packed keys were divided by, of kv heads, contiguous, and of query heads; found once for statistics that stay,
+        which are never changed in place here.
+        """
+        states = [state for own in self.statistics.values() for state in own.state.values()]
+        if self._factor is None or any(a is not b for a, b in zip(states, self._factor[0], strict=True)):
+            own = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+            heads = self.site.ratio * self.site.kv_heads
+            both = (None, None) if own is None else (own.contiguous(), fused.for_queries(own, heads))
+            self._factor = states, both
+        return self._factor[1]
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""
@@ -242,11 +289,11 @@ class KVCalLayer(CacheLayerMixin):
             self._verify_frame(before, handed)
         return before
 
-    @torch.no_grad()
+    @without_grad
     def _observe(self, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
         """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
         before, self.pending_queries = self.pending_queries, None
-        if not self.statistics:
+        if not self.statistics or (not plan.flush and self._settled()):
             return {}
         at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
@@ -260,6 +307,11 @@ class KVCalLayer(CacheLayerMixin):
             if isinstance(own, Summed):
                 own.remember(seen[own.wants], at)
         return {name: value for name, value in found.items() if value is not None}
+
+    def _settled(self) -> bool:
+        """Whether no token changes the statistics any more: all rows have blocks, by whose first one keys are divided."""
+        plain = self._cache.scheme.selection is None
+        return plain and self._cache.opened and all(isinstance(own, KeyScale) for own in self.statistics.values())
 
     def _turned(self, queries: Tensor) -> Tensor:
         """The current call's queries after RoPE."""
@@ -371,9 +423,13 @@ class KVCalLayer(CacheLayerMixin):
             slots = slots.new_zeros(*slots.shape[:2], 1, slots.shape[3])
         return _take(slots, plan.past_index)
 
-    @torch.no_grad()
-    def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor]) -> None:
-        """Distribute the new tokens over sink and window, and pack what leaves the window."""
+    @without_grad
+    def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], kept: list[Tensor] | None = None) -> None:
+        """Distribute the new tokens over sink and window, and pack what leaves the window. kept: as of _finish."""
+        if kept is not None and not plan.flush and self._cache.call.rolls:
+            self.window = kept
+            self._cache.leave_new(self.index, None, None)
+            return
         leaving: list[Tensor] = []
         for role in (0, 1):
             fresh = torch.cat([self.sink[role], self.window[role], new[role]], 2)
@@ -390,18 +446,34 @@ class KVCalLayer(CacheLayerMixin):
                     leaving.append(_fill(_take(fresh, plan.flush_index), plan.idle))
             self.sink[role], self.window[role] = _own(sink), _own(window)
         if plan.flush:
-            self._pack(plan, leaving, stats)
+            self._pack(plan, leaving, stats, by_kernel=kept is not None)
         else:
             self._cache.leave_new(self.index, None, None)
 
-    def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor]) -> None:
+    def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
+        made = self._encode_by(self._rules, leaving, stats) if by_kernel else self._encode(leaving, stats)
         self.packed = [
             {name: store.append(old[name], t, plan) for name, t in packed.items()}
-            for old, packed in zip(before, self._encode(leaving, stats), strict=True)
+            for old, packed in zip(before, made, strict=True)
         ]
         if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
             self.remembered = self.packed, remembered[1]
+
+    def _encode_by(
+        self, rules: tuple[AnyRule, AnyRule] | str, leaving: list[Tensor], stats: dict[str, Tensor]
+    ) -> list[Packed]:
+        """As _encode, of a layer that is neither predicted nor predicts, in one launch where there are rules."""
+        if isinstance(rules, str):
+            return self._encode(leaving, stats)
+        factor, block = self.codecs.key.key_factor(Context(self.index, stats=stats)), self._cache.scheme.windows.block
+        blocks, flags = fused.quantise_by(rules, [x.to(self.dtype) for x in leaving], factor)
+        self._cache.refusals.note(self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index)))
+        made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]
+        self._cache.leave_new(self.index, None, None)
+        if self._cache.watch is not None:
+            self._cache.watch.packed(self.index, leaving, list(self._decoded(made, Context(self.index))))
+        return made
 
     def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
         """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above.
@@ -671,7 +743,7 @@ class KVCalCache(Cache):
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
-        self._torn = False
+        self._torn, self._chained = False, scheme.chained
         self._held: Any = None
         self.refusals = Refusals()
         self._refused: str | None = None  # what was packed last and could not be
@@ -685,6 +757,7 @@ class KVCalCache(Cache):
         self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
+        self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
         self.gives_weights = False  # whether attention weights are asked of the current forward
         self._held_mask: Tensor | None = None  # the ledger's `valid`, on the masks' device
@@ -735,6 +808,14 @@ class KVCalCache(Cache):
     @property
     def own_layers(self) -> list[KVCalLayer]:
         return [layer for layer in self.layers if isinstance(layer, KVCalLayer)]
+
+    @property
+    def opened(self) -> bool:
+        """Whether every row has packed blocks, as far as the host knows; what it has not yet heard of are more."""
+        blocks: Tensor = self.ledger.blocks  # never changed in place
+        if self._opened is None or self._opened[0] is not blocks:
+            self._opened = blocks, len(blocks) > 0 and bool((blocks > 0).all())
+        return self._opened[1]
 
     # With max_length.
 
@@ -1113,7 +1194,7 @@ class KVCalCache(Cache):
 
     def _leave(self, which: str, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
         """Reconstructions for the layers above; those that no layer will read again are dropped."""
-        if self.scheme.chained:
+        if self._chained:
             chain = self._chain[which]
             chain[layer] = (keys, values)
             chain.pop(layer - self.scheme.reach, None)
@@ -1217,7 +1298,7 @@ class KVCalCache(Cache):
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
-                held = {k: v for k, v in vars(mine).items() if k not in ("_owner", "site", "codecs", "handle")}
+                held = {k: v for k, v in vars(mine).items() if k not in OWN}
                 other.__dict__.update(copy.deepcopy(held, memo))
                 other.codecs = mine.codecs
             else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class Call:
         self.plan, self._windows = plan, windows
         self._plans: dict[torch.device, Plan] = {}
         self._prefixes: dict[torch.device, Prefixes] = {}
-        self._counts: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._counts: dict[tuple[torch.device, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def on(self, device: torch.device) -> Plan:
         """The plan with its index tensors there."""
@@ -31,13 +33,21 @@ class Call:
             self._prefixes[device] = Prefixes(self.plan, self._windows, device)
         return self._prefixes[device]
 
-    def counts(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Sink tokens, packed blocks, recent tokens with the new ones, of each row before the call: (B,) int32."""
-        if device not in self._counts:
+    @cached_property
+    def rolls(self) -> bool:
+        """Whether all rows' sinks are full, so that windows alone take the new tokens."""
+        assert self.plan.seen is not None
+        return bool((self.plan.seen >= self._windows.sink).all())
+
+    def counts(self, device: torch.device, each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Sink tokens, packed blocks, recent tokens with the new ones, of each row before the call: (B,) int32. each: kernel
+        blocks in one of the scheme.
+        """
+        if (device, each) not in self._counts:
             plan = self.plan
             assert plan.seen is not None and plan.packed is not None
             sink = plan.seen.clamp_max(self._windows.sink)
             recent = plan.seen - sink - plan.packed * self._windows.block + plan.query
-            sinks, blocks, recents = torch.stack([sink, plan.packed, recent]).int().to(device).unbind()
-            self._counts[device] = sinks, blocks, recents
-        return self._counts[device]
+            sinks, blocks, recents = torch.stack([sink, plan.packed * each, recent]).int().to(device).unbind()
+            self._counts[device, each] = sinks, blocks, recents
+        return self._counts[device, each]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form, Rope, rope
-from kvcal_kernels.quantise import AnyRule, Counts
+from kvcal_kernels.quantise import Counts
 
 from . import fused, hf, vectors
 from .cache import KVCalLayer
@@ -26,6 +26,7 @@ from .codecs import Context, MixKVQ, Squat
 from .codecs.base import Packed, device_only
 from .errors import KVCalError, NonFiniteError
 from .ledger import Ledger, Plan
+from .modes import without_autocast, without_grad
 from .scheme import LayerCodecs, Windows
 from .statistics import KeyScale
 
@@ -144,9 +145,7 @@ class FixedLayer(KVCalLayer):
     _host: dict[str, Any]
     _unseen: Held | None = None  # the host has not looked since the room came to hold that
     _views: list[Tensor]  # what it got when it looked, parts of the room
-    _rules: tuple[AnyRule, AnyRule] | tuple[()] | str = (
-        ""  # of the kernel that appends; why torch does, once there is a room
-    )
+    _layer: quantise.Layer | None = None  # the room as the kernel that appends takes it
 
     def _clear(self) -> None:
         self._unseen, self._views = None, []
@@ -192,8 +191,8 @@ class FixedLayer(KVCalLayer):
         self._due = None
         hf.turn_of(self.site).take()
 
-    def _finish(self, plan: Plan, stored: list[Tensor]) -> None:
-        super()._finish(plan, stored)
+    def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
+        super()._finish(plan, stored, kept)
         self.publish()
 
     @property
@@ -202,8 +201,13 @@ class FixedLayer(KVCalLayer):
         if self.room is None:
             return super().path
         by = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
-        if self.vectors and not isinstance(self._rules, str):
-            by = "the Triton kernels, codewords searched where a block is due"
+        if self.vectors:
+            kernels = self._cache.kernels != "torch"
+            by = (
+                "the Triton kernels, which search codewords where a block is due"
+                if kernels
+                else "torch: kernels='torch'"
+            )
         return f"{super().path}; steps appended by {by}"
 
     # From the host to the device and back.
@@ -233,6 +237,7 @@ class FixedLayer(KVCalLayer):
             if steps.turns is not None:
                 self._begin_turns(steps.turns)
         room.flags.zero_()
+        self._factor = None
         for own in self.statistics.values():
             for name, value in own.state.items():
                 kept = room.statistics.get(name)
@@ -261,7 +266,7 @@ class FixedLayer(KVCalLayer):
     def leave_room(self) -> None:
         if self.room is not None:
             self.look()
-            self.ready, self.room, self._views = False, None, []
+            self.ready, self.room, self._views, self._shown, self._layer = False, None, [], None, None
 
     def _fill(self, room: Tensor, new: Tensor) -> None:
         """Into the first slots; nothing to do where `new` is what the host saw of them."""
@@ -304,9 +309,9 @@ class FixedLayer(KVCalLayer):
                 for codec in self._pair
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
+            self._shown = self._layer = None
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = fused.register(self)  # what was compiled for another room knows its addresses
-            self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, like.device)
             if self.vectors:
                 vectors.coded(
                     self.codecs, self.room.packed
@@ -373,7 +378,7 @@ class FixedLayer(KVCalLayer):
 
     # On the device.
 
-    @torch.no_grad()
+    @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
         if self._due is not None:  # of a cache that grows
@@ -381,7 +386,7 @@ class FixedLayer(KVCalLayer):
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)
-        with torch.autocast(q.device.type, enabled=False), fused.on(q.device):
+        with without_autocast(q.device.type), fused.on(q.device):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
@@ -392,32 +397,34 @@ class FixedLayer(KVCalLayer):
                 if self.index == steps.last:
                     steps.length.add_(k.shape[2])
                 return out.to(q.dtype)
-            self._observe_peak(counts, k)
-            factor = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, room.packed, strict=True))
+            if hf.capturing() or not self._cache.opened:  # a graph serves other prompts, too
+                self._observe_peak(counts, k)
+                self._factor = None
+            (factor, wide), (keys, values) = self._key_factor(), self._as_blocks(room.packed)
             if by is not None and not isinstance(self._rules, str):
-                sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
-                layer = quantise.Layer(keys, values, sink, ring, room.flags)
-                owned = None if factor is None else factor.contiguous()
-                by.append(layer, counts, k.to(dtype), v.to(dtype), *self._rules, owned)
+                by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
             else:
                 self._append(room, counts, [k.to(dtype), v.to(dtype)])
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
-                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, factor,
+                (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
                 self._cache.workspace(q.device), ring=True, turns=steps.turns.rope if steps.turns and self.rotary else None,
             )  # fmt: skip
             if self.index == steps.last:
                 steps.length.add_(k.shape[2])
         return out.to(q.dtype)
 
+    def _stored(self, room: Room) -> quantise.Layer:
+        """What the kernel appends to."""
+        if self._layer is None or self._layer.flags is not room.flags:
+            sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
+            self._layer = quantise.Layer(*self._as_blocks(room.packed), sink, ring, room.flags)
+        return self._layer
+
     def _attend_codes(self, room: Room, counts: Counts, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Of vector codes."""
-        kernels, space, coded = (
-            self._cache.kernels,
-            self._cache.workspace(q.device, True),
-            vectors.coded(self.codecs, room.packed),
-        )
+        kernels, space = self._cache.kernels, self._cache.workspace(q.device, True)
+        coded = vectors.coded(self.codecs, room.packed)
         sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
         new = k.to(self.dtype), v.to(self.dtype)
         vectors.append(kernels, coded, sink, ring, counts, room.flags, new, space)

@@ -201,8 +201,7 @@ def register(layer: Layer) -> int:
     return number
 
 
-@torch.library.custom_op("kvcal::decode_attention", mutates_args=())
-def decode_attention(
+def decode_eagerly(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int, positions: Tensor | None = None
 ) -> Tensor:
     """Attention of the new tokens over everything that the layer behind `handle` holds, these included; it holds them then.
@@ -214,6 +213,10 @@ def decode_attention(
     if layer is None:
         raise KVCalError("the cache that this forward was compiled for is gone; compile it again with the one in use")
     return layer.attend(q, k, v, scaling, positions)
+
+
+# What is compiled calls the operator; called from Python the dispatcher would add 30 us to every layer.
+decode_attention = torch.library.custom_op("kvcal::decode_attention", mutates_args=())(decode_eagerly)
 
 
 @decode_attention.register_fake
@@ -248,7 +251,12 @@ def attention(
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, which a model spread over several does not change."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _THERE
+    return torch.cuda.device(device)
+
+
+_THERE = nullcontext()
 
 
 def workspace(kernels: str, device: torch.device) -> Any:
@@ -292,27 +300,32 @@ def rule_of(codec: Codec) -> AnyRule | str:
         return str(error)
 
 
-def rules(
-    kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device
-) -> tuple[AnyRule, AnyRule] | tuple[()] | str:
-    """How the append kernel packs keys and values of steps, nothing for vector codes, which have their own; why torch does
-    where no kernel can or passes its check.
-    """
-    from . import vectors
-
+def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
+    """How the append kernel packs keys and values of steps; why torch does where no kernel can or passes its check."""
     if kernels == "torch":
         return "kernels='torch'"
-    if vectors.both(pair):
-        return ()
     found = [rule_of(codec) for codec in (pair.key, pair.value)]
     for own, role in zip(found, ("keys", "values"), strict=True):
         if isinstance(own, str):
             return f"{role}: {own}"
     key, value = (own for own in found if not isinstance(own, str))
     if not preflight.interpreted() and (why := preflight.append_verdict(key, value, dtype, device)):
-        warn(f"append kernel: {why}", "steps of a cache with max_length are packed by torch instead, slowly")
+        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly")
         return f"the append kernel does not pass: {why}"
     return key, value
+
+
+def quantise_by(
+    rules: tuple[AnyRule, AnyRule], x: list[Tensor], factor: Tensor | None
+) -> tuple[tuple[Blocks, Blocks], Tensor]:
+    """Keys and values (B, H, T, D) of whole blocks, packed in one launch; and flags of quantise.check."""
+    with on(x[0].device):
+        keys, values, flags = quantise.fast().quantise(*x, *rules, None if factor is None else factor.contiguous())
+    return (keys, values), flags
+
+
+def refused_by(flags: Tensor, layer: int) -> str:
+    return f"{quantise.check(flags, layer)}; only finite values can be compressed: check the model's dtype and weights"
 
 
 def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
@@ -341,9 +354,16 @@ def kernel_blocks(pair: LayerCodecs) -> int:
 
 
 def queries_for(q: Tensor, factor: Tensor | None) -> Tensor | None:
-    """q (B, Hq, Q, D) times the factor of its kv head's channels, (H, 1, D) or (B, H, 1, D): in float32, then q's dtype."""
+    """q (B, Hq, Q, D) times the factor of its head's channels, of kv or query heads (H or Hq, 1, D) or (B, H or Hq, 1, D): in
+    float32, then q's dtype.
+    """
     if factor is None:
         return None
-    heads = factor.shape[-3]
-    shared: Tensor = q.float().unflatten(1, (heads, -1)) * factor.unsqueeze(-3)
-    return shared.flatten(1, 2).to(q.dtype)
+    own = for_queries(factor, q.shape[1])
+    return torch.mul(q, own, out=torch.empty_like(q))  # one launch
+
+
+def for_queries(factor: Tensor, heads: int) -> Tensor:
+    """A factor of kv heads as one of so many query heads."""
+    ratio = heads // factor.shape[-3]
+    return factor if ratio == 1 else factor.repeat_interleave(ratio, -3)

@@ -327,7 +327,8 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
             attention_mask = attention_mask[..., : key.shape[2]]
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)(module, query, key, value, attention_mask, **given)
-    if _weights_wanted(_plain(module.config), given):
+    unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
+    if unseen and _weights_wanted(_plain(module.config), given):
         raise KVCalError(
             "output_attentions: the fused kernel gives no attention weights, and a compiled or recorded forward cannot do "
             "without it; run this call with the uncompiled model (generate: disable_compile=True)"
@@ -343,7 +344,10 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
             "keys before RoPE follow those held; run them with the uncompiled model (generate: disable_compile=True)"
         )
     stored = key if before is None else before
-    out = torch.ops.kvcal.decode_attention(query, stored, value, float(given["scaling"]), handle, positions)
+    from .fused import decode_eagerly
+
+    decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
+    out = decode(query, stored, value, float(given["scaling"]), handle, positions)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -426,7 +430,9 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )  # is_available() asks the environment
 
 
 class Listener(Protocol):

@@ -123,6 +123,11 @@ class Codec(ABC):
         """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), without a copy."""
         raise KVCalError(f"codec {self.name!r}: {self.fused()}")
 
+    def from_blocks(self, made: Blocks, count: int) -> Packed:
+        """The other way round, without a copy: `count` of the codec's blocks, of integers or a grid."""
+        parts = zip(self.tensor_specs(), (made.words, made.scale), strict=True)
+        return {name: x.view(*x.shape[:2], count, -1) for name, x in parts}
+
     def for_decoding(self) -> Codec:
         """The same codec where no kernel attends to its blocks, which may then be stored otherwise, in as many bytes: under a
         predictor, and in schemes that predict layers or keep keys before RoPE.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 from . import grids, rope
@@ -10,6 +11,7 @@ from .reference import BLOCK, Blocks, Form, decode, pack, pack_scales, pack_tier
 from .rope import Rope
 
 
+@cache
 def fast() -> ModuleType:
     """The Triton kernel's `attend`, `Launch` and `Workspace`, as `reference` has the first; ImportError without triton."""
     from . import triton

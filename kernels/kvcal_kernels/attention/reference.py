@@ -23,7 +23,8 @@ Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -194,6 +195,23 @@ class Blocks:
     scale: Tensor
     grid: Grid | None = None
     order: Tensor | None = None
+
+    @cached_property
+    def about(self) -> tuple[Any, ...]:
+        """All that a kernel takes for granted of them but their numbers; see `about`."""
+        grid = None if self.grid is None else (self.grid.vector, about(self.grid.table), about(self.grid.sign))
+        order = None if self.order is None else about(self.order)
+        return self.form, about(self.words), about(self.scale), grid, order
+
+    @property
+    def written(self) -> Tensor:
+        """The words as kernels write them: of a grid in units of 32 bits."""
+        return self.words.view(torch.int32) if self.form.vector else self.words
+
+
+def about(x: Tensor) -> tuple[Any, ...]:
+    """Shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def pack_tiers(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ class Rope:
                 f"turns {tuple(self.first.shape)} of runs, {tuple(self.near.shape)} within them: must be (B or 1, runs, 2, h) "
                 f"and ({RUN}, 2, h)"
             )
+
+    @cached_property
+    def about(self) -> tuple[Any, ...]:
+        """What a kernel takes for granted of it, as of reference.about."""
+        return self.first.shape, self.near.shape, self.first.device
 
     @property
     def pairs(self) -> int:

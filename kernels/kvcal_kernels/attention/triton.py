@@ -32,18 +32,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler.compiler import make_backend
 
-from ..triton import half, interpreted
+from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form
+from .reference import Blocks, Form, about
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
-SLACK_BITS = tl.constexpr(
-    0x41000000
-)  # 8.0 as float32: powers of two by which scores may pass the maximum subtracted from them
+SLACK = tl.constexpr(8.0)  # powers of two by which scores may pass the maximum that is subtracted from them
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 
 
@@ -217,37 +216,104 @@ def _two_bytes(p, live, NW: tl.constexpr):
 
 @triton.jit
 def _tier_scores(
-    p_k, p_ks, p_order, p_fit, i_head, b_block, live,
+    p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
     SLICES: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
     FULL: tl.constexpr, FOUR: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
-    from p_fit, float16 [D][N].
+    from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see `_gathered`.
     """
     EACH: tl.constexpr = GROUP // 32
-    at = _words((i_head * room + b_block)[:, None] * WORDS)
+    at = (i_head * room + b_block)[:, None] * WORDS
     at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
-    live_words = live[:, :, None]
+    live = b_live[:, None]
+    BEHIND: tl.constexpr = WORDS * 2
+    ORDER: tl.constexpr = BEHIND + (SLICES - FULL) * 64
     tiles = ()
     for u in tl.static_range(TILES):
-        tiles = tiles + (tl.load(p_k + at + (2 * FULL + u) * TILE, mask=live_words, other=0),)
+        tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
     b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
     b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
     for i in tl.static_range(SLICES):
-        channel = _two_bytes(p_order + at_group * (SLICES * 16) + i * 16, live, NW)
-        b_q = tl.load(p_fit + channel[:, :, None] * N + tl.arange(0, N)[None, None, :])
+        b_t = _gathered(p_order + at_group * (SLICES * 16) + i * 16, p_fit, live, ring, ORDER + i * 16, fit, NW, N, ASM)
+        b_q = _transposed(b_t, NW, N)
         if i < FULL:
-            w = tl.load(p_k + at + i * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            w = _tile(p_k, at, live, ring, 0, i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact0 = tl.dot(w, b_q, b_exact0)
-            w = tl.load(p_k + at + (FULL + i) * TILE, mask=live_words, other=0).to(tl.float16, bitcast=True)
+            w = _tile(p_k, at, live, ring, 0, FULL + i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact1 = tl.dot(w, b_q, b_exact1)
         else:
-            scale, zero = _loaded_pairs(p_ks, at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32, live, NW)
-            b_plain = tl.dot(tl.broadcast_to(zero[:, None, :], [NW, 16, 16]), b_q, b_plain)
-            b_q = b_q * scale[:, :, None]
+            at_scale = at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32
+            scale, zero = _pairs(p_ks, at_scale, live, ring, BEHIND + (i - FULL) * 64, NW, ASM)
+            b_plain = tl.dot(zero, b_q, b_plain)
+            b_q = _scaled(b_t, scale, NW, N)
             b_0 = _lower(tiles, _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_0, ASM)
             b_1 = _lower(tiles, FIELDS + _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_1, ASM)
     return b_0 + (b_exact0 + b_plain) * 2.0**-24, b_1 + (b_exact1 + b_plain) * 2.0**-24
+
+
+@triton.constexpr_function
+def _gathering(byte, columns):
+    """Two numbers of rows n and n + 8 of the query for each of two pairs of channels, whose bytes lie in shared memory."""
+    size = 2 * columns
+    text = ["{ .reg .b16 a, b; .reg .b32 o, x, y, f; add.u32 f, kvcal_fit, $12;"]
+    for pair in range(2):
+        text += [f"ld.shared.u16 o, [$4 + {byte + 8 * pair}]; and.b32 x, o, 255; shr.u32 y, o, 8;"]
+        text += [f"mad.lo.u32 x, x, {size}, f; mad.lo.u32 y, y, {size}, f;"]
+        text += [f"ld.shared.b16 a, [x]; ld.shared.b16 b, [y]; mov.b32 ${2 * pair}, {{a, b}};"]
+        if columns > 8:
+            text += [f"ld.shared.b16 a, [x + 16]; ld.shared.b16 b, [y + 16]; mov.b32 ${2 * pair + 1}, {{a, b}};"]
+        else:
+            text += [f"mov.b32 ${2 * pair + 1}, ${2 * pair};"]  # rows that do not exist
+    return " ".join([*text, "}"])
+
+
+@triton.jit
+def _gathered(
+    p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `_transposed` takes it.
+    The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
+    """
+    TALL: tl.constexpr = max(N, 16)
+    k = tl.arange(0, 16)[None, None, :]
+    if ASM:
+        at = ring[:, :, None] + (k % 8 // 2 * 2 + fit * 0)
+        made = tl.inline_asm_elementwise(
+            _gathering(BYTE, N), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, fit],
+            dtype=tl.float16, is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        channel = _two_bytes(p_order, live, NW)[:, None, :]
+        n = tl.arange(0, TALL)[None, :, None]
+        made = tl.load(p_fit + channel * N + n, mask=n < N, other=0.0)
+    return made
+
+
+@triton.jit
+def _fit_table(p_fit, b_q, at, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes."""
+    if ASM:
+        base = tl.inline_asm_elementwise(
+            _fitting(SIZE), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.inline_asm_elementwise(
+            "st.shared.b16 [$1], $2; mov.b32 $0, 0;",
+            "=r,r,h",
+            [base + at * 2, b_q],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(p_fit + at, b_q)
+
+
+@triton.constexpr_function
+def _fitting(size):
+    """Without braces: names hold for the whole kernel."""
+    text = f".shared .align 16 .b8 kvcal_query[{size}]; .reg .b32 kvcal_fit;"
+    return f"{text} mov.u32 kvcal_fit, kvcal_query; mov.u32 $0, kvcal_query;"
 
 
 @triton.jit
@@ -262,9 +328,9 @@ def _loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
     return scale.to(tl.float16, bitcast=True), zero.to(tl.float16, bitcast=True)
 
 
-# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody. Triton's own
-# pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing to copy,
-# commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody.
+# Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing
+# to copy, commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
 
 
 @triton.constexpr_function
@@ -306,9 +372,14 @@ def _constraints(sizes):
 
 
 @triton.constexpr_function
-def _ring(size):
-    """Without braces: the name holds for the whole kernel."""
-    return f".shared .align 128 .b8 kvcal_ring[{size}]; mov.u32 $0, kvcal_ring;"
+def _ring(size, beyond):
+    """Where the ring begins. beyond: behind what Triton manages, see `_enlarged`; of several warps, or beside tables, it would
+    not fit the 48 KB of shared memory that assembly may declare.
+    """
+    if beyond:
+        text = f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size};"
+        return f"{text} mov.u32 $0, global_smem; add.u32 $0, $0, t; }}"
+    return f"{{ .shared .align 128 .b8 kvcal_ring[{size}]; mov.u32 $0, kvcal_ring; }}"
 
 
 @triton.constexpr_function
@@ -342,31 +413,40 @@ def _word(width):
 
 
 @triton.jit
-def _arrive(PENDING: tl.constexpr, NW: tl.constexpr):
-    """Wait until at most PENDING of a warp's fetches are on their way. Several warps wait for one another: Triton may read
-    scales in a layout in which a warp has those of others' blocks.
+def _arrive(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
+    """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else all wait
+    for one another, as Triton may read scales of integers in a layout in which a warp has those of others' blocks.
     """
     tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
-    if NW > 1:
+    if not OWN:
         tl.debug_barrier()
 
 
 @triton.jit
-def _spot(NW: tl.constexpr):
-    """Zeros int32 [NW, 16, 16] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
-    zero = tl.zeros([NW, 16, 16], tl.float16)
-    return tl.dot(zero, zero).to(tl.int32)
+def _spot(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
+    """Zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
+    return tl.dot(tl.zeros([NW, ROWS, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16)).to(tl.int32)
 
 
 @triton.jit
-def _tile(p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32; or
-    in memory at b_at [NW, 1] int64.
+def _mixed(row):
+    """Rows 0, 4, 1, 5, 2, 6, 3, 7 of each eight. Scores in this order are, once transposed, what `_spread` needs."""
+    return row & 8 | row >> 1 & 3 | (row & 1) << 2
+
+
+@triton.jit
+def _tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32,
+    MIXED with rows as `_mixed` says; or in memory at b_at [NW, 1] int64.
     """
     r = tl.arange(0, 16)
     if ASM:
         lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
-        at = ring[:, :, None] + ((lane & 15) * 32 + ((lane >> 4) ^ (lane >> 2 & 1)) * 16)
+        row = _mixed(lane & 15) if MIXED else lane & 15
+        at = ring[:, :, None] + (row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16)
         w = tl.inline_asm_elementwise(
             _matrix(BYTE + U * 512), "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
         )
@@ -385,7 +465,7 @@ def _codes(
     """
     parts = ()
     for u in tl.static_range(TILES):
-        w = _tile(p_words, b_at, b_live, ring, BYTE, u, NW, ASM and HELD)
+        w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
         if BITS == 8:
             parts = parts + unpack8(w, ASM)
         if BITS == 4:
@@ -393,7 +473,7 @@ def _codes(
         if BITS == 2:
             parts = parts + unpack2(w, ASM)
         if BITS == 3:
-            third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, NW, ASM and HELD)
+            third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     return parts
 
@@ -412,8 +492,8 @@ def _look_up(bits, step, first, pack=2):
     pieces, units, codes = {2: (8, pack // 2, 4), 3: (16, 3, 5), 4: (4, 1, 4)}[bits]
     outputs = pieces * pack // 2
     size, width, mask = (8 if bits == 2 else 4), (6 if bits == 3 else 8), (63 if bits == 3 else 255) << step
-    text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;", "mov.u32 lane, %laneid;"]
-    text += [f"and.b32 lane, lane, {(1 << step) // size - 1};", f"shl.b32 lane, lane, {size.bit_length() - 1};"]
+    text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;"]
+    text += [f"and.b32 lane, kvcal_place, {(1 << step) // size - 1};", f"shl.b32 lane, lane, {size.bit_length() - 1};"]
 
     def load(unit, code):
         targets = _targets(bits, pack, unit, code)
@@ -443,16 +523,14 @@ def _targets(bits, pack, unit, code):
         return [unit * {3: 5, 4: 4}[bits] + code]
     if pack == 2:  # of two pieces
         return [2 * code, 2 * code + 1]
-    if pack == 4:  # units of rows r, r + 8
-        return [8 * unit + 2 * code, 8 * unit + 2 * code + 1]
-    first = 16 * (unit // 2) + 4 * code + unit % 2  # of r, r, r + 8, r + 8
-    return [first, first + 2]
+    return [8 * unit + 2 * code, 8 * unit + 2 * code + 1]  # units of rows r, r + 8
 
 
 @triton.constexpr_function
 def _reserve(size):
     """Without braces: the name holds for the whole kernel."""
-    return f".shared .align 128 .b8 kvcal_table[{size}]; mov.u32 $0, kvcal_table;"
+    table = f".shared .align 128 .b8 kvcal_table[{size}]; mov.u32 $0, kvcal_table; "
+    return table + ".reg .b32 kvcal_place; mov.u32 kvcal_place, %laneid;"
 
 
 @triton.jit
@@ -502,33 +580,21 @@ def _entry(p_table, index, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.const
 
 
 @triton.jit
-def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
     """p_table: read without assembly. FIRST: byte of the table in shared memory. Here as below.
 
     A byte is of rows r and r + 8, registers side by side, as a load of 8 bytes writes them. So this counts on the order of a
-    thread's numbers of a piece, that of a product's first operand (`check_layouts`): with PACK 4 (r, k), (r, k + 1),
-    (r + 8, k), (r + 8, k + 1); with PACK 8 (r, k) to (r, k + 3), (r + 8, k) to (r + 8, k + 3).
+    thread's numbers of a piece, that of a product's result (`check_layouts`): (r, k), (r, k + 1), (r + 8, k), (r + 8, k + 1).
     """
-    types: tl.constexpr = (
-        tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16
-    )  # fmt: skip
     if ASM:
-        if PACK == 4:
-            parts = tl.inline_asm_elementwise(
-                _look_up(2, STEP, FIRST, 4),
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
-                [w], dtype=types, is_pure=True, pack=4,
-            )  # fmt: skip
-        else:
-            parts = tl.inline_asm_elementwise(
-                _look_up(2, STEP, FIRST, 8),
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
-                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-                [w], dtype=types, is_pure=True, pack=8,
-            )  # fmt: skip
+        parts = tl.inline_asm_elementwise(
+            _look_up(2, STEP, FIRST, 4),
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,"
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+            [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=4,
+        )  # fmt: skip
     else:
         top, bottom = tl.split(tl.permute(tl.reshape(_units(w, NW), [NW, 2, 8, 8]), [0, 2, 3, 1]))
         parts = ()
@@ -597,36 +663,43 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
 
 @triton.jit
 def _points(
-    p_words, b_at, b_live, p_table, BITS: tl.constexpr, TILES: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr,
-    PACK: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, p_table, BITS: tl.constexpr, TILES: tl.constexpr,
+    STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. PACK: 2 for keys of which a code stands for four channels, 8
-    for values of which one stands for several, else 4.
+    """As `_codes`, of a grid: the points that codes stand for. FOUR: keys of which a code stands for four channels. MIXED:
+    rows as `_mixed` says.
     """
     parts = ()
     if BITS == 3:
         for u in tl.static_range(0, TILES, 3):
-            w0 = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
+            w0 = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             w1 = w0
             w2 = w0
             if u + 1 < TILES:
-                w1 = tl.load(p_words + b_at + (u + 1) * TILE, mask=b_live, other=0)
+                w1 = _tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
             if u + 2 < TILES:
-                w2 = tl.load(p_words + b_at + (u + 2) * TILE, mask=b_live, other=0)
+                w2 = _tile(p_words, b_at, b_live, ring, BYTE, u + 2, MIXED, NW, ASM)
             parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
     else:
         for u in tl.static_range(TILES):
-            w = tl.load(p_words + b_at + u * TILE, mask=b_live, other=0)
+            w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             if BITS == 4:
                 parts = parts + look4(w, p_table, STEP, FIRST, NW, ASM)
-            elif PACK == 2:
+            elif FOUR:
                 parts = parts + look2_four(w, p_table, STEP, FIRST, NW, ASM)
             else:
-                parts = parts + look2(w, p_table, STEP, FIRST, PACK, NW, ASM)
+                parts = parts + look2(w, p_table, STEP, FIRST, NW, ASM)
     return parts
 
 
 # Rotation: a Hadamard transform of 2^k channels is one of 16 rows on tensor cores, then one of the tensors of a tuple.
+
+
+@triton.jit
+def _sign(p_sign, at):
+    """Number `at` of int8 as float32. Not loaded as a byte, see `_two_bytes`: products behind it would take kWidth 4."""
+    both = tl.load(p_sign.to(tl.pointer_type(tl.int16)) + at // 2).to(tl.int32)
+    return (both << 24 - at % 2 * 8 >> 24).to(tl.float32)
 
 
 @triton.jit
@@ -683,13 +756,63 @@ def _value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.cons
 
 
 @triton.jit
-def _spread(b_p, NW: tl.constexpr, N: tl.constexpr):
-    """Probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of the other."""
+def _spread(b_p, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """Probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of the other.
+    MIXED: tokens are in the order of `_mixed`.
+    """
+    if MIXED:
+        first, second = tl.inline_asm_elementwise(
+            _movmatrix(True), "=r,=r,=r,=r,r,r", [b_p], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+        return _second(first, NW, N), _second(second, NW, N)
     odd = (-(tl.arange(0, N) % 2)).to(tl.int16)[None, None, :]
     bits = b_p.to(tl.int16, bitcast=True)
     both = tl.join(bits & ~odd, bits & odd).to(b_p.dtype, bitcast=True)
     wide = tl.reshape(tl.permute(both, [0, 1, 3, 2]), [NW, 2, 16, N])
     return tl.split(tl.permute(wide, [0, 2, 3, 1]))
+
+
+@triton.constexpr_function
+def _movmatrix(mixed):
+    """Transposes of the 8 x 8 parts of a product's result; mixed: each as operands of 8 tokens, row 2 token + parity, 0 in
+    columns of the other parity.
+    """
+    if not mixed:
+        return "movmatrix.sync.aligned.m8n8.trans.b16 $0, $2; movmatrix.sync.aligned.m8n8.trans.b16 $1, $3;"
+    text = "{ .reg .b32 t, u;"
+    for i in range(2):
+        text += f"movmatrix.sync.aligned.m8n8.trans.b16 t, ${4 + i}; "
+        text += f"prmt.b32 ${2 * i}, t, 0, kvcal_low; prmt.b32 ${2 * i + 1}, t, 0, kvcal_high; "
+    return text + "}"
+
+
+@triton.jit
+def _parities():
+    """Registers that `_movmatrix` knows by name: where a lane's column takes numbers of even or of odd channels."""
+    tl.inline_asm_elementwise(
+        """.reg .b32 kvcal_low, kvcal_high; .reg .pred kvcal_parity;
+        mov.u32 kvcal_low, %laneid; and.b32 kvcal_low, kvcal_low, 4; setp.ne.u32 kvcal_parity, kvcal_low, 0;
+        selp.b32 kvcal_low, 0x1044, 0x4410, kvcal_parity; selp.b32 kvcal_high, 0x3244, 0x4432, kvcal_parity;
+        mov.b32 $0, 0;""",
+        "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _second(x, NW: tl.constexpr, N: tl.constexpr):
+    """What `_movmatrix` made of [NW, 16, N], as a second operand."""
+    return tl.reshape(tl.permute(tl.reshape(x, [NW, 2, 8, N // 8, 8]), [0, 1, 4, 3, 2]), [NW, 16, N])
+
+
+@triton.jit
+def _operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
+    """Probabilities of 16 tokens [NW, 16, N] float16 as a second operand. Triton's own way takes two shuffles and twelve
+    instructions where this takes two.
+    """
+    if ASM:
+        made = tl.inline_asm_elementwise(_movmatrix(False), "=r,=r,r,r", [b_p], dtype=tl.float16, is_pure=True, pack=4)
+        b_p = _second(made, NW, N)
+    return b_p
 
 
 @triton.constexpr_function
@@ -1075,27 +1198,49 @@ def _rows(x, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _grid_scores(
-    p_k, p_ks, i_head, b_block, b_live, q, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
+    p_k, p_ks, i_head, b_block, b_live, ring, q, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
     WORDS: tl.constexpr, BITS: tl.constexpr, room, p_table, i_norm, STEP: tl.constexpr, FOUR: tl.constexpr,
-    NW: tl.constexpr, ASM: tl.constexpr,
+    MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_scores`, of points of a grid, with a norm for each token."""
+    """As `_scores`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `_mixed`."""
     live = b_live[:, None]
-    b_words = _words((i_head * room + b_block)[:, None] * WORDS)
-    parts = _points(p_k, b_words, live[:, :, None], p_table, BITS, TILES, STEP, 0, 2 if FOUR else 4, NW, ASM)
+    at = (i_head * room + b_block)[:, None] * WORDS
+    parts = _points(p_k, at, live, ring, 0, p_table, BITS, TILES, STEP, 0, FOUR, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
         b_dot = tl.dot(parts[h * STRIDE], q[0])
         for i in tl.static_range(1, SLICES):
             b_dot = tl.dot(parts[h * STRIDE + i], q[i], b_dot)
-        scores = scores + (b_dot * _norms(p_ks, (i_norm * room + b_block)[:, None] * 32 + h * 16, live),)
+        at_norm = (i_norm * room + b_block)[:, None] * 32 + h * 16
+        scores = scores + (b_dot * _norms(p_ks, at_norm, live, ring, WORDS * 2 + h * 32, MIXED, NW, N, ASM),)
     return scores
 
 
+@triton.constexpr_function
+def _rows_of_halves(byte):
+    """A lane's two rows of a product's result, from addresses of each number."""
+    return f"""{{ .reg .b16 a, b;
+    ld.shared.b16 a, [$4+{byte}]; ld.shared.b16 b, [$6+{byte}];
+    cvt.f32.f16 $0, a; mov.b32 $1, $0; cvt.f32.f16 $2, b; mov.b32 $3, $2; }}"""
+
+
 @triton.jit
-def _norms(p, b_at, b_live):
-    """Norms of 16 tokens, [NW, 16, 1] float32."""
-    return tl.load(p + b_at + tl.arange(0, 16)[None, :], mask=b_live, other=0.0).to(tl.float32)[:, :, None]
+def _norms(
+    p, b_at, b_live, ring, BYTE: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """Norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a slot of the
+    ring on; or [NW, 16, 1] in memory at b_at [NW, 1].
+    """
+    r = tl.arange(0, 16)[None, :]
+    if ASM:
+        row = (_mixed(r) if MIXED else r)[:, :, None]
+        at = ring[:, :, None] + (row * 2 + _spot(NW, N))
+        norm = tl.inline_asm_elementwise(
+            _rows_of_halves(BYTE), "=&f,=&f,=&f,=&f,r,r,r,r", [at], dtype=tl.float32, is_pure=False, pack=4
+        )
+    else:
+        norm = tl.load(p + b_at + r, mask=b_live, other=0.0).to(tl.float32)[:, :, None]
+    return norm
 
 
 @triton.jit
@@ -1148,21 +1293,21 @@ def _add(
 
 @triton.jit
 def _add_points(
-    p_v, p_vs, i_head, b_block, b_live, b_0, b_1, acc, SLICES: tl.constexpr, TILES: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, room, p_table, i_norm, STEP: tl.constexpr, FIRST: tl.constexpr,
-    PAIRED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, SLICES: tl.constexpr, TILES: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, room, BYTE: tl.constexpr, p_table, i_norm, STEP: tl.constexpr,
+    FIRST: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_add`, of points of a grid; b_0 and b_1 are float32."""
+    """As `_add`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `_mixed`."""
     live = b_live[:, None]
-    b_words = _words((i_head * room + b_block)[:, None] * WORDS)
-    parts = _points(p_v, b_words, live[:, :, None], p_table, BITS, TILES, STEP, FIRST, 8 if PAIRED else 4, NW, ASM)
+    at = (i_head * room + b_block)[:, None] * WORDS
+    parts = _points(p_v, at, live, ring, BYTE, p_table, BITS, TILES, STEP, FIRST, False, False, NW, ASM)
     at_norm = (i_norm * room + b_block)[:, None] * 32
-    b_0 = (b_0 * _norms(p_vs, at_norm, live)).to(tl.float16)
-    b_1 = (b_1 * _norms(p_vs, at_norm + 16, live)).to(tl.float16)
+    b_0 = (b_0 * _norms(p_vs, at_norm, live, ring, BYTE + WORDS * 2, MIXED, NW, N, ASM)).to(tl.float16)
+    b_1 = (b_1 * _norms(p_vs, at_norm + 16, live, ring, BYTE + WORDS * 2 + 32, MIXED, NW, N, ASM)).to(tl.float16)
     if PAIRED:
-        probabilities = _spread(b_0, NW, N) + _spread(b_1, NW, N)
+        probabilities = _spread(b_0, MIXED, NW, N) + _spread(b_1, MIXED, NW, N)
     else:
-        probabilities = (b_0, b_1)
+        probabilities = (_operand(b_0, NW, N, ASM), _operand(b_1, NW, N, ASM))
     WIDE: tl.constexpr = SLICES // 2 if PAIRED else SLICES
     made = ()
     for i in tl.static_range(WIDE):
@@ -1173,26 +1318,74 @@ def _add_points(
     return made
 
 
-@triton.jit
-def _faded(x, fade):
-    found = ()
-    for i in tl.static_range(len(x)):
-        found = found + (x[i] * fade,)
-    return found
+@triton.constexpr_function
+def _rising(count):
+    """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is
+    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score by SLACK above.
+    """
+    own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
+    text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
+    for name, column, over in (("a", 0, "x"), ("b", 1, "y")):
+        text += [
+            f"max.f32 {name}, {own[column]}, {own[column + 2]};",
+            f"max.f32 {over}, {own[column + 4]}, {own[column + 6]};",
+        ]
+        text += [f"max.f32 {name}, {name}, {over};"]
+    text += [f"neg.f32 f, $0; neg.f32 g, $1; fma.rn.f32 x, a, {own[8]}, f; fma.rn.f32 y, b, {own[9]}, g;"]
+    text += [
+        f"max.f32 x, x, y; setp.gt.f32 p, x, {SLACK.value}; vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"
+    ]
+    for step in (16, 8, 4):
+        for name, other in (("a", "x"), ("b", "y")):
+            text += [f"shfl.sync.bfly.b32 {other}, {name}, {step}, 31, 0xffffffff; max.f32 {name}, {name}, {other};"]
+    text += [f"mul.f32 a, a, {own[8]}; mul.f32 b, b, {own[9]}; max.f32 a, a, $0; max.f32 b, b, $1;"]
+    text += ["sub.f32 f, $0, a; sub.f32 g, $1, b; ex2.approx.ftz.f32 f, f; ex2.approx.ftz.f32 g, g;"]
+    text += ["mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, a; mov.f32 $3, b;"]
+    text += [f"mul.f32 ${4 + i}, ${4 + i}, {'fg'[i % 2]};" for i in range(4 * count)]
+    return " ".join([*text, "KVCAL_LOW: }"])
+
+
+@triton.constexpr_function
+def _rising_constraints(count):
+    outputs = 4 * (1 + count)
+    return ",".join(["=f"] * outputs + ["f"] * 12 + [str(i) for i in range(outputs)])
+
+
+@triton.constexpr_function
+def _floats(count):
+    return (tl.float32,) * count
 
 
 @triton.jit
-def _rise(b_0, b_1, b_m, b_l, unit, acc):
-    """Where scores b_0, b_1 (times unit) pass the maximum b_m: the new one, and sums and outputs of it."""
-    b_new = tl.maximum(b_m, tl.max(tl.maximum(b_0, b_1), 1) * unit)
-    fade = tl.exp2(b_m - b_new)[:, None, :]
-    return b_new, b_l * fade, _faded(acc, fade)
+def _risen(b_0, b_1, b_m, b_l, unit, acc, ASM: tl.constexpr):
+    """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while
+    no score of a warp passes its column's maximum by more than 2^SLACK, as probabilities are float16 up to 2^15.
+    """
+    if ASM:
+        COUNT: tl.constexpr = 1 + len(acc)
+        made = tl.inline_asm_elementwise(
+            _rising(COUNT), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
+            dtype=_floats(1 + COUNT), is_pure=False, pack=4,
+        )  # fmt: skip
+        b_m, b_l = made[0], made[1]
+        acc = made[2:]
+    else:
+        b_top = tl.max(tl.maximum(b_0, b_1) * unit, 1)[:, None, :]
+        if tl.max(b_top - b_m) > SLACK:
+            b_new = tl.maximum(b_m, b_top)
+            fade = tl.exp2(b_m - b_new)
+            b_m, b_l = b_new, b_l * fade
+            faded = ()
+            for i in tl.static_range(len(acc)):
+                faded = faded + (acc[i] * fade,)
+            acc = faded
+    return b_m, b_l, acc
 
 
 @triton.jit
 def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
-    p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS: tl.constexpr,
+    p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS: tl.constexpr,
     SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
     K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
@@ -1201,17 +1394,18 @@ def _step(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
+    MIXED: tl.constexpr = ASM and PAIRED and K_MODE == 3
     b_block = first + tl.arange(0, NW)
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
     if K_MODE == 4:
         b_0, b_1 = _tier_scores(
-            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live[:, None],
+            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
             SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
         )  # fmt: skip
     elif K_MODE == 3:
         b_0, b_1 = _grid_scores(
-            p_k, p_ks, i_head, b_block, b_live, q, SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, room,
-            p_kt, norms[0], STEP, K_FOUR, NW, ASM,
+            p_k, p_ks, i_head, b_block, b_live, ring, q, SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, room,
+            p_kt, norms[0], STEP, K_FOUR, MIXED, NW, N, ASM,
         )  # fmt: skip
     elif PAIRS > 0:
         b_0, b_1 = _turned_scores(
@@ -1226,28 +1420,23 @@ def _step(
     if MASK:
         b_0 = tl.where(b_live[:, None, None], b_0, LOW)
         b_1 = tl.where(b_live[:, None, None], b_1, LOW)
-    if NW == 1:  # a warp alone can branch: scores may pass the maximum by 2^SLACK, probabilities are float16 up to 2^15
-        b_over = tl.maximum(b_0, b_1) * unit[:, None, :] - b_m[:, None, :]
-        # positive float32 are ordered as their bits, of which a warp has the largest by one instruction
-        if tl.max(b_over.to(tl.int32, bitcast=True)) > SLACK_BITS:
-            b_m, b_l, acc = _rise(b_0, b_1, b_m, b_l, unit, acc)
-    else:
-        b_m, b_l, acc = _rise(b_0, b_1, b_m, b_l, unit, acc)
-    b_0 = tl.exp2(b_0 * unit[:, None, :] - b_m[:, None, :])
-    b_1 = tl.exp2(b_1 * unit[:, None, :] - b_m[:, None, :])
+    unit = tl.broadcast_to(unit[:, None, :], [NW, 16, N])
+    b_m, b_l, acc = _risen(b_0, b_1, b_m, b_l, unit, acc, ASM)
+    b_0 = tl.exp2(b_0 * unit - b_m)
+    b_1 = tl.exp2(b_1 * unit - b_m)
     if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
         b_0 = tl.where(b_live[:, None, None], b_0, 0.0)
         b_1 = tl.where(b_live[:, None, None], b_1, 0.0)
     if V_MODE == 3:
         b_sum = b_0 + b_1
         acc = _add_points(
-            p_v, p_vs, i_head, b_block, b_live, b_0, b_1, acc, SLICES, V_TILES, V_WORDS, V_BITS, room,
-            p_vt, norms[1], STEP, V_FIRST, PAIRED, NW, N, ASM,
+            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, SLICES, V_TILES, V_WORDS, V_BITS, room,
+            K_HELD, p_vt, norms[1], STEP, V_FIRST, PAIRED, MIXED, NW, N, ASM,
         )  # fmt: skip
     else:
         ones = tl.full([NW, 16, 16], 1.0, tl.float16)
-        b_0 = b_0.to(tl.float16)
-        b_1 = b_1.to(tl.float16)
+        b_0 = _operand(b_0.to(tl.float16), NW, N, ASM)
+        b_1 = _operand(b_1.to(tl.float16), NW, N, ASM)
         b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
         acc = _add(
             p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc,
@@ -1258,44 +1447,50 @@ def _step(
 
 @triton.jit
 def _origins(
-    p_k, p_ks, p_v, p_vs, i_head, room, lane,
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER: tl.constexpr,
     K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
     V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
 ):  # fmt: skip
-    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring."""
+    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring. i_scales:
+    the heads of keys' and of values' scales, which may be of all heads.
+    """
     found = ()
     if K_HELD > 0:
         found = found + ((p_k + i_head * room * K_WORDS).to(tl.int64) + lane * 16,)
-        found = found + ((p_ks + i_head * (room // K_PER) * K_SCALES).to(tl.int64) + lane * _width(K_SCALES * 2),)
+        found = found + ((p_ks + i_scales[0] * (room // K_PER) * K_SCALES).to(tl.int64) + lane * _width(K_SCALES * 2),)
+        found = found + ((p_order + i_head * (room // K_PER) * K_ORDER).to(tl.int64) + lane * _width(K_ORDER),)
     if V_HELD > 0:
         found = found + ((p_v + i_head * room * V_WORDS).to(tl.int64) + lane * 16,)
-        found = found + ((p_vs + i_head * (room // V_PER) * V_SCALES).to(tl.int64) + lane * _width(V_SCALES * 2),)
+        found = found + ((p_vs + i_scales[1] * (room // V_PER) * V_SCALES).to(tl.int64) + lane * _width(V_SCALES * 2),)
     return found
 
 
 @triton.constexpr_function
-def _pieces(k_held, k_words, k_scales, v_held, v_words, v_scales):
+def _pieces(k_held, k_words, k_scales, k_order, v_held, v_words, v_scales):
     """(bytes, whether tiles of words) of what goes through the ring."""
     keys, values = ((2 * k_words, True), (2 * k_scales, False)), ((2 * v_words, True), (2 * v_scales, False))
+    keys = (*keys, (k_order, False)) if k_order else keys
     return (keys if k_held else ()) + (values if v_held else ())
 
 
 @triton.jit
 def _fetch(
-    origins, first, last, slot, lane, swapped,
+    origins, first, last, slot, lane, swapped, K_ORDER: tl.constexpr,
     K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
     V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
     int32 [32 NW].
     """
-    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, V_HELD, V_WORDS, V_SCALES)
+    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, K_ORDER, V_HELD, V_WORDS, V_SCALES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
     given = (slot, lane, swapped)
     if K_HELD > 0:
         given = given + (block, origins[0], block // K_PER, origins[1])
+        if K_ORDER > 0:
+            given = given + (block // K_PER, origins[2])
     if V_HELD > 0:
-        FIRST: tl.constexpr = 2 if K_HELD > 0 else 0
+        FIRST: tl.constexpr = 3 if K_HELD > 0 else 0
         given = given + (block, origins[FIRST], block // V_PER, origins[FIRST + 1])
     tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), given, dtype=tl.int32, is_pure=False, pack=1)
 
@@ -1385,7 +1580,7 @@ def _exact(
         b_m = b_new
         made = ()
         if PAIRED:
-            halves = _spread(b_p, NW, N)
+            halves = _spread(b_p, False, NW, N)
             k = tl.arange(0, 16)[None, None, :]
             for i in tl.static_range(SLICES // 2):
                 b_o = acc[i] * fade[:, None, :]
@@ -1494,16 +1689,16 @@ def attend_kernel(
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     if K_MODE == 4:
-        for i in tl.static_range(SLICES):
-            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
-            b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
-            tl.store(p_fit + (i * 16 + r)[:, None] * N + column[None, :], b_q)
+        channel = tl.arange(0, triton.next_power_of_2(D))
+        b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
+        b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+        _fit_table(p_fit, b_q, channel[:, None] * N + column[None, :], 2 * N * triton.next_power_of_2(D), ASM)
         tl.debug_barrier()
     elif K_MODE == 3:
         for i in tl.static_range(SLICES):
             channel = _query_channels(i, K_FOUR)
             b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
-            sign = tl.load(p_k_sign + i_kv * D + channel).to(tl.float32)
+            sign = _sign(p_k_sign, i_kv * D + channel)
             b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
             plain = plain + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
         plain = _butterflies(plain, SLICES, WIDTH // 16)
@@ -1555,12 +1750,15 @@ def attend_kernel(
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
+    if ASM and PAIRED and K_MODE == 3:
+        _parities()
     if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
         if i_split < splits:
             _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
-    norms = (i_batch if K_SHARED else i_head, i_batch if V_SHARED else i_head)
+    # heads of scales
+    norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
 
-    b_m = tl.full([NW, N], LOW, tl.float32)
+    b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
@@ -1571,37 +1769,48 @@ def attend_kernel(
     stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
     middle = start + (stop - start) // NW * NW
     SLOT: tl.constexpr = K_HELD + V_HELD
+    K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
+    fit = 0
+    if K_MODE == 4:
+        TALL: tl.constexpr = max(N, 16)
+        fit = tl.arange(0, TALL)[None, :, None] * 2 + _spot(NW, 16, TALL)
     FETCH: tl.constexpr = ASM and SLOT > 0
+    OWN: tl.constexpr = NW == 1 or (K_MODE == 3 and V_MODE == 3)
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
     if FETCH:
         thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
         lane = thread % 32
         swapped = lane * 16 ^ lane // 8 % 2 * 16
         origins = _origins(
-            p_k, p_ks, p_v, p_vs, i_head, room, lane,
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, K_ORDER,
             K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
         )  # fmt: skip
         base = tl.inline_asm_elementwise(
-            _ring(SLOT * SLOTS * NW), "=r,r", [i_split * 0], dtype=tl.int32, is_pure=False, pack=1
+            _ring(SLOT * SLOTS * NW, NW > 1 or K_ENTRIES + V_ENTRIES > 0),
+            "=r,r",
+            [i_split * 0],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
         b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
         to = base + thread // 32 * (SLOT * SLOTS)
         for ahead in tl.static_range(SLOTS - 1):
             _fetch(
-                origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped,
+                origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, K_ORDER,
                 K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
             )  # fmt: skip
     for first in tl.range(start, middle, NW, num_stages=STAGES):
         if FETCH:
-            _arrive(SLOTS - 2, NW)
+            _arrive(SLOTS - 2, OWN, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             _fetch(
-                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped,
+                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, K_ORDER,
                 K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
             )  # fmt: skip
         b_m, b_l, acc = _step(
             p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-            p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS,
+            p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
             SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
             V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, False,
         )  # fmt: skip
@@ -1610,16 +1819,17 @@ def attend_kernel(
     if NW > 1:
         for first in tl.range(middle, stop, NW, num_stages=1):
             if FETCH:
-                _arrive(0, NW)
+                _arrive(0, OWN, NW)
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, p_first, p_near, run, PAIRS,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
                 SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER,
                 K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
                 V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, True,
             )  # fmt: skip
     if FETCH:
-        _arrive(0, NW)
+        _arrive(0, OWN, NW)
+    b_m = tl.max(b_m, 1)
     out = ()
     if V_MODE == 3:
         b_l = tl.sum(b_l, 1)
@@ -1630,7 +1840,7 @@ def attend_kernel(
         turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
         for i in tl.static_range(WIDE):
             channel = _value_channels(i, r[:, None], column[None, :] % EACH, PAIRED, V_FOUR)
-            sign = tl.load(p_v_sign + i_kv * D + channel).to(tl.float32) * (v_unit * WIDTH**-0.5)
+            sign = _sign(p_v_sign, i_kv * D + channel) * (v_unit * WIDTH**-0.5)
             out = out + (turned[i] * sign[None],)
     else:
         b_l = tl.max(b_l, 1)
@@ -1640,7 +1850,8 @@ def attend_kernel(
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
 
-    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 else 1  # what tables leave of shared memory
+    # what tables and tiers leave of shared memory
+    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 and K_MODE < 4 else 1
     b_behind = QUERIES - 1 - n // RATIO
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     if i_split >= splits:
@@ -1752,7 +1963,7 @@ def settings(
         made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
         made |= {f"{name}_SCALES": form.scales, f"{name}_PER": form.scale_blocks}
-        made |= {f"{name}_HELD": 0 if form.vector or form.tiered else 2 * (form.words + form.scales)}
+        made |= {f"{name}_HELD": 2 * (form.words + form.scales) + (form.dim if form.tiered else 0)}
     made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
     made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
     made["PAIRS"] = pairs
@@ -1846,38 +2057,66 @@ def attend(
     overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
-    for given in (q, packed_q):
-        _check(given, keys, values, blocks, sink, recent)
-    batch, heads, room = keys.words.shape[:3]
-    launch = launch or usual(keys.form, values.form, q.shape[1] // heads * q.shape[2], rope is not None)
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
     same = k_table.data_ptr() == v_table.data_ptr()
-    windows = sink[0].shape[2], recent[0].shape[2]
-    if rope is not None:
-        _check_rope(rope, keys, q, packed_q, windows)
-    pairs = 0 if rope is None else rope.pairs
-    fixed = settings(keys.form, values.form, heads, q.shape[1] // heads, q.shape[2], launch.warps, same, pairs)
-    groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
-    parts = packed + exact
-    space = workspace or Workspace(q.device)
-    part, stat, counter = space.take(groups, parts, fixed["N"], fixed["D"])
-    out = torch.empty_like(q)
-    arguments = (
-        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2], part, stat, counter, k_table, v_table, k_sign, v_sign,
-        keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale), room, *windows, packed, share,
-        0 if rope is None or len(rope.first) == 1 else rope.first.shape[1],
-        scaling * 1.4426950408889634, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)),
+    key = (
+        keys.about, values.about, about(q), None if packed_q is q else about(packed_q), about(blocks), *map(about, sink),
+        *map(about, recent), same, launch, ring, None if rope is None else rope.about,
     )  # fmt: skip
+    prepared = _PREPARED.get(key)
+    if prepared is None:
+        _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
+        prepared = _PREPARED[key] = _prepared(q, keys, values, sink, recent, launch, same, ring, rope)
+    ready, take, numbers = prepared
+    out = torch.empty_like(q)
+    tensors = (
+        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
+        blocks, sink[2], recent[2], *(workspace or Workspace(q.device)).take(*take), k_table, v_table, k_sign, v_sign,
+        keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
+    )  # fmt: skip
+    ready(tensors, *numbers, scaling * LOG2E, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)))
+    return out
+
+
+LOG2E = 1.4426950408889634
+_PREPARED = Prepared()
+
+
+def _prepared(
+    q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
+    rope: Rope | None,
+) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers."""
+    batch, heads, room = keys.words.shape[:3]
+    ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
+    launch = launch or usual(keys.form, values.form, ratio * queries, rope is not None)
+    pairs = 0 if rope is None else rope.pairs
+    fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
+    groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
     options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    grid = (parts, heads * fixed["CHUNKS"], batch)
-    if not interpreted():
-        _prepare(grid, arguments, options)
-    attend_kernel[grid](*arguments, **options)
-    return out
+    grid = (packed + exact, heads * fixed["CHUNKS"], batch)
+    ready = Ready(attend_kernel, grid, options, functools.partial(_examine, *_reserved(fixed)))
+    runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
+    return ready, (groups, packed + exact, fixed["N"], fixed["D"]), (room, *windows, packed, share, runs)
+
+
+def _check_all(
+    q: Tensor,
+    packed_q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: Exact,
+    recent: Exact,
+    rope: Rope | None,
+) -> None:
+    for given in (q, packed_q):
+        _check(given, keys, values, blocks, sink, recent)
+    if rope is not None:
+        _check_rope(rope, keys, q, packed_q, (sink[0].shape[2], recent[0].shape[2]))
 
 
 def _turns(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
@@ -1921,34 +2160,37 @@ def reserve(
     space.take(groups, packed + exact, fixed["N"], fixed["D"])
 
 
-def _reserved(fixed: dict[str, Any]) -> int:
-    """Bytes of shared memory of tables and of the ring."""
-    own = 0 if fixed["SAME"] else fixed["V_ENTRIES"]
-    ring = (fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"] * fixed["NW"]
-    return int((fixed["K_ENTRIES"] + own << fixed["STEP"]) + ring)
-
-
-_ALLOWED: set[tuple[object, ...]] = set()
-
-
-def _prepare(grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Once for each compiled kernel: its layouts are checked, and where it takes more than 48 KB of shared memory it is
-    allowed that. Triton asks where what it manages itself is that much, and does not count what assembly reserves.
+def _enlarged(made: Any, more: int, tables: int) -> None:
+    """Let launches of a compiled kernel that is not yet loaded have so many bytes of shared memory behind Triton's own. What
+    assembly declares is limited to 48 KB, in which tables of grids leave no room for a ring. The driver must allow more than
+    48 KB; Triton asks it where what Triton counts is that much, which does not include the tables.
     """
-    aligned = tuple((a.device, a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor))
-    key = (*options.items(), *aligned)
-    if key in _ALLOWED:
-        return
-    made = attend_kernel.warmup(*arguments, grid=grid, **options)
-    check_layouts(made.asm["ttgir"])
+    if made.module is not None:
+        raise RuntimeError("attend_kernel of grids was loaded before its shared memory was enlarged; report it, please")
+    size = -(-made.metadata.shared // 128) * 128 + more
+    made.metadata = made.metadata._replace(shared=size)
+    made.packed_metadata = make_backend(made.metadata.target).pack_metadata(made.metadata)
     made._init_handles()
-    size = made.metadata.shared
-    if size <= 48 * 1024 < size + _reserved(options):
+    if size <= 48 * 1024 < size + tables:
         most_dynamic = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(made.function), most_dynamic, size)
         if error:
-            raise RuntimeError(f"{size} bytes of shared memory beside the tables of grids: CUDA error {error}")
-    _ALLOWED.add(key)
+            raise RuntimeError(f"{size} bytes of shared memory beside {tables} of grids' tables: CUDA error {error}")
+
+
+def _reserved(fixed: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of shared memory: of tables of grids; of a ring that lies behind what Triton manages, see `_ring`."""
+    own = 0 if fixed["SAME"] else fixed["V_ENTRIES"]
+    tables = fixed["K_ENTRIES"] + own << fixed["STEP"]
+    ring = (fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"] * fixed["NW"]
+    return tables, ring if fixed["NW"] > 1 or fixed["K_ENTRIES"] + fixed["V_ENTRIES"] > 0 else 0
+
+
+def _examine(tables: int, ring: int, made: Any) -> None:
+    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room."""
+    check_layouts(made.asm["ttgir"])
+    if ring:
+        _enlarged(made, ring, tables)
 
 
 def check_layouts(ttgir: str) -> None:
@@ -1961,13 +2203,15 @@ def check_layouts(ttgir: str) -> None:
         if re.search(r"tt\.dot.*x16xf16, .*kWidth = (8|16)", line):
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
-        if packed and re.search(r"ldmatrix|ld\.shared\.v2\.b32 \{a, b\}", line):
-            if not re.search(rf"-> tensor<\dx16x16x[if]16, ({_aliases(result, ttgir)})>", line):
+        if packed and re.search(
+            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit", line
+        ):
+            if not re.search(rf"-> \(?tensor<[\dx]*x[if](16|32), ({_aliases(result, ttgir)})>", line):
                 raise RuntimeError(f"this Triton puts tiles of the ring in an unknown layout: {line.strip()[-200:]}")
         elif packed:
             operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
             if not re.search(rf"-> \(?tensor<[\dx]*f16, ({_aliases(operand, ttgir)})>", line):
-                raise RuntimeError(f"this Triton puts look-ups of grids in an unknown layout: {line.strip()[-200:]}")
+                raise RuntimeError(f"this Triton turns keys in an unknown layout: {line.strip()[-200:]}")
 
 
 def _aliases(layout: str, ttgir: str) -> str:
@@ -2027,6 +2271,8 @@ def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact,
     if keys.order is not None:
         given["order of channels"] = keys.order
     for name, tensor in (given | {"recent values": recent[1]} | counts).items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} on {tensor.device}, queries on {q.device}: must be on one device")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 from .reference import (
@@ -20,6 +21,7 @@ from .reference import (
 )
 
 
+@cache
 def fast() -> ModuleType:
     """The Triton kernels, named as those of `reference`; ImportError without triton."""
     from . import triton

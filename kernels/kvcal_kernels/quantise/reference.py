@@ -19,13 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..attention.grids import Grid
-from ..attention.reference import BLOCK, Blocks, Form, pack
+from ..attention.reference import BLOCK, Blocks, Form, about, pack
 from ..hadamard import tree_sum
 from ..rotated import reference as rotated
 
@@ -268,10 +268,14 @@ class Counts:
         self.windows = windows
         self.data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=device)
 
-    def __getattr__(self, name: str) -> Tensor:
-        if name in FIELDS:
-            return self.data[FIELDS.index(name)]
-        raise AttributeError(name)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "data":  # views are made once: attention of every layer asks for three
+            vars(self).update({field: value[i] for i, field in enumerate(FIELDS)})
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
 
 
 def advance(counts: Counts, new: Tensor) -> None:
@@ -296,6 +300,17 @@ class Layer:
     sink: tuple[Tensor, Tensor]
     recent: tuple[Tensor, Tensor]
     flags: Tensor
+
+    @functools.cached_property
+    def about(self) -> tuple[Any, ...]:
+        """All that a kernel takes for granted of it but numbers; see attention.reference.about."""
+        return self.keys.about, self.values.about, *(about(x) for x in (*self.sink, *self.recent, self.flags))
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Sink, ring, words and scales, keys before values, words of grids in units of 32 bits, as they are written."""
+        stored = (x for own in (self.keys, self.values) for x in (own.written, own.scale))
+        return *self.sink, *self.recent, *stored
 
 
 def blocks_for(

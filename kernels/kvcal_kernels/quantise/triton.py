@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.reference import BLOCK, Blocks, together
+from ..attention.reference import BLOCK, Blocks, about, together
 from ..rotated import triton as rotated
 from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
-from ..triton import interpreted
+from ..triton import Prepared, Ready, interpreted
 from . import reference
 from .reference import FIELDS, AnyRule, Counts, GridRule, Layer, Rule
 
@@ -726,16 +727,34 @@ def append(
     """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
     decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
     """
-    queries = k.shape[2]
-    windows, room = counts.windows, layer.recent[0].shape[2]
-    _check_layer(layer, counts, k, v, key, value)
-    launch = functools.partial(_launch, layer, counts.data, k, v, key, value, factor)
+    given = (layer.about, counts.windows, about(counts.data), about(k), about(v))
+    name = (*given, key, value, None if factor is None else about(factor))
+    prepared = _PREPARED.get(name)
+    if prepared is None:
+        _check_layer(layer, counts, k, v, key, value)
+        launches = list(_steps(layer, counts, k, v, key, value, factor))
+        prepared = _PREPARED[name] = [_table(rule, k.device) for rule in (key, value)], launches
+    tables, launches = prepared
+    tensors = _tensors(layer, counts.data, k, v, factor, tables)
+    for ready, numbers in launches:
+        ready(tensors, *numbers)
+
+
+_PREPARED = Prepared()
+
+
+def _steps(
+    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None
+) -> Iterator[tuple[Ready, tuple[int, ...]]]:
+    """The launches of an `append`."""
+    queries, windows, room = k.shape[2], counts.windows, layer.recent[0].shape[2]
+    prepare = functools.partial(_prepared, layer, k, v, key, value, factor)
     if queries <= room - (windows.recent + windows.block - 1):
-        launch(1, launch_of(key, value, step=True), write=True, pack=True)
+        yield prepare(1, launch_of(key, value, step=True), write=True, pack=True)
         return
     own = launch_of(key, value, step=False)
-    launch(_programs(-(-(queries + room) // BLOCK), key, value, own), own, write=False, pack=True)
-    launch(PROGRAMS, Launch(), write=True, pack=False)
+    yield prepare(_programs(-(-(queries + room) // BLOCK), key, value, own), own, write=False, pack=True)
+    yield prepare(PROGRAMS, Launch(), write=True, pack=False)
 
 
 def quantise(
@@ -772,7 +791,9 @@ def quantise(
     layer = Layer(made[0], made[1], (k, v), (k, v), flags)
     own = launch or launch_of(key, value, step=False)
     programs = _programs(count, key, value, own)
-    _launch(layer, data, k, v, key, value, factor, programs, own, write=False, pack=True, stored=False)
+    ready, numbers = _prepared(layer, k, v, key, value, factor, programs, own, write=False, pack=True, stored=False)
+    tables = [_table(rule, k.device) for rule in (key, value)]
+    ready(_tensors(layer, data, k, v, factor, tables), *numbers)
     return made[0], made[1], flags
 
 
@@ -783,9 +804,14 @@ def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Te
     return Blocks(rule.form, rotated.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
 
 
-def _launch(
+def _tensors(
+    layer: Layer, data: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, tables: list[Tensor]
+) -> tuple[Tensor, ...]:
+    return k, v, *layer.tensors, k if factor is None else factor, *tables, data, layer.flags
+
+
+def _prepared(
     layer: Layer,
-    data: Tensor,
     k: Tensor,
     v: Tensor,
     key: AnyRule,
@@ -796,26 +822,23 @@ def _launch(
     write: bool,
     pack: bool,
     stored: bool = True,
-) -> None:
+) -> tuple[Ready, tuple[int, ...]]:
+    """What starts a launch, and its numbers: all that follows from shapes and strides."""
     batch, heads, queries, dim = k.shape
     if factor is not None:
         wanted = [(heads, 1, dim), (batch, heads, 1, dim)]
         if tuple(factor.shape) not in wanted or not factor.is_contiguous():
             raise ValueError(f"factor {tuple(factor.shape)}: must be {wanted[0]} or {wanted[1]}, contiguous")
-    append_kernel[(programs, heads, 2 * batch)](
-        k, v, *layer.sink, *layer.recent, _words(layer.keys), layer.keys.scale, _words(layer.values), layer.values.scale,
-        k if factor is None else factor, _table(key, k.device), _table(value, k.device), data, layer.flags,
+    options = settings(key, value) | {
+        "HEADS": heads, "WRITE": write, "PACK": pack, "STORED": stored, "FACTOR": factor is not None, "NW": launch.warps,
+        "ASM": not interpreted(), "num_warps": launch.warps, "num_stages": 1, "enable_fp_fusion": False,
+    }  # fmt: skip
+    options |= {"maxnreg": launch.registers} if launch.registers else {}
+    numbers = (
         programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
         *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
-        HEADS=heads, WRITE=write, PACK=pack, STORED=stored, FACTOR=factor is not None,
-        **settings(key, value), NW=launch.warps, ASM=not interpreted(), num_warps=launch.warps,
-        num_stages=1, enable_fp_fusion=False, **({"maxnreg": launch.registers} if launch.registers else {}),
     )  # fmt: skip
-
-
-def _words(blocks: Blocks) -> Tensor:
-    """Of a grid in units of 32 bits, as they are written."""
-    return blocks.words.view(torch.int32) if blocks.form.vector else blocks.words
+    return Ready(append_kernel, (programs, heads, 2 * batch), options), numbers
 
 
 def _check_input(name: str, x: Tensor, k: Tensor, rule: AnyRule) -> None:
@@ -858,6 +881,9 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRul
                     f"{name} {tuple(x.shape)} {x.dtype}: must be ({batch}, {heads}, at least {wanted}, {dim}) {k.dtype}, "
                     "contiguous"
                 )
+    for x in (*layer.tensors, layer.flags, counts.data):
+        if x.device != k.device:
+            raise ValueError(f"storage or counts on {x.device}, keys on {k.device}: must be on one device")
     if layer.recent[0].shape[2] % BLOCK:
         raise ValueError(f"recent, room for {layer.recent[0].shape[2]}: must be a multiple of {BLOCK}")
     if counts.data.shape != (len(FIELDS), batch) or layer.flags.shape != (heads,):

@@ -1,0 +1,181 @@
+"""Kernels started without Triton's own binding of arguments: what is checked and compiled once, and what each time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from attention_cases import Case, made
+from interpreted import needs_triton
+
+pytestmark = needs_triton
+
+
+class Compiled(dict[Any, Any]):
+    """What a kernel is compiled to, by grid."""
+
+
+class Kernel:
+    """Stands for a triton.jit function: what is asked of it."""
+
+    def __init__(self) -> None:
+        self.arg_names = ["p_x", "p_count", "n", "SIZE"]
+        self.params = [SimpleNamespace(do_not_specialize_on_alignment=name == "p_count") for name in self.arg_names]
+        self.warm = 0
+        self.bound: list[Any] = []
+        self.started: list[Any] = []
+        self.made: Any = Compiled({(3,): lambda *given: self.started.append(given)})
+
+    def warmup(self, *given: Any, grid: Any, **options: Any) -> Any:
+        self.warm += 1
+        return self.made
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given, **options: self.bound.append((given, options))
+
+
+def test_what_is_compiled_is_examined_once_and_then_started_by_addresses() -> None:
+    from kvcal_kernels.triton import Ready
+
+    kernel = Kernel()
+    seen: list[Any] = []
+    x, count = torch.zeros(4), torch.zeros(3, dtype=torch.int32)[1:]  # counts may lie anywhere
+    assert x.data_ptr() % 16 == 0 and count.data_ptr() % 16
+    options = {"num_warps": 1, "SIZE": 64}
+    for ready in (Ready(kernel, (3,), options, seen.append), Ready(kernel, (3,), options, seen.append)):
+        for n in (5, 6):
+            ready((x, count), n)
+    assert kernel.warm == 2 and seen == [kernel.made] and not kernel.bound
+    assert kernel.started == [(x.data_ptr(), count.data_ptr(), n, 64) for n in (5, 6)] * 2
+
+
+def test_what_triton_would_compile_otherwise_is_left_to_it() -> None:
+    from kvcal_kernels.triton import Ready
+
+    kernel = Kernel()
+    seen: list[Any] = []
+    x, count = torch.zeros(5)[1:], torch.zeros(2, dtype=torch.int32)
+    ready = Ready(kernel, (3,), {"num_warps": 1, "SIZE": 64}, seen.append)
+    ready((x, count), 5)
+    ready((x, count), 5)
+    assert len(seen) == 1 and not kernel.started
+    (given, options) = kernel.bound[1]
+    assert given[0] is x and options == {"num_warps": 1, "SIZE": 64}
+
+
+def test_a_kernel_that_fails_its_examination_is_never_started() -> None:
+    from kvcal_kernels.triton import Ready
+
+    def refuse(compiled: Any) -> None:
+        raise RuntimeError("unknown layout")
+
+    kernel = Kernel()
+    ready = Ready(kernel, (3,), {"SIZE": 64}, refuse)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="unknown layout"):
+            ready((torch.zeros(4), torch.zeros(2, dtype=torch.int32)), 5)
+    assert not kernel.started and not kernel.bound
+
+
+def test_what_is_prepared_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcal_kernels.triton import Prepared
+
+    monkeypatch.setattr(Prepared, "MOST", 3)
+    held = Prepared()
+    for i in range(7):
+        held[i] = i
+        assert held[i] == i and len(held) <= 3
+
+
+class Attention(Kernel):
+    def __init__(self) -> None:
+        from kvcal_kernels.attention.triton import attend_kernel
+
+        super().__init__()
+        self.arg_names, self.params = attend_kernel.arg_names, attend_kernel.params
+        self.made = _Anywhere(self.started)
+
+
+class _Anywhere:
+    """A compiled kernel with any grid."""
+
+    def __init__(self, started: list[Any]) -> None:
+        self.started = started
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *given: self.started.append((grid, given))
+
+
+@pytest.fixture
+def attention(monkeypatch: pytest.MonkeyPatch) -> Attention:
+    from kvcal_kernels.attention import triton
+
+    own = Attention()
+    monkeypatch.setattr(triton, "attend_kernel", own)
+    monkeypatch.setattr(triton, "_examine", lambda tables, ring, compiled: None)
+    monkeypatch.setattr(triton, "_PREPARED", type(triton._PREPARED)())
+    return own
+
+
+def test_checks_of_attention_are_made_once_for_tensors_alike(
+    attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcal_kernels.attention import triton
+
+    own, checked = made(Case(heads=2, ratio=2, blocks=(2,))), []
+    check = triton._check
+    monkeypatch.setattr(triton, "_check", lambda *given: (checked.append(1), check(*given)))
+    for _ in range(3):
+        triton.attend(*own.arguments())
+    other = replace(own, q=own.q.clone(), sink=tuple(x.clone() for x in own.sink))  # type: ignore[arg-type]
+    triton.attend(*other.arguments())
+    assert len(checked) == 2  # q twice, as it is packed_q, too
+    assert attention.warm == 1 and len(attention.started) == 4
+    (grid, given) = attention.started[-1]
+    names = dict(zip(attention.arg_names, given, strict=True))
+    assert len(grid) == 3 and grid[1:] == (2, 1)
+    assert names["p_q"] == other.q.data_ptr() and names["p_sink_v"] == other.sink[1].data_ptr()
+    assert (
+        names["p_recent"] == own.recent[2].data_ptr()
+        and names["room"] == own.keys.words.shape[2]
+        and names["HEADS"] == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"q": lambda o: o.q.float()}, "queries of torch.float32"),
+        ({"blocks": lambda o: o.blocks.long()}, "blocks: .*int64"),
+        ({"recent": lambda o: (o.recent[0].bfloat16(), *o.recent[1:])}, "recent: keys .* torch.bfloat16"),
+        ({"sink": lambda o: (o.sink[0].mT.contiguous().mT, *o.sink[1:])}, "sink: strides"),
+        ({"keys": lambda o: replace(o.keys, words=o.keys.words.to("meta"))}, "words of keys on meta, queries on cpu"),
+    ],
+)
+def test_tensors_like_none_before_are_checked(attention: Attention, change: dict[str, Any], says: str) -> None:
+    from kvcal_kernels.attention import triton
+
+    own = made(Case(heads=2, ratio=2, blocks=(2,)))
+    triton.attend(*own.arguments())
+    with pytest.raises(ValueError, match=says):
+        triton.attend(*replace(own, **{name: make(own) for name, make in change.items()}).arguments())
+    assert len(attention.started) == 1
+
+
+@pytest.mark.gpu
+def test_queries_at_an_odd_address_get_the_same_attention() -> None:
+    """Compiled otherwise, and started by Triton itself."""
+    from kvcal_kernels.attention import triton
+
+    own = made(Case(heads=2, ratio=4, blocks=(9,), sink=(32,), recent=(40,))).to("cuda")
+    odd = torch.empty(own.q.numel() + 4, dtype=own.q.dtype, device="cuda")[4:].view_as(own.q).copy_(own.q)
+    assert odd.data_ptr() % 16 == 8
+    wanted = triton.attend(*own.arguments())
+    found = triton.attend(*replace(own, q=odd).arguments())
+    assert torch.equal(found, wanted) and bool(wanted.isfinite().all())
+    with pytest.raises(ValueError, match="sink values on cpu, queries on cuda:0: must be on one device"):
+        triton.attend(*replace(own, sink=(own.sink[0], own.sink[1].cpu(), own.sink[2])).arguments())
