@@ -13,16 +13,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from architectures import build
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused, hf
+from kvcal_artifacts import fused, hf, vectors
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import MixKVQ, Squat, Uniform
+from kvcal_artifacts.codecs import MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.attention import Rope
 from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
 from test_fused import PAIRS, SCALED_ROPE, WINDOWS, close, generated, model, placed, scheme, steps, uniform
 from test_vectors import PAIR as VECTORS
+from test_vectors import codes
 
 BEFORE = "before RoPE: "
 TURNED = [f"{BEFORE}{name}" for name in ("inner-4", "kivi-4")]
@@ -412,6 +413,8 @@ def test_caches_that_do_not_compile_say_why() -> None:
     assert "layer 0: its rounding follows query_subspace:5" in why(
         scheme(PAIRS["squat"], frame="pre_rope"), max_length=100
     )
+    short = LayerCodecs(*(codes(role, shape=Shape(2, 64, 16)) for role in ("key", "value")))
+    assert "vector codes in blocks of 16 tokens" in why(scheme(short, windows=Windows(4, 32, 16)), max_length=100)
     narrow = LayerCodecs(Uniform(pair.key.shape, "key", 3, 32), pair.value)
     assert "3 bits at head_dim 64" in why(scheme(narrow), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
@@ -522,6 +525,30 @@ def test_layers_that_cannot_be_left_to_the_device_grow(name: str, calls: list[in
     assert "a run-time statistic" in caches[0].describe()["compileable"]
     with pytest.raises(KVCalError, match="max_length=128"):
         caches[0].model(token_ids(1, 60), past_key_values=caches[0])
+
+
+def test_vector_codes_that_no_kernel_appends_grow(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """As the first layer finds it where its keys are."""
+    monkeypatch.setattr(
+        vectors, "append_refusal", lambda *given: "the append kernel of vector codes does not pass: why"
+    )
+    caches = both("vectors")
+    assert caches[0].is_compileable
+    close(steps(caches, token_ids(2, 120), [80, 81, 97, 98]))
+    assert len(calls) == 2 * 3 * 3
+    assert caches[0].describe()["compileable"] == "layer 0: the append kernel of vector codes does not pass: why"
+
+
+def test_steps_over_vector_codes_bring_as_many_tokens_as_their_kernels_take(calls: list[int]) -> None:
+    served = build("Llama", head_dim=64, num_attention_heads=16, hidden_size=1024)
+    own, plain = fixed("vectors", served), opened(made("vectors"), served, kernels="torch")
+    assert own.most_queries == 8
+    close(steps((own, plain), token_ids(1, 110, seed=3), [80, 88, 89, 98]))
+    assert calls == [q for q in (8, 1) for _ in range(6)]  # 9 and 12 are the model's own
+    torch._dynamo.reset()
+    compiled = torch.compile(served, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="only steps of up to 8 tokens can run compiled"), torch.no_grad():
+        compiled(token_ids(1, 9), past_key_values=own)
 
 
 # Keys before RoPE: positions.

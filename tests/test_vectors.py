@@ -30,14 +30,16 @@ def _close() -> Iterator[None]:
     close_all()
 
 
-def codes(role: Any, widths: tuple[int, ...] = (40, 24), size: int = 64, seed: int = 0) -> ResidualVQ:
+def codes(
+    role: Any, widths: tuple[int, ...] = (40, 24), size: int = 64, seed: int = 0, shape: Shape = SHAPE
+) -> ResidualVQ:
     """Bands of so many dimensions each, three stages."""
     edges = [0, *(sum(widths[: i + 1]) for i in range(len(widths)))]
     bands = [list(range(*edge)) for edge in itertools.pairwise(edges)]
     falling = 0.6 ** torch.arange(3)[:, None, None]
     books = [(numbers(3, size, len(band), seed=seed + i) * falling).half() for i, band in enumerate(bands)]
     scale = (numbers(2, 64, seed=seed).abs() + 0.5).half() if role == "key" else None
-    return ResidualVQ(SHAPE, role, bands, books, scale)
+    return ResidualVQ(shape, role, bands, books, scale)
 
 
 PAIR = LayerCodecs(codes("key"), codes("value", (64,), seed=7))
