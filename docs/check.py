@@ -26,6 +26,7 @@ from kvcal.cli.app import app
 from kvcal.cli.failure import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOT_COMMAND: Any = typer.main.get_command(app)
 CLI_PAGE = ROOT / "docs" / "cli.md"
 WIDTH = 100
 
@@ -53,8 +54,8 @@ ENVIRONMENT = """\
 def cli_page() -> str:
     codes = "\n".join(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
     parts = [INTRO, f"## Exit codes\n\n| code | meaning |\n|---|---|\n{codes}\n", ENVIRONMENT]
-    root: Any = typer.main.get_command(app)
-    for words, command in [("kvcal", root)] + [(f"kvcal {name}", root.commands[name]) for name in root.commands]:
+    commands = ROOT_COMMAND.commands
+    for words, command in [("kvcal", ROOT_COMMAND)] + [(f"kvcal {name}", commands[name]) for name in commands]:
         context = command.make_context(words, [], resilient_parsing=True, terminal_width=WIDTH)
         parts.append(f"## `{words}`\n\n```\n{command.get_help(context).rstrip()}\n```\n")
     return "\n".join(parts)
@@ -114,15 +115,14 @@ def refused(page: Path) -> Iterator[str]:
 
 def parse_problem(arguments: list[str]) -> str | None:
     """What Typer says against this command line; nothing is run."""
-    root: Any = typer.main.get_command(app)
     silence = io.StringIO()
     try:
         with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
             if not arguments:
                 return None
-            context = root.make_context("kvcal", list(arguments))
+            context = ROOT_COMMAND.make_context("kvcal", list(arguments))
             rest = [*getattr(context, "_protected_args", []), *context.args]
-            name, command, rest = root.resolve_command(context, rest)
+            name, command, rest = ROOT_COMMAND.resolve_command(context, rest)
             command.make_context(name, rest, parent=context)
     except typer.Exit:  # --help, --version
         return None

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, Us
 from . import hub
 from .catalogue import ALIASES, BY_HUB_ID, CATALOGUE, TINY, Geometry, ModelEntry, models_table, paper_presets
 from .hub import INDEX, SAFETENSORS, one_line
+from .near import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), [*CATALOGUE, *ALIASES], n=3, cutoff=0.5)
+    near = nearest(name, [*CATALOGUE, *ALIASES])
     hint = f"did you mean {', '.join(near)}? Else" if near else "`kvcal models` lists the short names;"
     return f"unknown model {name!r}: {hint} a hub id reads org/name, a folder must hold a config.json"
 

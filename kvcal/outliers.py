@@ -10,20 +10,24 @@ scores is counted too, over their variance: a scheme breaks where both are large
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts.codecs import Codec, Context, Predicted
-from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps
 from .fit import coded_tokens
 from .methods.backbones import BACKBONES
-from .methods.base import BROKEN, OUTLIER
+from .methods.base import BROKEN, OUTLIER, Carry
+from .methods.learned import FactorBackbone
 from .methods.observed import taps_of, window_statistics
+from .methods.seen import Seen
+from .report.timing import PhaseTimer
 
 # Of scores' variance. 2 bits per channel, SQuat's too, err by 0.10 to 0.20 on `tiny`, kvref-28m and their twins, what costs
 # less KL than they do by up to 0.32. HIGGS at 3 bits errs by 0.65 on the twin of `tiny` (65 times the model's KL), at 4 bits
@@ -119,15 +123,68 @@ def _turned(taps: LayerTaps, coded: slice, queries: Tensor, *keys: Tensor) -> tu
 
 
 def advice(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None = None) -> str:
-    """Which key codec holds in this scheme's place: the first of ALTERNATIVES that breaks in no layer, on the same windows."""
+    """Which key codecs hold in this scheme's place, on the same windows: the first of ALTERNATIVES that breaks in no layer,
+    and the scheme's own ones behind balanced factors, which have its bits.
+    """
+    names, balanced = _balanced(model, ids, scheme, device)
+    same = f"{names} at the same bits (learned from text: `kvcal fit-predictors`)"
+    held = bool(names) and not _breaks(model, ids, balanced, device)
     for name in ALTERNATIVES:
-        layers = tuple(
-            None if pair is None else type(pair)(_made(name, pair.key), pair.value) for pair in scheme.layers
-        )
-        tried = Scheme(scheme.windows, scheme.frame, layers, dict(scheme.skipped))
-        if not any(layer.broken for layer in key_channels(model, ids, {name: tried}, device)[name]):
-            return f"{name} keys hold"
-    return "no codec tried holds: keep keys in 16 bits"
+        keys = [None if pair is None else _made(name, pair.key) for pair in scheme.layers]
+        if not _breaks(model, ids, _with_keys(scheme, keys), device):
+            return f"{name} keys hold" + f", and {same}" * held
+    return f"{names} keys hold{same.removeprefix(names)}" if held else "no codec tried holds: keep keys in 16 bits"
+
+
+def _breaks(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None) -> bool:
+    return any(layer.broken for layer in key_channels(model, ids, {"": scheme}, device)[""])
+
+
+def _with_keys(scheme: Scheme, keys: Sequence[Codec | None]) -> Scheme:
+    layers = (
+        pair if pair is None or key is None else LayerCodecs(key, pair.value)
+        for pair, key in zip(scheme.layers, keys, strict=True)
+    )
+    return Scheme(scheme.windows, scheme.frame, tuple(layers), dict(scheme.skipped))
+
+
+def _balanced(
+    model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None
+) -> tuple[str, Scheme]:
+    """The scheme with the key codecs that break behind balanced factors of these windows, and how they are named: "" if none
+    can be. Predicted keys, which are not looked at here, count as breaking and are taken without their predictors.
+    """
+    sound = {layer.layer for layer in key_channels(model, ids, {"": scheme}, device)[""] if not layer.broken}
+    if device is None:
+        assert isinstance(model, nn.Module)
+        device = next(model.parameters()).device
+    names: dict[str, None] = {}  # in order, once each
+    keys: list[Codec | None] = []
+    tokens = coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)
+    with torch.no_grad(), Capture(model, ids, device=device) as capture:
+        for taps in capture:
+            pair = scheme.layers[taps.index]
+            factors = None if pair is None or taps.index in sound else _factors(pair.key)
+            if pair is None or factors is None:
+                keys.append(None)
+                continue
+            carry = Carry(len(ids), tokens, pair.key.shape, PhaseTimer())
+            keys.append(factors.learn(Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry)))
+            names[f"{factors.codec}-{factors.rule}"] = None
+    return " and ".join(names), _with_keys(scheme, keys)
+
+
+def _factors(key: Codec) -> FactorBackbone | None:
+    """What learns balanced factors for this codec; None where it has no name or factors change nothing."""
+    own = key.inner if isinstance(key, Predicted) else key
+    for name, make in BACKBONES.items():
+        try:
+            made = make(own.shape, "key")
+            if type(made) is type(own) and made.config() == own.config():
+                return FactorBackbone(name, "balanced")
+        except KVCalError:  # that codec does not fit this head, or takes no factors
+            continue
+    return None
 
 
 def _made(name: str, like: Codec) -> Codec:
@@ -137,7 +194,7 @@ def _made(name: str, like: Codec) -> Codec:
 def holds(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None = None) -> bool:
     """Whether no layer breaks, and all can be looked at: of predicted keys what was measured when they were fitted counts."""
     predicted = any(pair is not None and isinstance(pair.key, Predicted) for pair in scheme.layers)
-    return not predicted and not any(layer.broken for layer in key_channels(model, ids, {"": scheme}, device)[""])
+    return not predicted and not _breaks(model, ids, scheme, device)
 
 
 def warnings(

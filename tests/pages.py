@@ -48,6 +48,17 @@ def bash_blocks(page: Path, headings: Collection[str] | None = None) -> list[Blo
     return found
 
 
+def sources(tools: Path) -> dict[str, str]:
+    """The environment of a shell that finds this package, and first of all programs those in `tools`."""
+    path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+
+
 def run_page(
     page: Path,
     folder: Path,
@@ -65,14 +76,7 @@ def run_page(
     program = tools / "kvcal"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m kvcal.cli "$@"\n')
     program.chmod(0o755)
-    path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
-    own = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-        **(environment or {}),
-    }
+    own = {**sources(tools), **(environment or {})}
     done = []
     for block in bash_blocks(page, headings):
         ran = subprocess.run(

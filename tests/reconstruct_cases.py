@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from interpreted import run_cases
 from kvcal_artifacts.codecs import Predicted, Shape
@@ -151,12 +152,72 @@ def exhaustive() -> Iterable[Case]:
         yield Case(block=block, blocks=-(-70 // block), grid=grid, tokens=32, rotary=64)
 
 
-def main(cases: list[Case]) -> None:
+@dataclass(frozen=True)
+class Placed:
+    """Exact tokens around packed ones. tables: dtype of cosines and sines; float32 where a model turns in float32."""
+
+    batch: int = 2
+    heads: int = 3
+    dim: int = 64
+    sink: int = 4
+    window: int = 41
+    new: int = 1
+    rotary: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    tables: torch.dtype = torch.bfloat16
+    shared: bool = True  # one row of cosines for all
+
+
+def misplaced(case: Placed, device: str = "cpu") -> list[str]:
+    """Every bit of the kernel's against the reference's, which is the model's own RoPE; NaN between and behind."""
+    size, behind = (case.batch, case.heads, 200, case.dim), case.sink + 64
+    kinds = (case.sink, case.window, case.new)
+
+    def tokens(count: int, seed: int) -> Tensor:  # as a projection leaves them: heads within tokens
+        return normal(case.batch, count, case.heads, case.dim, seed=seed).to(case.dtype).transpose(1, 2)
+
+    exact = [[tokens(count, 3 * role + i).to(device) for role in (0, 1)] for i, count in enumerate(kinds)]
+    turn = None
+    if case.rotary:
+        turn = rope(Case(batch=1 if case.shared else case.batch, rotary=case.rotary), case.sink + case.window)
+        assert turn is not None
+        turn = Turn(turn.cos.to(case.tables).to(device), turn.sin.to(case.tables).to(device))
+    wholes = [[torch.full(size, torch.nan, dtype=case.dtype, device=device) for _ in (0, 1)] for _ in (0, 1)]
+    for by, whole in zip((kernel, reference), wholes, strict=True):
+        by.place(whole, *exact, behind, turn)
+    said = []
+    for name, found, wanted in zip(("keys", "values"), *wholes, strict=True):
+        if not torch.equal(found.view(torch.int16), wanted.view(torch.int16)):
+            said.append(f"{name}: {int((found.view(torch.int16) != wanted.view(torch.int16)).sum())} numbers differ")
+        count = int((~wanted.isnan()).sum()) // (case.batch * case.heads * case.dim)
+        if count != sum(kinds):
+            said.append(f"{name}: the reference wrote {count} tokens of {sum(kinds)}")
+    if turn is not None and case.tables == case.dtype:
+        own = torch.cat([wholes[0][0][:, :, : case.sink], wholes[0][0][:, :, behind : behind + case.window]], 2)
+        before = torch.cat([exact[0][0], exact[1][0]], 2)
+        r = case.rotary
+        turned, _ = apply_rotary_pos_emb(before[..., :r], before[..., :r], turn.cos, turn.sin)
+        if not torch.equal(own, torch.cat([turned, before[..., r:]], -1)):
+            said.append("keys: not what Llama makes of them")
+    return said
+
+
+def placed() -> list[Placed]:
+    """Dtypes, tables of float32, part of a head turned, none, no sink, several tokens, none new, odd head_dim."""
+    half, full = torch.float16, torch.float32
+    return [
+        Placed(), Placed(dtype=half, tables=half, shared=False), Placed(tables=full, rotary=32),
+        Placed(dtype=half, tables=full, dim=96, rotary=96, heads=1, batch=1), Placed(rotary=0, sink=0, new=16),
+        Placed(dim=80, rotary=40, new=0, window=3), Placed(sink=40, window=0, dim=128, rotary=128, shared=False, new=3),
+    ]  # fmt: skip
+
+
+def main(cases: list[Case | Placed]) -> None:
     for case in cases:
-        for said in wrong(case):
+        for said in misplaced(case) if isinstance(case, Placed) else wrong(case):
             print(f"{case}: {said}")
     print(len(cases))
 
 
 if __name__ == "__main__":
-    run_cases(main, small=small, exhaustive=exhaustive)
+    run_cases(main, small=small, exhaustive=exhaustive, placed=placed)

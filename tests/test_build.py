@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from fork_server import forking
 from kvcal.build import COMMANDS
 from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.errors import UsageError
 from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
-from pages import ROOT, run_page
+from pages import ROOT, run_page, sources
 from test_gates import failures, harm
 
 SMALL = """
@@ -695,7 +696,11 @@ def test_an_error_in_a_process_names_its_bundle(base: Path) -> None:
 
 
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
-    ran = run_page(ROOT / "docs" / "pipeline.md", tmp_path, ["Recipe", "Build", "Gates"])
+    (server := tmp_path / "server").mkdir()
+    with forking(server, sources(server)) as tools:
+        ran = run_page(
+            ROOT / "docs" / "pipeline.md", tmp_path, ["Recipe", "Build", "Gates"], environment=sources(tools)
+        )
     assert [one.block.heading for one in ran] == ["Recipe", "Build", "Gates"]
     assert ran[0].out.count("it is new") == 5
     assert ran[1].out.count("built") == 5

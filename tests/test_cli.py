@@ -325,6 +325,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "eval": lambda base, bundle: [*named(base), "--length", 64, "--windows", 1, "--bundle", bundle],
     "generate": lambda base, bundle: ["--model", base / "model", "--bundle", bundle, "--prompt", "a", "--tokens", 1],
     "models": lambda base, bundle: [],
+    "names": lambda base, bundle: [],
 }
 
 

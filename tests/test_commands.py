@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
-from kvcal.cli.app import app
 from kvcal.cli.failure import EXIT_CODES
-from models_fixture import SUFFIX, Done, kvcal, write_model, write_text
+from models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
 
-ROOT_COMMAND: Any = typer.main.get_command(app)
 every_command = pytest.mark.parametrize("name", ROOT_COMMAND.commands)
 
 
@@ -81,14 +78,14 @@ def test_every_command_prints_json_on_request(name: str) -> None:
 
 ODD: dict[str, tuple[str, tuple[str, ...]]] = {  # option -> a value, what the line says
     "--model": ("lama-3.2-3b", ("unknown model", "did you mean llama-3.2-3b")),
-    "--device": ("abacus", ("abacus", "allowed are ")),
+    "--device": ("abacus", ("abacus",)),
     "--dtype": ("int4", ("int4", "float32")),
     "--revision": ("main", ("only models on the hub have revisions",)),
     "--spill": ("tape", ("tape", "allowed are device")),
     "--frame": ("mid_rope", ("mid_rope", "pre_rope")),
     "--keys": ("gzip", ("gzip",)),
     "--values": ("gzip", ("gzip",)),
-    "--preset": ("gzip", ("gzip", "allowed are")),
+    "--preset": ("gzip", ("gzip",)),
     "--trainer": ("gzip", ("gzip", "allowed are")),
     "--objective": ("beauty", ("beauty", "allowed are")),
     "--keep": ("2", ("--keep 2",)),
@@ -117,7 +114,10 @@ def test_an_odd_value_is_one_line(
     value, parts = ODD[option]
     if name == "compare" and option in ("--keys", "--values"):
         parts = ("--keys and --values go together",)
-    refused(kvcal(name, *needed(name, base, tmp_path), option, value), *parts)
+    done = kvcal(name, *needed(name, base, tmp_path), option, value)
+    refused(done, *parts)
+    if option in ("--preset", "--device"):  # few names are said, of many where they are listed
+        assert "allowed are " in done.err or "`kvcal names" in done.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -422,7 +422,7 @@ def tmp_path_of(base: Path, name: str) -> Path:
         (["--holdout", "8"], "--holdout 8 of 8 windows leaves none"),
         (["--spill", "tape"], "--spill tape: allowed are device, cpu and disk"),
         (["--frame", "mid_rope"], "--frame mid_rope: allowed are pre_rope, post_rope"),
-        (["--backbone", "higgs-5"], "codec 'higgs-5' is not known; allowed are higgs-2"),
+        (["--backbone", "higgs-5"], "codec 'higgs-5' is not known; did you mean higgs-4, higgs-3 or higgs-2?"),
         (
             ["--residual", "vqkv"],
             "codec 'vqkv' needs a fit of its own (`kvcal train-codebooks`), its name alone is no codec; codebooks of "

@@ -134,7 +134,7 @@ def test_tiers_of_a_fixed_size_need_no_data() -> None:
         ("vq-2-scaled", "vq-2 learns its own units or tiers"),
         ("transform-2-balanced", "transform-2 learns its own units or tiers"),
         ("mixkvq-2.5-scaled", "mixkvq-2.5 learns its own units or tiers"),
-        ("nothing-scaled", "codec 'nothing' is not known; allowed are"),
+        ("nothing-scaled", "codec 'nothing' is not known; `kvcal names codec` lists all"),
         ("vqkv", "codebooks of residuals are vq-2"),
         ("squat", "with a subspace from text squat-2-calibrated"),
         ("innerq", "with factors of residuals innerq-base-plain-scaled"),

@@ -18,7 +18,7 @@ from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.base import BROKEN
 from kvcal.methods.plain import Preset, preset
 from kvcal.models import load_model, resolve
-from kvcal.outliers import channel_error, channel_ratio, key_channels, score_error, warnings
+from kvcal.outliers import advice, channel_error, channel_ratio, key_channels, score_error, warnings
 from kvcal.workbench import cache_makers
 from kvcal_artifacts.codecs import Context, Exact
 from kvcal_artifacts.codecs.base import EMPTY, Packed
@@ -33,6 +33,7 @@ DEARER = {
     "higgs-4": preset("higgs-4"),
     "turboquant-4-3": preset("turboquant-4-3"),
 }  # worse on the twin, but not broken
+HOLD = "; uniform-2-channel keys hold, and {}-balanced at the same bits (learned from text: `kvcal fit-predictors`)"
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +63,52 @@ def test_the_guard_is_silent_on_a_plain_model(tiny: Any, windows: torch.Tensor) 
 def test_the_guard_names_what_breaks_and_what_holds(twin: Any, windows: torch.Tensor) -> None:
     said = warnings(twin, windows[:1], {name: p.scheme(twin) for name, p in (FRAGILE | STURDY).items()})
     assert [line.split()[1] for line in said] == list(FRAGILE)
-    assert all("in 8 of 8 layers" in line and line.endswith("uniform-2-channel keys hold") for line in said), said
+    for name, line in zip(FRAGILE, said, strict=True):
+        assert "in 8 of 8 layers" in line and line.endswith(HOLD.format(name)), line
+
+
+@pytest.mark.parametrize("name", ["higgs-2", "uniform-4"])
+def test_balanced_factors_are_named_only_where_they_hold(
+    twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With factors that even nothing out they break like the codec itself; of keys that take no factors none are named."""
+    scheme = FRAGILE[name].scheme(twin)
+    assert advice(twin, windows[:1], scheme) == HOLD.format(name)[2:]
+    assert advice(twin, windows[:1], Preset("exact-16", "exact-16").scheme(twin)) == "uniform-2-channel keys hold"
+    monkeypatch.setattr("kvcal.methods.learned.channel_factor", lambda largest: torch.ones_like(largest).half())
+    assert advice(twin, windows[:1], scheme) == "uniform-2-channel keys hold"
+    monkeypatch.setattr("kvcal.outliers.ALTERNATIVES", ("uniform-4",))
+    assert advice(twin, windows[:1], scheme) == "no codec tried holds: keep keys in 16 bits"
+
+
+def test_balanced_factors_alone(twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with different codecs each that breaks is named, and no other."""
+    monkeypatch.setattr("kvcal.outliers.ALTERNATIVES", ())
+    scheme = Preset("higgs-2", "higgs-2", per_layer=("0=uniform-2", "1=kivi-2")).scheme(twin)
+    assert advice(twin, windows[:1], scheme) == (
+        "uniform-2-balanced and higgs-2-balanced keys hold at the same bits (learned from text: `kvcal fit-predictors`)"
+    )
+
+
+def test_balanced_keys_have_the_plain_models_loss(tiny: Any, twin: Any, tmp_path: Path) -> None:
+    """The advice taken: 2 bits in a rotation behind factors that were learned from other text."""
+    calibration = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)
+    ids = corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=512).ids
+    loss, said = {}, []
+    for name, model in (("plain", tiny.model), ("twin", twin)):
+        method = AquaKV(backbone="higgs-2-balanced", first_layer="", rope="post_rope", key_inputs=(), value_inputs=())
+        bundle = fit(method, WholeModel(model), calibration, tmp_path / name, model_record={}, revision=None,
+                     device=torch.device("cpu"), say=said.append).bundle  # fmt: skip
+        rows = evaluate(model, ids, cache_makers(model, {"balanced": bundle}))
+        loss[name] = next(row.kl for row in rows if row.name == "balanced")
+    assert said == [] and loss["twin"] < 1.5 * loss["plain"]
 
 
 def test_what_it_says_comes_true(tiny: Any, twin: Any, windows: torch.Tensor) -> None:
     """KL to full precision, on the model and on its twin."""
     presets = FRAGILE | STURDY | DEARER
     plain, odd = (
-        {row.name: row.kl for row in evaluate(model, windows, cache_makers(model, dict(presets)))}
+        {row.name: row.kl for row in evaluate(model, windows[:1], cache_makers(model, dict(presets)))}
         for model in (tiny.model, twin)
     )
     for name in FRAGILE:
@@ -175,7 +214,7 @@ def test_a_fit_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
             device=torch.device("cpu"), say=said.setdefault(name, []).append)  # fmt: skip
     assert said["plain"] == said["sturdy"] == []
     assert len(said["twin"]) == 1 and said["twin"][0].startswith("warning: in 7 of 8 layers key channels are up to ")
-    assert said["twin"][0].endswith("; uniform-2-channel keys hold")
+    assert said["twin"][0].endswith(HOLD.format("higgs-2"))
 
 
 def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
@@ -193,5 +232,5 @@ def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
     assert told("preset", "higgs-2", "-o", bundle, "--no-check") == ""
     assert told("preset", "higgs-2", "-o", bundle).startswith("warning: higgs-2 will break on this model: in 8 of 8")
     assert told("generate", "--bundle", bundle, *prompt).startswith("warning: x will break")
-    assert told("generate", "--preset", "higgs-2", *prompt).endswith("; uniform-2-channel keys hold")
+    assert told("generate", "--preset", "higgs-2", *prompt).endswith(HOLD.format("higgs-2"))
     assert told("generate", "--preset", "exact", *prompt) == ""

@@ -225,7 +225,7 @@ def test_preset_from_the_config_alone(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["kivi-9"], 2, "preset 'kivi-9' is not known; allowed are higgs-2"),
+        (["kivi-9"], 2, "preset 'kivi-9' is not known; did you mean kivi-4 or kivi-2?"),
         (["kivi-2", "--values", "vq-2"], 2, "codec 'vq-2' is learned from text: fit it with `kvcal fit-predictors"),
         (["kivi-2", "--per-layer", "4=higgs-4"], 2, "--per-layer 4=higgs-4: the model has layers 0 to 3"),
         (["kivi-2", "--per-layer", "0:higgs-4"], 2, "reads LAYERS=CODEC"),

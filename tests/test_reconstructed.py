@@ -113,7 +113,7 @@ def test_architectures(family: str, frame: Any) -> None:
     own = build(family, head_dim=64, **more)
     caches = both(chained(frame, own.config.num_hidden_layers), own)
     close(steps(caches, token_ids(2, 90), [80, 81, 84]))
-    turns = [0 if turn is None else turn.cos.shape[-1] for turn in caches[0]._turns.values()]
+    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0]._turns.values()]
     assert turns == ([turned] if frame == "pre_rope" else [])
 
 
@@ -213,6 +213,8 @@ def test_logits_on_a_gpu(dtype: torch.dtype, frame: Any) -> None:
 INTERPRETED = """
 import torch
 import test_reconstructed as t
+from kvcal_artifacts.codecs import Context
+from kvcal_kernels import reconstruct
 from kvcal_kernels.reconstruct import triton as kernel
 kernel.launch_for = lambda device: kernel.Launch(32, 32, 4, 2)
 own = t.build("Llama", head_dim=64, num_hidden_layers=2).half()
@@ -225,6 +227,14 @@ print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"
 run = kernel.reconstruct
 kernel.reconstruct = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
 print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+kernel.reconstruct, kernel.place = run, reconstruct.place
+print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+kernel.place = lambda whole, sink, window, new, behind, turn: reconstruct.place(whole, sink, window, new, behind)
+print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+x, context = t.numbers(2, 2, 64, 64, seed=1), Context(1, k1=t.numbers(2, 2, 64, 64, seed=2))
+(packed, made), (own, here) = (one.encode_decode(x, context) for one in (codec, codec.by_kernel()))
+print(codec.by_kernel() is not codec, torch.equal(made, here), all(torch.equal(packed[n], own[n]) for n in packed))
+print(t.preflight.encode_trial(codec.inner, torch.float32, torch.device("cpu")))
 """
 
 
@@ -232,3 +242,5 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     lines = interpreted("-c", INTERPRETED)
     assert float(lines[0]) < 4e-3 and lines[1].endswith("reconstructed by the Triton kernel"), lines  # of float16
     assert lines[2] == "None" and lines[3].startswith("64 tokens: off by"), lines
+    assert lines[4:6] == ["None", "exact tokens around the packed ones differ"], lines
+    assert lines[6:] == ["True True True", "None"], lines

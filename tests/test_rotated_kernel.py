@@ -27,28 +27,39 @@ CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim
     (1, 8, "token", "debiased", 64),
     (1, 16, "head", "mse", 64),
 ]
+WIDE: list[Any] = [
+    (2, 16, "token", "mse", 64, "token"),
+    (1, 8, "head", "debiased", 128, "token"),
+]  # over the token's heads
 
 
-def made(case: tuple[int, int, str, str, int], dtype: torch.dtype = torch.float16) -> tuple[Higgs, Rotated, Tensor]:
+def made(case: Any, dtype: torch.dtype = torch.float16) -> tuple[Higgs, Rotated, Tensor]:
     """A codec of 2 kv heads, what the kernel takes in its place, and numbers (2, 2, 64, D), some tokens of nothing or
     almost.
     """
-    d, n, norm, gain, dim = case
-    codec: Any = Higgs(Shape(2, dim, 32), "key", d, n, norm=norm, gain=gain, seed=n)  # type: ignore[arg-type]
+    d, n, norm, gain, dim, *own = case
+    rotation = own[0] if own else "head"
+    codec: Any = Higgs(Shape(2, dim, 32), "key", d, n, rotation, norm, n, gain=gain)
     x = torch.randn(2, 2, 64, dim, generator=torch.Generator().manual_seed(n)) * 3
     x[..., ::9] *= 20
     x[0, :, 3], x[1, :, 7], x[1, :, 8] = 0, 1e-7, 2.5
-    return codec, Rotated(codec.grid, codec.sign, 1 if norm == "token" else 2, codec._gain), x.to(dtype)
+    return (
+        codec,
+        Rotated(codec.grid, codec.sign, 1 if norm == "token" else 2, codec._gain, codec.rotation_width),
+        x.to(dtype),
+    )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + WIDE, ids=str)
 def test_numbers_are_those_of_the_codec(case: Any) -> None:
     codec, how, x = made(case)
-    codes, norm, flags = encode(x, how)
+    decoded = torch.empty(x.shape)
+    codes, norm, flags = encode(x, how, decoded)
     packed = codec.encode(x)
     wanted = codec.codes(packed)
     assert torch.equal(codes, wanted.unflatten(-1, (2, -1)).movedim(3, 1).flatten(2, 3))
     assert torch.equal(norm, packed["norm"].flatten(2))
+    assert torch.equal(decoded, codec.for_decoding().decode(codec.for_decoding().encode(x)))
     assert not flags.any()
 
 
@@ -62,11 +73,12 @@ def test_what_the_codec_refuses_is_flagged(number: float, says: int) -> None:
 
 
 def differing(module: Any, how: Rotated, x: Tensor) -> list[str]:
-    found, wanted = (
-        module.encode(x, how),
-        encode(x.cpu(), Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain)),
-    )
-    names = ("codes", "norm", "flags")
+    """Also of what is decoded, bit by bit."""
+    own = Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain, how.width)
+    decoded, there = torch.empty(x.shape, device=x.device), torch.empty(x.shape)
+    found = (*module.encode(x, how, made=decoded), decoded, *module.encode(x, how))
+    wanted = (*encode(x.cpu(), own, there), there, *encode(x.cpu(), own))
+    names = ("codes", "norm", "flags", "decoded", "codes alone", "norm alone", "flags alone")
     return [name for name, a, b in zip(names, found, wanted, strict=True) if not torch.equal(a.cpu(), b)]
 
 
@@ -87,7 +99,7 @@ def main() -> None:
     from kvcal_kernels.rotated import triton
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    for number, case in enumerate(CASES[:2] + CASES[3:6]):
+    for number, case in enumerate(CASES[:2] + CASES[3:6] + WIDE):
         _, how, x = made(case, dtypes[number % 3])
         print(*differing(triton, how, x[:1, :, 1:20] if number else x.transpose(1, 2).contiguous().transpose(1, 2)))
     for case in CASES:
@@ -100,7 +112,7 @@ def main() -> None:
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
     lines = interpreted("-m", "test_rotated_kernel")
     flags = [int(flag) & reference.NONFINITE for flag in lines[-1].strip("[]").split(",")]
-    assert lines[:-1] == [""] * (5 + len(CASES))
+    assert lines[:-1] == [""] * (5 + len(WIDE) + len(CASES))
     assert flags == [0, reference.NONFINITE]
 
 
@@ -113,6 +125,8 @@ def test_interpreted_kernel_agrees_with_the_reference() -> None:
         (lambda x, how: (x.mT.contiguous().mT, how), "contiguous channels"),
         (lambda x, how: (x, Rotated(how.points, how.sign[:3])), r"signs \(3,\)"),
         (lambda x, how: (x, Rotated(how.points, how.sign, 5)), "5 norms"),
+        (lambda x, how: (x, Rotated(how.points, how.sign, width=256)), "rotation of 256 of 128 channels"),
+        (lambda x, how: (x, how, None, x), "decoded into"),
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:
@@ -125,8 +139,20 @@ def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> Non
 
 TYPES = {
     "p_x": "*fp16", "p_sign": "*i8", "p_points": "*fp32", "p_half": "*fp32", "p_codes": "*u8", "p_norm": "*fp16",
-    "p_flags": "*i32", "scale": "fp32", "gain": "fp32",
+    "p_flags": "*i32", "p_made": "*fp32", "scale": "fp32", "gain": "fp32",
 }  # fmt: skip
+
+
+def built(how: Rotated, decode: bool = False) -> Any:
+    """At 8 heads of 128."""
+    from kvcal_kernels.rotated import triton
+
+    constants = triton.settings(how, 8, 128) | {"ASM": True, "DECODE": decode}
+    names = [name for name in triton.encode_kernel.arg_names if name not in constants]
+    aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
+    types = {name: TYPES.get(name, "i32") for name in names}
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    return compiled(triton.encode_kernel, types, constants, aligned, 90, **options)
 
 
 @needs_triton
@@ -141,18 +167,19 @@ def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: P
 
     if compiler.__version__ != "3.7.1":
         pytest.skip(f"triton {compiler.__version__}: counts are those of 3.7.1")
-    how = Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8))
-    constants = triton.settings(how, 8, 128) | {"ASM": True}
-    names = [name for name in triton.encode_kernel.arg_names if name not in constants]
-    aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
-    types = {name: TYPES.get(name, "i32") for name in names}
-    own = compiled(
-        triton.encode_kernel, types, constants, aligned, 90, num_warps=4, num_stages=1, enable_fp_fusion=False
-    )
+    own = built(Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8)))
     assert resources(own, tmp_path)[1] == 0
     found = [loop.total() / (triton.NUMBERS / 128) for loop in loops(own, tmp_path)]
     assert len(found) == 1
     assert found[0] <= ceiling
+
+
+@needs_triton
+@pytest.mark.parametrize("d", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_compiled_kernel_that_rotates_a_token_and_decodes_spills_nothing(d: int, tmp_path: Path) -> None:
+    how = Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8), width=1024)
+    registers, spilled = resources(built(how, decode=True), tmp_path)
+    assert (registers <= 255, spilled) == (True, 0)
 
 
 @needs_triton
@@ -187,13 +214,14 @@ def test_codes_that_the_kernel_would_misread_are_refused(codes: Tensor, says: st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + WIDE, ids=str)
 def test_on_a_gpu(case: Any) -> None:
     from kvcal_kernels.rotated import triton
 
     assert misplaced(triton, case, "cuda") == []
     _, how, x = made(case)
-    assert differing(triton, Rotated(how.points.cuda(), how.sign.cuda(), how.norms, how.gain), x.cuda()) == []
+    own = Rotated(how.points.cuda(), how.sign.cuda(), how.norms, how.gain, how.width)
+    assert differing(triton, own, x.cuda()) == []
 
 
 if __name__ == "__main__":

@@ -351,18 +351,14 @@ class KVCalLayer(CacheLayerMixin):
     def _read(self, reader: reconstructed.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
         """What _materialise gives, from shared storage where all rows hold the same columns."""
         context, dense = self._cache.old_context(self.index), not plan.ragged
-        context.stats = self._current()
-        sink, rest, turn = list(self.sink), list(self.window), None
-        first = sink[0].shape[2]
+        context.stats, turns = self._current(), None
         if dense and self._rotates:
-            turn = self._cache.turn(self, slice(first, plan.past - rest[0].shape[2]), reader)
-        if turn is not None:
-            for part, columns in ((sink, slice(0, first)), (rest, slice(plan.past - rest[0].shape[2], plan.past))):
-                part[0] = self.site.rotate(part[0], *self._cache.rope(columns, part[0]))
-        placed = dense and (turn is not None or not self._rotates)
-        if placed:
-            rest = [torch.cat([x, y.to(self.dtype)], 2) for x, y in zip(rest, new, strict=True)]
-        whole, made = reader(self._cache.rooms(self.device), self.packed, context, sink, rest, turn)
+            packed = slice(self.sink[0].shape[2], plan.past - self.window[0].shape[2])
+            turns = self._cache.turn(self, packed, plan.past, reader)
+        placed = dense and (turns is not None or not self._rotates)
+        fresh = list(new) if placed else [x[:, :, :0] for x in new]
+        exact = self.sink, self.window, fresh
+        whole, made = reader(self._cache.rooms(self.device), self.packed, context, exact, turns)
         self._cache.leave_old(self.index, *made)
         if self._cache.watch is not None:
             self._cache.watch.read(self.index, self._blocks * new[0].shape[0])
@@ -428,6 +424,10 @@ class KVCalLayer(CacheLayerMixin):
         """Distribute the new tokens over sink and window, and pack what leaves the window. kept: as of _finish."""
         if kept is not None and not plan.flush and self._cache.call.rolls:
             self.window = kept
+            self._cache.leave_new(self.index, None, None)
+            return
+        if not plan.ragged and not plan.flush and plan.sink == self.sink[0].shape[2]:  # most steps: 2 launches for 6
+            self.window = [torch.cat([held, x], 2) for held, x in zip(self.window, new, strict=True)]
             self._cache.leave_new(self.index, None, None)
             return
         leaving: list[Tensor] = []
@@ -752,7 +752,7 @@ class KVCalCache(Cache):
         self._masks: dict[torch.device, Tensor | None] = {}
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, reconstructed.Rooms] = {}
-        self._turns: dict[torch.device, Turn | None] = {}
+        self._turns: dict[torch.device, tuple[Turn, Turn] | None] = {}
         self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
         self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
@@ -1068,14 +1068,20 @@ class KVCalCache(Cache):
         """Storage for the layers on a device that are read one after the other."""
         return self._rooms.setdefault(device, reconstructed.Rooms())
 
-    def turn(self, layer: KVCalLayer, columns: slice, reader: reconstructed.Reader) -> Turn | None:
-        """RoPE of these columns as the reconstruction kernel takes it, once a forward; None where the model's is another."""
+    def turn(
+        self, layer: KVCalLayer, packed: slice, past: int, reader: reconstructed.Reader
+    ) -> tuple[Turn, Turn] | None:
+        """RoPE of the packed columns, and of the others of the first `past`, as the reconstruction kernels take it: once a
+        forward; None where the model's is another.
+        """
         device = layer.window[0].device
         if device not in self._turns:
-            cos, sin = self.rope(columns, layer.window[0])
-            self._turns[device] = Turn(cos, sin) if reconstructed.by_halves(layer.site, cos.shape[-1]) else None
-        turn = self._turns[device]
-        return turn if turn is not None and reader.turns(turn.cos.shape[-1], device) else None
+            tables = self.rope(slice(0, past), layer.window[0])
+            own = Turn(*(t[:, packed] for t in tables))
+            others = Turn(*(torch.cat([t[:, : packed.start], t[:, packed.stop :]], 1) for t in tables))
+            self._turns[device] = (own, others) if reconstructed.by_halves(layer.site, own.cos.shape[-1]) else None
+        turns = self._turns[device]
+        return turns if turns is not None and reader.turns(turns[0].cos.shape[-1], device) else None
 
     @property
     def uneven(self) -> str | None:

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 import kvcal_kernels
-from kvcal_kernels import attention, quantise, vq_append, vq_attention
+from kvcal_kernels import attention, quantise, reconstruct, vq_append, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
 from . import codecs
-from .codecs import Codec, Context, ResidualVQ, Scaled
+from .codecs import Codec, Context, Predicted, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 
@@ -120,8 +120,8 @@ def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: t
 
 
 def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors."""
-    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled) else (codec, dtype)
+    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors and predictors."""
+    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled | Predicted) else (codec, dtype)
     return _found(["encode", kind(own)], dtype, device, lambda: encode_trial(own, dtype, device))
 
 
@@ -311,7 +311,22 @@ def reconstruct_trial(
             why = why or _apart(turned, turn(exact), dtype, f"{rows} tokens after RoPE")
         if why:
             return why
+        if why := _misplaced(x, turn, own):
+            return why
     return None
+
+
+def _misplaced(x: Tensor, turn: Turn | None, own: Reconstruction) -> str | None:
+    """The kernel that writes exact tokens around packed ones, x (B, H, T, D) and RoPE of them: bit by bit."""
+    parts = [[x[:, :, a:b], -x[:, :, a:b]] for a, b in ((0, 4), (4, 45), (45, 47))]
+    first = turn and Turn(turn.cos[:, :45], turn.sin[:, :45])
+    made = [[x.new_zeros(*x.shape[:2], 64, x.shape[3]) for _ in (0, 1)] for _ in (0, 1)]
+    for by, whole in zip(
+        (reconstruct, reconstruct if own.path == "reference" else reconstruct.fast()), made, strict=True
+    ):
+        by.place(whole, *parts, 8, first)
+    same = all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    return None if same else "exact tokens around the packed ones differ"
 
 
 def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks: int = 2) -> str | None:
@@ -321,7 +336,15 @@ def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks:
     x[..., ::9] *= 20
     x[0, :, 3] = 0
     x = x.to(dtype)
-    found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+    if isinstance(codec.fused(), Form):
+        found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+    else:  # as layers that are predicted from it need it, too
+        (found, here), (wanted, there) = (
+            own.encode_decode(x.to(where))
+            for own, where in ((codec.to(device).by_kernel(), device), (codec.to(x.device), x.device))
+        )
+        if not torch.equal(here.cpu(), there):
+            return f"what packed {codec.role}s decode to differs"
     apart = [name for name, one in wanted.items() if not torch.equal(found[name].cpu(), one)]
     return f"{apart[0]} of packed {codec.role}s differ" if apart else None
 

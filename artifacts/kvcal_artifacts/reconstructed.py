@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels import reconstruct
 from kvcal_kernels.reconstruct import Turn
 
 from . import fused, hf, preflight
@@ -112,27 +113,29 @@ class Reader:
         rooms: Rooms,
         packed: list[Packed],
         context: Context,
-        sink: list[Tensor],
-        rest: list[Tensor],
-        turn: Turn | None,
+        exact: tuple[list[Tensor], list[Tensor], list[Tensor]],
+        turns: tuple[Turn, Turn] | None,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """packed, sink: of keys and values. rest: what stands behind the blocks. turn: RoPE of the packed tokens, for
-        keys that `sink` and `rest` hold after it. -> whole keys and values (B, H, T, D) in shared storage, and what the
-        blocks hold without RoPE, for the layers above.
+        """packed: blocks of keys and values. exact: sink, window and new tokens of both. turns: RoPE of the packed tokens, and
+        of sink and window, where keys are stored before it; new ones have it. -> whole keys and values (B, H, T, D) in
+        shared storage, and what the blocks hold without RoPE, for the layers above.
         """
-        like, start = rest[0], sink[0].shape[2]
+        sink, window, new = exact
+        like, start = window[0], sink[0].shape[2]
         stop = start + packed[0]["norm"].shape[2] * self._pair.key.shape.block
-        total = stop + like.shape[2]
-        keys, values = (rooms.take(f"{what} {self._number}", total, like) for what in ("keys", "values"))
+        total = stop + like.shape[2] + new[0].shape[2]
+        whole = [rooms.take(f"{what} {self._number}", total, like) for what in ("keys", "values")]
+        keys, values = (x[:, :, start:stop] for x in whole)
         with fused.on(like.device):
-            if turn is None:
-                made = keys[:, :, start:stop]
+            if turns is None:
+                made = keys
                 self._plain[0](packed[0], context, None, made)
             else:
                 assert self._turning is not None
                 made = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
-                self._turning(packed[0], context, turn, made, keys[:, :, start:stop])
-            self._plain[1](packed[1], replace(context, k0=made), None, values[:, :, start:stop])
-        for whole, first, last in zip((keys, values), sink, rest, strict=True):
-            whole[:, :, :start], whole[:, :, stop:total] = first, last
-        return [x[:, :, :total] for x in (keys, values)], [made, values[:, :, start:stop]]
+                self._turning(packed[0], context, turns[0], made, keys)
+            self._plain[1](packed[1], replace(context, k0=made), None, values)
+            by = reconstruct if self._plain[0].path == "reference" else reconstruct.fast()
+            fresh = [x if x.dtype == like.dtype else x.to(like.dtype) for x in new]
+            by.place(whole, sink, window, fresh, stop, turns and turns[1])
+        return [x[:, :, :total] for x in whole], [made, values]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -137,12 +138,12 @@ class Scheme:
         """How many layers below must be compressed for this one: 0, 1 or 2."""
         return max((int(name[1]) for name in pair.needs if name != "k0"), default=0)
 
-    @property
+    @cached_property
     def chained(self) -> bool:
         """Whether any layer reads reconstructions."""
         return any(pair is not None and pair.needs for pair in self.layers)
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """How many layers' reconstructions must be kept at a time."""
         return max((self.depth(pair) for pair in self.layers if pair is not None), default=0)

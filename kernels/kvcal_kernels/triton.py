@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import compress
@@ -13,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 
+@functools.cache
 def interpreted() -> bool:
-    """Whether TRITON_INTERPRET=1 holds, where kernels have no inline assembly."""
+    """Whether TRITON_INTERPRET=1 held when kernels were imported, which then have no inline assembly."""
     return bool(triton.knobs.runtime.interpret)
 
 

@@ -6,12 +6,13 @@ and what Triton supports is the line "NVIDIA GPUs (Compute Capability 8.0+)" of 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvcal_artifacts.errors import UsageError
+
+from ..near import allowed
 
 BOARD = Path("/proc/device-tree/model")  # of a Jetson: "NVIDIA Jetson Orin Nano Developer Kit"
 TRITON_LEAST = (8, 0)
@@ -118,10 +119,9 @@ MEASURED = ("auto", "cpu", "cuda", "jetson")  # what --device takes besides: cud
 def device(name: str) -> Device:
     """The profile of that name; UsageError with what is allowed."""
     if name not in DEVICES:
-        near = difflib.get_close_matches(name, [*DEVICES, *MEASURED], n=2, cutoff=0.7)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        allowed = ", ".join([*MEASURED, *DEVICES])
-        raise UsageError(f"--device {name}: no such device; {hint}allowed are {allowed}")
+        raise UsageError(
+            f"--device {name}: no such device; {allowed(name, [*MEASURED, *DEVICES], 'kvcal names device')}"
+        )
     return DEVICES[name]
 
 

@@ -39,12 +39,20 @@ def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding
 
 
 def generate_rows(
-    model_name: str, model: Any, every: Sequence[Kind], shapes: Sequence[tuple[int, int]], device: str
+    model_name: str,
+    model: Any,
+    every: Sequence[Kind],
+    shapes: Sequence[tuple[int, int]],
+    device: str,
+    steps: int = decoding.STEPS,
 ) -> Iterator[Row]:
-    """Tokens a second of each kind at each (batch, length), as they are measured: one row eager, one of a graph."""
+    """Tokens a second of each kind at each (batch, length), as they are measured: one row eager, one of a graph.
+
+    steps: timed ones, at most.
+    """
     for batch, length in shapes:
         for kind in every:
-            ran = str(kind.why_not) if kind.maker is None else tried(model, kind, batch, length)
+            ran = str(kind.why_not) if kind.maker is None else tried(model, kind, batch, length, steps)
             yield from _timed(model_name, kind, batch, length, device, "generate", ran)
 
 

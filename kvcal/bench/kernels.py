@@ -128,12 +128,12 @@ def reconstruct(case: Case) -> Prepared:
 
     written = 2 * case.batch * tokens * filled.codecs.key.shape.heads * dim * case.dtype.itemsize
     size = filled.packed_bytes + written + len(below) * written // 2 + pre_rope * written // 2
-    flops = sum(_predictor_flops(codec, written / 2 / case.dtype.itemsize) for codec in filled.pair)
+    flops = sum(predictor_flops(codec, written / 2 / case.dtype.itemsize) for codec in filled.pair)
     path = keys.path if keys.path == values.path else f"keys {keys.path}, values {values.path}"
     return Prepared(run, size, check, path, flops=flops)
 
 
-def _predictor_flops(codec: Codec, numbers: float) -> float:
+def predictor_flops(codec: Codec, numbers: float) -> float:
     """2 * tokens * parameters of the matrices; numbers: keys or values to be predicted."""
     if not isinstance(codec, Predicted):
         return 0.0

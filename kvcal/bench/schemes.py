@@ -19,6 +19,7 @@ from ..catalogue import Geometry
 from ..methods.backbones import backbone
 from ..methods.mixkvq import MixKVQ
 from ..methods.plain import PRESETS, Preset
+from ..near import allowed
 
 WINDOWS = Windows(32, 96, 32)  # of all rows but bundles': so that schemes differ in their codecs alone
 LONG = 128  # tokens a group, and a block, of the schemes that end in -g128
@@ -146,7 +147,8 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
     elif name.count("+") == 1:
         block, frame, make, made_up = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
     else:
-        raise UsageError(f"scheme {name!r} is not known; allowed are {', '.join(known())}, or KEYCODEC+VALUECODEC")
+        said = allowed(name, known(), "kvcal names")
+        raise UsageError(f"scheme {name!r} is not known; {said}, or KEYCODEC+VALUECODEC")
     shape = Shape(geometry.kv_heads, geometry.head_dim, block)
     try:
         codecs = make(shape)

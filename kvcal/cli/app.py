@@ -21,6 +21,7 @@ from kvcal.cli import (
     failure,
     fit,
     models,
+    names,
     norms,
     preset,
     probe,
@@ -58,6 +59,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "bench": bench.bench,
     "doctor": bench.doctor,
     "models": models.models,
+    "names": names.names,
     "demo": demo.demo,
 }
 

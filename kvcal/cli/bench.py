@@ -15,13 +15,13 @@ Names = Annotated[
     typer.Option(
         "--preset",
         "-p",
-        help="A preset, another shape (an unknown name lists them), or KEYCODEC+VALUECODEC; repeatable.",
+        help="A preset, another shape (`kvcal names`), or KEYCODEC+VALUECODEC; repeatable.",
     ),
 ]
 Operations = Annotated[
     list[str] | None,
     typer.Option(
-        "--operation", "-o", help="Operation or paper table (an unknown name lists them); repeatable. Default: kernels."
+        "--operation", "-o", help="Operation or paper table (`kvcal names operation`); repeatable. Default: kernels."
     ),
 ]
 

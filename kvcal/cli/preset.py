@@ -14,7 +14,7 @@ from kvcal.cli.output import note, print_json, print_table
 def preset(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(help="A method without data, e.g. kivi-2; an unknown name lists them all.")
+        str | None, typer.Argument(help="A method without data, as kivi-2 (see `kvcal names preset`).")
     ] = None,
     model: Model = "tiny",
     revision: Revision = None,

@@ -27,6 +27,7 @@ from ..bench.timing import Clock
 from ..build import code_identity
 from ..fit import check_output, cpu_record
 from ..kept import Work, short
+from ..near import allowed
 from ..report.plots import check_plot, plot_bench
 from .bundles import file_sha256
 from .common import Say
@@ -116,7 +117,7 @@ def _wanted(given: Sequence[str] | None, where: Target) -> list[str]:
     for name in given:
         if name not in known:
             here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
-            raise UsageError(f"--operation {name}: not known; allowed are {', '.join(here)}")
+            raise UsageError(f"--operation {name}: not known; {allowed(name, here, 'kvcal names operation')}")
         found += [one for one in known[name] if one not in found]
     unable = [name for name in found if name not in PROJECTED]
     if unable and where.device is None:

@@ -9,6 +9,8 @@ from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Sc
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
+from ..near import allowed
+
 Backbone = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token
 CHANNEL_GROUP = 32  # tokens a group along the token axis: one block
@@ -166,7 +168,5 @@ def backbone(name: str) -> Backbone:
             f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`, without predictors "
             "with --key-inputs none --value-inputs none"
         )
-    raise UsageError(
-        f"codec {name!r} is not known; allowed are {', '.join(BACKBONES)}, mixkvq-FULL-FOUR, and where they are learned "
-        f"from text {', '.join(LEARNED)}"
-    )
+    known = [*BACKBONES, *(family.example for family in LEARNED.values())]
+    raise UsageError(f"codec {name!r} is not known; {allowed(name, known, 'kvcal names codec')}")

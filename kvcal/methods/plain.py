@@ -11,6 +11,7 @@ from kvcal_artifacts.codecs import Codec, Role, Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
+from ..near import allowed
 from .backbones import INNERQ_VALUES
 from .base import layer_by_layer
 from .composition import PlainComposition
@@ -102,5 +103,5 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
 
 def preset(name: str) -> DataFree:
     if name not in PRESETS:
-        raise UsageError(f"preset {name!r} is not known; allowed are {', '.join(PRESETS)}")
+        raise UsageError(f"preset {name!r} is not known; {allowed(name, PRESETS, 'kvcal names preset')}")
     return PRESETS[name]

@@ -136,9 +136,17 @@ class Higgs(Codec):
         codes = nearest(scaled.reshape(-1, self.d), self.grid).view(*vectors.shape[:-1], self.length // self.d)
         return codes, self._store_norm(stored)
 
-    def _encode_by_kernel(self, x: Tensor, how: Rotated) -> Packed:
+    def encode_decode(self, x: Tensor, context: Context = EMPTY) -> tuple[Packed, Tensor]:
+        if self._how is None or isinstance(self._form, Form):
+            return super().encode_decode(x, context)
+        self.shape.blocks(x)  # refuses a wrong shape
+        made = torch.empty(x.shape, device=x.device)
+        return self._encode_by_kernel(x, self._how, made), made
+
+    def _encode_by_kernel(self, x: Tensor, how: Rotated, made: Tensor | None = None) -> Packed:
+        """made: takes what is decoded."""
         with torch.cuda.device_of(x):
-            codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how)
+            codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, made=made)
             norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
             if isinstance(self._form, Form):
                 words = rotated.fast().pack(codes, self._form)
@@ -147,13 +155,13 @@ class Higgs(Codec):
         return {"codes": pack(self._store_codes(by_token), self.code_bits), "norm": norm}
 
     def by_kernel(self) -> Higgs:
-        """Its numbers are those of torch, bit for bit; rotation per head, kv heads and head_dim powers of two."""
+        """Its numbers are those of torch, bit for bit; kv heads and head_dim powers of two."""
         s = self.shape
         odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256
-        if odd or self.axis == "token" or self.rotation == "token":
+        if odd or self.axis == "token":
             return self
         twin = copy.copy(self)
-        twin._how = Rotated(self.grid, self.sign, self._norms, self._gain)
+        twin._how = Rotated(self.grid, self.sign, self._norms, self._gain, self.rotation_width)
         _ = twin._how.half  # made now: no graph of a step may wait for it
         return twin
 

@@ -93,6 +93,14 @@ class Predicted(Codec):
         packed, made = self.inner.encode_decode(x.float() - guess, context)
         return packed, made + guess
 
+    def by_kernel(self) -> Predicted:
+        inner = self.inner.by_kernel()
+        if inner is self.inner:
+            return self
+        twin = copy.copy(self)
+        twin.inner = inner
+        return twin
+
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         out, weights = self.inner.decode(packed, context), self.predictor.working()
         step = max(self.shape.block, DECODE_TOKENS // max(1, out.shape[0]))

@@ -100,12 +100,14 @@ class Reconstruction:
         if self._prepared is None:
             weight, bias = _linear(codec)
             self._prepared = kernel.prepare(blocks, weight, bias, self._fused_rotary, self.dtype)
-        inputs = []
+        inputs: list[Tensor] = []
         if isinstance(codec, Predicted):
             codec.check_inputs(context)
-            inputs = [getattr(context, name).to(self.dtype) for name in codec.inputs]
-        if any(x.stride() != inputs[0].stride() or x.stride()[2:] != (codec.shape.dim, 1) for x in inputs):
-            inputs = [x.contiguous() for x in inputs]
+            inputs = [getattr(context, name) for name in codec.inputs]
+            inputs = [x if x.dtype == self.dtype else x.to(self.dtype) for x in inputs]
+            own = inputs[0].stride()
+            if own[2:] != (codec.shape.dim, 1) or any(x.stride() != own for x in inputs[1:]):
+                inputs = [x.contiguous() for x in inputs]
         made: tuple[Tensor, Tensor | None] = kernel.reconstruct(
             blocks, self._prepared, inputs, turn, out, turned, self.dtype
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
-from .reference import Coded, Turn, decode, reconstruct
+from .reference import Coded, Turn, decode, place, reconstruct
 
 
+@functools.cache
 def fast() -> ModuleType:
     """The Triton module, which does the same on a GPU; ImportError without triton."""
     from . import triton
@@ -14,4 +16,4 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["Coded", "Turn", "decode", "fast", "reconstruct"]
+__all__ = ["Coded", "Turn", "decode", "fast", "place", "reconstruct"]

@@ -76,6 +76,34 @@ class Turn:
         return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
 
+def place(
+    whole: Sequence[Tensor],
+    sink: Sequence[Tensor],
+    window: Sequence[Tensor],
+    new: Sequence[Tensor],
+    behind: int,
+    turn: Turn | None = None,
+) -> None:
+    """The exact tokens of [keys, values] around the packed ones: whole (B, H, room, D) gets `sink` (B, H, S, D) first,
+    `window` (B, H, W, D) and `new` (B, H, Q, D) from slot `behind` on. turn: RoPE of the keys of sink and window, S + W
+    tokens in this order, computed as models do: in the dtype of keys, cosines and sines together. New keys have it.
+    """
+    for role, (out, first, held, fresh) in enumerate(zip(whole, sink, window, new, strict=True)):
+        exact, start = torch.cat([first, held], 2), first.shape[2]
+        if turn is not None and role == 0:
+            exact = _turned(exact, turn).to(out.dtype)
+        out[:, :, :start] = exact[:, :, :start]
+        rest = torch.cat([exact[:, :, start:], fresh], 2)
+        out[:, :, behind : behind + rest.shape[2]] = rest
+
+
+def _turned(x: Tensor, turn: Turn) -> Tensor:
+    r = turn.cos.shape[-1]
+    low, high, rest = x.split([r // 2, r // 2, x.shape[-1] - r], -1)
+    pairs = torch.cat([low, high], -1) * turn.cos[:, None] + torch.cat([-high, low], -1) * turn.sin[:, None]
+    return torch.cat([pairs, rest.to(pairs.dtype)], -1)
+
+
 def decode(coded: Coded, dtype: torch.dtype = torch.float32) -> Tensor:
     """Q^-1(codes): (B, H, T, D), computed in `dtype`."""
     codes = unpack(coded.codes, coded.bits, coded.packed_count)

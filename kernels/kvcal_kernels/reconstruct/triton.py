@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -348,6 +348,7 @@ def launch_for(device: torch.device) -> Launch:
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
     matrix: (tiles, channels, channels) float16, the rotation and the signs. turned: channels of a head that RoPE turns.
+    settings: of the kernel, by launch and whether it divides the tokens.
     """
 
     grid: Tensor
@@ -355,6 +356,7 @@ class Prepared:
     weight: Tensor | None
     bias: Tensor | None
     turned: int
+    settings: dict[tuple[Launch, bool], dict[str, int | bool]] = field(default_factory=dict, compare=False)
 
     @property
     def channels(self) -> int:
@@ -476,7 +478,9 @@ def reconstruct(
     x = [*inputs, *([inputs[0]] if inputs else [out]) * (MOST_INPUTS - len(inputs))]
     table = prepared.grid if turn is None else turn.table
     tiles = prepared.matrix.shape[0]
-    fixed = settings(coded, prepared, len(inputs), rows, launch)
+    kind = launch, rows % launch.tokens == 0
+    if (fixed := prepared.settings.get(kind)) is None:
+        fixed = prepared.settings[kind] = settings(coded, prepared, len(inputs), rows, launch)
     reconstruct_kernel[(tiles * -(-rows // launch.tokens),)](
         out, out if turned is None else turned, coded.codes, coded.norm, prepared.grid, prepared.matrix,
         prepared.matrix if prepared.bias is None else prepared.bias,
@@ -521,17 +525,124 @@ def _check(
     if (turn is not None) != bool(prepared.turned) or (turn is not None and turn.cos.shape[-1] != prepared.turned):
         raise ValueError(f"reconstruct: prepared for RoPE of {prepared.turned} channels, got {turn and turn.cos.shape}")
     for name, each in [("out", out), ("turned", turned), *(("input", x) for x in inputs)]:
-        if each is None:
-            continue
-        fits = each.shape[:2] == shape[:2] and each.shape[2] >= shape[2] and each.shape[3] == shape[3]
-        if not fits or each.dtype != out.dtype or each.stride()[2:] != (shape[3], 1):
+        if each is not None and not _fits(each, shape, out.dtype):
             seen = f"{tuple(each.shape)} {each.dtype}, strides {each.stride()}"
             raise ValueError(f"reconstruct, {name}: {seen}; must be {shape} {out.dtype}, heads contiguous")
-    if any(x.stride() != inputs[0].stride() for x in inputs) or (
-        turned is not None and turned.stride() != out.stride()
-    ):
+    own = inputs[0].stride() if inputs else ()
+    if any(x.stride() != own for x in inputs[1:]) or (turned is not None and turned.stride() != out.stride()):
         raise ValueError("reconstruct: inputs, and out and turned, must have the same strides")
     rows = coded.codes.stride()[2:], coded.norm.stride()[2:]
     inner = coded.codes.shape[-1]
     if rows != ((coded.codes.shape[3] * inner, inner, 1), (coded.block, 1)):
         raise ValueError(f"reconstruct: blocks of strides {rows}; blocks of a head must be contiguous")
+
+
+def _fits(x: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> bool:
+    batch, heads, tokens, dim = x.shape
+    same = (batch, heads, dim) == (shape[0], shape[1], shape[3]) and x.dtype == dtype
+    return same and tokens >= shape[2] and x.stride()[2:] == (dim, 1)
+
+
+# Exact tokens around the packed ones.
+
+
+@triton.jit
+def _exact(p_sink, p_window, p_new, token, channel, live, sink, window, s_token, D: tl.constexpr):
+    """[tokens, channels] of a head's exact tokens: sink, then window, then new ones."""
+    token, channel = token[:, None], channel[None, :]
+    is_sink, is_new = token < sink, token >= sink + window
+    x = tl.load(p_sink + token * D + channel, mask=live & is_sink, other=0.0)
+    held = tl.load(
+        p_window + (token - sink) * D + channel, mask=live & (token >= sink) & (token < sink + window), other=0.0
+    )
+    new = tl.load(p_new + (token - sink - window) * s_token + channel, mask=live & is_new, other=0.0)
+    return tl.where(is_sink, x, tl.where(is_new, new, held))
+
+
+@triton.jit(do_not_specialize=["sink", "window", "new", "behind"])
+def place_kernel(
+    p_key, p_value, p_sink_key, p_sink_value, p_window_key, p_window_value, p_new_key, p_new_value, p_cos, p_sin,
+    sink, window, new, behind, s_row, s_head, s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
+    s_turn, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value. DP: a power of two >= D."""
+    i_head = tl.program_id(1).to(tl.int64)
+    row, head = i_head // H, i_head % H
+    token, channel = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, DP)
+    live = (token < sink + window + new)[:, None] & (channel < D)[None, :]
+    slot = tl.where(token < sink, token, token - sink + behind)
+    o_out = row * s_row + head * s_head + slot[:, None] * D + channel[None, :]
+    o_sink, o_window = i_head * sink * D, i_head * window * D
+    if tl.program_id(2) == 1:
+        p_new = p_new_value + row * s_value_row + head * s_value_head
+        x = _exact(
+            p_sink_value + o_sink,
+            p_window_value + o_window,
+            p_new,
+            token,
+            channel,
+            live,
+            sink,
+            window,
+            s_value_token,
+            D,
+        )
+        tl.store(p_value + o_out, x, mask=live)
+    else:
+        p_new = p_new_key + row * s_key_row + head * s_key_head
+        x = _exact(
+            p_sink_key + o_sink, p_window_key + o_window, p_new, token, channel, live, sink, window, s_key_token, D
+        )
+        if R > 0:
+            TYPE: tl.constexpr = p_key.dtype.element_ty
+            first = channel < R // 2
+            pair = tl.where(first, channel + R // 2, tl.where(channel < R, channel - R // 2, channel))
+            y = _exact(
+                p_sink_key + o_sink, p_window_key + o_window, p_new, token, pair, live, sink, window, s_key_token, D
+            )
+            turns = live & (token < sink + window)[:, None] & (channel < R)[None, :]
+            o_turn = row * s_turn + token[:, None] * R + channel[None, :]
+            cos = tl.load(p_cos + o_turn, mask=turns, other=1.0).to(tl.float32)
+            sin = tl.load(p_sin + o_turn, mask=turns, other=0.0).to(tl.float32)
+            a, b = x.to(tl.float32) * cos, y.to(tl.float32) * tl.where(first[None, :], -sin, sin)
+            if p_cos.dtype.element_ty == TYPE:  # a model that computes in this dtype rounds both products
+                a, b = _as(a, TYPE, ASM).to(tl.float32), _as(b, TYPE, ASM).to(tl.float32)
+            x = tl.where(turns, _as(a + b, TYPE, ASM), x)
+        tl.store(p_key + o_out, x, mask=live)
+
+
+PLACED = 32  # tokens of a program
+
+
+def place(
+    whole: Sequence[Tensor],
+    sink: Sequence[Tensor],
+    window: Sequence[Tensor],
+    new: Sequence[Tensor],
+    behind: int,
+    turn: Turn | None = None,
+) -> None:
+    """As reference.place, in one launch and bit by bit. All but turn of one dtype, float16 or bfloat16; whole: strides alike,
+    tokens and channels of a head contiguous; new: channels contiguous.
+    """
+    keys, values = whole
+    batch, heads, room, dim = keys.shape
+    counts = [parts[0].shape[2] for parts in (sink, window, new)]
+    total = sum(counts)
+    alike = keys.shape == values.shape and keys.stride() == values.stride() and keys.stride()[2:] == (dim, 1)
+    ends = behind + total - counts[0]
+    if not alike or ends > room or any(x.stride(3) != 1 or x.dtype != keys.dtype for x in new):
+        raise ValueError(
+            f"place: {total} tokens up to slot {ends} of {tuple(keys.shape)} {keys.dtype}, strides {keys.stride()}"
+        )
+    if turn is not None and turn.cos.shape[1] != counts[0] + counts[1]:
+        raise ValueError(f"place: RoPE of {turn.cos.shape[1]} tokens for {counts[0]} and {counts[1]}")
+    if not total or not batch:
+        return
+    cos, sin = (keys, keys) if turn is None else (turn.cos.contiguous(), turn.sin.contiguous())
+    place_kernel[(-(-total // PLACED), batch * heads, 2)](
+        keys, values, *(x.contiguous() for x in (*sink, *window)), *new, cos, sin, *counts, behind, *keys.stride()[:2],
+        *new[0].stride()[:3], *new[1].stride()[:3], cos.stride(0) if turn is not None and len(cos) > 1 else 0,
+        H=heads, D=dim, DP=triton.next_power_of_2(dim), R=0 if turn is None else turn.cos.shape[-1], BT=PLACED,
+        ASM=not interpreted(), enable_fp_fusion=False,  # else LLVM makes one product and the sum a fused operation of bfloat16
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """HIGGS and TurboQuant: rotate each kv head, divide by the norm, take the nearest point of a grid.
 
-Numbers are those of the codec `higgs` (kvcal_artifacts/codecs/higgs.py) along channels with rotation per head, bit for
-bit as it gives them on a CPU: butterflies in the order of `hadamard`, squares added as `tree_sum` adds them, the first of
-equally near points.
+Or rotate a token's kv heads together. Numbers are those of the codec `higgs` (kvcal_artifacts/codecs/higgs.py) along
+channels, bit for bit as it gives them on a CPU: butterflies in the order of `hadamard`, squares added as `tree_sum` adds
+them, the first of equally near points.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..hadamard import largest_power_of_two, root, rotate, tree_sum
-from ..lattice import nearest
+from ..hadamard import largest_power_of_two, root, rotate, tree_sum, unrotate
+from ..lattice import lookup, nearest
 
 NONFINITE, SCALE = 1, 2  # flags, as of quantise.reference
 HALF_MAX = 65504.0
@@ -24,13 +24,15 @@ LEAST = 1e-30  # a norm of nothing is taken for this
 @dataclass(frozen=True)
 class Rotated:
     """points (n, d) float32, n <= 256; sign (H * D,) int8. norms: 1 a token, or one a kv head, H. gain: the stored norm
-    is that much larger than what numbers are divided by.
+    is that much larger than what numbers are divided by. width: of the rotation, a power of two; 0: as far as
+    one divides head_dim.
     """
 
     points: Tensor
     sign: Tensor
     norms: int = 1
     gain: float = 1.0
+    width: int = 0
 
     @functools.cached_property
     def half(self) -> Tensor:
@@ -38,18 +40,25 @@ class Rotated:
         own = self.points.cpu()
         return (0.5 * (own * own).sum(-1)).to(self.points.device)
 
+    def rotation(self, dim: int) -> int:
+        return self.width or largest_power_of_two(dim)
 
-def encode(x: Tensor, how: Rotated) -> tuple[Tensor, Tensor, Tensor]:
+
+def encode(x: Tensor, how: Rotated, made: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms, T), and
-    flags int32 (H,), with one norm a token the same for all heads.
+    flags int32 (H,), with one norm a token the same for all heads. made: (B, H, T, D) float32 takes what these decode to.
     """
     heads, dim = x.shape[1], x.shape[3]
     vectors = x.float().movedim(1, 2).flatten(2)
-    groups = rotate(vectors, how.sign, largest_power_of_two(dim)).unflatten(-1, (how.norms, -1))
+    groups = rotate(vectors, how.sign, how.rotation(dim)).unflatten(-1, (how.norms, -1))
     norm = root(tree_sum(groups * groups) / groups.shape[-1]) * how.gain
     stored = norm.half()
     scaled = groups * (stored.float().clamp_min(LEAST).reciprocal() * how.gain)[..., None]
     codes = nearest(scaled.reshape(-1, how.points.shape[1]), how.points).view(*vectors.shape[:2], heads, -1)
+    if made is not None:
+        points = lookup(codes.flatten(2), how.points).unflatten(-1, (how.norms, -1))
+        decoded = unrotate((points * stored.float()[..., None]).flatten(-2), how.sign, how.rotation(dim))
+        made.copy_(decoded.unflatten(-1, (heads, dim)).movedim(2, 1))
     big = (~(norm <= HALF_MAX)).flatten(0, 1).any(0).expand(heads)
     bad = (~torch.isfinite(x)).flatten(2).any(-1).any(0)
     return codes.movedim(2, 1), stored.movedim(2, 1).contiguous(), (bad.int() * NONFINITE) | (big.int() * SCALE)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..attention import grids
 from ..attention.reference import BLOCK, Form
-from ..hadamard import largest_power_of_two
 from ..triton import interpreted
 from . import reference
 from .reference import Rotated
@@ -165,14 +164,33 @@ def store_words(
         _store_tiles(p_words, tl.sum(wide << piece * (2 * BITS), 1), 0, live, GROUPS, 1)
 
 
+@triton.jit
+def _decoded(
+    code, stored, p_points, sign, scale,
+    ROWS: tl.constexpr, N: tl.constexpr, NORMS: tl.constexpr, D: tl.constexpr, LOG_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, N] float32 of codes [ROWS, N / D] and norms [ROWS * NORMS] float16, as the codec decodes them."""
+    x = tl.load(p_points + code * D)
+    if D == 2:
+        x = tl.join(x, tl.load(p_points + code * D + 1))
+    elif D == 4:
+        even = tl.join(x, tl.load(p_points + code * D + 2))
+        x = tl.join(even, tl.join(tl.load(p_points + code * D + 1), tl.load(p_points + code * D + 3)))
+    x = tl.reshape(x, [ROWS * NORMS, N // NORMS]) * stored.to(tl.float32)[:, None]
+    x = tl.reshape(x, [ROWS, N]) * scale
+    for i in tl.static_range(LOG_WIDTH):
+        x = _butterfly(x, ROWS, N, 1 << i)
+    return x * sign.to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=["tokens", "n"])
 def encode_kernel(
-    p_x, p_sign, p_points, p_half, p_codes, p_norm, p_flags, tokens, n, batch_stride, head_stride, token_stride,
+    p_x, p_sign, p_points, p_half, p_codes, p_norm, p_flags, p_made, tokens, n, batch_stride, head_stride, token_stride,
     scale, gain,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, ASM: tl.constexpr,
+    LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens / ROWS, batch). scale: WIDTH^-0.5."""
+    """Grid (tokens / ROWS, batch). scale: WIDTH^-0.5. DECODE: p_made takes what is decoded."""
     N: tl.constexpr = HEADS * DIM
     i_batch = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -183,7 +201,8 @@ def encode_kernel(
         p_x + o_x[None, :] + token.to(tl.int64)[:, None] * token_stride, mask=live[:, None], other=0.0
     ).to(tl.float32)  # fmt: skip
     nothing = x * 0.0
-    x = rotate_rows(x, tl.load(p_sign + at), scale, ROWS, N, LOG_WIDTH)
+    sign = tl.load(p_sign + at)
+    x = rotate_rows(x, sign, scale, ROWS, N, LOG_WIDTH)
     groups = tl.reshape(x, [ROWS * NORMS, N // NORMS])
     norm = norms_of(groups, gain, ROWS * NORMS, N // NORMS, LOG_NORM, ASM)
     stored = norm.to(tl.float16)
@@ -194,6 +213,10 @@ def encode_kernel(
     head, column = o // (DIM // D), o % (DIM // D)
     o_codes = ((i_batch * HEADS + head) * tokens)[None, :] + token[:, None]
     tl.store(p_codes + o_codes * (DIM // D) + column[None, :], code.to(tl.uint8), mask=live[:, None])
+    if DECODE:
+        made = _decoded(code, stored, p_points, sign, scale, ROWS, N, NORMS, D, LOG_WIDTH)
+        o_made = ((i_batch * HEADS + at // DIM) * tokens)[None, :] + token[:, None]
+        tl.store(p_made + o_made * DIM + (at % DIM)[None, :], made, mask=live[:, None])
     group = tl.arange(0, ROWS * NORMS)
     row = tl.program_id(0) * ROWS + group // NORMS
     tl.store(p_norm + (i_batch * NORMS + group % NORMS) * tokens + row, stored, mask=row < tokens)
@@ -204,9 +227,11 @@ def encode_kernel(
         tl.atomic_or(p_flags + tl.arange(0, HEADS), flags)
 
 
-def encode(x: Tensor, how: Rotated, flags: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def encode(
+    x: Tensor, how: Rotated, flags: Tensor | None = None, made: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.encode, for any strides but that of channels, which is 1; kv heads and head_dim powers of two. Given
-    flags are added to.
+    flags are added to. made: contiguous.
     """
     batch, heads, tokens, dim = x.shape
     n, d = how.points.shape
@@ -221,14 +246,19 @@ def encode(x: Tensor, how: Rotated, flags: Tensor | None = None) -> tuple[Tensor
             f"signs {tuple(how.sign.shape)}, {how.norms} norms, {n} points of {d}: must be ({heads * dim},), 1 or {heads}, "
             "at most 256 points of 1, 2 or 4"
         )
+    width = how.rotation(dim)
+    if width & (width - 1) or width > heads * dim:
+        raise ValueError(f"rotation of {width} of {heads * dim} channels: must be a power of two that divides them")
+    if made is not None and (made.shape != x.shape or made.dtype != torch.float32 or not made.is_contiguous()):
+        raise ValueError(f"decoded into {tuple(made.shape)} {made.dtype}: must be contiguous float32 {tuple(x.shape)}")
     codes = torch.empty(batch, heads, tokens, dim // d, dtype=torch.uint8, device=x.device)
     norm = torch.empty(batch, how.norms, tokens, dtype=torch.float16, device=x.device)
     if flags is None:
         flags = torch.zeros(heads, dtype=torch.int32, device=x.device)
     fixed = settings(how, heads, dim)
     encode_kernel[(-(-tokens // fixed["ROWS"]), batch)](
-        x, how.sign, how.points, how.half, codes, norm, flags, tokens, n, *x.stride()[:3],
-        fixed["WIDTH"] ** -0.5, how.gain, **fixed, ASM=not interpreted(),
+        x, how.sign, how.points, how.half, codes, norm, flags, norm if made is None else made, tokens, n, *x.stride()[:3],
+        fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=made is not None, ASM=not interpreted(),
         num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, norm, flags
@@ -267,7 +297,7 @@ def pack(codes: Tensor, form: Form) -> Tensor:
 
 def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
     """Compile-time constants of encode_kernel."""
-    width = largest_power_of_two(dim)
+    width = how.rotation(dim)
     made = {"HEADS": heads, "DIM": dim, "WIDTH": width, "NORMS": how.norms, "D": how.points.shape[1]}
     made |= {"ROWS": max(1, NUMBERS // (heads * dim)), "LOG_WIDTH": width.bit_length() - 1}
     return made | {"LOG_NORM": (heads * dim // how.norms).bit_length() - 1}

@@ -1,0 +1,81 @@
+"""`kvcal names`: what options take by name, with the bits that it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.errors import KVCalError, UsageError
+
+from .. import models
+from ..bench import schemes
+from ..bench.devices import DEVICES, MEASURED
+from ..bench.operations import OPERATIONS
+from ..methods.backbones import BACKBONES
+from ..methods.learned import LEARNED
+from ..methods.plain import PRESETS
+from ..models import Geometry
+from ..near import allowed
+from .bench import GENERATION, GROUPS, PROJECTED
+
+BLOCK = 32  # tokens; groups of keys along the tokens are no longer
+KINDS = ("preset", "codec", "scheme", "operation", "device")
+TIERS = "mixkvq-FULL-FOUR"
+
+
+def run_names(kind: str | None, model: str) -> list[dict[str, Any]]:
+    """Rows of kind, name, key_bits and value_bits at this model's geometry (None: it depends on the text, or does not fit),
+    about. Raises UsageError for an unknown kind or model; reads no weights.
+    """
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
+    rows = _rows(models.geometry(models.resolve(model)))
+    return [row for row in rows if kind in (None, row["kind"])]
+
+
+def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
+    for name in schemes.known():
+        yield _scheme(name, geometry)
+    for name, make in BACKBONES.items():
+        yield _row("codec", name, "", *(_bits(make, geometry, role) for role in ("key", "value")))
+    yield _row("codec", TIERS, "keys in float16, 4 and 2 bits: so many channels a head in the first two")
+    for name, family in LEARNED.items():
+        yield _row("codec", name, f"learned by `kvcal fit-predictors`, as {family.example}")
+    for name in (*OPERATIONS, *GENERATION):
+        yield _row("operation", name, "of `kvcal bench`")
+    for name, parts in GROUPS.items():
+        yield _row("operation", name, ", ".join(parts))
+    for name in PROJECTED:
+        if name not in OPERATIONS and name not in GENERATION:
+            yield _row("operation", name, "of `kvcal bench`, projected only")
+    for name in MEASURED:
+        yield _row("device", name, "measured here")
+    for name, device in DEVICES.items():
+        yield _row("device", name, f"{device.title}: measured, or projected where it is not here")
+
+
+def _scheme(name: str, geometry: Geometry) -> dict[str, Any]:
+    kind = "preset" if name in PRESETS else "scheme"
+    try:
+        found = schemes.named(name, geometry)
+    except KVCalError as error:
+        return _row(kind, name, str(error))
+    preset = PRESETS.get(name)
+    windows = found.windows if preset is None else preset
+    about = f"{found.frame}, sink {windows.sink}, recent {windows.recent}"
+    about += "; of `kvcal bench` alone" if preset is None else ""
+    about += f", {found.made_up}" if found.made_up else ""
+    return _row(kind, name, about, found.codecs.key.bits_per_value(), found.codecs.value.bits_per_value())
+
+
+def _bits(make: Any, geometry: Geometry, role: str) -> float | None:
+    try:
+        bits: float = make(Shape(geometry.kv_heads, geometry.head_dim, BLOCK), role).bits_per_value()
+    except KVCalError:
+        return None
+    return bits
+
+
+def _row(kind: str, name: str, about: str, key: float | None = None, value: float | None = None) -> dict[str, Any]:
+    return {"kind": kind, "name": name, "key_bits": key, "value_bits": value, "about": about}
