@@ -96,8 +96,7 @@ def appended(module: Any, case: Case, device: str = "cpu", spoil: tuple[int, ...
         new = torch.full((batch,), count, dtype=torch.int32)
         if number < calls:  # the last calls of the prompt bring a shorter row's tokens
             new = (torch.tensor(case.prompt) - CALL * (calls - 1 - number)).clamp(0, CALL).int()
-        by = quantise if device == "cpu" else quantise.fast()
-        by.advance(held.counts, new.to(device))
+        quantise.advance(held.counts, new.to(device))
         module.append(*held.coded, held.sink, held.ring, held.counts, held.flags, k.to(device), v.to(device))
     return held
 
@@ -106,21 +105,21 @@ def wrong(module: Any, case: Case, device: str = "cpu") -> str | None:
     """None where the module stores what the reference does: all of it, rows that nothing was due in untouched."""
     from kvcal_kernels import vq_append
 
-    found, exact = appended(module, case, device), appended(vq_append, case)
-    if not torch.equal(found.counts.data.cpu(), exact.counts.data):
+    found, exact = appended(module, case, device), appended(vq_append, case, device)
+    if not torch.equal(found.counts.data, exact.counts.data):
         return "counts"
     for row, (sink, blocks, window) in enumerate(exact.counts.data[[4, 7, 6]].T.tolist()):
         ring = [(32 * blocks + j) % exact.ring[0].shape[2] for j in range(window)]
         for name, live in (("sink", list(range(sink))), ("ring", ring)):
             for own, other in zip(getattr(found, name), getattr(exact, name), strict=True):
-                if not torch.equal(own[row][:, live].cpu(), other[row][:, live]):
+                if not torch.equal(own[row][:, live], other[row][:, live]):
                     return name
     for role in (0, 1):
         for band, (own, other) in enumerate(zip(found.coded[role].bands, exact.coded[role].bands, strict=True)):
-            if not torch.equal(own.codes.cpu(), other.codes):
-                share = float((own.codes.cpu() != other.codes).double().mean())
+            if not torch.equal(own.codes, other.codes):
+                share = float((own.codes != other.codes).double().mean())
                 return f"codes of role {role}, band {band}: {share:.2g} of bytes differ"
-    return None if torch.equal(found.flags.cpu(), exact.flags) else "flags"
+    return None if torch.equal(found.flags, exact.flags) else "flags"
 
 
 def small() -> list[Case]:
