@@ -63,13 +63,15 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of new tokens of each attention that a kernel computed."""
     seen: list[int] = []
-    from kvcal_artifacts import fused
+    from kvcal_artifacts import fused, vectors
 
-    own = fused.attention
+    for module in (fused, vectors):
+        own: Any = module.attention
 
-    def counted(kernels: str, q: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        seen.append(q.shape[2])
-        return own(kernels, q, *rest, **more)
+        def counted(kernels: str, q: torch.Tensor, *rest: Any, own: Any = own, **more: Any) -> torch.Tensor:
+            seen.append(q.shape[2])
+            found: torch.Tensor = own(kernels, q, *rest, **more)
+            return found
 
-    monkeypatch.setattr(fused, "attention", counted)
+        monkeypatch.setattr(module, "attention", counted)
     return seen

@@ -62,8 +62,8 @@ class Placed(Fed):
             own.k_proj(k.transpose(1, 2).flatten(2))
             past_key_values.update(k, v, index)
             turn = getattr(own.config, "kvcal_turn", None)
-            if turn is not None and (handle := turn.take()) is not None:
-                fused._LAYERS[handle].attend(k, k, v, 0.1)
+            if turn is not None and (left := turn.take()) is not None:
+                fused._LAYERS[left[0]].attend(k, k, v, 0.1)
         return True
 
 

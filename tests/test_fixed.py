@@ -11,17 +11,29 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from architectures import build
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused, hf
+from kvcal_artifacts import fused, hf, vectors
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Context, MixKVQ, Squat, Uniform
+from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_kernels.attention import Rope
 from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
-from test_fused import PAIRS, WINDOWS, close, generated, model, scheme, steps, uniform
+from test_fused import PAIRS, SCALED_ROPE, WINDOWS, close, generated, model, placed, scheme, steps, uniform
+from test_vectors import PAIR as VECTORS
+from test_vectors import codes
 
-NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2", "turboquant-4-2"]
+BEFORE = "before RoPE: "
+TURNED = [f"{BEFORE}{name}" for name in ("inner-4", "kivi-4")]
+FEW = pytest.mark.parametrize("name", ["inner-4", f"{BEFORE}kivi-4", "vectors"])
+NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2", "turboquant-4-2", *TURNED, "vectors"]
+EVERY = {**PAIRS, "vectors": VECTORS}
+
+
+def made(name: str, layers: int = 3) -> Scheme:
+    return scheme(EVERY[name.removeprefix(BEFORE)], layers, "pre_rope" if name.startswith(BEFORE) else "post_rope")
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +44,11 @@ def _close() -> Iterator[None]:
 
 def fixed(name: str = "inner-4", served: Any = None, length: int = 256, kernels: str = "torch") -> KVCalCache:
     own = model() if served is None else served
-    return opened(scheme(PAIRS[name], own.config.num_hidden_layers), own, kernels=kernels, max_length=length)
+    return opened(made(name, own.config.num_hidden_layers), own, kernels=kernels, max_length=length)
 
 
 def both(name: str = "inner-4", **options: Any) -> tuple[KVCalCache, KVCalCache]:
-    return fixed(name, **options), opened(scheme(PAIRS[name]), model(), kernels="torch")
+    return fixed(name, **options), opened(made(name), model(), kernels="torch")
 
 
 def first_layer(cache: KVCalCache, row: int) -> list[Tensor]:
@@ -81,9 +93,10 @@ def test_rows_of_all_lengths_step_together(name: str) -> None:
     assert caches[0].ledger.sink.tolist() == [4] * 4
 
 
-def test_crop_select_copy_and_reset() -> None:
+@FEW
+def test_crop_select_copy_and_reset(name: str) -> None:
     ids = token_ids(2, 160, seed=3)
-    caches = both()
+    caches = both(name)
     steps(caches, ids[:, :100], [80, 81, 97])
     twins = tuple(copy.deepcopy(own) for own in caches)
     for number, pair in enumerate((caches, twins)):
@@ -114,17 +127,19 @@ def test_crop_select_copy_and_reset() -> None:
     "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}], ids=["greedy", "beams", "lookup"]
 )
 @pytest.mark.parametrize("prompt", [90, 3])
-def test_generate(prompt: int, options: dict[str, Any], calls: list[int]) -> None:
+@FEW
+def test_generate(name: str, prompt: int, options: dict[str, Any], calls: list[int]) -> None:
     """Its masks have four dimensions for such caches."""
     ids = token_ids(1, 30, seed=4).repeat(1, 3)[:, :prompt]
-    found = [generated(own, ids, max_new_tokens=50, **options) for own in both()]
+    found = [generated(own, ids, max_new_tokens=50, **options) for own in both(name)]
     assert found[0] == found[1] and calls
 
 
-def test_a_padded_batch_generates_what_its_rows_do(calls: list[int]) -> None:
+@FEW
+def test_a_padded_batch_generates_what_its_rows_do(name: str, calls: list[int]) -> None:
     ids, mask = token_ids(2, 90, seed=5), left_mask([90, 50])
     ids = ids.masked_fill(mask == 0, 0)
-    caches = both()
+    caches = both(name)
     found = [generated(own, ids, attention_mask=mask) for own in caches]
     assert found[0] == found[1]
     assert caches[0].ledger.valid.equal(caches[1].ledger.valid) or caches[0].settle() is None
@@ -134,10 +149,11 @@ def test_a_padded_batch_generates_what_its_rows_do(calls: list[int]) -> None:
 # Nothing in a step depends on a number that the host would have to know.
 
 
-def test_compiled_steps_are_one_graph() -> None:
+@FEW
+def test_compiled_steps_are_one_graph(name: str) -> None:
     """No break, no second compilation, over two flushes; then the host goes on from where the device is."""
     ids = token_ids(1, 180, seed=6)
-    own, plain = both()
+    own, plain = both(name)
     for cache in (own, plain):
         with torch.no_grad():
             cache.model(ids[:, :80], past_key_values=cache)
@@ -157,7 +173,8 @@ def test_compiled_steps_are_one_graph() -> None:
     close(steps((own, plain), ids[:, 150:], [2, 19]))
 
 
-def test_generate_with_a_compiled_forward() -> None:
+@FEW
+def test_generate_with_a_compiled_forward(name: str) -> None:
     from transformers import CompileConfig
 
     compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
@@ -166,7 +183,7 @@ def test_generate_with_a_compiled_forward() -> None:
     ids = ids.masked_fill(mask == 0, 0)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    own, plain = both()
+    own, plain = both(name)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = generated(own, ids, attention_mask=mask, compile_config=compiled, max_new_tokens=45)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -174,14 +191,15 @@ def test_generate_with_a_compiled_forward() -> None:
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["open", "closed"])
-def test_caches_that_come_and_go_are_one_compilation(dropped: bool) -> None:
+@pytest.mark.parametrize("name", ["inner-4", f"{BEFORE}kivi-4"])
+def test_caches_that_come_and_go_are_one_compilation(name: str, dropped: bool) -> None:
     """The first has its handles as constants, the second makes them dynamic, and all later ones run what that gave."""
     ids, served = token_ids(1, 84, seed=6), model()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     step = torch.compile(served, fullgraph=True, backend="eager")
     for _ in range(5):
-        own = fixed()
+        own = fixed(name)
         with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3):
             wanted = served(ids).logits[:, -1]
             served(ids[:, :80], past_key_values=own)
@@ -235,7 +253,7 @@ def test_a_compiled_step_gives_no_attention_weights() -> None:
 def test_inference_mode_may_come_and_go(name: str, longest: int | None) -> None:
     """A server runs prompts in one mode and steps in another."""
     ids = token_ids(2, 140, seed=3)
-    own, plain = (opened(scheme(PAIRS[name]), model(), kernels="torch", max_length=n) for n in (longest, None))
+    own, plain = (opened(made(name), model(), kernels="torch", max_length=n) for n in (longest, None))
     modes, apart = (torch.inference_mode, torch.no_grad), []
     for number, (start, stop) in enumerate([(0, 80), (80, 81), (81, 97), (97, 98), (98, 130), (130, 131), (131, 132)]):
         with modes[number % 2]():
@@ -268,14 +286,20 @@ def test_a_step_reads_no_value(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         def fake(x: Any) -> Any:
             if isinstance(x, Tensor):
                 return mode.from_tensor(x)
+            if isinstance(x, Rope):
+                return Rope(fake(x.first), fake(x.near))
+            if x is None:
+                return None
             return [fake(y) for y in x] if isinstance(x, list) else {k: fake(y) for k, y in x.items()}
 
         layer.room = type(room)(**{key: fake(value) for key, value in vars(room).items()})
         shared.counts.data, shared.length = fake(shared.counts.data), fake(shared.length)
         for statistic in layer.statistics.values():
             statistic.state = fake(statistic.state)
+        if shared.turns is not None:
+            shared.turns = type(shared.turns)(**{key: fake(value) for key, value in vars(shared.turns).items()})
         new = [torch.empty(2, heads, 1, 64) for heads in (4, 2, 2)]
-        out = layer.attend(*new, 0.125)
+        out = layer.attend(*new, 0.125, torch.full((1, 1), 80))
         assert out.shape == (2, 4, 1, 64)
         with pytest.raises(Exception, match="_local_scalar_dense"):
             bool(shared.length > 3)
@@ -404,7 +428,12 @@ def test_caches_that_do_not_compile_say_why() -> None:
     assert why(scheme(pair), max_length=100) is True
     assert "storage grows" in why(scheme(pair))
     assert "layer 0: its rounding follows query_subspace:5" in why(scheme(PAIRS["squat"]), max_length=100)
-    assert "keys before RoPE" in why(scheme(pair, frame="pre_rope"), max_length=100)
+    assert why(scheme(pair, frame="pre_rope"), max_length=100) is True
+    assert "layer 0: its rounding follows query_subspace:5" in why(
+        scheme(PAIRS["squat"], frame="pre_rope"), max_length=100
+    )
+    short = LayerCodecs(*(codes(role, shape=Shape(2, 64, 16)) for role in ("key", "value")))
+    assert "vector codes in blocks of 16 tokens" in why(scheme(short, windows=Windows(4, 32, 16)), max_length=100)
     narrow = LayerCodecs(Uniform(pair.key.shape, "key", 3, 32), pair.value)
     assert "3 bits at head_dim 64" in why(scheme(narrow), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
@@ -507,16 +536,143 @@ def test_token_selection_goes_on_as_ever() -> None:
     assert caches[0].describe()["selection"] == caches[1].describe()["selection"]
 
 
-@pytest.mark.parametrize("name", ["squat", "inner-4"])
+@pytest.mark.parametrize("name", ["squat", f"{BEFORE}squat"])
 def test_layers_that_cannot_be_left_to_the_device_grow(name: str, calls: list[int]) -> None:
-    made = scheme(PAIRS[name], frame="pre_rope" if name == "inner-4" else "post_rope")
-    caches = opened(made, model(), kernels="torch", max_length=128), opened(made, model(), kernels="torch")
+    caches = fixed(name, length=128), opened(made(name), model(), kernels="torch")
     close(steps(caches, token_ids(1, 90), [80, 81]))
     assert len(calls) == 2 * 3 * 2
-    why = "a run-time statistic" if name == "squat" else "positions are kept on the host for keys before RoPE"
-    assert why in caches[0].describe()["compileable"]
+    assert "a run-time statistic" in caches[0].describe()["compileable"]
     with pytest.raises(KVCalError, match="max_length=128"):
         caches[0].model(token_ids(1, 60), past_key_values=caches[0])
+
+
+def test_vector_codes_that_no_kernel_appends_grow(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    """As the first layer finds it where its keys are."""
+    monkeypatch.setattr(
+        vectors, "append_refusal", lambda *given: "the append kernel of vector codes does not pass: why"
+    )
+    caches = both("vectors")
+    assert caches[0].is_compileable
+    close(steps(caches, token_ids(2, 120), [80, 81, 97, 98]))
+    assert len(calls) == 2 * 3 * 3
+    assert caches[0].describe()["compileable"] == "layer 0: the append kernel of vector codes does not pass: why"
+
+
+def test_steps_over_vector_codes_bring_as_many_tokens_as_their_kernels_take(calls: list[int]) -> None:
+    served = build("Llama", head_dim=64, num_attention_heads=16, hidden_size=1024)
+    own, plain = fixed("vectors", served), opened(made("vectors"), served, kernels="torch")
+    assert own.most_queries == 8
+    close(steps((own, plain), token_ids(1, 110, seed=3), [80, 88, 89, 98]))
+    assert calls == [q for q in (8, 1) for _ in range(6)]  # 9 and 12 are the model's own
+    torch._dynamo.reset()
+    compiled = torch.compile(served, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="only steps of up to 8 tokens can run compiled"), torch.no_grad():
+        compiled(token_ids(1, 9), past_key_values=own)
+
+
+# Keys before RoPE: positions.
+
+
+KIVI = f"{BEFORE}kivi-4"
+
+
+def test_rows_begin_anywhere_and_gaps_are_for_the_host(calls: list[int]) -> None:
+    """Rows that begin elsewhere take what was allocated; behind a gap all layers grow, until the cache is empty again."""
+    caches = both(KIVI)
+    where = torch.arange(150).repeat(2, 1) + torch.tensor([[0], [500]])
+    close(placed(caches, where[:, :118], [80, *range(81, 118)]))
+    assert caches[0].is_compileable and len(calls) == 2 * 3 * 38
+    table = caches[0].own_layers[0].steps.turns.rope.first_words  # type: ignore[attr-defined]
+    for own in caches:
+        own.batch_select_indices(torch.tensor([1, 0]))
+    close(placed(caches, where[:, 118:121].flip(0), [1]))
+    assert caches[0].own_layers[0].steps.turns.rope.first_words is table  # type: ignore[attr-defined]
+    caches[0].settle()
+    assert caches[0].ledger.positions.tolist() == where[:, :121].flip(0).tolist()
+    taken = len(calls)
+    close(placed(caches, where[:, 130:133], [1]))
+    assert len(calls) == taken and "do not follow one another" in str(caches[0].describe()["compileable"])
+    assert not any(layer.ready for layer in caches[0].own_layers)
+    for own in caches:
+        own.crop(-20)
+    close(placed(caches, where[:, :2], [1]))
+    assert len(calls) == taken
+    for own in caches:
+        own.reset()
+    close(placed(caches, where[:, :90], [88, 89]))
+    assert caches[0].describe()["compileable"] is True and len(calls) == taken + 2 * 3 * 2
+
+
+def test_compiled_steps_at_other_positions_are_told_of_afterwards() -> None:
+    ids, own = token_ids(1, 90, seed=6), fixed(KIVI)
+    with torch.no_grad():
+        own.model(ids[:, :80], past_key_values=own)
+        torch._dynamo.reset()
+        step = torch.compile(own.model, fullgraph=True, backend="eager")
+        for at in (80, 82):
+            step(ids[:, at : at + 1], past_key_values=own, position_ids=torch.tensor([[at]]))
+    with pytest.raises(KVCalError, match="positions that do not follow those before them"):
+        own.describe()
+    own.reset()
+    with torch.no_grad():
+        own.model(ids[:, :80], past_key_values=own)
+    assert own.describe()["tokens"] == 80
+
+
+def test_a_row_without_a_token_waits_for_its_first() -> None:
+    """Where it begins is not known before."""
+    mask = torch.cat([left_mask([80, 1]), torch.ones(2, 20, dtype=torch.long)], 1)
+    mask[1, 79:90] = 0
+    caches = both(KIVI)
+    close(steps(caches, token_ids(2, 100, seed=3), [79, 80, 89, *range(90, 97)], mask))
+    assert all(layer.ready for layer in caches[0].own_layers)
+    assert not any(layer.ready for layer in first_of(caches[0], token_ids(2, 60), mask[:, :60]))
+
+
+def first_of(own: KVCalCache, ids: Tensor, mask: Tensor) -> list[Any]:
+    own.reset()
+    with torch.no_grad():
+        own.model(ids, past_key_values=own, attention_mask=mask)
+    return own.own_layers
+
+
+def test_rope_that_changes_with_the_length_or_does_not_turn_evenly_is_the_hosts(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = SCALED_ROPE
+    for kind in kinds:
+        given = {"rope_type": kind, "rope_theta": 1e4, **kinds[kind]}
+        served = build("Llama", head_dim=64, max_position_embeddings=96, rope_parameters=given)
+        caches = fixed(KIVI, served), opened(made(KIVI), served, kernels="torch")
+        why = str(caches[0].describe()["compileable"])
+        assert ("angles change with the length" in why) == (kind == "dynamic")
+        close(steps(caches, token_ids(1, 150, seed=2), [80, 90, 91, *range(92, 130), 145]))
+    served = build("Llama", head_dim=64)
+    rotary, plain = served.model.rotary_emb, type(served.model.rotary_emb).forward
+    monkeypatch.setattr(rotary, "forward", lambda x, position_ids: plain(rotary, x, position_ids.float() ** 1.2))
+    caches = fixed(KIVI, served), opened(made(KIVI), served, kernels="off")
+    calls.clear()
+    close(steps(caches, token_ids(1, 83), [80, 81]))
+    assert not calls and "does not turn evenly" in str(caches[0].describe()["compileable"])
+
+
+def test_layers_without_rope_step_beside_those_with() -> None:
+    served = build("SmolLM3", head_dim=64, num_hidden_layers=4, no_rope_layer_interval=2)
+    caches = fixed(KIVI, served), opened(made(KIVI, 4), served, kernels="torch")
+    close(steps(caches, token_ids(2, 150, seed=2), [80, *range(81, 140), 150 - 3]))
+    assert caches[0].describe()["compileable"] is True
+
+
+def test_the_test_of_turned_steps_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FixedLayer._begin_turns
+
+    def late(self: FixedLayer, turns: Any) -> None:
+        own(self, turns)
+        turns.rope.renew(turns.rope.first.roll(1, 1))
+
+    monkeypatch.setattr(FixedLayer, "_begin_turns", late)
+    with pytest.raises(AssertionError):
+        close(steps(both(KIVI), token_ids(1, 83), [80, 81, 82]))
 
 
 @pytest.mark.parametrize("length", [0, 67, 100.0, True])
@@ -536,7 +692,7 @@ import test_fixed as t
 from architectures import build
 served = build("Llama", head_dim=64, num_hidden_layers=1).half()
 mask = torch.cat([t.left_mask([75, 3]), torch.ones(2, 30, dtype=torch.long)], 1)
-for name in ("innerq-prefill", "higgs-2", "turboquant-4-2"):
+for name in ("innerq-prefill", "higgs-2", "turboquant-4-2", t.KIVI, "vectors"):
     caches = [t.fixed(name, served, kernels=kernels) for kernels in ("triton", "torch")]
     print(max(float(x) for x in t.steps(caches, t.token_ids(2, 105), [75, 88, 104], mask)))
     print([t.same(*(t.first_layer(cache, row) for cache in caches)) for row in (0, 1)])
@@ -551,8 +707,8 @@ def test_steps_of_the_triton_kernels_in_the_interpreter() -> None:
     for apart, alike, blocks, path in zip(*(lines[i::4] for i in range(4)), strict=True):
         assert float(apart) < 2e-3, lines
         assert alike == "[True, True]" and blocks == "[[2, 0], [2, 0]]"
-        assert path == "fused: Triton kernel; steps appended by the Triton kernel"
-    assert len(lines) == 12
+        assert path.startswith("fused: Triton kernel; steps appended by the Triton kernel")
+    assert len(lines) == 20
 
 
 # On a GPU.
@@ -600,7 +756,7 @@ def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
 def by_kernel(own: KVCalCache) -> bool:
     """Whether steps of all layers are appended by the Triton kernel."""
     paths = [row["path"] for row in own.describe()["layers"]]
-    return all(path.endswith("steps appended by the Triton kernel") for path in paths)
+    return all("steps appended by the Triton kernel" in path for path in paths)
 
 
 def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -613,7 +769,7 @@ def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["innerq", "higgs-2", "turboquant-4-2", "higgs-4-debiased"])
+@pytest.mark.parametrize("name", ["innerq", "higgs-2", "turboquant-4-2", "higgs-4-debiased", *TURNED, "vectors"])
 def test_generate_compiles_its_forward_on_a_gpu(name: str) -> None:
     served = copy.deepcopy(model()).half().cuda()
     ids = token_ids(2, 90, seed=10).cuda()
@@ -621,7 +777,7 @@ def test_generate_compiles_its_forward_on_a_gpu(name: str) -> None:
     assert own.is_compileable, own.describe()["compileable"]
     found, logits = steps_of(own, ids, 60)
     assert by_kernel(own)
-    wanted, plain_logits = steps_of(opened(scheme(PAIRS[name]), served, kernels="auto"), ids, 60)
+    wanted, plain_logits = steps_of(opened(made(name), served, kernels="auto"), ids, 60)
     for row in (0, 1):
         alike = int((found[row] == wanted[row]).long().cumprod(0).sum())  # tokens before the first that differs
         off = (logits[row, : alike + 1] - plain_logits[row, : alike + 1]).abs().max()

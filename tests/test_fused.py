@@ -476,7 +476,7 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
     layer = own.own_layers[0]
 
     class Same:
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
             return q * scaling
 
     same = Same()

@@ -30,28 +30,16 @@ def _close() -> Iterator[None]:
     close_all()
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of new tokens of each attention over codes."""
-    seen: list[int] = []
-    own = vectors.attention
-
-    def counted(kernels: str, q: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(q.shape[2])
-        return own(kernels, q, *rest)
-
-    monkeypatch.setattr(vectors, "attention", counted)
-    return seen
-
-
-def codes(role: Any, widths: tuple[int, ...] = (40, 24), size: int = 64, seed: int = 0) -> ResidualVQ:
+def codes(
+    role: Any, widths: tuple[int, ...] = (40, 24), size: int = 64, seed: int = 0, shape: Shape = SHAPE
+) -> ResidualVQ:
     """Bands of so many dimensions each, three stages."""
     edges = [0, *(sum(widths[: i + 1]) for i in range(len(widths)))]
     bands = [list(range(*edge)) for edge in itertools.pairwise(edges)]
     falling = 0.6 ** torch.arange(3)[:, None, None]
     books = [(numbers(3, size, len(band), seed=seed + i) * falling).half() for i, band in enumerate(bands)]
     scale = (numbers(2, 64, seed=seed).abs() + 0.5).half() if role == "key" else None
-    return ResidualVQ(SHAPE, role, bands, books, scale)
+    return ResidualVQ(shape, role, bands, books, scale)
 
 
 PAIR = LayerCodecs(codes("key"), codes("value", (64,), seed=7))
@@ -122,8 +110,7 @@ def test_layers_say_why_their_codes_are_decoded() -> None:
     assert "keys: residual-vq in 3 bands" in path(LayerCodecs(codes("key", (16, 16, 32)), PAIR.value))
     assert "values: residual-vq, a band of 8 dimensions" in path(LayerCodecs(PAIR.key, codes("value", (56, 8))))
     assert "keys: no fused kernel reads residual-vq" in path(LayerCodecs(PAIR.key, uniform("value", 4)))
-    fixed = opened(scheme(), model(), kernels="torch", max_length=200).describe()["compileable"]
-    assert "vector codes: no kernel appends them, and torch would search all codewords for a block of 32" in fixed
+    assert opened(scheme(), model(), kernels="torch", max_length=200).describe()["compileable"] is True
 
 
 def test_large_codebooks_are_attended_to_from_where_that_is_faster(

@@ -222,7 +222,7 @@ class KVCalLayer(CacheLayerMixin):
             hf.turn_of(self.site).take()
 
     @without_grad
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """What the operator of fused.py does: attention of the call that update() was told of, then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
@@ -726,6 +726,8 @@ class KVCalCache(Cache):
         ]
         self._growing: str | None = "without max_length, storage grows on the host"
         super().__init__(layers=layers if max_length is None else self._fixed(layers))
+        # new tokens of a call that the kernels of all layers take
+        self.most_queries = min([fused.QUERIES, *(layer.most_queries for layer in self.own_layers)])
         if require_kernels:
             fused.require([(o.index, o.refused) for o in self.own_layers if o.refused and o.reader is None])
         self.ledger: Any = Ledger(scheme.windows)  # or SelectedLedger, which has the same methods
@@ -771,10 +773,11 @@ class KVCalCache(Cache):
         from . import fixed
 
         own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
+        moves = self.rotary > 0 and hf.rope_moves(hf.config_of(self.model))
         for index, layer in enumerate(layers):
             if not isinstance(layer, KVCalLayer):
                 self._growing = f"layer {index} is left to Transformers' own cache, which grows"
-            elif why := (None if layer.readable else layer.refused) or fixed.refusal(self.scheme, layer.codecs):
+            elif why := (None if layer.readable else layer.refused) or fixed.refusal(layer.codecs, moves):
                 self._growing = f"layer {index}: {why}"
             else:
                 continue
@@ -786,20 +789,25 @@ class KVCalCache(Cache):
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
         refused = (f"layer {layer.index}: {layer.refused}" for layer in self.own_layers if layer.refused)
-        return self._growing or next(refused, None)
+        return self._growing or next(refused, None) or (self.uneven if self.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
         """Why a call of so many tokens cannot run compiled, and what to do."""
         what = f"behind a prompt, of a cache with max_length, not {query} behind {self.ledger.columns}"
         grows = f" ({self.why_not_compileable})" if self.why_not_compileable else ""
         return (
-            f"only steps of up to {fused.QUERIES} tokens can run compiled, {what}{grows}: run this call with the uncompiled "
-            "model, as generate() runs its prompt"
+            f"only steps of up to {self.most_queries} tokens can run compiled, {what}{grows}: run this call with the "
+            "uncompiled model, as generate() runs its prompt"
         )
 
     @property
     def is_compileable(self) -> bool:
         return self.why_not_compileable is None
+
+    def grow(self, why: str) -> None:
+        """With max_length: a layer cannot leave its steps to the device where it turned out to be."""
+        self._growing = self._growing or why
+        self._leave_rooms()
 
     @property
     def own_layers(self) -> list[KVCalLayer]:
@@ -826,7 +834,7 @@ class KVCalCache(Cache):
         if (
             self.watch is not None
             or not self.is_compileable
-            or query > fused.QUERIES
+            or query > self.most_queries
             or not all(layer.ready for layer in own)
         ):
             return False
@@ -841,7 +849,9 @@ class KVCalCache(Cache):
         if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
             return False
         self._check_room(query)
-        return valid is None or bool(valid.all())
+        if valid is not None and not bool(valid.all()):
+            return False
+        return self.scheme.frame == "post_rope" or self.ledger.follows(self._reported)
 
     def _check_room(self, query: int) -> None:
         if self.max_length is not None and self.ledger.columns + query > self.max_length:
@@ -862,7 +872,7 @@ class KVCalCache(Cache):
 
         length, counts = fixed.read(ready)
         if new := length - self.ledger.columns:
-            self.ledger.begin(self.ledger.batch, new, None)
+            self.ledger.proceed(new)
             if self._held_mask is not None:
                 self._held_mask = torch.nn.functional.pad(self._held_mask, (0, new), value=True)
         fixed.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
@@ -892,8 +902,11 @@ class KVCalCache(Cache):
             fused.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.refused)
             if self.require_kernels:
                 fused.require([(layer.index, layer.refused)])
-        for other in self.own_layers:
-            other.leave_room()
+        self._leave_rooms()
+
+    def _leave_rooms(self) -> None:
+        for layer in self.own_layers:
+            layer.leave_room()
 
     def _publish(self) -> None:
         for layer in self.own_layers:
@@ -1026,18 +1039,22 @@ class KVCalCache(Cache):
         if isinstance(plan, SelectedPlan) and self._mask is not None:
             plan = self.ledger.hide(plan, self._mask[:, :past].to("cpu").bool())
         if self.scheme.frame == "pre_rope":
-            new = self._positions
-            if new is None:
-                raise KVCalError(
-                    "the model's rotary module did not report positions; use a bundle with frame post_rope"
-                )
-            new = new.to(torch.int32).expand(batch, query)
+            new = self._reported.to(torch.int32).expand(batch, query)
             old = self.ledger.positions
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
-            if any(layer.readable and layer.rotary for layer in self.own_layers):
+            if any(layer.readable and (layer.rotary or self.max_length) for layer in self.own_layers):
                 self.ledger.follow(plan, new)
+                if self.max_length and self.rotary and not self.turns_evenly:
+                    self._leave_rooms()
         self._chain = {"old": {}, "new": {}}
         return plan
+
+    @property
+    def _reported(self) -> Tensor:
+        """Positions int (B or 1, query) of the current forward's columns."""
+        if self._positions is None:
+            raise KVCalError("the model's rotary module did not report positions; use a bundle with frame post_rope")
+        return self._positions
 
     @property
     def has_custom_mask(self) -> bool:
@@ -1047,8 +1064,8 @@ class KVCalCache(Cache):
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
         if (device, vector) not in self._workspaces:
-            make = vectors.workspace if vector else fused.workspace
-            self._workspaces[device, vector] = make(self.kernels, device)
+            made = vectors.workspace(self.kernels, device, self.max_length is not None) if vector else None
+            self._workspaces[device, vector] = made if vector else fused.workspace(self.kernels, device)
         return self._workspaces[device, vector]
 
     def rooms(self, device: torch.device) -> reconstructed.Rooms:
@@ -1111,11 +1128,15 @@ class KVCalCache(Cache):
             first = rope.first_positions(same, sink, room, recent).to(device)
             if room == blocks:  # what lies beyond is no token's, and would say that the sequence is longer
                 first = first.clamp_max(self._newest)
-            cos, sin = self._own_rope(torch.cat([torch.arange(BLOCK, device=device), first.flatten()]))
-            far = torch.stack([cos[BLOCK:], sin[BLOCK:]], -2).unflatten(0, first.shape)
-            own = Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
+            own = self.turns_at(first)
             self._runs[device] = starts, sink, own
         return own
+
+    def turns_at(self, first: Tensor) -> Rope:
+        """RoPE of runs at these first positions, (B or 1, runs)."""
+        cos, sin = self._own_rope(torch.cat([torch.arange(BLOCK, device=first.device), first.flatten()]))
+        far = torch.stack([cos[BLOCK:], sin[BLOCK:]], -2).unflatten(0, first.shape)
+        return Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
 
     def _new_valid(self, past: int, query: int) -> Tensor | None:
         """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""

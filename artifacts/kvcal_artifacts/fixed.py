@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import BLOCK, Form
+from kvcal_kernels.attention import BLOCK, Form, Rope, rope
 from kvcal_kernels.quantise import Counts
 
 from . import fused, hf, vectors
@@ -27,22 +27,21 @@ from .codecs.base import Packed, device_only
 from .errors import KVCalError, NonFiniteError
 from .ledger import Ledger, Plan
 from .modes import without_autocast, without_grad
-from .scheme import LayerCodecs, Scheme, Windows
+from .scheme import LayerCodecs, Windows
 from .statistics import KeyScale
 
 NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
 
 
-def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
-    """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can."""
-    if scheme.frame != "post_rope":
-        return "positions are kept on the host for keys before RoPE"
-    if vectors.both(pair):
-        return (
-            f"vector codes: no kernel appends them, and torch would search all codewords for a block of "
-            f"{pair.key.shape.block} tokens in every step, due or not"
-        )
+def refusal(pair: LayerCodecs, moves: bool) -> str | None:
+    """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can. moves: keys are stored
+    before a RoPE of which angles change as the sequence grows.
+    """
+    if moves:
+        return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
+    if vectors.both(pair) and pair.key.shape.block % BLOCK:
+        return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
     if isinstance(pair.key, MixKVQ):
         by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
         return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
@@ -54,15 +53,34 @@ def refusal(scheme: Scheme, pair: LayerCodecs) -> str | None:
 
 
 @dataclass
+class Turns:
+    """Of keys before RoPE: what turns the tokens of rows as long as they can be, and positions of rows' first tokens, on the
+    device (B,) int64 and of the ledger. gap: 0-d bool, whether tokens of a step did not follow those before them.
+    """
+
+    rope: Rope | None
+    start: Tensor
+    gap: Tensor
+    of: Tensor | None = None
+
+    def note(self, counts: Counts, positions: Tensor) -> None:
+        """positions int (B or 1, Q): of the call that `counts` has been moved by."""
+        held = counts.sink_before + counts.window_before + counts.blocks_before * BLOCK
+        follow = (self.start + held)[:, None] + torch.arange(positions.shape[1], device=held.device)
+        self.gap.logical_or_((positions.to(follow.device) != follow).any())
+
+
+@dataclass
 class Steps:
     """What the layers of a cache on one device share. length: columns, 0-d int64. first, last: their indices; the first
-    moves the counts of a call, the last its length.
+    moves the counts of a call, the last its length. turns: where keys are stored before RoPE.
     """
 
     counts: Counts
     length: Tensor
     first: int
     last: int
+    turns: Turns | None = None
 
 
 @dataclass
@@ -136,14 +154,35 @@ class FixedLayer(KVCalLayer):
         super()._clear()
         self.ready = False  # the room stays where it is: a graph knows its address
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        if self.vectors and self.refused is None:
+            why = vectors.append_refusal(self._cache.kernels, self.codecs, self.dtype, self.device)
+            if why is not None:
+                self._cache.grow(f"layer {self.index}: {why}")
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As KVCalLayer.update; of a decode step only the new keys and values, as the operator takes them."""
         if not torch.compiler.is_compiling() and not self._cache.steps_on_device(key_states):
             return super().update(key_states, value_states)
-        if not self.ready or key_states.shape[2] > fused.QUERIES:
+        if not self.ready or key_states.shape[2] > self._cache.most_queries:
             raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
-        hf.turn_of(self.site).leave(self.handle, key_states, value_states)
+        turn = hf.turn_of(self.site)
+        turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
         return key_states, value_states
+
+    def _keys_before(self, turn: hf.Turn, handed: Tensor) -> Tensor | None:
+        """The step's keys before RoPE where these are stored; None else."""
+        if self._cache.scheme.frame == "post_rope":
+            return None
+        if not torch.compiler.is_compiling():
+            return self._frame_keys(handed)
+        if turn.shown is None:
+            raise KVCalError(
+                f"layer {self.index}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
+                "scheme is open, the projection of keys within it"
+            )
+        return turn.shown
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         if self._cache.is_compileable:
@@ -164,6 +203,13 @@ class FixedLayer(KVCalLayer):
         if self.room is None:
             return super().path
         by = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
+        if self.vectors:
+            kernels = self._cache.kernels != "torch"
+            by = (
+                "the Triton kernels, which search codewords where a block is due"
+                if kernels
+                else "torch: kernels='torch'"
+            )
         return f"{super().path}; steps appended by {by}"
 
     # From the host to the device and back.
@@ -175,6 +221,9 @@ class FixedLayer(KVCalLayer):
         if not self.is_initialized or not self._cache.is_compileable:
             return
         like, ledger, held = self.window[0], self._cache.ledger, self._cache.held
+        if self._cache.rotary and not bool(ledger.seen.all()):  # no one knows where a row without a token will begin
+            self.leave_room()
+            return
         room, steps = self._room_for(like), self._steps_for(like)
         slots = held.slots(self._cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
@@ -187,6 +236,8 @@ class FixedLayer(KVCalLayer):
             for name, count in zip(STORED, stored.to(like.device), strict=True):
                 getattr(steps.counts, name).copy_(count)
             steps.length.fill_(self.columns)
+            if steps.turns is not None:
+                self._begin_turns(steps.turns)
         room.flags.zero_()
         self._factor = None
         for own in self.statistics.values():
@@ -197,6 +248,22 @@ class FixedLayer(KVCalLayer):
                 own.state[name] = kept.copy_(value)
         self.ready = True
         self.overlook(held)
+
+    def _begin_turns(self, turns: Turns) -> None:
+        """Rows begin where the ledger says."""
+        starts = self._cache.ledger.starts
+        turns.start.copy_(starts)
+        turns.gap.zero_()
+        if not self._cache.rotary or (turns.of is not None and torch.equal(turns.of, starts)):
+            return
+        windows, room = self._cache.scheme.windows, self.room
+        assert room is not None
+        blocks = most_blocks(windows, self._cache.max_length or 0) * fused.kernel_blocks(self.codecs)
+        first = rope.first_positions(starts, windows.sink, blocks, room.ring[0].shape[2])
+        made, turns.of = self._cache.turns_at(first.to(turns.start.device)), starts.clone()
+        if turns.rope is None:
+            turns.rope = made
+        turns.rope.renew(made.first)
 
     def leave_room(self) -> None:
         if self.room is not None:
@@ -247,7 +314,12 @@ class FixedLayer(KVCalLayer):
             self._shown = self._layer = None
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = fused.register(self)  # what was compiled for another room knows its addresses
-            self._reserve(batch, heads, many)
+            if self.vectors:
+                vectors.coded(
+                    self.codecs, self.room.packed
+                )  # has what it keeps of the codebooks before a graph is recorded
+            else:
+                self._reserve(batch, heads, many)
         return self.room
 
     def _reserve(self, batch: int, heads: int, many: int) -> None:
@@ -256,7 +328,8 @@ class FixedLayer(KVCalLayer):
         space, blocks = self._cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
         assert self.room is not None
         windows = self.room.sink[0].shape[2], self.room.ring[0].shape[2]
-        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, self.site.ratio, blocks, windows)
+        ratio = self.site.ratio
+        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, ratio, blocks, windows, self.rotary)
 
     def _steps_for(self, like: Tensor) -> Steps:
         """What the cache's layers on this device share; anew for another number of rows."""
@@ -264,7 +337,10 @@ class FixedLayer(KVCalLayer):
         if own is None or own.counts.data.shape[1] != len(like):
             counts = Counts(len(like), quantise.Windows(windows.sink, windows.recent, windows.block), like.device)
             length = torch.zeros((), dtype=torch.int64, device=like.device)
-            own = self._cache.steps[like.device] = Steps(counts, length, self.index, self.index)
+            turns = None
+            if self._cache.scheme.frame == "pre_rope":
+                turns = Turns(None, length.new_zeros(len(like)), length.new_zeros((), dtype=torch.bool))
+            own = self._cache.steps[like.device] = Steps(counts, length, self.index, self.index, turns)
         own.first, own.last = min(own.first, self.index), max(own.last, self.index)
         steps: Steps = own
         return steps
@@ -280,7 +356,7 @@ class FixedLayer(KVCalLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
-        if self.ready and query_length <= fused.QUERIES:
+        if self.ready and query_length <= self._cache.most_queries:
             return self._cache.max_length or 0, 0
         self._cache.settle()
         return super().get_mask_sizes(query_length)
@@ -305,7 +381,7 @@ class FixedLayer(KVCalLayer):
     # On the device.
 
     @without_grad
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
         if self._due is not None:  # of a cache that grows
             return super().attend(q, k, v, scaling)
@@ -316,6 +392,13 @@ class FixedLayer(KVCalLayer):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
+                if steps.turns is not None and positions is not None:  # else the host has looked
+                    steps.turns.note(counts, positions)
+            if self.vectors:
+                out = self._attend_codes(room, counts, q, k, v, scaling)
+                if self.index == steps.last:
+                    steps.length.add_(k.shape[2])
+                return out.to(q.dtype)
             settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
             if not settled:
                 self._observe_peak(counts, k)
@@ -330,7 +413,7 @@ class FixedLayer(KVCalLayer):
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
                 (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
-                self._cache.workspace(q.device), ring=True,
+                self._cache.workspace(q.device), ring=True, turns=steps.turns.rope if steps.turns and self.rotary else None,
             )  # fmt: skip
             if self.index == steps.last:
                 steps.length.add_(k.shape[2])
@@ -342,6 +425,19 @@ class FixedLayer(KVCalLayer):
             sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
             self._layer = quantise.Layer(*self._as_blocks(room.packed), sink, ring, room.flags)
         return self._layer
+
+    def _attend_codes(self, room: Room, counts: Counts, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Of vector codes."""
+        kernels, space = self._cache.kernels, self._cache.workspace(q.device, True)
+        coded = vectors.coded(self.codecs, room.packed)
+        sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
+        new = k.to(self.dtype), v.to(self.dtype)
+        vectors.append(kernels, coded, sink, ring, counts, room.flags, new, space)
+        slots = next(iter(room.packed[0].values())).shape[2]
+        blocks = (counts.blocks_before // fused.kernel_blocks(self.codecs)).clamp_max(slots)
+        exact = (*sink, counts.sink), (*ring, counts.seen)
+        first = counts.blocks_before * BLOCK
+        return vectors.attention(kernels, q.to(self.dtype).contiguous(), coded, blocks, *exact, scaling, space, first)
 
     def _observe_peak(self, counts: Counts, keys: Tensor) -> None:
         """InnerQ's factors of rows that have nothing packed: of keys up to the one with which the first block is due."""
@@ -358,19 +454,8 @@ class FixedLayer(KVCalLayer):
 
     def _append(self, room: Room, counts: Counts, new: list[Tensor]) -> None:
         """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due."""
-        windows, device = self._cache.scheme.windows, counts.data.device
-        tokens, slots = torch.arange(new[0].shape[2], device=device), torch.arange(windows.sink, device=device)
-        each = fused.kernel_blocks(self.codecs)
-        source = slots - counts.sink_before[:, None]
-        taken = counts.sink - counts.sink_before
-        fills = (source >= 0) & (source < taken[:, None])
-        first = counts.blocks_before[:, None].long() * BLOCK
-        # what the sink takes lands in slots behind the window, which nobody reads
-        at = (first + counts.window_before[:, None] + (tokens - taken[:, None])) % room.ring[0].shape[2]
-        for role, x in enumerate(new):
-            found = _take(x, source.clamp(0, x.shape[2] - 1))
-            room.sink[role].copy_(torch.where(fills[:, None, :, None], found, room.sink[role]))
-            room.ring[role].scatter_(2, _wide(at, x), x)
+        windows, each = self._cache.scheme.windows, fused.kernel_blocks(self.codecs)
+        quantise.keep((room.sink[0], room.sink[1]), (room.ring[0], room.ring[1]), counts, (new[0], new[1]))
         due, slot = counts.blocks > counts.blocks_before, counts.blocks_before.long() // each
         last = next(iter(room.packed[0].values())).shape[2] - 1
         context = Context(self.index, stats=self._current())
@@ -415,11 +500,17 @@ def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
         held = [getattr(steps.counts, name) for name in STORED]
-        told = torch.cat([flagged[None], steps.length[None], *held]).to("cpu")  # int64, as the length
+        gap = flagged if steps.turns is None else steps.turns.gap
+        told = torch.cat([flagged[None], gap[None], steps.length[None], *held]).to("cpu")  # int64, as the length
         if bool(told[0]):
             _refuse(rooms)
-        lengths.add(int(told[1]))
-        found.append((steps, told[2:].view(len(STORED), -1)))
+        if bool(told[1]):
+            raise KVCalError(
+                "compiled or recorded steps had tokens at positions that do not follow those before them, as they must where "
+                "keys are stored before RoPE; call reset() and start again, and give such positions to the uncompiled model"
+            )
+        lengths.add(int(told[2]))
+        found.append((steps, told[3:].view(len(STORED), -1)))
     if len(lengths) > 1:
         raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
     return lengths.pop(), found

@@ -186,8 +186,8 @@ def warn(line: str, instead: str = "packed blocks are decoded for the model's ow
 class Layer(Protocol):
     """What the operator finds behind a handle."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-        """The call's queries (B, Hq, Q, D), keys and values (B, H, Q, D) -> (B, Hq, Q, D); stores the new tokens."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
+        """As decode_attention; stores the new tokens."""
 
 
 _LAYERS: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
@@ -201,15 +201,18 @@ def register(layer: Layer) -> int:
     return number
 
 
-def decode_eagerly(q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int) -> Tensor:
+def decode_eagerly(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int, positions: Tensor | None = None
+) -> Tensor:
     """Attention of the new tokens over everything that the layer behind `handle` holds, these included; it holds them then.
 
-    q (B, Hq, Q, D), k, v (B, H, Q, D), keys after RoPE -> (B, Hq, Q, D).
+    q (B, Hq, Q, D) after RoPE, k, v (B, H, Q, D), keys as the layer stores them -> (B, Hq, Q, D). positions: int (B or 1, Q)
+    of the new tokens, where keys are stored before RoPE.
     """
     layer = _LAYERS.get(handle)
     if layer is None:
         raise KVCalError("the cache that this forward was compiled for is gone; compile it again with the one in use")
-    return layer.attend(q, k, v, scaling)
+    return layer.attend(q, k, v, scaling, positions)
 
 
 # What is compiled calls the operator; called from Python the dispatcher would add 30 us to every layer.
@@ -217,7 +220,7 @@ decode_attention = torch.library.custom_op("kvcal::decode_attention", mutates_ar
 
 
 @decode_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, scaling: float, handle: int, positions: Tensor | None = None) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
@@ -271,11 +274,14 @@ def reserve(
     ratio: int,
     room: int,
     windows: tuple[int, int],
+    rotary: int = 0,
 ) -> None:
-    """Have the memory of any step over `room` blocks before a graph of one is recorded: it must not move."""
+    """Have the memory of any step over `room` blocks before a graph of one is recorded: it must not move. rotary: channels
+    that the kernel turns by RoPE.
+    """
     if kernels != "torch":
         for queries in range(1, QUERIES + 1):
-            fast().reserve(space, keys, values, batch, heads, ratio, room, windows, queries)
+            fast().reserve(space, keys, values, batch, heads, ratio, room, windows, queries, rotary // (2 * rope.PIECE))
 
 
 def rule_of(codec: Codec) -> AnyRule | str:

@@ -248,27 +248,37 @@ OWN_SCORES = ("Doge", "DiffLlama")  # a mask made of the values; values cut into
 
 
 class Turn:
-    """What a layer's update() leaves for the attention call that follows it: the handle for the operator, or None.
+    """What a layer's update() leaves for the attention call that follows it: the handle for the operator, and keys before RoPE
+    where these are stored; or None.
 
     Eagerly for each thread, as several may run the model with caches of their own; what is traced has one.
     """
 
     def __init__(self) -> None:
         self._threads = threading.local()
-        self._traced: int | None = None
+        self._traced: tuple[int, Tensor | None] | None = None
+        self._shown: Tensor | None = None
 
-    def leave(self, handle: int, key: Tensor, value: Tensor) -> None:
-        """key, value: what update() gives back, which attention must then be called with."""
+    def show(self, keys: Tensor) -> None:
+        """Keys (B, H, Q, D) before RoPE of a traced forward, whatever its cache is: gone with its attention."""
+        self._shown = keys
+
+    @property
+    def shown(self) -> Tensor | None:
+        return self._shown
+
+    def leave(self, handle: int, key: Tensor, value: Tensor, before: Tensor | None = None) -> None:
+        """key, value: what update() gives back, which attention must then be called with. before: keys before RoPE."""
         if torch.compiler.is_compiling():
-            self._traced = handle
+            self._traced = handle, before
         else:
-            self._threads.left = handle, key, value
+            self._threads.left = handle, key, value, before
 
-    def take(self, key: Tensor | None = None, value: Tensor | None = None) -> int | None:
+    def take(self, key: Tensor | None = None, value: Tensor | None = None) -> tuple[int, Tensor | None] | None:
         """Raises KVCalError where attention was called with other keys or values than were left."""
         if torch.compiler.is_compiling():
-            handle, self._traced = self._traced, None
-            return handle
+            traced, self._traced, self._shown = self._traced, None, None
+            return traced
         left, self._threads.left = getattr(self._threads, "left", None), None
         if left is None:
             return None
@@ -277,8 +287,7 @@ class Turn:
                 "attention was called with other keys or values than its cache gave: an earlier forward broke off (call "
                 "reset() and start again), or the architecture changes them (make the cache with kernels='off')"
             )
-        found: int = left[0]
-        return found
+        return left[0], left[3]
 
 
 class SeamConfig:
@@ -309,8 +318,8 @@ class SeamConfig:
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
     """The model's own attention function, or the operator over what the layer's cache holds."""
     turn = getattr(module.config, "kvcal_turn", None)  # None: closed by another thread since this call began
-    handle = None if turn is None else turn.take(key, value)
-    if handle is None:
+    left = None if turn is None else turn.take(key, value)
+    if left is None:
         kind = _plain(module.config)._attn_implementation or "eager"
         if (
             isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
@@ -327,10 +336,18 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     odd = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if given.get(name) is not None]
     if odd:
         raise KVCalError(f"{type(module).__name__}: attention with {odd[0]}; make the cache with kernels='off'")
+    handle, before = left
+    positions = None if before is None else given.get("position_ids")
+    if before is not None and positions is None and (torch.compiler.is_compiling() or capturing()):
+        raise KVCalError(
+            f"{type(module).__name__}: its attention is not given position_ids, by which compiled and recorded steps see that "
+            "keys before RoPE follow those held; run them with the uncompiled model (generate: disable_compile=True)"
+        )
+    stored = key if before is None else before
     from .fused import decode_eagerly
 
     decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
-    out = decode(query, key, value, float(given["scaling"]), handle)
+    out = decode(query, stored, value, float(given["scaling"]), handle, positions)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -446,13 +463,17 @@ Wanted = tuple[str, int]  # "keys", "queries" or "mask", and a layer
 
 
 class _Hook:
-    """One hook function. Nothing in a forward that is compiled: what is compiled has its cache on the device."""
+    """One hook function. In a forward that is compiled `traced`, which knows of no cache: what is compiled has its on the
+    device; nothing without it.
+    """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., Any], traced: Callable[..., Any] | None = None) -> None:
+        self._call, self._traced = call, traced
 
     def __call__(self, *given: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self._call(*given)
+        if torch.compiler.is_compiling():
+            return None if self._traced is None else self._traced(*given)
+        return self._call(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model gets one that takes anything and does nothing, and is there without this package."""
@@ -464,9 +485,16 @@ class _Tap:
     compiled forwards are guarded by both.
     """
 
-    def __init__(self, module: nn.Module, register: str, call: Callable[..., Any], **options: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        register: str,
+        call: Callable[..., Any],
+        traced: Callable[..., Any] | None = None,
+        **options: bool,
+    ) -> None:
         self._module, self._register, self._options = weakref.ref(module), register, options
-        self._hook, self._users = _Hook(call), set[int]()
+        self._hook, self._users = _Hook(call, traced), set[int]()
         self._handle: RemovableHandle | None = None
         self._number: int | None = None
 
@@ -527,7 +555,7 @@ class _Board:
 
     def _tap(self, kind: str, site: AttentionSite) -> _Tap:
         if kind == "keys":
-            return _Tap(site.key_source, "register_forward_hook", self._key_hook(site))
+            return _Tap(site.key_source, "register_forward_hook", self._key_hook(site), _show_keys(site))
         if kind == "queries":
             return _Tap(site.query_source, "register_forward_hook", self._query_hook(site))
         return _Tap(site.module, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
@@ -590,6 +618,18 @@ class _Board:
             return args, {**kwargs, "attention_mask": owner.on_attention(site.index, hidden, kwargs["attention_mask"])}
 
         return hook
+
+
+def _show_keys(site: AttentionSite) -> Callable[..., None]:
+    """The hook on a site's keys in a forward that is compiled: update() finds them in the layer's turn."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        own: Any = site.module
+        turn = getattr(own.config, "kvcal_turn", None)
+        if turn is not None:
+            turn.show(site.keys_from(output))
+
+    return hook
 
 
 _BOARDS: weakref.WeakKeyDictionary[nn.Module, _Board] = weakref.WeakKeyDictionary()  # by decoder

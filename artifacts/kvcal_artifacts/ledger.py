@@ -178,6 +178,24 @@ class Ledger:
             self.starts = first
         self.gapless = self.gapless and bool((start == self.starts[:, None])[valid].all())
 
+    def follows(self, new: Tensor) -> bool:
+        """Whether positions (B or 1, query) of new tokens, all real, follow those of every row."""
+        return self.starts is not None and torch.equal(
+            new.to("cpu").long().expand(self.batch, -1), self._next(new.shape[1])
+        )
+
+    def _next(self, query: int) -> Tensor:
+        """(B, query) int64, CPU: positions of so many tokens that follow those of each row."""
+        assert self.starts is not None
+        return (self.starts + self.seen)[:, None] + torch.arange(query)
+
+    def proceed(self, query: int) -> None:
+        """By columns of steps that the device did: all real, and where positions are kept, at those that follow."""
+        new = None if self.positions is None else self._next(query)
+        self.begin(self.batch, query, None)
+        if self.positions is not None and new is not None:
+            self.positions = torch.cat([self.positions, new.to(self.positions)], 1)
+
     def _after(self, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """New sink, flushed blocks and window per row once `added` (B,) real tokens came."""
         sink = (self.sink + added).clamp_max_(self.windows.sink)

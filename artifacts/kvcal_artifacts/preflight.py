@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import kvcal_kernels
-from kvcal_kernels import attention, quantise, reconstruct, vq_attention
+from kvcal_kernels import attention, quantise, reconstruct, vq_append, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
@@ -134,6 +134,16 @@ def vectors_verdict(
     held = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
     parts = ["vq_attention", *books, held, f"r{ratio}"]
     return _found(parts, dtype, device, lambda: vectors_trial(keys, values, ratio, dtype, device))
+
+
+def vectors_append_verdict(
+    keys: ResidualVQ, values: ResidualVQ, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernels that append a step's tokens to vector codes."""
+    shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
+    scaled = [codec.scale is not None for codec in (keys, values)]
+    parts = ["vq_append", *books, f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"]
+    return _found(parts, dtype, device, lambda: vectors_append_trial(keys, values, dtype, device))
 
 
 _TRIED: dict[str, str | None] = {}  # of this process
@@ -363,6 +373,45 @@ def vectors_trial(
             return f"{queries} new tokens: sums differ, or a row without blocks is not nothing"
         if why := _apart(found, wanted, dtype, f"{queries} new tokens"):
             return why
+    return None
+
+
+def vectors_append_trial(
+    keys: ResidualVQ, values: ResidualVQ, dtype: torch.dtype, device: torch.device, recent: int = 40
+) -> str | None:
+    """Steps around a block that is due in one row of three: what a row without one holds stays, and the block is as near to
+    its tokens as the codec's own codes, up to a thousandth.
+    """
+    generator, shape = torch.Generator(device).manual_seed(0), keys.shape
+    windows = quantise.Windows(4, recent, shape.block)
+    counts = quantise.Counts(3, windows, device)
+    full = windows.recent + windows.block
+    counts.data[4] = 4
+    counts.data[6] = torch.tensor([full - 2, full - 9, 0], dtype=torch.int32)
+
+    def random(tokens: int) -> tuple[Tensor, Tensor]:
+        size = (3, shape.heads, tokens, shape.dim)
+        made = [torch.randn(size, generator=generator, device=device).to(dtype) for _ in (0, 1)]
+        return made[0], made[1]
+
+    sink, ring, sides = random(windows.sink), random(windows.room(16)), []
+    for codec in (keys.to(device), values.to(device)):
+        packed = {n: t.new_zeros(*t.shape[:2], 2, *t.shape[3:]) for n, t in codec.empty(3, device).items()}
+        sides.append((codec, packed, codec.coded(packed)))
+    flags = torch.zeros(shape.heads, dtype=torch.int32, device=device)
+    for _ in range(2):
+        quantise.fast().advance(counts, torch.full((3,), 1, dtype=torch.int32, device=device))
+        vq_append.fast().append(sides[0][2], sides[1][2], sink, ring, counts, flags, *random(1))
+    if counts.data[7].tolist() != [shape.block // BLOCK, 0, 0] or bool(flags.any()):
+        return "counts or flags differ"
+    for (codec, packed, _), held in zip(sides, ring, strict=True):
+        if any(bool(t[1:].any() or t[:, :, 1:].any()) for t in packed.values()):
+            return f"packed {codec.role}s: a row without a block due was written to"
+        x = held[:1, :, : shape.block].float()
+        own, wanted = ({n: t[:1, :, :1] for n, t in packed.items()}, codec.encode(x))
+        off, least = (float((codec.decode(one) - x).square().sum()) for one in (own, wanted))
+        if not off <= least * (1 + 1e-3):
+            return f"packed {codec.role}s: error {off / least:.4g} times that of the codec's own"
     return None
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from kvcal_kernels import vq_attention
+from kvcal_kernels import vq_append, vq_attention
+from kvcal_kernels.quantise import Counts
 from kvcal_kernels.vq_attention import Coded, reference
 
 from . import fused, preflight
@@ -64,6 +65,32 @@ def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.dev
     return preflight.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
 
 
+def append_refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why no kernel appends a step's tokens to these codes where the layer is; None where one does, or its reference."""
+    assert _is_vq(pair.key) and _is_vq(pair.value)
+    if kernels == "torch" or preflight.interpreted():
+        return None
+    why = preflight.vectors_append_verdict(pair.key, pair.value, dtype, device)
+    return f"the append kernel of vector codes does not pass: {why}" if why else None
+
+
+def append(
+    kernels: str,
+    held: tuple[Coded, Coded],
+    sink: tuple[Tensor, Tensor],
+    ring: tuple[Tensor, Tensor],
+    counts: Counts,
+    flags: Tensor,
+    new: tuple[Tensor, Tensor],
+    space: Any,
+) -> None:
+    """As vq_append.append."""
+    if kernels == "torch":
+        vq_append.append(*held, sink, ring, counts, flags, *new)
+    else:
+        vq_append.fast().append(*held, sink, ring, counts, flags, *new, space)
+
+
 def attention(
     kernels: str,
     q: Tensor,
@@ -73,16 +100,18 @@ def attention(
     recent: Exact,
     scaling: float,
     space: Any,
+    first: Tensor | None = None,
 ) -> Tensor:
-    """As fused.attention; blocks (B,) int32 of the scheme."""
+    """As fused.attention; blocks (B,) int32 of the scheme. first: of a ring, as of vq_attention.attend_exact."""
     if kernels == "torch":
         packed = reference.attend(q, *held, blocks, scaling)
     else:
         with fused.on(q.device):
             packed = vq_attention.fast().attend(q, *held, blocks, scaling, space)
-    out, _ = reference.merge([reference.attend_exact(q, sink, recent, scaling), (packed[0].float(), packed[1])])
+    out, _ = reference.merge([reference.attend_exact(q, sink, recent, scaling, first), (packed[0].float(), packed[1])])
     return out.to(q.dtype)
 
 
-def workspace(kernels: str, device: torch.device) -> Any:
-    return None if kernels == "torch" else vq_attention.fast().Workspace(device)
+def workspace(kernels: str, device: torch.device, keeps: bool) -> Any:
+    """keeps: for graphs that are recorded with it."""
+    return None if kernels == "torch" else vq_attention.fast().Workspace(device, keeps)

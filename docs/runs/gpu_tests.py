@@ -46,6 +46,7 @@ FEW = (  # file, and how the name goes on
     ("rotated_kernel", "(2, 16, 'token', 'mse', 64, 'token')"),
     ("vq", "64-256"),  # nearest codeword
     ("vq_attention", "Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4, queries=1"),
+    ("vq_append", "heads 1, dim 80"),
     ("reconstruct", "Case(role='key', batch=2, heads=4, dim=64"),
     ("reconstruct", "Case(role='value', batch=2, heads=2, dim=128"),
     ("reconstruct", "Placed(batch=2, heads=3, dim=64, sink=4, window=41, new=1, rotary=64, dtype=torch.bfloat16"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.vq import residual_codes, residual_sum
-from kvcal_kernels.vq_attention import Band, Coded, longest
+from kvcal_kernels.vq_attention import Band, Coded, halves, longest
 
 from ..errors import KVCalError, NonFiniteError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device
@@ -33,7 +33,7 @@ class ResidualVQ(Codec):
     """
 
     name = "residual-vq"
-    _lengths: list[Tensor] | None = None  # of the longest codewords, where they have been asked for
+    _known: list[tuple[Tensor, Tensor]] | None = None  # of each band, where asked for: Band.lengths and Band.half
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class ResidualVQ(Codec):
 
     def coded(self, packed: Packed) -> Coded:
         """Packed blocks as kvcal_kernels.vq_attention takes them, whose `fast().attend` reads them on a GPU."""
-        if self._lengths is None:
-            self._lengths = [longest(book) for book in self.codebooks]
+        if self._known is None:
+            self._known = [(longest(book), halves(book)) for book in self.codebooks]
         bands = [
-            Band(packed[f"codes.{number}"].contiguous(), book, dims, far)
-            for number, (dims, book, far) in enumerate(zip(self._dims, self.codebooks, self._lengths, strict=True))
+            Band(packed[f"codes.{number}"].contiguous(), book, dims, *known)
+            for number, (dims, book, known) in enumerate(zip(self._dims, self.codebooks, self._known, strict=True))
         ]
         return Coded(tuple(bands), self.shape.block, self.scale)
 
@@ -147,7 +147,7 @@ class ResidualVQ(Codec):
             return self
         twin = copy.copy(self)
         twin.codebooks = tuple(on_device(book, device) for book in self.codebooks)
-        twin._lengths = None
+        twin._known = None
         twin.scale = None if self.scale is None else self.scale.to(device)
         twin._into_bands, twin._back = self._into_bands.to(device), self._back.to(device)
         twin._dims = tuple(dims.to(device) for dims in self._dims)

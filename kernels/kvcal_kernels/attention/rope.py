@@ -57,9 +57,7 @@ class Rope:
     @cached_property
     def first_words(self) -> Tensor:
         """(B or 1, runs, R) float16: of each 16 channels [8][cosine, cosine, sine, sine]."""
-        parts = self.first.unflatten(-1, (-1, 8, 2)).permute(0, 1, 3, 4, 2, 5)
-        made: Tensor = parts.flatten(2).half().contiguous()
-        return made
+        return _words(self.first)
 
     @cached_property
     def near_words(self) -> Tensor:
@@ -69,6 +67,12 @@ class Rope:
         parts = self.near.unflatten(0, (2, 2, 8)).unflatten(-1, (-1, 4, 4))  # half, row / 8, row % 8, 2, pair, column
         made: Tensor = parts.permute(0, 4, 3, 2, 5, 1, 6).half().contiguous()
         return made
+
+    def renew(self, first: Tensor) -> None:
+        """Other first positions in the place of these, where a recorded graph reads them; all that it reads is there then."""
+        self.first.copy_(first)
+        self.first_words.copy_(_words(first))
+        self.near_words  # noqa: B018
 
     def to(self, device: torch.device | str) -> Rope:
         return Rope(self.first.to(device), self.near.to(device))
@@ -86,6 +90,12 @@ class Rope:
         cos, sin = self.tables(place)[:, None].unbind(-2)
         low, high, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
+
+
+def _words(first: Tensor) -> Tensor:
+    parts = first.unflatten(-1, (-1, 8, 2)).permute(0, 1, 3, 4, 2, 5)
+    made: Tensor = parts.flatten(2).half().contiguous()
+    return made
 
 
 def refusal(rotary: int) -> str | None:

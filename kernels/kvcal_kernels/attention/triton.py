@@ -2151,13 +2151,13 @@ def _grid(
 
 def reserve(
     space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
-    queries: int = 1,
+    queries: int = 1, pairs: int = 0,
 ) -> None:  # fmt: skip
     """Let `space` have what a launch for so many tokens over `room` blocks needs: under a CUDA graph it must not grow.
-    windows: rooms of sink and recent tokens.
+    windows: rooms of sink and recent tokens. pairs: `Rope.pairs` of keys before RoPE.
     """
-    launch = usual(keys, values, ratio * queries)
-    fixed = settings(keys, values, heads, ratio, queries, launch.warps)
+    launch = usual(keys, values, ratio * queries, pairs > 0)
+    fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
     groups, packed, _, exact = _grid(fixed, batch, room, windows, launch, space.counter.device)
     space.take(groups, packed + exact, fixed["N"], fixed["D"])
 

@@ -58,3 +58,39 @@ def code_at(p, b_place, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
     if REST & 1:
         b_code += _field(p, b_place, b_live, _start(BITS, COUNT, 1), 1, COUNT)
     return b_code
+
+
+@triton.constexpr_function
+def _power(n):
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit
+def _store_plane(p_out, p_codes, START: tl.constexpr, WIDTH: tl.constexpr, DOWN: tl.constexpr, COUNT: tl.constexpr):
+    WORDS: tl.constexpr = _words(COUNT, WIDTH)
+    SIZE: tl.constexpr = _word(COUNT, WIDTH) // 8  # bytes of a word
+    b_byte = tl.arange(0, _power(WORDS * SIZE))
+    inside = b_byte < WORDS * SIZE
+    b_out = b_byte * 0
+    for j in tl.static_range(8 // WIDTH):
+        place = (b_byte % SIZE * (8 // WIDTH) + j) * WORDS + b_byte // SIZE
+        b_code = tl.load(p_codes + place, mask=inside & (place < COUNT), other=0)
+        b_out |= ((b_code >> DOWN) & ((1 << WIDTH) - 1)) << (j * WIDTH)
+    tl.store(p_out + START + b_byte, b_out.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def store_codes(p_out, p_codes, BITS: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT codes int32 of BITS bits as packed bytes, by one program: what `code_at` reads."""
+    REST: tl.constexpr = BITS - 8 if BITS > 8 else BITS
+    if BITS > 8:
+        _store_plane(p_out, p_codes, 0, 8, REST, COUNT)
+    if REST & 8:
+        _store_plane(p_out, p_codes, _start(BITS, COUNT, 8), 8, 0, COUNT)
+    if REST & 4:
+        _store_plane(p_out, p_codes, _start(BITS, COUNT, 4), 4, REST & 3, COUNT)
+    if REST & 2:
+        _store_plane(p_out, p_codes, _start(BITS, COUNT, 2), 2, REST & 1, COUNT)
+    if REST & 1:
+        _store_plane(p_out, p_codes, _start(BITS, COUNT, 1), 1, 0, COUNT)

@@ -16,6 +16,7 @@ from .reference import (
     append,
     blocks_for,
     check,
+    keep,
     quantise,
 )
 
@@ -40,5 +41,6 @@ __all__ = [
     "blocks_for",
     "check",
     "fast",
+    "keep",
     "quantise",
 ]

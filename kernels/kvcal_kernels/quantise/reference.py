@@ -329,6 +329,27 @@ def blocks_for(
     return Blocks(form, words, scale, rule.grid if isinstance(rule, GridRule) else None)
 
 
+def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Counts, new: tuple[Tensor, Tensor]) -> None:
+    """What `append` does with new tokens (B, H, Q, D) before any is packed, in operations of fixed shape. What the sink takes
+    lands in slots of the ring behind the window, too, as pads do, which nobody reads.
+    """
+    queries, device = new[0].shape[2], counts.data.device
+    pads = (queries - counts.new)[:, None].long()
+    source = torch.arange(sink[0].shape[2], device=device) - counts.sink_before[:, None]
+    taken = (counts.sink - counts.sink_before)[:, None]
+    fills = ((source >= 0) & (source < taken))[:, None, :, None]
+    first = counts.blocks_before[:, None].long() * BLOCK + counts.window_before[:, None]
+    at = (first + (torch.arange(queries, device=device) - pads) % queries - taken) % ring[0].shape[2]
+    for held, recent, x in zip(sink, ring, new, strict=True):
+
+        def wide(index: Tensor, x: Tensor = x) -> Tensor:
+            return index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+
+        found = x.gather(2, wide((source + pads).clamp(0, queries - 1)))
+        held.copy_(torch.where(fills, found, held))
+        recent.scatter_(2, wide(at), x)
+
+
 def append(
     layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None = None
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .reference import Band, Coded, attend, attend_exact, decode, longest, merge
+from .reference import Band, Coded, attend, attend_exact, decode, halves, longest, merge
 
 
 def fast() -> ModuleType:
@@ -14,4 +14,4 @@ def fast() -> ModuleType:
     return triton
 
 
-__all__ = ["Band", "Coded", "attend", "attend_exact", "decode", "fast", "longest", "merge"]
+__all__ = ["Band", "Coded", "attend", "attend_exact", "decode", "fast", "halves", "longest", "merge"]

@@ -22,16 +22,22 @@ def longest(books: Tensor) -> Tensor:
     return torch.stack([book.float().norm(dim=-1).amax() for book in books]).clamp_min(1e-30)
 
 
+def halves(books: Tensor) -> Tensor:
+    """Half of each codeword's square: books (S, k, d) -> float32 (S, k)."""
+    return torch.stack([0.5 * book.float().square().sum(-1) for book in books])
+
+
 @dataclass(frozen=True)
 class Band:
     """codes: uint8 (B, H, N, S, bytes), packed along a block's tokens. books (S, k, d) float16, k a power of two. dims: int
-    (d,), the channels of a head that the band has. lengths: longest(books), if it is known.
+    (d,), the channels of a head that the band has. lengths: longest(books), half: halves(books), if they are known.
     """
 
     codes: Tensor
     books: Tensor
     dims: Tensor
     lengths: Tensor | None = None
+    half: Tensor | None = None
 
     @cached_property
     def reach(self) -> Tensor:
@@ -39,6 +45,11 @@ class Band:
         if self.lengths is not None:
             return self.lengths
         return longest(self.books)
+
+    @cached_property
+    def halves(self) -> Tensor:
+        """`half` where given, which saves reading all codewords."""
+        return halves(self.books) if self.half is None else self.half
 
     @property
     def bits(self) -> int:
@@ -97,21 +108,26 @@ def attend(q: Tensor, keys: Coded, values: Coded, blocks: Tensor, scaling: float
 
 
 def attend_exact(
-    q: Tensor, sink: tuple[Tensor, Tensor, Tensor], recent: tuple[Tensor, Tensor, Tensor], scaling: float
+    q: Tensor,
+    sink: tuple[Tensor, Tensor, Tensor],
+    recent: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to a row's sink, wholly, and its recent tokens up to the query itself, which are as attention.reference has
-    them: keys, values (B, H, room, D), counts (B,) int32; the newest tokens are the last of `recent`.
+    them: keys, values (B, H, room, D), counts (B,) int32; the newest tokens are the last of `recent`. first (B,): where these
+    lie in a ring, token j of a row in slot (first + j) mod room; None: in slot j.
 
     q (B, Hq, Q, D) -> out (B, Hq, Q, D) and logarithms (B, Hq, Q), float32, as of `attend`.
     """
     queries, ratio = q.shape[2], q.shape[1] // sink[0].shape[1]
     reach = recent[2][:, None] - (queries - 1 - torch.arange(queries, device=q.device))
     limits = sink[2][:, None] + reach.clamp_max(0), reach
+    tokens = [torch.arange(part[0].shape[2], device=q.device)[None] for part in (sink, recent)]  # of each slot
+    if first is not None:
+        tokens[1] = (tokens[1] - first[:, None]) % recent[0].shape[2]
     seen = torch.cat(
-        [
-            torch.arange(part[0].shape[2], device=q.device) < limit[..., None]
-            for part, limit in zip((sink, recent), limits, strict=True)
-        ],
+        [token[:, None] < limit[..., None] for token, limit in zip(tokens, limits, strict=True)],
         -1,
     )[:, None]
     k, v = (torch.cat([a, b], 2).float() for a, b in zip(sink[:2], recent[:2], strict=True))

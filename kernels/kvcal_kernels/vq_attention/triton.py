@@ -131,7 +131,13 @@ def scores_kernel(
     """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP)."""
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    b_live = token < tl.load(p_blocks + i_head // H) * BLOCK
+    held = tl.load(p_blocks + i_head // H) * BLOCK
+    if tl.program_id(0) * BT >= held:  # room that is not in use
+        both = tl.arange(0, 2 * RP)
+        b_none = tl.where(both < RP, LOW, 0.0)
+        tl.store(p_stat + (i_head * tiles + tl.program_id(0)) * (2 * RP) + both, b_none)
+        return
+    b_live = token < held
     b_block, b_place = token // BLOCK, token % BLOCK
     b_sum = tl.zeros([BT, RP], tl.float32)
     b_sum = _looked_up(
@@ -187,7 +193,10 @@ def scatter_kernel(
     i_head = tl.program_id(1).to(tl.int64)
     f = tl.arange(0, BT * RP)
     token, r = tl.program_id(0) * BT + f // RP, f % RP
-    b_live = (token < tl.load(p_blocks + i_head // H) * BLOCK) & (r < R)
+    held = tl.load(p_blocks + i_head // H) * BLOCK
+    if tl.program_id(0) * BT >= held:
+        return
+    b_live = (token < held) & (r < R)
     b_score = tl.load(p_scores + (i_head * room * BLOCK + token) * RP + r, mask=b_live, other=LOW)
     b_p = tl.exp2(b_score - tl.load(p_total + i_head * RP + r))
     b_add = (b_p * UNIT + 0.5).to(tl.int32)
@@ -288,21 +297,28 @@ class Launch:
 
 
 class Workspace:
-    """Memory of one call, reused by the next: tables, scores, and weights, which every call leaves at zero."""
+    """Memory of one call, reused by the next: tables, scores, and weights, which every call leaves at zero. keeps: what was
+    outgrown stays, as graphs recorded with it read and write it.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, keeps: bool = False) -> None:
+        self.device, self._keeps = device, keeps
         self._held: dict[str, Tensor] = {}
+        self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """`size` numbers; of weights zeros."""
-        if name not in self._held or self._held[name].numel() < size:
-            self._held[name] = torch.zeros(size, dtype=dtype, device=self.device)
-        return self._held[name]
+        own = self._held.get(name)
+        if own is None or own.numel() < size:
+            if own is not None and self._keeps:
+                self._outgrown.append(own)
+            with torch.inference_mode(False):
+                own = self._held[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return own
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._held.values())
+        return sum(t.nbytes for t in (*self._held.values(), *self._outgrown))
 
 
 def refuses(keys: Coded, values: Coded, rows: int) -> str | None:
