@@ -768,6 +768,25 @@ def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("key", ["symmetric 3", "asymmetric 3", "outer 2", "grid 3 of 2", "tiers 16 16"])
+def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
+    """In loops over packed blocks every number stays in a product's layouts: another would cost shared memory and a barrier, and
+    a warp of several would read blocks of others.
+    """
+    from kvcal_kernels.attention import triton as fused
+
+    for launch in (None, (2, 1)):
+        own = fused.Launch(launch[0], 3, launch[1]) if launch else None
+        lines = built(Case(key, "outer 2", 64), 90, 0, own).asm["ttgir"].splitlines()
+        first = next(i for i, line in enumerate(lines) if "cp.async.wait_group" in line)
+        last = next(i for i in range(first, len(lines)) if "scf.yield" in lines[i] and lines[i].startswith("      scf"))
+        moved = [x.split(" : ")[-1] for x in lines[first:last] if "convert_layout" in x]
+        assert len(moved) > 8
+        for line in moved:
+            assert re.search(r"(#mma|#linear\d*)> -> tensor<\S+, #ttg.dot_op", line), (key, launch, line)
+
+
+@needs_triton
 def test_instructions_are_those_of_the_loop_over_packed_blocks(tmp_path: Path) -> None:
     """Products on tensor cores: 2 * dim / 16 of scores, as many of outputs, 2 of the sum."""
     from kvcal_kernels.attention import triton as fused

@@ -164,8 +164,8 @@ def test_maxima_rise_only_where_a_score_passes_by_more_than_the_slack(over: floa
 
 @pytest.mark.parametrize("columns", [8, 16])
 def test_queries_are_gathered_in_the_order_of_channels(columns: int) -> None:
-    """Bytes of the order at 64, the table [channel][row] at 256: a lane gets of row n = lane // 4, and of n + 8 where there are
-    more than 8, channels number 2c, 2c + 1, 2c + 8, 2c + 9 of the slice.
+    """Bytes of the order at 64, the table [channel][row] at 256: a lane gets of row n = lane // 4, and of n + 8 where there
+    are more than 8, channels number 2c, 2c + 1, 2c + 8, 2c + 9 of the slice.
     """
     from kvcal_kernels.attention import triton as fused
 
