@@ -207,15 +207,6 @@ def _words(b_at):
 
 
 @triton.jit
-def _two_bytes(p, live, NW: tl.constexpr):
-    """16 bytes [NW, 16] int32 from p [NW, 1]. Not loaded as bytes: Triton lays out a product's operands by the narrowest load
-    that they come from, and with bytes it takes kWidth 8, which contracts 32 numbers, not 16 (H200: 0.07 to 0.7 off).
-    """
-    both = tl.load(p.to(tl.pointer_type(tl.int16)) + tl.arange(0, 8)[None, :], mask=live, other=0).to(tl.int32)
-    return tl.reshape(tl.join(both & 255, both >> 8 & 255), [NW, 16])
-
-
-@triton.jit
 def _tier_scores(
     p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
     SLICES: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
@@ -285,7 +276,7 @@ def _gathered(
             dtype=tl.float16, is_pure=False, pack=8,
         )  # fmt: skip
     else:
-        channel = _two_bytes(p_order, live, NW)[:, None, :]
+        channel = tl.load(p_order + tl.arange(0, 16)[None, :], mask=live, other=0).to(tl.int32)[:, None, :]
         n = tl.arange(0, TALL)[None, :, None]
         made = tl.load(p_fit + channel * N + n, mask=n < N, other=0.0)
     return made
@@ -698,7 +689,9 @@ def _points(
 
 @triton.jit
 def _sign(p_sign, at):
-    """Number `at` of int8 as float32. Not loaded as a byte, see `_two_bytes`: products behind it would take kWidth 4."""
+    """Number `at` of int8 as float32. Not loaded as a byte: Triton lays out a product's operands by the narrowest load that
+    they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers, not 16 (`check_layouts`).
+    """
     both = tl.load(p_sign.to(tl.pointer_type(tl.int16)) + at // 2).to(tl.int32)
     return (both << 24 - at % 2 * 8 >> 24).to(tl.float32)
 
