@@ -283,8 +283,8 @@ def _gathered(
 
 
 @triton.jit
-def _fit_table(p_fit, b_q, at, SIZE: tl.constexpr, ASM: tl.constexpr):
-    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes."""
+def _fit_table(p_fit, b_q, at, inside, SIZE: tl.constexpr, ASM: tl.constexpr):
+    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes; in memory those that are inside."""
     if ASM:
         base = tl.inline_asm_elementwise(
             _fitting(SIZE), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
@@ -298,7 +298,7 @@ def _fit_table(p_fit, b_q, at, SIZE: tl.constexpr, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        tl.store(p_fit + at, b_q)
+        tl.store(p_fit + at, b_q, mask=inside)
 
 
 @triton.constexpr_function
@@ -1686,7 +1686,8 @@ def attend_kernel(
         channel = tl.arange(0, triton.next_power_of_2(D))
         b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
         b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
-        _fit_table(p_fit, b_q, channel[:, None] * N + column[None, :], 2 * N * triton.next_power_of_2(D), ASM)
+        at, inside = channel[:, None] * N + column[None, :], channel[:, None] < D + 0 * column[None, :]
+        _fit_table(p_fit, b_q, at, inside, 2 * N * triton.next_power_of_2(D), ASM)
         tl.debug_barrier()
     elif K_MODE == 3:
         for i in tl.static_range(SLICES):
