@@ -174,6 +174,10 @@ def made(case: Case, seed: int = 0) -> Made:
     if case.kind == "large":  # scales of 3400 to 10600
         keys.scale.mul_(2.0**13)
         q = q * 2.0**-13
+    if case.kind == "loud":  # values whose scales times 2^8 pass float16, scores that grow from block to block
+        values.scale.mul_(12000 / values.scale.float().nan_to_num().abs().amax())
+        keys.scale[:, :, :4].mul_(0.05)
+        keys.scale[:, :, 4:].mul_(1.6)
     if keys.grid and values.grid and case.key == case.value:
         values = replace(values, grid=grid_of(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid))
     own = rope_of(case, sizes[0][0].shape[2], room, sizes[1][0].shape[2]) if case.rotary else None
@@ -335,6 +339,8 @@ def small() -> list[Case]:
         Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2)),
         Case("grid 2 of 1", "grid 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
         Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
+        Case("grid 2 of 2", "grid 2 of 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
+        Case("outer 2", "outer 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
         Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
         Case("tiers 32 16", "grid 3 of 2", 96, ratio=3, heads=2, blocks=(2, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
         Case("tiers 0 16", "outer 2", 64, queries=9, group=64, blocks=(6,), spare=0, recent=(17,)),

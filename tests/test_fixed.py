@@ -555,7 +555,8 @@ def test_vector_codes_that_no_kernel_appends_grow(monkeypatch: pytest.MonkeyPatc
     assert caches[0].is_compileable
     close(steps(caches, token_ids(2, 120), [80, 81, 97, 98]))
     assert len(calls) == 2 * 3 * 3
-    assert caches[0].describe()["compileable"] == "layer 0: the append kernel of vector codes does not pass: why"
+    for cache in (caches[0], copy.deepcopy(caches[0])):
+        assert cache.describe()["compileable"] == "layer 0: the append kernel of vector codes does not pass: why"
 
 
 def test_steps_over_vector_codes_bring_as_many_tokens_as_their_kernels_take(calls: list[int]) -> None:

@@ -116,7 +116,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Attention:
 
     own = Attention()
     monkeypatch.setattr(triton, "attend_kernel", own)
-    monkeypatch.setattr(triton, "_examine", lambda tables, ring, compiled: None)
+    monkeypatch.setattr(triton, "_examine", lambda ring, compiled: None)
     monkeypatch.setattr(triton, "_PREPARED", type(triton._PREPARED)())
     return own
 

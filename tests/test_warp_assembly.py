@@ -133,8 +133,13 @@ def test_mixed_rows_become_operands_of_eight_tokens_and_their_parity() -> None:
         assert torch.equal(operand(found[f"${2 * group}"], found[f"${2 * group + 1}"]), wanted)
 
 
-@pytest.mark.parametrize("over", [7.9, 8.1, 300.0])
-def test_maxima_rise_only_where_a_score_passes_by_more_than_the_slack(over: float) -> None:
+@pytest.mark.parametrize(
+    ("over", "slack", "headroom"),
+    [(7.9, 8.0, 0.0), (8.1, 8.0, 0.0), (300.0, 8.0, 0.0), (-0.1, 0.0, 3.0), (0.1, 0.0, 3.0)],
+)
+def test_maxima_rise_only_where_a_score_passes_by_more_than_the_slack(
+    over: float, slack: float, headroom: float
+) -> None:
     """With what sums and outputs are worth afterwards: each times 2^(old maximum - new)."""
     from kvcal_kernels.attention import triton as fused
 
@@ -150,13 +155,13 @@ def test_maxima_rise_only_where_a_score_passes_by_more_than_the_slack(over: floa
     given = {f"${i}": x for i, x in enumerate(torch.cat([m, own], 1).unbind(1))}
     inputs = torch.cat([scores, unit.repeat(1, 2)], 1)
     given |= {f"${outputs + i}": x for i, x in enumerate(inputs.unbind(1))}
-    warp = Warp(given).run(plain(fused._rising)(count))
+    warp = Warp(given).run(plain(fused._rising)(count, slack, headroom))
     found = torch.stack([warp.values[f"${i}"] for i in range(outputs)], 1)
     top = torch.full((8,), -torch.inf, dtype=torch.float64)
     for i in range(8):
         top.scatter_reduce_(0, COLUMN + i % 2, scores[:, i] * unit[:, i % 2], "amax")
-    risen = torch.maximum(maximum, top) if over > 8 else maximum
-    assert warp.branched == (over < 8)
+    risen = torch.maximum(maximum, top + headroom) if over > slack else maximum
+    assert warp.branched == (over < slack)
     fade = torch.exp2(maximum - risen)[COLUMN[:, None] + torch.arange(2)]
     assert torch.equal(found[:, :4], risen[COLUMN[:, None] + torch.arange(2)].repeat(1, 2))
     torch.testing.assert_close(found[:, 4:], own * fade.repeat(1, 2 * count), rtol=1e-12, atol=0)

@@ -1306,6 +1306,7 @@ class KVCalCache(Cache):
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
+        twin._growing = self._growing
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
                 held = {k: v for k, v in vars(mine).items() if k not in OWN}

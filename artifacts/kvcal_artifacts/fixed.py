@@ -500,7 +500,7 @@ def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]
         rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
         flagged = torch.cat([flags for _, flags in rooms]).any()
         held = [getattr(steps.counts, name) for name in STORED]
-        gap = flagged if steps.turns is None else steps.turns.gap
+        gap = torch.zeros_like(flagged) if steps.turns is None else steps.turns.gap
         told = torch.cat([flagged[None], gap[None], steps.length[None], *held]).to("cpu")  # int64, as the length
         if bool(told[0]):
             _refuse(rooms)

@@ -9,6 +9,7 @@ from itertools import compress
 from operator import or_
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -59,6 +60,11 @@ class Ready:
         self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
 
     def _compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"tensors on {device}, current device cuda:{torch.cuda.current_device()}: must be the same"
+            )
         made = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
         if self._examine is not None and id(made) not in _EXAMINED:
             self._examine(made)

@@ -140,7 +140,7 @@ class Higgs(Codec):
         if self._how is None or isinstance(self._form, Form):
             return super().encode_decode(x, context)
         self.shape.blocks(x)  # refuses a wrong shape
-        made = torch.empty(x.shape, device=x.device)
+        made = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         return self._encode_by_kernel(x, self._how, made), made
 
     def _encode_by_kernel(self, x: Tensor, how: Rotated, made: Tensor | None = None) -> Packed:

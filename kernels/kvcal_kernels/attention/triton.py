@@ -43,7 +43,6 @@ from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
-SLACK = tl.constexpr(8.0)  # powers of two by which scores may pass the maximum that is subtracted from them
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 
 
@@ -363,9 +362,17 @@ def _constraints(sizes):
     return "=r,r,r,r" + ",r,l" * len(sizes)
 
 
+def plain_beyond(warps: int, tables: int, slots: int) -> bool:
+    """Whether the ring lies behind what Triton manages: of several warps, beside tables, or where it is most of 48 KB."""
+    return warps > 1 or tables > 0 or slots > 24 * 1024
+
+
+_beyond = triton.constexpr_function(plain_beyond)
+
+
 @triton.constexpr_function
 def _ring(size, beyond):
-    """Where the ring begins. beyond: behind what Triton manages, see `_enlarged`; of several warps, or beside tables, it would
+    """Where the ring begins. beyond: behind what Triton manages, see `_examine`; of several warps, or beside tables, it would
     not fit the 48 KB of shared memory that assembly may declare.
     """
     if beyond:
@@ -1313,9 +1320,10 @@ def _add_points(
 
 
 @triton.constexpr_function
-def _rising(count):
+def _rising(count, slack, headroom):
     """Assembly for one product's numbers of a lane (two rows of two columns): scores of both halves, unit, then what is
-    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score by SLACK above.
+    changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score by more than `slack`
+    above; else the maximum is that of the scores and so much headroom.
     """
     own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
@@ -1326,13 +1334,12 @@ def _rising(count):
         ]
         text += [f"max.f32 {name}, {name}, {over};"]
     text += [f"neg.f32 f, $0; neg.f32 g, $1; fma.rn.f32 x, a, {own[8]}, f; fma.rn.f32 y, b, {own[9]}, g;"]
-    text += [
-        f"max.f32 x, x, y; setp.gt.f32 p, x, {SLACK.value}; vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"
-    ]
+    text += [f"max.f32 x, x, y; setp.gt.f32 p, x, {slack}; vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"]
     for step in (16, 8, 4):
         for name, other in (("a", "x"), ("b", "y")):
             text += [f"shfl.sync.bfly.b32 {other}, {name}, {step}, 31, 0xffffffff; max.f32 {name}, {name}, {other};"]
-    text += [f"mul.f32 a, a, {own[8]}; mul.f32 b, b, {own[9]}; max.f32 a, a, $0; max.f32 b, b, $1;"]
+    text += [f"fma.rn.f32 a, a, {own[8]}, {headroom}; fma.rn.f32 b, b, {own[9]}, {headroom};"]
+    text += ["max.f32 a, a, $0; max.f32 b, b, $1;"]
     text += ["sub.f32 f, $0, a; sub.f32 g, $1, b; ex2.approx.ftz.f32 f, f; ex2.approx.ftz.f32 g, g;"]
     text += ["mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, a; mov.f32 $3, b;"]
     text += [f"mul.f32 ${4 + i}, ${4 + i}, {'fg'[i % 2]};" for i in range(4 * count)]
@@ -1350,23 +1357,32 @@ def _floats(count):
     return (tl.float32,) * count
 
 
-@triton.jit
-def _risen(b_0, b_1, b_m, b_l, unit, acc, ASM: tl.constexpr):
-    """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while
-    no score of a warp passes its column's maximum by more than 2^SLACK, as probabilities are float16 up to 2^15.
+@triton.constexpr_function
+def _slack(v_mode):
+    """Powers of two by which scores may pass the maximum that is subtracted from them; by which it is above the scores when it
+    rises. Probabilities alone are float16 up to 2^15. Times a scale or a norm, which may be 65504, they must not pass 1.
     """
+    return (0.0, 3.0) if v_mode >= 2 else (8.0, 0.0)
+
+
+@triton.jit
+def _risen(b_0, b_1, b_m, b_l, unit, acc, V_MODE: tl.constexpr, ASM: tl.constexpr):
+    """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while
+    no score of a warp passes its column's maximum by more than `_slack` says.
+    """
+    SLACK: tl.constexpr = _slack(V_MODE)
     if ASM:
         COUNT: tl.constexpr = 1 + len(acc)
         made = tl.inline_asm_elementwise(
-            _rising(COUNT), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
+            _rising(COUNT, SLACK[0], SLACK[1]), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
             dtype=_floats(1 + COUNT), is_pure=False, pack=4,
         )  # fmt: skip
         b_m, b_l = made[0], made[1]
         acc = made[2:]
     else:
         b_top = tl.max(tl.maximum(b_0, b_1) * unit, 1)[:, None, :]
-        if tl.max(b_top - b_m) > SLACK:
-            b_new = tl.maximum(b_m, b_top)
+        if tl.max(b_top - b_m) > SLACK[0]:
+            b_new = tl.maximum(b_m, b_top + SLACK[1])
             fade = tl.exp2(b_m - b_new)
             b_m, b_l = b_new, b_l * fade
             faded = ()
@@ -1415,7 +1431,7 @@ def _step(
         b_0 = tl.where(b_live[:, None, None], b_0, LOW)
         b_1 = tl.where(b_live[:, None, None], b_1, LOW)
     unit = tl.broadcast_to(unit[:, None, :], [NW, 16, N])
-    b_m, b_l, acc = _risen(b_0, b_1, b_m, b_l, unit, acc, ASM)
+    b_m, b_l, acc = _risen(b_0, b_1, b_m, b_l, unit, acc, V_MODE, ASM)
     b_0 = tl.exp2(b_0 * unit - b_m)
     b_1 = tl.exp2(b_1 * unit - b_m)
     if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
@@ -1781,7 +1797,7 @@ def attend_kernel(
             K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
         )  # fmt: skip
         base = tl.inline_asm_elementwise(
-            _ring(SLOT * SLOTS * NW, NW > 1 or K_ENTRIES + V_ENTRIES > 0),
+            _ring(SLOT * SLOTS * NW, _beyond(NW, K_ENTRIES + V_ENTRIES, SLOT * SLOTS)),
             "=r,r",
             [i_split * 0],
             dtype=tl.int32,
@@ -2094,7 +2110,7 @@ def _prepared(
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
     grid = (packed + exact, heads * fixed["CHUNKS"], batch)
-    ready = Ready(attend_kernel, grid, options, functools.partial(_examine, *_reserved(fixed)))
+    ready = Ready(attend_kernel, grid, options, functools.partial(_examine, _reserved(fixed)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
     return ready, (groups, packed + exact, fixed["N"], fixed["D"]), (room, *windows, packed, share, runs)
 
@@ -2156,37 +2172,46 @@ def reserve(
     space.take(groups, packed + exact, fixed["N"], fixed["D"])
 
 
-def _enlarged(made: Any, more: int, tables: int) -> None:
-    """Let launches of a compiled kernel that is not yet loaded have so many bytes of shared memory behind Triton's own. What
-    assembly declares is limited to 48 KB, in which tables of grids leave no room for a ring. The driver must allow more than
-    48 KB; Triton asks it where what Triton counts is that much, which does not include the tables.
+def _reserved(fixed: dict[str, Any]) -> int:
+    """Bytes of a ring that lies behind what Triton manages, see `_ring`."""
+    slots = int((fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"])
+    tables = fixed["K_ENTRIES"] + fixed["V_ENTRIES"]
+    return slots * int(fixed["NW"]) if plain_beyond(fixed["NW"], tables, slots) else 0
+
+
+def _examine(ring: int, made: Any) -> None:
+    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room: launches of the
+    kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in which
+    tables of grids leave no room for a ring.
     """
-    if made.module is not None:
-        raise RuntimeError("attend_kernel of grids was loaded before its shared memory was enlarged; report it, please")
-    size = -(-made.metadata.shared // 128) * 128 + more
-    made.metadata = made.metadata._replace(shared=size)
-    made.packed_metadata = make_backend(made.metadata.target).pack_metadata(made.metadata)
-    made._init_handles()
-    if size <= 48 * 1024 < size + tables:
-        most_dynamic = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        error = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(made.function), most_dynamic, size)
-        if error:
-            raise RuntimeError(f"{size} bytes of shared memory beside {tables} of grids' tables: CUDA error {error}")
-
-
-def _reserved(fixed: dict[str, Any]) -> tuple[int, int]:
-    """Bytes of shared memory: of tables of grids; of a ring that lies behind what Triton manages, see `_ring`."""
-    own = 0 if fixed["SAME"] else fixed["V_ENTRIES"]
-    tables = fixed["K_ENTRIES"] + own << fixed["STEP"]
-    ring = (fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"] * fixed["NW"]
-    return tables, ring if fixed["NW"] > 1 or fixed["K_ENTRIES"] + fixed["V_ENTRIES"] > 0 else 0
-
-
-def _examine(tables: int, ring: int, made: Any) -> None:
-    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room."""
     check_layouts(made.asm["ttgir"])
     if ring:
-        _enlarged(made, ring, tables)
+        if made.module is not None:
+            raise RuntimeError("attend_kernel was loaded before its shared memory was enlarged; report it, please")
+        before = made.metadata, made.packed_metadata
+        made.metadata = made.metadata._replace(shared=-(-made.metadata.shared // 128) * 128 + ring)
+        made.packed_metadata = make_backend(made.metadata.target).pack_metadata(made.metadata)
+        try:
+            made._init_handles()
+        except Exception:
+            made.metadata, made.packed_metadata = before
+            raise
+    made._init_handles()
+    _allow(made)
+
+
+def _allow(made: Any) -> None:
+    """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count what
+    assembly declares.
+    """
+    cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(made.function)
+    declared, dynamic = ctypes.c_int(), made.metadata.shared
+    shared_size, most_dynamic = 1, 8  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES
+    error = cuda.cuFuncGetAttribute(ctypes.byref(declared), shared_size, function)
+    if not error and dynamic <= 48 * 1024 < dynamic + declared.value:
+        error = cuda.cuFuncSetAttribute(function, most_dynamic, dynamic)
+    if error:
+        raise RuntimeError(f"shared memory: {dynamic} bytes and {declared.value} of tables: CUDA error {error}")
 
 
 def check_layouts(ttgir: str) -> None:

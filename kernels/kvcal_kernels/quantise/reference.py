@@ -273,6 +273,12 @@ class Counts:
         if name == "data":  # views are made once: attention of every layer asks for three
             vars(self).update({field: value[i] for i, field in enumerate(FIELDS)})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"windows": self.windows, "data": self.data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.windows, self.data = state["windows"], state["data"]  # views of it again
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Tensor: ...

@@ -646,6 +646,10 @@ def place(
         raise ValueError(
             f"place: {total} tokens up to slot {ends} of {tuple(keys.shape)} {keys.dtype}, strides {keys.stride()}"
         )
+    for x, count in zip((*sink, *window, *new), (n for n in counts for _ in range(2)), strict=True):
+        if x.shape != (batch, heads, count, dim) or x.dtype != keys.dtype or x.device != keys.device:
+            seen = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+            raise ValueError(f"place: {seen}; must be {(batch, heads, count, dim)} {keys.dtype} on {keys.device}")
     if turn is not None and turn.cos.shape[1] != counts[0] + counts[1]:
         raise ValueError(f"place: RoPE of {turn.cos.shape[1]} tokens for {counts[0]} and {counts[1]}")
     if not total or not batch:
