@@ -71,8 +71,10 @@ def pytest(*given: str) -> list[str]:
 
 
 def collected(paths: list[str]) -> list[str]:
-    said = subprocess.run(pytest("--collect-only", "-q", *paths), capture_output=True, text=True).stdout
-    return [line for line in said.splitlines() if "::" in line]
+    done = subprocess.run(pytest("--collect-only", "-q", *paths), capture_output=True, text=True)
+    if done.returncode:  # a file that cannot be imported has no tests, and would not be missed
+        sys.exit(f"{done.stdout[-3000:]}{done.stderr[-1000:]}\ncollecting tests: exit code {done.returncode}")
+    return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def few(tests: list[str]) -> list[str]:

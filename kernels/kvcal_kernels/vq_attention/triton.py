@@ -307,9 +307,16 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """`size` numbers; of weights zeros."""
+        """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is: zeros would
+        be written by its replays only.
+        """
         own = self._held.get(name)
         if own is None or own.numel() < size:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                have = 0 if own is None else own.numel()
+                raise RuntimeError(
+                    f"vector codes: {have} numbers of {name} held, {size} needed in a CUDA graph: run such a step before"
+                )
             if own is not None and self._keeps:
                 self._outgrown.append(own)
             with torch.inference_mode(False):
