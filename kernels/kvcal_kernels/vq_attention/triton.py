@@ -307,8 +307,8 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is: zeros would
-        be written by its replays only.
+        """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is: zeros
+        would be written by its replays only.
         """
         own = self._held.get(name)
         if own is None or own.numel() < size:
