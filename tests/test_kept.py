@@ -263,7 +263,9 @@ def places(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in ("operation", "scheme", "batch", "length", "path")) for row in rows]
 
 
-@pytest.mark.parametrize("operations", [["decode-then-attend", "nearest"], ["generate"]], ids=str)
+@pytest.mark.parametrize(
+    "operations", [["decode-then-attend", "nearest"], pytest.param(["generate"], marks=pytest.mark.slow)], ids=str
+)
 def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: list[str]) -> None:
     """What was measured is not measured again: the very times are there."""
     command = [*BENCH, *(word for name in operations for word in ("-o", name))]
