@@ -642,7 +642,7 @@ def place(
     total = sum(counts)
     alike = keys.shape == values.shape and keys.stride() == values.stride() and keys.stride()[2:] == (dim, 1)
     ends = behind + total - counts[0]
-    if not alike or ends > room or any(x.stride(3) != 1 or x.dtype != keys.dtype for x in new):
+    if not alike or ends > room or any(x.stride(3) != 1 for x in new):
         raise ValueError(
             f"place: {total} tokens up to slot {ends} of {tuple(keys.shape)} {keys.dtype}, strides {keys.stride()}"
         )
