@@ -336,6 +336,14 @@ def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
     assert own.opened and layer._factor is not None
     wanted = layer.codecs.key.key_factor(Context(stats=layer._current()))
     assert wanted is not None and torch.equal(layer._factor[1][0], wanted)
+    # memory of a compiled forward belongs to its graphs: what it makes must not stay
+    layer._factor = None
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(own.model, fullgraph=True, backend="eager")(ids[:, 103:104], past_key_values=own)
+        assert layer._factor is None
+        layer.publish()  # while the host works
+        assert torch.equal(layer._factor[1][0], wanted)  # type: ignore[index]
     own.reset()
     assert not own.opened
 

@@ -23,7 +23,8 @@ from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import fused, preflight
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Higgs, MixKVQ, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.attention import Form, decode
@@ -714,6 +715,11 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
         pair = fused.packing("auto", PAIRS[name], *place)
         assert pair.key is not PAIRS[name].key and pair.value._how is not None and len(card.tried) == tried  # type: ignore[attr-defined]
     assert card.tried[2][1] == torch.float32  # behind factors
+    own = PAIRS["higgs-4-debiased"].key
+    wide = own.shape.heads * own.shape.dim
+    nothing = Linear({"weight": torch.zeros(wide, wide).half(), "bias": torch.zeros(wide)})
+    behind_both = LayerCodecs(Predicted(own, nothing, ("k1",)), PAIRS["higgs-4-debiased"].value)
+    assert fused.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 4  # as without
     for kernels, name in (("torch", "higgs-2"), ("off", "higgs-2"), ("auto", "kivi-4")):
         pair = fused.packing(kernels, PAIRS[name], *place)
         assert pair.key is PAIRS[name].key and pair.value is PAIRS[name].value

@@ -16,7 +16,7 @@ pytestmark = needs_triton
 
 
 class Compiled(dict[Any, Any]):
-    """What a kernel is compiled to, by grid."""
+    """What a kernel is compiled to, by grid: of three numbers, as what Triton compiles wants it."""
 
 
 class Kernel:
@@ -28,7 +28,7 @@ class Kernel:
         self.warm = 0
         self.bound: list[Any] = []
         self.started: list[Any] = []
-        self.made: Any = Compiled({(3,): lambda *given: self.started.append(given)})
+        self.made: Any = Compiled({(3, 1, 1): lambda *given: self.started.append(given)})
 
     def warmup(self, *given: Any, grid: Any, **options: Any) -> Any:
         self.warm += 1

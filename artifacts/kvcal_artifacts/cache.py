@@ -259,19 +259,20 @@ class KVCalLayer(CacheLayerMixin):
             self._shown = packed, (keys, values)
         return self._shown[1]
 
-    def _key_factor(self) -> tuple[Tensor | None, Tensor | None]:
-        """What packed keys were divided by, of kv heads, contiguous, and of query heads; found once for statistics that stay,
-        which are never changed in place here.
+    def _key_factor(self, keep: bool = True) -> tuple[Tensor | None, Tensor | None]:
+        """What packed keys were divided by, of kv heads, contiguous, and of query heads; kept for statistics that stay, which
+        are never changed in place here.
         """
         states = [state for own in self.statistics.values() for state in own.state.values()]
-        held = None if self._factor is None else self._factor[0]
-        if held is None or len(held) != len(states) or any(map(is_not, states, held)):
-            own = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
-            heads = self.site.ratio * self.site.kv_heads
-            both = (None, None) if own is None else (own.contiguous(), fused.for_queries(own, heads))
-            self._factor = states, both
-        assert self._factor is not None
-        return self._factor[1]
+        if self._factor is not None and len(self._factor[0]) == len(states):
+            held, both = self._factor
+            if not any(map(is_not, states, held)):
+                return both
+        own = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+        heads = self.site.ratio * self.site.kv_heads
+        both = (None, None) if own is None else (own.contiguous(), fused.for_queries(own, heads))
+        self._factor = (states, both) if keep else None
+        return both
 
     def _with_new(self, plan: Plan, recent: Tensor, role: int, new: Tensor) -> Tensor:
         """The recent window and the new tokens behind it, row by row; recent: how many each row then has."""

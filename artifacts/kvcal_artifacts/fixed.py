@@ -148,6 +148,7 @@ class FixedLayer(KVCalLayer):
     _unseen: Held | None = None  # the host has not looked since the room came to hold that
     _views: list[Tensor]  # what it got when it looked, parts of the room
     _layer: quantise.Layer | None = None  # the room as the kernel that appends takes it
+    _uncompiled = False  # whether update() ran for this step, which a compiled forward does not do
 
     def _clear(self) -> None:
         self._unseen, self._views = None, []
@@ -163,8 +164,10 @@ class FixedLayer(KVCalLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As KVCalLayer.update; of a decode step only the new keys and values, as the operator takes them."""
-        if not torch.compiler.is_compiling() and not self._cache.steps_on_device(key_states):
-            return super().update(key_states, value_states)
+        if not torch.compiler.is_compiling():
+            if not self._cache.steps_on_device(key_states):
+                return super().update(key_states, value_states)
+            self._uncompiled = True
         if not self.ready or key_states.shape[2] > self._cache.most_queries:
             raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
         turn = hf.turn_of(self.site)
@@ -246,6 +249,8 @@ class FixedLayer(KVCalLayer):
                 if kept is None or kept.shape != value.shape:
                     kept = room.statistics[name] = value.clone()
                 own.state[name] = kept.copy_(value)
+        if self._cache.opened and not self.vectors:
+            self._key_factor()
         self.ready = True
         self.overlook(held)
 
@@ -315,9 +320,10 @@ class FixedLayer(KVCalLayer):
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = fused.register(self)  # what was compiled for another room knows its addresses
             if self.vectors:
-                vectors.coded(
-                    self.codecs, self.room.packed
-                )  # has what it keeps of the codebooks before a graph is recorded
+                coded, shape = vectors.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
+                vectors.reserve(
+                    self._cache.kernels, coded, like.new_zeros(shape), self._cache.workspace(self.device, True)
+                )
             else:
                 self._reserve(batch, heads, many)
         return self.room
@@ -383,6 +389,7 @@ class FixedLayer(KVCalLayer):
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
         """A whole step: count, append, pack what is due, attend. No value is looked at on the host."""
+        uncompiled, self._uncompiled = self._uncompiled, False
         if self._due is not None:  # of a cache that grows
             return super().attend(q, k, v, scaling)
         room, steps, dtype = self.room, self.steps, self.dtype
@@ -403,9 +410,9 @@ class FixedLayer(KVCalLayer):
             if not settled:
                 self._observe_peak(counts, k)
                 self._factor = None
-            (factor, wide), (keys, values) = self._key_factor(), self._as_blocks(room.packed)
-            if not settled:  # a replayed graph may change the statistics where they are
-                self._factor = None
+            # not kept where a replayed graph may change the statistics in place, nor in memory of a compiled forward's graphs
+            factor, wide = self._key_factor(settled and uncompiled)
+            keys, values = self._as_blocks(room.packed)
             if by is not None and not isinstance(self._rules, str):
                 by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
             else:

@@ -121,8 +121,9 @@ def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: t
 
 def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
     """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors and predictors."""
-    own, dtype = (codec.inner, torch.float32) if isinstance(codec, Scaled | Predicted) else (codec, dtype)
-    return _found(["encode", kind(own)], dtype, device, lambda: encode_trial(own, dtype, device))
+    while isinstance(codec, Scaled | Predicted):
+        codec, dtype = codec.inner, torch.float32
+    return _found(["encode", kind(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
 
 
 def vectors_verdict(

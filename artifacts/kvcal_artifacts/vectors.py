@@ -115,3 +115,12 @@ def attention(
 def workspace(kernels: str, device: torch.device, keeps: bool) -> Any:
     """keeps: for graphs that are recorded with it."""
     return None if kernels == "torch" else vq_attention.fast().Workspace(device, keeps)
+
+
+def reserve(kernels: str, held: tuple[Coded, Coded], q: Tensor, space: Any) -> None:
+    """Have the memory of steps with q's shape (B, H_q, Q, D) and dtype before a graph of one is recorded: it must not move."""
+    if kernels == "torch" or not q.is_cuda:
+        return
+    with fused.on(q.device):
+        vq_append.fast().reserve(*held, space)
+        vq_attention.fast().attend(q, *held, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)

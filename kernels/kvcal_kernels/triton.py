@@ -56,7 +56,7 @@ class Ready:
             self.kernel[self.grid](*tensors, *numbers, **self.options)
             return
         if self._run is None:
-            self._run = self._compiled(tensors, numbers)[self.grid]
+            self._run = self._compiled(tensors, numbers)[(*self.grid, 1, 1)[:3]]
         self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
 
     def _compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:

@@ -248,14 +248,26 @@ def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
     return made | {"BLOCK": block, "AT_ONCE": AT_ONCE, "num_warps": warps, "num_stages": launch.stages}
 
 
+def _scratch(coded: Coded, band: Band, space: Workspace) -> tuple[Tensor, Tensor]:
+    """What is left of a block's vectors float32, and their codes int32."""
+    (batch, heads), (stages, _, width) = band.codes.shape[:2], band.books.shape
+    tokens = batch * heads * coded.block
+    return space.take("rest", tokens * width, torch.float32), space.take("codes", tokens * stages, torch.int32)
+
+
+def reserve(keys: Coded, values: Coded, space: Workspace) -> None:
+    """Have the memory of any `append` to these codes."""
+    for coded in (keys, values):
+        for band in coded.bands:
+            _scratch(coded, band, space)
+
+
 def _encode(
     coded: Coded, band: Band, ring: Tensor, counts: Counts, flags: Tensor, shift: int, space: Workspace
 ) -> None:
     batch, heads, room, stages, size = band.codes.shape
-    width = band.books.shape[2]
     made = settings(band, coded.block, not ring.is_cuda or torch.cuda.get_device_capability(ring.device)[0] >= 9)
-    rest = space.take("rest", batch * heads * coded.block * width, torch.float32)
-    codes = space.take("codes", batch * heads * stages * coded.block, torch.int32)
+    rest, codes = _scratch(coded, band, space)
     encode_kernel[(triton.cdiv(coded.block, made["BM"]), heads, batch)](
         ring, ring if coded.scale is None else coded.scale, band.dims, band.books, band.halves, rest, codes, counts.data,
         flags, batch, room, ring.shape[2], H=heads, D=ring.shape[3], SCALED=coded.scale is not None, SHIFT=shift,

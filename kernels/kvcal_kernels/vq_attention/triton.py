@@ -53,9 +53,9 @@ def tables_kernel(
     exponent = tl.maximum(tl.max(tl.abs(b_q), 0).to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23)
     b_q *= ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
     b_length = tl.sqrt(tl.sum(b_q * b_q, 0)) * 1.001 + 1e-30  # what rounding adds to a product stays below it
-    b_up = 32767.0 / b_length
     b_unit = b_length * exponent.to(tl.float32, bitcast=True) * (factor / 32767.0)
     tl.store(p_unit + i_head * RP + n % RP, b_unit, mask=(i_head < groups) & (tl.program_id(0) == 0))
+    b_q *= (32767.0 / b_length)[None, :]  # in float16's range; behind the product it would go through shared memory
     b_upper = b_q.to(tl.float16)
     b_lower = (b_q - b_upper.to(tl.float32)).to(tl.float16)
     b_group = tl.program_id(1) * G + tl.arange(0, G)
@@ -65,7 +65,7 @@ def tables_kernel(
         inside = (code < count)[:, None] & (j < d)[None, :]
         b_book = tl.load(p_book + code[:, None] * d + j[None, :], mask=inside, other=0.0)
         b_inverse = 1.0 / tl.load(p_reach + code // K, mask=code < count, other=1.0)
-        b_dot = tl.dot(b_book, b_lower, tl.dot(b_book, b_upper)) * b_up[None, :] * b_inverse[:, None]
+        b_dot = tl.dot(b_book, b_lower, tl.dot(b_book, b_upper)) * b_inverse[:, None]
         b_dot = b_dot + tl.where(b_dot < 0, -0.5, 0.5)
         b_dot = tl.permute(tl.reshape(b_dot, [BC, G, RP]), (1, 0, 2))
         o_table = (b_group.to(tl.int64)[:, None] * count + code[None, :])[:, :, None] * RP + r[None, None, :]
