@@ -790,7 +790,8 @@ def test_generate_compiles_its_forward_on_a_gpu(name: str) -> None:
     for row in (0, 1):
         alike = int((found[row] == wanted[row]).long().cumprod(0).sum())  # tokens before the first that differs
         off = (logits[row, : alike + 1] - plain_logits[row, : alike + 1]).abs().max()
-        assert off < 0.02 * plain_logits.abs().max(), (row, alike)
+        # one of two codewords that are equally near may lie far from the other: 2.9 % seen
+        assert off < (0.06 if name == "vectors" else 0.02) * plain_logits.abs().max(), (row, alike)
         if alike < 60:  # a tie of float16, which ends the comparison: random weights hardly tell tokens apart
             top = plain_logits[row, alike].topk(2).values
             assert top[0] - top[1] <= 2 * off, (row, alike)
