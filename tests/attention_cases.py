@@ -421,11 +421,12 @@ def main(cases: list[Case]) -> None:
     from kvcal_kernels.attention import triton
 
     space = triton.Workspace(torch.device("cpu"))
-    space.take(64, 64, 8, 128)
+    space.take(64, 64, 8, 128, 1)
     for number, case in enumerate(cases):
         given = made(case, number)
         warps, length = case.launch
-        found = triton.attend(*given.arguments(), triton.Launch(warps, 1, length), space, **given.named())
+        launch = triton.Launch(warps, 1, length, fan=number % 4)  # merged in one round, or by so many in two
+        found = triton.attend(*given.arguments(), launch, space, **given.named())
         if space.counter.any():
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):

@@ -630,7 +630,7 @@ TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
     **dict.fromkeys(["p_blocks", "p_sink", "p_recent", "p_count"], "*i32"), "p_part": "*fp32", "p_stat": "*fp32",
     **dict.fromkeys(["p_k_sign", "p_v_sign"], "*i8"), "p_order": "*u8", **dict.fromkeys(["p_first", "p_near"], "*fp16"),
-    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share", "runs"], "i32"),
+    **dict.fromkeys(["room", "sink_room", "recent_room", "splits", "share", "fan", "runs"], "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
@@ -808,7 +808,16 @@ def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
     assert constants == {*fixed, "STAGES", "ASM", "RING"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
-    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share", "runs"}
+    assert not specialised & {"room", "sink_room", "recent_room", "splits", "share", "fan", "runs"}
+
+
+@needs_triton
+def test_parts_are_merged_in_as_few_waits_for_memory_as_can_be() -> None:
+    from kvcal_kernels.attention.triton import fan_of
+
+    assert [fan_of(parts, 4) for parts in (1, 4, 16, 20, 24, 52, 103)] == [1, 4, 16, 20, 4, 8, 8]
+    assert [fan_of(parts, 1) for parts in (3, 8, 9, 100)] == [3, 8, 3, 10]
+    assert fan_of(100, 64) == 100
 
 
 # On a GPU.
@@ -826,13 +835,13 @@ LONG = [
 ]
 
 
-def on_a_gpu(case: Case) -> tuple[Any, Any]:
-    """(inputs, call of no arguments)."""
+def on_a_gpu(case: Case, fan: int = 0) -> tuple[Any, Any]:
+    """(inputs, call of no arguments). fan: parts that are merged at first, if not as usual."""
     from kvcal_kernels.attention import triton as fused
 
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
     warps, length = case.launch
-    launch = fused.Launch(warps, 3, length)
+    launch = fused.Launch(warps, 3, length, fan=fan)
     return own, lambda: fused.attend(*own.arguments(), launch, space, **own.named())
 
 
@@ -843,6 +852,7 @@ def test_on_a_gpu(case: Case) -> None:
     found = call()
     assert wrong(own, found) is None
     assert torch.equal(call(), found)
+    assert wrong(own, on_a_gpu(case, 2)[1]()) is None
 
 
 @pytest.mark.gpu

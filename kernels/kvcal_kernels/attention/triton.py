@@ -1638,13 +1638,13 @@ def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
 
 
 @triton.jit(
-    do_not_specialize=["room", "sink_room", "recent_room", "splits", "share", "runs"],
+    do_not_specialize=["room", "sink_room", "recent_room", "splits", "share", "fan", "runs"],
     do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],  # rows of one tensor, as they come
 )
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
-    p_first, p_near, room, sink_room, recent_room, splits, share, runs, factor, k_unit, v_unit,
+    p_first, p_near, room, sink_room, recent_room, splits, share, fan, runs, factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -1661,6 +1661,8 @@ def attend_kernel(
     ASM: tl.constexpr, RING: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` sink or recent tokens each.
+    The last program of each `fan` parts merges them, the last of those what they merged: one program alone, which waits for
+    each few parts anew, took 25 of 70 us for the 100 parts of 1 x 131072 (H200).
     factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables.
 
     Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
@@ -1898,35 +1900,67 @@ def attend_kernel(
     tl.store(p_stat + o_stat + ROOM, tl.sum(b_l * fade, 0), mask=b_row)
 
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    if tl.atomic_add(p_count + i_group, 1, sem="acq_rel") == parts - 1:
-        tl.store(p_count + i_group, 0)
-        _merge(
-            p_out, p_part, p_stat, i_head, i_group, i_chunk,
-            parts, RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
-        )  # fmt: skip
+    _merge(
+        p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan,
+        RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
+    )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    p_out, p_part, p_stat, i_head, i_group, i_chunk,
-    parts, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan,
+    RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    WIDE: tl.constexpr = triton.next_power_of_2(D)
-    row = tl.arange(0, ROWS)
+    """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
+    fans = tl.cdiv(parts, fan)
+    p_arrived = p_count + i_group * (fans + 1)
+    p_own = p_arrived + 1 + i_split // fan
+    first = i_split // fan * fan
+    count = tl.minimum(fan, parts - first)
+    first += i_group * parts
+    row, column = tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(D))
     n = i_chunk * N + row
     live = n < RATIO * QUERIES
-    column = tl.arange(0, WIDE)
+    inside = live[:, None] & (column < D)[None, :]
+    if tl.atomic_add(p_own, 1, sem="acq_rel") == count - 1:
+        tl.store(p_own, 0)
+        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, live, D, ROWS, AT_ONCE, N)
+        last = fans == 1
+        if fans > 1:
+            tl.debug_barrier()  # what is written over has been read
+            tl.store(p_part + (first * N + row)[:, None] * D + column[None, :], b_o, mask=inside)
+            tl.store(p_stat + first * 2 * N + row, b_m, mask=live)
+            tl.store(p_stat + first * 2 * N + N + row, b_l, mask=live)
+            tl.debug_barrier()
+            last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == fans - 1
+            if last:
+                tl.store(p_arrived, 0)
+                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, live, D, ROWS, AT_ONCE, N)
+        if last:
+            o_out = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
+            b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
+            tl.store(p_out + o_out[:, None] + column[None, :], _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
+
+
+@triton.jit
+def _merged(
+    p_part, p_stat, first, stride, count, live, D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr
+):
+    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. live: [ROWS]."""
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
     b_m = tl.full([ROWS], LOW, tl.float32)
     b_l = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, WIDE], tl.float32)
-    for first in tl.range(0, parts, AT_ONCE):
-        part = first + tl.arange(0, AT_ONCE)
-        there = (part < parts)[:, None] & live[None, :]
-        o_stat = (i_group * parts + part)[:, None] * 2 * N + row[None, :]
+    for begin in tl.range(0, count, AT_ONCE):
+        i = begin + tl.arange(0, AT_ONCE)
+        part = first + i * stride
+        there = (i < count)[:, None] & live[None, :]
+        o_stat = part[:, None] * 2 * N + row[None, :]
         m = tl.load(p_stat + o_stat, mask=there, other=LOW, cache_modifier=".cg")
         l = tl.load(p_stat + o_stat + N, mask=there, other=0.0, cache_modifier=".cg")
-        o_part = ((i_group * parts + part)[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
+        o_part = (part[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
         inside = there[:, :, None] & (column < D)[None, None, :]
         o = tl.load(p_part + o_part, mask=inside, other=0.0, cache_modifier=".cg")
         b_new = tl.maximum(b_m, tl.max(m, 0))
@@ -1935,10 +1969,7 @@ def _merge(
         b_l = b_l * fade + tl.sum(l * weight, 0)
         b_o = b_o * fade[:, None] + tl.sum(o * weight[:, :, None], 0)
         b_m = b_new
-    o_out = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
-    b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
-    inside = live[:, None] & (column < D)[None, :]
-    tl.store(p_out + o_out[:, None] + column[None, :], _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
+    return b_m, b_l, b_o
 
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
@@ -2014,6 +2045,19 @@ def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, 
     return min(count, PARTS)
 
 
+@functools.lru_cache(4096)
+def fan_of(parts: int, at_once: int) -> int:
+    """How many parts are merged first; all of them where a second round takes longer: reading `at_once` parts is a wait for
+    memory, another round, which writes and counts, about two.
+    """
+
+    def waits(fan: int) -> int:
+        each = -(-fan // at_once)
+        return each if fan >= parts else each + 2 + -(-(-(-parts // fan)) // at_once)
+
+    return min([parts, *range(at_once, parts, at_once)], key=waits)
+
+
 def shares(windows: tuple[int, int], crowded: bool) -> tuple[int, int]:
     """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few where
     multiprocessors have enough to do, else as many as finish before those of packed tokens.
@@ -2033,6 +2077,7 @@ class Launch:
     stages: int = 3
     length: int = 60
     registers: int = 0
+    fan: int = 0
 
 
 def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
@@ -2106,13 +2151,14 @@ def _prepared(
     pairs = 0 if rope is None else rope.pairs
     fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
     groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
+    fan = launch.fan or fan_of(packed + exact, fixed["AT_ONCE"])
     options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
     grid = (packed + exact, heads * fixed["CHUNKS"], batch)
     ready = Ready(attend_kernel, grid, options, functools.partial(_examine, _reserved(fixed)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
-    return ready, (groups, packed + exact, fixed["N"], fixed["D"]), (room, *windows, packed, share, runs)
+    return ready, (groups, packed + exact, fixed["N"], fixed["D"], fan), (room, *windows, packed, share, fan, runs)
 
 
 def _check_all(
@@ -2169,7 +2215,8 @@ def reserve(
     launch = usual(keys, values, ratio * queries, pairs > 0)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
     groups, packed, _, exact = _grid(fixed, batch, room, windows, launch, space.counter.device)
-    space.take(groups, packed + exact, fixed["N"], fixed["D"])
+    fan = launch.fan or fan_of(packed + exact, fixed["AT_ONCE"])
+    space.take(groups, packed + exact, fixed["N"], fixed["D"], fan)
 
 
 def _reserved(fixed: dict[str, Any]) -> int:
@@ -2325,12 +2372,15 @@ class Workspace:
         self.stat = torch.empty(0, dtype=torch.float32, device=device)
         self.counter = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def take(self, groups: int, parts: int, rows: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32, counters (groups,) int32."""
+    def take(self, groups: int, parts: int, rows: int, dim: int, fan: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group, and of
+        each `fan` of its parts (groups, 1 + parts / fan).
+        """
+        counters = groups * (1 + -(-parts // fan))
         if self.part.numel() < groups * parts * rows * dim:
             self.part = self.part.new_empty(groups * parts * rows * dim)
         if self.stat.numel() < groups * parts * rows * 2:
             self.stat = self.stat.new_empty(groups * parts * rows * 2)
-        if self.counter.numel() < groups:
-            self.counter = self.counter.new_zeros(groups)
+        if self.counter.numel() < counters:
+            self.counter = self.counter.new_zeros(counters)
         return self.part, self.stat, self.counter
