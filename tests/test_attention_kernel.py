@@ -677,19 +677,19 @@ BUDGET = [
     ("uniform 2/2", 90, 168, 164, 1.84),
     ("KIVI", 90, 168, 163, 1.95),
     ("KIVI G=128", 90, 168, 163, 1.73),
-    ("uniform 4/4", 87, 168, 160, 1.88),
-    ("InnerQ Base", 87, 168, 159, 2.21),
-    ("InnerQ Hybrid", 87, 168, 159, 2.21),
-    ("uniform 2/2", 87, 168, 158, 1.83),
-    ("KIVI", 87, 168, 162, 1.96),
-    ("uniform 4/4", 80, 0, 166, 1.85),
+    ("uniform 4/4", 87, 168, 160, 1.89),
+    ("InnerQ Base", 87, 168, 160, 2.24),
+    ("InnerQ Hybrid", 87, 168, 160, 2.27),
+    ("uniform 2/2", 87, 168, 159, 1.85),
+    ("KIVI", 87, 168, 162, 1.99),
+    ("uniform 4/4", 80, 0, 167, 1.85),
     ("InnerQ Base", 80, 0, 168, 2.17),
-    ("InnerQ Hybrid", 80, 0, 164, 2.21),
-    ("uniform 2/2", 80, 168, 163, 1.80),
+    ("InnerQ Hybrid", 80, 0, 168, 2.21),
+    ("uniform 2/2", 80, 168, 166, 1.80),
     ("HIGGS 2", 90, 0, 128, 1.51),
-    ("HIGGS 2", 90, 128, 127, 1.61),
+    ("HIGGS 2", 90, 128, 128, 1.61),
     ("HIGGS 2", 87, 128, 128, 1.71),
-    ("HIGGS 3", 90, 128, 128, 2.46),
+    ("HIGGS 3", 90, 128, 128, 2.47),
     ("HIGGS 4", 90, 128, 128, 2.33),
     ("TurboQuant 4/3", 90, 0, 128, 2.40),
     ("TurboQuant 4/3", 87, 128, 128, 2.32),
@@ -697,10 +697,10 @@ BUDGET = [
     ("KIVI before RoPE", 90, 176, 176, 3.32),
     ("KIVI before RoPE", 87, 168, 168, 3.38),
     ("KIVI before RoPE", 80, 168, 168, 3.20),
-    ("KIVI before RoPE G=128", 90, 168, 168, 3.06),
+    ("KIVI before RoPE G=128", 90, 168, 168, 3.07),
     ("uniform 4/4 before RoPE", 90, 168, 168, 3.30),
     ("uniform 2/2 before RoPE", 90, 168, 168, 3.22),
-    ("InnerQ Base before RoPE", 90, 192, 192, 3.65),
+    ("InnerQ Base before RoPE", 90, 200, 200, 3.65),
 ]
 
 
@@ -714,7 +714,7 @@ def scheme(name: str, dim: int = 128) -> Case:
 @needs_triton
 def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
     """One small kernel of what the next test does for all schemes."""
-    within(scheme("uniform 4/4", 64), 90, 0, 119, 2.55, tmp_path)
+    within(scheme("uniform 4/4", 64), 90, 0, 124, 2.55, tmp_path)
 
 
 @needs_triton

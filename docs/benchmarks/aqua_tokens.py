@@ -7,8 +7,9 @@ one norm and one rotation a token, sink 4, recent 128. Here: that model's geomet
 predictors of random weights, one step at a time (kvcal.bench.generation says how). Steps are eager, as the paper's; where a
 step can be a CUDA graph there is a row of that too. What is compared: docs/benchmarks/aqua_tokens.md.
 
-Shapes are in the order of their weight, and those of ROUNDS are measured forwards and backwards, so that what drifts counts
-for all alike. One that has not begun after --seconds is named and left out. aqua_tokens.json is written anew after each shape.
+Shapes are in the order of their weight. At the first one all eager caches then take their steps in turn, one each, forwards
+and backwards, so that a host that is slow for a while is so for all alike: that is what comparisons are made of. A shape that
+has not begun after --seconds is named and left out. aqua_tokens.json is written anew after each shape.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ from kvcal_artifacts.scheme import Windows
 WINDOWS = Windows(4, 128, 32)
 STEPS = 20
 SHAPES = [(1, 8192), (1, 2048), (1, 32768), (8, 8192)]  # rows, tokens a row
-ROUNDS = {(1, 8192): 3}  # of a shape, forwards and backwards in turn; others have one
+IN_TURN = 64  # steps of each cache
 PROFILED = 4  # steps, behind one that packs
 AQUA, DECODED, AFTER, FUSED = "aqua-kv-2", "higgs-2, decoded", "higgs-2 after RoPE, decoded", "higgs-2, fused"
 MADE = {  # codecs, and the frame of keys where it is not the scheme's own
@@ -117,28 +119,62 @@ def flops(model: Any, geometry: Geometry, batch: int, length: int) -> float:
 def measure(
     model: Any, geometry: Geometry, every: Sequence[Kind], shape: tuple[int, int], rate: float, chosen: Any
 ) -> list[Row]:
-    """Each kind at a shape; microseconds are the median of its rounds, `rounds` are these."""
-    found: dict[str, list[Row]] = {}
-    for number in range(ROUNDS.get(shape, 1)):
-        for kind in every if number % 2 == 0 else every[::-1]:
-            for row in generation.generate_rows(chosen.model, model, [kind], [shape], chosen.device, chosen.steps):
-                print(show(row), flush=True)
-                found.setdefault(f"{row.scheme}, {row.path}", []).append(row)
+    """Each kind at a shape."""
     made = []
-    for rows in found.values():
-        times = [row.microseconds for row in rows if row.microseconds is not None]
-        if times:
-            taken, more = median(times), {"rounds": times}
-            if rows[0].scheme == AQUA:
+    for row in generation.generate_rows(chosen.model, model, every, [shape], chosen.device, chosen.steps):
+        print(show(row), flush=True)
+        more: dict[str, Any] = {}
+        if row.microseconds is not None:
+            if row.scheme == AQUA:
                 own = flops(model, geometry, *shape)
                 more |= {"predictor_flops": own, "flop_bound_microseconds": own / rate * 1e6}
-            if rows[0].path.endswith(generation.EAGER) and model.device.type == "cuda":
-                more |= on_device(model, next(kind for kind in every if kind.name == rows[0].scheme), shape)
-            more["tokens_per_second"] = shape[0] * 1e6 / taken
-            made.append(replace(rows[0], microseconds=taken, more={**rows[0].more, **more}))
-        else:
-            made.append(rows[0])
+            if row.path.endswith(generation.EAGER) and model.device.type == "cuda":
+                more |= on_device(model, next(kind for kind in every if kind.name == row.scheme), shape)
+        made.append(replace(row, more={**row.more, **more}))
     return made
+
+
+@torch.no_grad()
+def in_turns(model: Any, every: Sequence[Kind], shape: tuple[int, int], steps: int) -> dict[str, Any]:
+    """Eager steps of each kind, taken in turn by caches that are all there at once: `microseconds` of each step by name, and
+    what a step typically takes, packing shared out.
+    """
+    with ExitStack() as stack:
+        steppers = []
+        for kind in every:
+            assert kind.maker is not None
+            start = kind.maker(*shape, decoding.WARM_UP + steps)
+            stack.callback(start.close)
+            steppers.append(decoding.Stepper(model, start, shape[0]))
+            with caches.attention(model, kind):
+                for _ in range(decoding.WARM_UP):
+                    steppers[-1].step()
+            steppers[-1].back()
+        taken: dict[str, list[float]] = {kind.name: [] for kind in every}
+        for number in range(steps):
+            for kind, stepper in list(zip(every, steppers, strict=True))[:: 1 if number % 2 == 0 else -1]:
+                with caches.attention(model, kind):
+                    decoding.wait(model.device)
+                    began = time.perf_counter()
+                    stepper.step()
+                    decoding.wait(model.device)
+                    taken[kind.name].append((time.perf_counter() - began) * 1e6)
+        typical = {k.name: decoding.typical(taken[k.name], s.start)[0] for k, s in zip(every, steppers, strict=True)}
+        return {"batch": shape[0], "length": shape[1], "typical": typical, "microseconds": taken}
+
+
+def compared(found: dict[str, Any]) -> str:
+    """AQUA-KV's steps beside those of each other kind in the same turn: median and quartiles of their ratios."""
+    lines = [f"{found['batch']} x {found['length']}, steps in turn, {len(found['microseconds'][AQUA])} each:"]
+    own = found["microseconds"][AQUA]
+    for name, times in found["microseconds"].items():
+        low, middle, high = quantiles([b / a for a, b in zip(own, times, strict=True)], n=4)
+        typical = found["typical"][name]
+        lines.append(
+            f"  {name}: {typical / 1e3:.2f} ms, {found['batch'] * 1e6 / typical:.2f} tokens a second; AQUA-KV has "
+            f"{middle:.3f} of them step by step ({low:.3f} to {high:.3f}), {typical / found['typical'][AQUA]:.3f} with packing"
+        )
+    return "\n".join(lines)
 
 
 def eager(rows: Sequence[Row], scheme: str) -> Row | None:
@@ -153,8 +189,7 @@ def summary(rows: Sequence[Row], rate: float) -> str:
     if aqua is None or aqua.microseconds is None:
         return "no figure of AQUA-KV"
     own, bound = aqua.microseconds, aqua.more["flop_bound_microseconds"]
-    rounds = ", ".join(f"{taken / 1e3:.2f}" for taken in aqua.more["rounds"])
-    lines = [f"{aqua.batch} x {aqua.length}: AQUA-KV {own / 1e3:.2f} ms a step ({rounds})"]
+    lines = [f"{aqua.batch} x {aqua.length}: AQUA-KV {own / 1e3:.2f} ms a step"]
     for name in (DECODED, AFTER, FUSED):
         if (other := eager(rows, name)) is not None and other.microseconds is not None:
             taken = other.microseconds
@@ -176,6 +211,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--model", default="llama-3.1-8b", help="whose geometry")
     options.add_argument("--steps", type=int, default=STEPS, help="timed ones, at most")
+    options.add_argument("--in-turn", type=int, default=IN_TURN, help="steps of each cache at the first shape, 0: none")
     options.add_argument("--shapes", default=",".join(f"{b}x{n}" for b, n in SHAPES), help="rows x tokens")
     options.add_argument("--compile", default="", help="only compile the kernels of this scheme")
     chosen = options.parse_args(given)
@@ -200,7 +236,7 @@ def main(given: Sequence[str] | None = None) -> None:
     clock = Clock(model.device)
     rate = clock.matmul_rate()
     print(about, clock.ceilings, f"- kernels compiled and model made in {time.time() - began:.0f} s", flush=True)
-    every, rows = kinds(model, geometry), []
+    every, rows, turns = kinds(model, geometry), [], None
     for shape in chosen.shapes:
         if time.time() - began > chosen.seconds:
             print(f"{shape}: not measured, {chosen.seconds:g} s are over")
@@ -208,7 +244,12 @@ def main(given: Sequence[str] | None = None) -> None:
         made = measure(model, geometry, every, shape, rate, chosen)
         rows += made
         print(summary(made, rate), f"  ({time.time() - began:.0f} s so far)", sep="\n", flush=True)
+        if chosen.in_turn and shape == chosen.shapes[0]:
+            decoding.released(model.device)
+            turns = in_turns(model, every, shape, chosen.in_turn)
+            print(compared(turns), f"  ({time.time() - began:.0f} s so far)", sep="\n", flush=True)
         result = {**about, "ceilings": clock.ceilings, "rows": [row.as_dict() for row in generation.beside_fp16(rows)]}
+        result["in_turns"] = turns
         Path(chosen.out, "aqua_tokens.json").write_text(json.dumps(result, indent=1))
     decoding.released(model.device)
 

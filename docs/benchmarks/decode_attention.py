@@ -11,6 +11,8 @@ fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memo
 
 Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
 launches; cells that have not begun after --seconds are named and left out.
+
+--programs COUNTS: only the first scheme, at each of CELLS with so many programs a kv head, merged in two rounds or in one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import sys
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -288,11 +292,25 @@ def show(row: dict[str, Any], best: tuple[str, float]) -> None:
     )
 
 
+def by_programs(clock: Clock, scheme: str, counts: list[int]) -> None:
+    """Prints microseconds of CELLS with each count of programs a kv head, 0: the usual one."""
+    for batch, length in CELLS:
+        cell, found = Cell(scheme, batch, length), []
+        for count in (0, *counts):
+            usual = fused.Launch(*launches_of(scheme)[0][:2], LENGTHS[0], launches_of(scheme)[0][2], parts=count)
+            two, one = (clock.time(partial(cell.run, each), 7) for each in (usual, replace(usual, fan=1 << 20)))
+            found.append(f"{count or 'usual'}: {two.microseconds:.1f} ({one.microseconds:.1f})")
+        print(f"{scheme}, {batch} x {length}, programs: us (merged at once): {', '.join(found)}", flush=True)
+        del cell
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--out", default=os.environ.get("OUT", "."))
     options.add_argument("--all-launches", action="store_true", help="more of them: compiling takes twice as long")
     options.add_argument("--schemes", default="", help="part of the names, comma-separated")
+    options.add_argument("--programs", default="", help="counts a kv head, comma-separated")
     options.add_argument("--cell-seconds", type=float, default=8.0)
     options.add_argument("--seconds", type=float, default=225.0)
     chosen = options.parse_args()
@@ -309,6 +327,9 @@ def main() -> None:
         f"{result['device']}, torch {torch.__version__}, triton {triton.__version__}, copy {copy / 1e12:.2f} TB/s",
         flush=True,
     )
+    if chosen.programs:
+        by_programs(clock, wanted[0], [int(count) for count in chosen.programs.split(",")])
+        return
     result["fp16"], result["rows"] = {}, []
     cells = [(scheme, 32, 32768) for scheme in wanted] + [(wanted[0], b, n) for b, n in CELLS]
     for scheme, batch, length in cells:

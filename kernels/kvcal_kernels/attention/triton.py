@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import re
 from dataclasses import dataclass
 from operator import attrgetter
@@ -1506,6 +1507,36 @@ def _fetch(
 
 
 @triton.jit
+def _open_ring(
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, K_ORDER: tl.constexpr,
+    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
+    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
+    ENTRIES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """`_origins`, and where the ring lies; all of its slots but one begin to fill."""
+    SLOT: tl.constexpr = K_HELD + V_HELD
+    origins = _origins(
+        p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER,
+        K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
+    )  # fmt: skip
+    base = tl.inline_asm_elementwise(
+        _ring(SLOT * SLOTS * NW, _beyond(NW, ENTRIES, SLOT * SLOTS)),
+        "=r,r",
+        [zero],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
+    for ahead in tl.static_range(SLOTS - 1):
+        _fetch(
+            origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, K_ORDER,
+            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
+        )  # fmt: skip
+    return origins, base
+
+
+@triton.jit
 def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
     """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
     if TYPE == tl.bfloat16 and not ASM:  # noqa: SIM300
@@ -1684,6 +1715,29 @@ def attend_kernel(
     b_row = n < RATIO * QUERIES
     o_q = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
 
+    # heads of scales
+    norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
+    blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
+    each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
+    start = tl.minimum(i_split * each, blocks)
+    stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
+    middle = start + (stop - start) // NW * NW
+    SLOT: tl.constexpr = K_HELD + V_HELD
+    K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
+    FETCH: tl.constexpr = ASM and SLOT > 0
+    OWN: tl.constexpr = NW == 1 or (K_MODE == 3 and V_MODE == 3)
+    # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
+    EARLY: tl.constexpr = FETCH and K_MODE < 3 and PAIRS == 0
+    b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
+    thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
+    lane = thread % 32
+    swapped = lane * 16 ^ lane // 8 % 2 * 16
+    if EARLY:
+        origins, base = _open_ring(
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, K_ORDER,
+            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, K_ENTRIES + V_ENTRIES, SLOTS, NW,
+        )  # fmt: skip
+
     # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
     PEAK: tl.constexpr = 0.5 if (K_MODE == 2 and PAIRS == 0) or K_MODE == 4 else 16.0
@@ -1768,51 +1822,23 @@ def attend_kernel(
     if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
         if i_split < splits:
             _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
-    # heads of scales
-    norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
-
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
         acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
-    blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
-    start = tl.minimum(i_split * each, blocks)
-    stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
-    middle = start + (stop - start) // NW * NW
-    SLOT: tl.constexpr = K_HELD + V_HELD
-    K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
     fit = 0
     if K_MODE == 4:
         TALL: tl.constexpr = max(N, 16)
         fit = tl.arange(0, TALL)[None, :, None] * 2 + _spot(NW, 16, TALL)
-    FETCH: tl.constexpr = ASM and SLOT > 0
-    OWN: tl.constexpr = NW == 1 or (K_MODE == 3 and V_MODE == 3)
-    b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
-    if FETCH:
-        thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
-        lane = thread % 32
-        swapped = lane * 16 ^ lane // 8 % 2 * 16
-        origins = _origins(
-            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, K_ORDER,
-            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
+    if FETCH and not EARLY:
+        origins, base = _open_ring(
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, K_ORDER,
+            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, K_ENTRIES + V_ENTRIES, SLOTS, NW,
         )  # fmt: skip
-        base = tl.inline_asm_elementwise(
-            _ring(SLOT * SLOTS * NW, _beyond(NW, K_ENTRIES + V_ENTRIES, SLOT * SLOTS)),
-            "=r,r",
-            [i_split * 0],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    if FETCH:
         b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
         to = base + thread // 32 * (SLOT * SLOTS)
-        for ahead in tl.static_range(SLOTS - 1):
-            _fetch(
-                origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, K_ORDER,
-                K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
-            )  # fmt: skip
     for first in tl.range(start, middle, NW, num_stages=STAGES):
         if FETCH:
             _arrive(SLOTS - 2, OWN, NW)
@@ -1945,7 +1971,16 @@ def _merge(
 
 @triton.jit
 def _merged(
-    p_part, p_stat, first, stride, count, live, D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr
+    p_part,
+    p_stat,
+    first,
+    stride,
+    count,
+    live,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    N: tl.constexpr,
 ):
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. live: [ROWS]."""
     WIDE: tl.constexpr = triton.next_power_of_2(D)
@@ -2020,24 +2055,29 @@ def settings(
     return made
 
 
-LEAST, ENOUGH, TOGETHER, PARTS = 8, 20, 9, 100
+FEWEST = {
+    1: (5, 7, 2)
+}  # of a warp alone: turns of a program at least, enough turns of one, programs on a multiprocessor
+MORE = (8, 20, 1)  # of several, which share what a program starts with
+TOGETHER, PARTS = 9, 128
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 
 
 @functools.lru_cache(4096)
 def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, length: int) -> int:
-    """Programs a kv head. As many on each multiprocessor as have ENOUGH turns each, at most TOGETHER, so that all take equally
-    many; one may have LEAST turns. Where that is more than one and a half `length` turns: programs of `length`, in several
-    rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as many as
-    fill whole rounds, of which a multiprocessor runs `at_once` programs.
+    """Programs a kv head. As many on each multiprocessor as have enough turns each, at most TOGETHER, so that all take equally
+    many; one may have fewer, of FEWEST. Where that is more than one and a half `length` turns: programs of `length`, in
+    several rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as
+    many as fill whole rounds, of which a multiprocessor runs `at_once` programs.
 
-    Measured (H200): 8 x 32768 tokens of 4/4 took 107 us with 12 programs a head, 100 with 18, 120 with 24; 1 x 131072 72 us
-    with 99, 77 with 148, because the last one merges all; 32 x 32768 of 2/2 234 us with 18, a round of few programs at the
-    end, 232 with 17.
+    Measured (H200, 4/4, programs a head: us). 1 x 4096: 16: 15.0, 20: 13.4, 25 and 32: 12.3. 1 x 32768: 49: 28.9, 98: 25.1,
+    128: 24.5, 147: 25.2, 196: 26.2. 1 x 131072: 98: 57.3, 128: 54.6, 147: 56.3, 245: 69. 8 x 32768: 12: 95, 16: 95, 18: 90,
+    48: 95. 32 x 32768 of 2/2: 18, a round of few programs at the end, 234, 17: 232.
     """
+    least, enough, few = FEWEST.get(warps, MORE)
     every = -(-max(1, blocks) // warps)
-    together = min(TOGETHER, max(1, groups * every // (processors * ENOUGH)))
-    count = max(1, min(together * processors // groups, -(-every // LEAST)))
+    together = min(TOGETHER, max(few, groups * every // (processors * enough)))
+    count = max(1, min(together * processors // groups, -(-every // least)))
     if 2 * every > 3 * length * count:
         count = -(-every // length)
         rounds = max(1, round(groups * (count + 1) / (processors * at_once)))
@@ -2052,8 +2092,8 @@ def fan_of(parts: int, at_once: int) -> int:
     """
 
     def waits(fan: int) -> int:
-        each = -(-fan // at_once)
-        return each if fan >= parts else each + 2 + -(-(-(-parts // fan)) // at_once)
+        each = math.ceil(fan / at_once)
+        return each if fan >= parts else each + 2 + math.ceil(math.ceil(parts / fan) / at_once)
 
     return min([parts, *range(at_once, parts, at_once)], key=waits)
 
@@ -2077,6 +2117,7 @@ class Launch:
     stages: int = 3
     length: int = 60
     registers: int = 0
+    parts: int = 0
     fan: int = 0
 
 
@@ -2089,8 +2130,8 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
         return Launch(warps=4, registers=128 if values.paired else 0)
     if keys.dim > 128 or rows > 8:
         return Launch()
-    if turned:  # they spill with 168, and of 3 bits with 184
-        return Launch(registers=192 if keys.bits == 3 else 176)
+    if turned:  # they spill with 168, and of 3 bits with 192; 200 still let ten warps run
+        return Launch(registers=200 if keys.bits == 3 else 176)
     return Launch(registers=176 if keys.tiered else 168)
 
 
@@ -2201,8 +2242,8 @@ def _grid(
     """Groups of query rows; programs of each over packed tokens; sink and recent tokens of a program, programs of those."""
     groups, processors = batch * fixed["HEADS"] * fixed["CHUNKS"], _processors(device)
     at_once = max(1, 2048 // (launch.registers or 168) // launch.warps)  # of 65536 registers
-    packed = splits(groups, room, launch.warps, processors, at_once, launch.length)
-    return groups, packed, *shares(windows, groups * packed > 2 * processors)
+    packed = launch.parts or splits(groups, room, launch.warps, processors, at_once, launch.length)
+    return groups, packed, *shares(windows, groups * packed > 4 * processors)
 
 
 def reserve(
@@ -2373,8 +2414,8 @@ class Workspace:
         self.counter = torch.zeros(0, dtype=torch.int32, device=device)
 
     def take(self, groups: int, parts: int, rows: int, dim: int, fan: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group, and of
-        each `fan` of its parts (groups, 1 + parts / fan).
+        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group and of
+        each `fan` of its parts, (groups, 1 + parts / fan).
         """
         counters = groups * (1 + -(-parts // fan))
         if self.part.numel() < groups * parts * rows * dim:
