@@ -201,9 +201,9 @@ def test_witnesses() -> None:
 
 def test_packing_is_shared_out_over_its_period() -> None:
     own = Start(None, 10, flush=1, period=32)
-    assert decoding.typical([10.0, 74.0, 12.0, 11.0], own) == (11.0 + 63 / 32, 74.0)
-    assert decoding.typical([10.0, 8.0, 10.0], own) == (10.0, 8.0)
-    assert decoding.typical([3.0, 1.0, 2.0], replace(own, flush=None)) == (2.0, None)
+    assert decoding._typical([10.0, 74.0, 12.0, 11.0], own) == (11.0 + 63 / 32, 74.0)
+    assert decoding._typical([10.0, 8.0, 10.0], own) == (10.0, 8.0)
+    assert decoding._typical([3.0, 1.0, 2.0], replace(own, flush=None)) == (2.0, None)
 
 
 # Rows.
