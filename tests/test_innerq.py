@@ -197,6 +197,8 @@ def test_unknown_variant(base: Path, tmp_path: Path) -> None:
     done = run(base, tmp_path / f"x{SUFFIX}", "--variant", "large")
     assert done.code == 2
     assert "--variant large: allowed are base, hybrid, small" in done.complaint
+    done = run(base, tmp_path / f"x{SUFFIX}", "--factors", "none", "--exponent", 0.5)
+    assert "--exponent applies only to factors, and there is none" in done.complaint
 
 
 # Folding

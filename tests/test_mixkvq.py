@@ -467,6 +467,8 @@ BAD = {
     "windows": (["--length", "20", "--recent", "16"], 2, "nothing would be packed; use --length 29 or more"),
     "max-bits": (["--max-bits", "1", "--trials", "1"], 1, "none of 1 trials stays under --max-bits 1"),
     "storage": (["--storage", "rubbish"], 1, "--storage rubbish: cannot be used"),
+    "tasks alone": (["--limit", "2"], 2, "--limit applies only to an objective of tasks, and there is none"),
+    "no storage": (["--heartbeat", "5"], 2, "--heartbeat applies only to a storage that workers share"),
     "spill": (["--spill", "disk"], 2, "--spill disk: allowed are device and cpu"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .. import models
 from ..methods.backbones import INNERQ_KEYS, INNERQ_VALUES
 from ..methods.innerq import InnerQ
 from .calibration import prepare, written
-from .common import Say, output_for
+from .common import Say, output_for, refuse_idle
 
 
 def innerq_method(o: dict[str, Any]) -> InnerQ:
@@ -34,10 +35,15 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
     )
 
 
-def run_fit_norms(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors."""
+def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     started = time.monotonic()
     method = innerq_method(o)
+    if o["factors"] == "none":
+        refuse_idle(said, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
     source = models.resolve(o["model"], o["revision"])
     output = output_for(o, source, f"{method.name}-{o['variant']}")
     calibration = prepare(o, source, output, say)
