@@ -63,8 +63,12 @@ def fit_norms(
     values: Annotated[str | None, typer.Option(help="Another codec for values.")] = None,
     per_layer: PerLayer = None,
     factors: Annotated[
-        str, typer.Option(help="channel: the paper's; pair: shared by a RoPE pair, which can be folded; none.")
-    ] = "channel",
+        str | None,
+        typer.Option(
+            help="channel: the paper's; pair: shared by a RoPE pair, which can be folded; none. Default: channel, none for "
+            "keys of a codec that has no use for them (kivi-2, squat-2, …)."
+        ),
+    ] = None,
     exponent: Annotated[float, typer.Option(help="Factor = (largest magnitude of the channel) to this power.")] = 0.5,
     powers_of_two: Annotated[
         bool,
