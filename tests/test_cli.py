@@ -507,6 +507,7 @@ def test_what_cannot_be_read_is_a_usage_error(arguments: list[str]) -> None:
     [
         (["fit-predictors", "--windows", "1"], "Invalid value for '--windows'"),
         (["models", "--modle"], "No such option: --modle"),
+        (["models", "--quiet"], "--quiet goes before the command: kvcal --quiet models"),
         (["modles"], "No such command 'modles'"),
         (["generate"], "Missing option '--prompt'"),
     ],
