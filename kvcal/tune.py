@@ -27,7 +27,7 @@ from .fit import FitOptions, FitResult, check_output, fit, provenance
 from .methods.attention import QUERIES, OutputError, Probe, probe
 from .methods.mixkvq import MixKVQ, TierSizes
 from .report.front import front_png
-from .search import Found, Point, Space, Storage, front_of, search
+from .search import Found, Point, Space, Storage, front_of, rounded, search
 
 LOW, HIGH = (0.5, 8.0), (1.0, 32.0)  # times the layer's median salience
 
@@ -198,13 +198,20 @@ def tune(
     """Search the thresholds, then measure the chosen ones layer by layer (kvcal.fit) and write bundle and plot.
 
     objective: makes it, once it is needed. storage: an Optuna storage URL that workers share; None: a file beside the output,
-    which this process alone uses, and removes. Raises KVCalError if no point lies under max_bits.
+    which this process alone uses, and removes. Raises UsageError, before any trial, if no point can lie under max_bits;
+    KVCalError if none does.
     """
     check_output(job.output)
     check_model(job.model, hf.decoder_of(job.model))
     if method.full is not None or settings.fixed:
         chosen = method if method.full is not None else with_thresholds(method, settings.only)
         return Tuned(_measured(chosen, job, settings, None), chosen)
+    shape = hf.layer_shape(hf.config_of(job.model), method.block)
+    if (least := rounded(method.least_bits(shape, job.model.dtype))) > settings.max_bits:
+        raise UsageError(
+            f"--max-bits {settings.max_bits:g}: with all key channels at 2 bits and values of {method.value_bits} a value "
+            f"takes {least:g} bits already; give --max-bits {least:g} or more, or fewer --value-bits"
+        )
     check_output(job.plot, "--plot")
     if not job.options.resume:
         shutil.rmtree(job.folder, ignore_errors=True)

@@ -368,6 +368,11 @@ def fails(done: Done, code: int, *parts: str) -> None:
         assert part in done.complaint
 
 
+@pytest.mark.parametrize("options", [["--keep", 0.2], ["--require-kernels", "--step", 1]], ids=str)
+def test_options_of_rows_without_a_row(options: list[Any]) -> None:
+    fails(kvcal("eval", *options), 2, f"{options[0]} applies only to bundles and presets, and there is none")
+
+
 TEXTS: dict[str, tuple[Any, list[str]]] = {
     "empty.txt": (b"", ["file:empty.txt is empty"]),
     "blank.jsonl": (b"\n\n", ["file:blank.jsonl is empty"]),
@@ -502,6 +507,7 @@ def test_what_cannot_be_read_is_a_usage_error(arguments: list[str]) -> None:
     [
         (["fit-predictors", "--windows", "1"], "Invalid value for '--windows'"),
         (["models", "--modle"], "No such option: --modle"),
+        (["models", "--quiet"], "--quiet goes before the command: kvcal --quiet models"),
         (["modles"], "No such command 'modles'"),
         (["generate"], "Missing option '--prompt'"),
     ],

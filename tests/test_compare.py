@@ -134,7 +134,17 @@ def test_what_is_refused(base: Path, tmp_path: Path) -> None:
     for options, said in (
         ([], "nothing to compare"),
         (["--keys", "higgs-2"], "--keys and --values go together"),
-        (["--preset", "higgs-2", "--per-layer", "0=higgs-4"], "--per-layer is of the pairs"),
+        (["--preset", "higgs-2", "--per-layer", "0=higgs-4"], "--per-layer applies only to the pairs of --keys and"),
+        (
+            ["--preset", "higgs-2", "--recent", 16],
+            "--recent applies only to the pairs of --keys and --values, and there",
+        ),
+        (["--preset", "higgs-2", "--frame", "post_rope"], "--frame applies only to the pairs"),
+        (["--preset", "higgs-2", "--predict"], "--predict applies only to the pairs"),
+        (["--preset", "higgs-2", "--key-inputs", "k1"], "--key-inputs applies only to the pairs"),
+        ([*CROSS, "--first-layer", "higgs-4"], "--first-layer applies only to pairs under predictors"),
+        ([*CROSS, "--fit-windows", 4], "--fit-windows applies only to rows that are fitted"),
+        (["--preset", "higgs-2", "--calibration", "x"], "--calibration applies only to rows that are fitted"),
         (["--keys", "kivi-2-scaled", "--values", "kivi-2"], "a factor changes nothing"),
         (["--keys", "higgs-9", "--values", "higgs-2"], "higgs-9"),
         (["--keys", "higgs-2,higgs-2", "--values", "higgs-2"], "two rows would be called 'higgs-2'"),

@@ -354,7 +354,11 @@ VARIANTS: dict[str, list[str]] = {
     "innerq's factors": ["--residual", "innerq-hybrid-plain-scaled", "--frame", "post_rope"],
     "squat's subspace": ["--keys", "squat-2-calibrated", "--values", "transform-2", "--predictor", "reduced-rank"],
     "d4": ["--backbone", "higgs-2-d4", "--first-layer", "higgs-3"],
-    **{kind: ["--predictor", kind, "--mlp-epochs", "2"] for kind in PREDICTOR_KINDS if kind != "linear"},
+    **{
+        kind: ["--predictor", kind, *(("--mlp-epochs", "2") if kind.startswith("mlp") else ())]
+        for kind in PREDICTOR_KINDS
+        if kind != "linear"
+    },
 }
 
 
@@ -420,6 +424,9 @@ def tmp_path_of(base: Path, name: str) -> Path:
     [
         (["--length", "11"], "use --length 12 or more"),
         (["--holdout", "8"], "--holdout 8 of 8 windows leaves none"),
+        (["--rank", "0"], "--rank applies only to predictors of reduced rank, and there is none"),
+        (["--predictor", "bias", "--mlp-epochs", "4"], "--mlp-epochs applies only to MLP predictors"),
+        (["--spill-dir", "."], "--spill-dir applies only to --spill disk, and --spill is device"),
         (["--spill", "tape"], "--spill tape: allowed are device, cpu and disk"),
         (["--frame", "mid_rope"], "--frame mid_rope: allowed are pre_rope, post_rope"),
         (["--backbone", "higgs-5"], "codec 'higgs-5' is not known; did you mean higgs-4, higgs-3 or higgs-2?"),

@@ -126,6 +126,12 @@ def test_effective_bits_of_table_3() -> None:
         ({"exponent": 0.0}, "exponent 0.0: must be above 0"),
         ({"key": "inner-9"}, "codec 'inner-9' is not known"),
         ({"sink": -1}, "window sink = -1"),
+        (
+            {"key": "kivi-2"},
+            "factors 'channel': kivi-2 codes each key channel by itself, where a factor changes nothing; take",
+        ),
+        ({"key": "mixkvq-96-0", "factors": "pair"}, "factors 'pair': mixkvq-96-0 codes each key channel by itself"),
+        ({"key": "innerq-base"}, "factors of each row's own already; take innerq-base-plain for keys, or factors none"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
@@ -193,10 +199,25 @@ def test_an_unfinished_fit_goes_on(base: Path, tmp_path: Path, monkeypatch: pyte
     assert (again.json["sha256"], again.json["resumed_layers"]) == (whole, 2)
 
 
+def test_factors_are_given_to_codecs_that_have_a_use_for_them(base: Path, tmp_path: Path) -> None:
+    """Asked for, they are refused for others; not asked for, keys go without, and so do exceptions."""
+    output = tmp_path / f"x{SUFFIX}"
+    refused = run(base, output, "--factors", "channel", "--keys", "kivi-2")
+    assert refused.code == 2 and "kivi-2 codes each key channel by itself" in refused.complaint and not output.exists()
+    for options, scaled in ((["--keys", "kivi-2"], []), (["--per-layer", "0:keys=exact-16"], [1, 2, 3])):
+        row = run(base, output, *options).json
+        found = load_bundle(output)
+        assert [i for i, pair in enumerate(found.scheme.layers) if isinstance(pair.key, Scaled)] == scaled
+        assert [one["layer"] for one in row["layers"] if "factor_min" in one] == scaled
+        assert row["layers"][0]["logit_error"] == row["layers"][0]["logit_error_plain"]
+
+
 def test_unknown_variant(base: Path, tmp_path: Path) -> None:
     done = run(base, tmp_path / f"x{SUFFIX}", "--variant", "large")
     assert done.code == 2
     assert "--variant large: allowed are base, hybrid, small" in done.complaint
+    done = run(base, tmp_path / f"x{SUFFIX}", "--factors", "none", "--exponent", 0.5)
+    assert "--exponent applies only to factors, and there is none" in done.complaint
 
 
 # Folding

@@ -459,14 +459,35 @@ def test_other_objectives_and_nothing_to_search(given_options: list[str], tmp_pa
     assert (done.code, "give --tau-low and --tau-high" in done.complaint) == (2, True)
 
 
+def test_the_least_bits_are_those_of_thresholds_that_nothing_exceeds(
+    given_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a limit below them is refused before the first trial."""
+    made = tuned(given_options, tmp_path / f"a{SUFFIX}", "--tau-low", 1e9, "--tau-high", 1e9)
+    least = made["expected_bits_per_value"]
+    assert (made["full_channels"], made["four_bit_channels"]) == (0, 0)
+    monkeypatch.setattr("kvcal.tune.AttentionError.__init__", lambda *args: pytest.fail("a search began"))
+    output = tmp_path / f"x{SUFFIX}"
+    done = kvcal("tune-thresholds", *given_options, "--output", output, "--max-bits", least - 0.001)
+    assert done.code == 2
+    assert float(done.err.partition("give --max-bits ")[2].split()[0]) == pytest.approx(least, abs=1e-4)
+    assert not list(tmp_path.glob(".x*"))
+
+
 BAD = {
     "objective": (["--objective", "speed"], 2, "allowed are auto, attention, perplexity and task:NAME"),
     "range": (["--tau-low", "8,2"], 2, "--tau-low 8,2: needs two positive numbers"),
     "text for a range": (["--tau-high", "many"], 2, "--tau-high many: needs a range"),
     "group": (["--group", "5"], 2, "groups of 5 tokens: must divide the block of 8"),
     "windows": (["--length", "20", "--recent", "16"], 2, "nothing would be packed; use --length 29 or more"),
-    "max-bits": (["--max-bits", "1", "--trials", "1"], 1, "none of 1 trials stays under --max-bits 1"),
+    "max-bits": (
+        ["--max-bits", "1"],
+        2,
+        "--max-bits 1: with all key channels at 2 bits and values of 2 a value takes 5.65625 bits",
+    ),
     "storage": (["--storage", "rubbish"], 1, "--storage rubbish: cannot be used"),
+    "tasks alone": (["--limit", "2"], 2, "--limit applies only to an objective of tasks, and there is none"),
+    "no storage": (["--heartbeat", "5"], 2, "--heartbeat applies only to a storage that workers share"),
     "spill": (["--spill", "disk"], 2, "--spill disk: allowed are device and cpu"),
 }
 
@@ -474,7 +495,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_cannot_be_done_is_one_line(name: str, given_options: list[str], tmp_path: Path) -> None:
     options, code, said = BAD[name]
-    done = kvcal("tune-thresholds", *given_options, "--output", tmp_path / f"x{SUFFIX}", *options)
+    done = kvcal("tune-thresholds", *given_options, "--output", tmp_path / f"x{SUFFIX}", "--max-bits", 6, *options)
     assert done.code == code
     assert said in done.err.splitlines()[-1]
     assert not (tmp_path / f"x{SUFFIX}").exists()

@@ -71,6 +71,12 @@ def test_bits_are_of_the_model_asked_for() -> None:
     assert (tiny["key_bits"], tiny["value_bits"]) == (4.25, 3.25)  # heads of 64
 
 
+def test_whose_geometry_the_bits_are_for_is_said() -> None:
+    assert kvcal("names", "preset", "--json").json["model"] == "llama-3.1-8b"
+    assert "of tiny's geometry" in kvcal("names", "codec", "--model", "tiny").err
+    assert kvcal("names", "device").err == ""  # which has no bits
+
+
 def test_near_names() -> None:
     known = [f"kivi-{bits}" for bits in range(2, 9)] + ["fp8", "higgs-2-wide", "higgs-3-wide", "exact-16"]
     assert nearest("KIVI2", known)[0] == "kivi-2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,10 +234,14 @@ def test_options_that_make_no_sense(given_model: Given, options: list[str], says
     assert says in done.complaint
 
 
-def test_a_deeper_layer_than_the_model_has_is_an_empty_row(given_model: Given) -> None:
-    row = given_model.found(*chosen(("k=k9",)))["rows"][0]
-    assert row["mean"] is None and row["layers"] == [None] * LAYERS
-    assert json.dumps(row)
+def test_a_deeper_layer_than_the_model_has_is_refused_before_it_is_read(
+    given_model: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deepest = given_model.found(*chosen((f"k=k{LAYERS - 1}",)))["rows"][0]["layers"]
+    assert deepest[:-1] == [None] * (LAYERS - 1) and deepest[-1] is not None
+    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    said = f"--probe k=k{LAYERS}: reads {LAYERS} layers below, and the model has {LAYERS} layers; read at most {LAYERS - 1}"
+    assert said in given_model.run(*chosen(("k=k1", f"k=k{LAYERS}"))).complaint
 
 
 def test_names() -> None:

@@ -485,6 +485,8 @@ def test_paper_settings() -> None:
         (["--settings", "longbench"], "the paper has it for llama-2-7b"),
         (["--strength", "inf"], "strength inf: needs"),
         (["--search", "--rank", "4"], "--search tries ranks and strengths of its own"),
+        (["--rank", "17"], "--rank 17: keys have 16 channels a head; give at most 16"),
+        (["--channels", "17"], "--channels 17: keys have 16 channels a head"),
         (["--spill", "tape"], "--spill tape: allowed"),
         (["--plot", "x.pdf"], "must end in .png"),
         (["--prompt-tokens", "96"], "--prompt-tokens 96: windows have 96 tokens"),

@@ -1218,7 +1218,10 @@ class KVCalCache(Cache):
         """Remove the newest -tokens_to_remove columns: exact inside the recent window, to the block edge below it."""
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding of Transformers 5.17 counts in tensors
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end")
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end, as Transformers' own "
+                f"caches want it; to be left with {tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
+            )
         self.settle()
         count = min(-tokens_to_remove, self.ledger.columns)
         plan = self.ledger.crop(count)

@@ -125,12 +125,22 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _misplaced(error: Any) -> str | None:
+    """What to say of a root option behind the command; None for every other error."""
+    option = getattr(error, "option_name", None)
+    if type(error).__name__ != "NoSuchOption" or error.ctx is None or error.ctx.parent is None:
+        return None
+    if not any(option in parameter.opts for parameter in error.ctx.parent.command.params):
+        return None
+    return f"{option} goes before the command: kvcal {option} {error.ctx.info_name} …"
+
+
 def _usage(error: Any) -> int:
     """One line as for every other error; `kvcal` alone prints its help."""
     command = error.ctx.command_path if error.ctx else "kvcal"
     if type(error).__name__ == "NoArgsIsHelpError":
         print(error.ctx.get_help(), file=sys.stderr)
     else:
-        said = " ".join(error.format_message().split()).rstrip(".")
+        said = _misplaced(error) or " ".join(error.format_message().split()).rstrip(".")
         print(f"kvcal: {said} (see {command} --help)", file=sys.stderr)
     return int(error.exit_code)

@@ -26,11 +26,13 @@ from kvcal.cli.options import (
     Seed,
     Step,
     Text,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
 
 def compare(
+    context: typer.Context,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -45,7 +47,7 @@ def compare(
     ] = None,
     values: Annotated[str | None, typer.Option(help="Value codecs.")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Each pair also under AQUA-KV's predictors.")] = False,
-    first_layer: Annotated[str, typer.Option(help="Codec of layer 0 under predictors.")] = "higgs-4-wide-debiased",
+    first_layer: Annotated[str, typer.Option(help="Of --predict: codec of layer 0.")] = "higgs-4-wide-debiased",
     key_inputs: Annotated[str, typer.Option(help="Of --predict, as of fit-predictors.")] = "k1",
     value_inputs: Annotated[str, typer.Option(help="Of --predict, likewise.")] = "v1,k0",
     per_layer: PerLayer = None,
@@ -54,9 +56,9 @@ def compare(
         typer.Option(help="A recipe of fit-predictors or preset, fitted if need be; may be repeated."),
     ] = None,
     frame: Annotated[str, typer.Option(help="Of the pairs: pre_rope or post_rope.")] = "post_rope",
-    sink: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 4,
-    recent: Annotated[int, typer.Option(min=0, help="Of the pairs.")] = 128,
-    block: Annotated[int, typer.Option(min=1, help="Of the pairs.")] = 32,
+    sink: Annotated[int, typer.Option(min=0, help="Of the pairs: first tokens kept.")] = 4,
+    recent: Annotated[int, typer.Option(min=0, help="Of the pairs: newest tokens kept.")] = 128,
+    block: Annotated[int, typer.Option(min=1, help="Of the pairs: tokens packed at a time.")] = 32,
     keep: Keep = None,
     heavy: Heavy = None,
     require_kernels: RequireKernels = False,
@@ -90,11 +92,11 @@ def compare(
     After a kill the same command goes on: rows, fitted layers and batches of windows (--batch) that were done are not done
     again.
     """
-    options: dict[str, Any] = dict(locals())
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.compare import run_compare
 
-    found = run_compare(options, defaults_of("fit-predictors"), note)
+    found = run_compare(options, defaults_of("fit-predictors"), note, said_of(context))
     if json:
         print_json(found)
         return

@@ -103,7 +103,7 @@ def fit_predictors(
     from kvcal.commands.fit_predictors import run_fit_predictors
     from kvcal.recipe import with_recipe
 
-    result = run_fit_predictors(with_recipe(given, said_of(context)), note)
+    result = run_fit_predictors(with_recipe(given, said_of(context)), note, said_of(context))
     if json:
         print_json(result)
     else:

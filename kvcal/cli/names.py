@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcal.cli.options import Json
-from kvcal.cli.output import print_json, print_table
+from kvcal.cli.output import note, print_json, print_table
 
 
 def names(
@@ -24,10 +24,12 @@ def names(
 
     rows = run_names(kind, model)
     if json:
-        print_json({"names": rows})
+        print_json({"model": model, "names": rows})
         return
     bits = [[None if row[role] is None else f"{row[role]:.3f}" for role in ("key_bits", "value_bits")] for row in rows]
     print_table(
         ["kind", "name", "key bits", "value bits", "about"],
         [[row["kind"], row["name"], *two, row["about"]] for row, two in zip(rows, bits, strict=True)],
     )
+    if any(row["key_bits"] is not None for row in rows):
+        note(f"bits a value of {model}'s geometry; of another: --model")

@@ -30,6 +30,7 @@ from kvcal.cli.options import (
     Text,
     WindowLength,
     WindowSeed,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
@@ -41,6 +42,7 @@ COLUMNS = {
 
 
 def fit_norms(
+    context: typer.Context,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -61,8 +63,12 @@ def fit_norms(
     values: Annotated[str | None, typer.Option(help="Another codec for values.")] = None,
     per_layer: PerLayer = None,
     factors: Annotated[
-        str, typer.Option(help="channel: the paper's; pair: shared by a RoPE pair, which can be folded; none.")
-    ] = "channel",
+        str | None,
+        typer.Option(
+            help="channel: the paper's; pair: shared by a RoPE pair, which can be folded; none. Default: channel, none for "
+            "keys of a codec that has no use for them (kivi-2, squat-2, …)."
+        ),
+    ] = None,
     exponent: Annotated[float, typer.Option(help="Factor = (largest magnitude of the channel) to this power.")] = 0.5,
     powers_of_two: Annotated[
         bool,
@@ -84,10 +90,10 @@ def fit_norms(
     json: Json = False,
 ) -> None:
     """Calibrate InnerQ: measure key channels on text, report outliers, write a bundle with a factor a channel."""
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.fit_norms import run_fit_norms
 
-    given: dict[str, Any] = dict(locals())
-    result = run_fit_norms(given, note)
+    result = run_fit_norms(given, note, said_of(context))
     if json:
         print_json(result)
         return

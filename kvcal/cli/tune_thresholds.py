@@ -21,6 +21,7 @@ from kvcal.cli.options import (
     Step,
     Text,
     WindowLength,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
@@ -31,6 +32,7 @@ Storage = Annotated[
 
 
 def tune_thresholds(
+    context: typer.Context,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -109,10 +111,10 @@ def tune_thresholds(
     json: Json = False,
 ) -> None:
     """Search MixKVQ's thresholds: quality against stored bits, the best under a limit; write bundle and plot."""
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.tune_thresholds import run_tune_thresholds
 
-    given: dict[str, Any] = dict(locals())
-    found = run_tune_thresholds(given, note)
+    found = run_tune_thresholds(given, note, said_of(context))
     if json:
         print_json(found)
         return

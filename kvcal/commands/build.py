@@ -87,7 +87,7 @@ KINDS: dict[str, Kind] = {
     "aqua-kv": Kind(lambda o, source: aqua_method(o)),
     "innerq": Kind(lambda o, source: innerq_method(o)),
     "kvtuner": Kind(lambda o, source: kvtuner_method(o), window_counts),
-    "squat": Kind(lambda o, source: squat_method(o, source.entry.name if source.entry else source.name), squat_counts),
+    "squat": Kind(squat_method, squat_counts),
     "vqkv": Kind(lambda o, source: vqkv_method(o, models.geometry(source))),
     "mixkvq": Kind(_mixkvq, window_counts),
 }

@@ -78,6 +78,10 @@ def run_options(o: dict[str, Any]) -> FitOptions:
     spill = o.get("spill", "device")
     if spill not in SPILLS:
         raise UsageError(f"--spill {spill}: allowed are {', '.join(SPILLS[:-1])} and {SPILLS[-1]}")
+    if o.get("spill_dir") is not None and spill != "disk":
+        raise UsageError(
+            f"--spill-dir applies only to --spill disk, and --spill is {spill}: give that, or leave it out"
+        )
     return FitOptions(o["batch"], spill, o.get("spill_dir"), o.get("resume", True))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -50,6 +50,16 @@ def given_text(o: dict[str, Any]) -> str:
     if not str(o["text"]).strip():
         raise UsageError("--text is empty: give a file, a folder or a data set, or leave the option out")
     return str(o["text"])
+
+
+def refuse_idle(said: Collection[str], names: Collection[str], of: str, instead: str) -> None:
+    """UsageError for the first of the options `names` that somebody gave (`said`) where nothing takes it.
+
+    of: what they apply to, of which there is none. instead: what to do.
+    """
+    for name in names:
+        if name in said:
+            raise UsageError(f"--{name.replace('_', '-')} applies only to {of}, and there is none: {instead}")
 
 
 def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Path:

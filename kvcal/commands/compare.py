@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,6 +37,7 @@ from .common import (
     evaluation_text,
     given_kernels,
     given_selection,
+    refuse_idle,
     row_key,
     text_for,
 )
@@ -44,6 +45,9 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .guard import outlier_warnings, unmeasured
 
+PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
+PREDICTED = ("first_layer", "key_inputs", "value_inputs")
+FITTED = ("calibration", "fit_windows", "fit_length")
 UNPREDICTED = {"first_layer": "", "key_inputs": "none", "value_inputs": "none"}
 
 
@@ -91,9 +95,22 @@ def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate
         raise UsageError(f"two rows would be called {twice!r}; leave one out, or rename the file")
     if not found:
         raise UsageError("nothing to compare: give --preset, --bundle, --recipe, or --keys with --values")
-    if per_layer and not listed(o["keys"]):
-        raise UsageError("--per-layer is of the pairs of --keys and --values: give them, or put it into a recipe")
     return found
+
+
+def check_taken(o: dict[str, Any], rows: list[Candidate], said: Collection[str]) -> None:
+    """UsageError for the first option given (`said`) that none of the rows takes."""
+    if not listed(o["keys"]):
+        refuse_idle(
+            said, (*PAIRED, *PREDICTED), "the pairs of --keys and --values",
+            "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave it out",
+        )  # fmt: skip
+    if not o["predict"]:
+        refuse_idle(said, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
+    if not any(isinstance(row.what, AquaKV) for row in rows):
+        refuse_idle(
+            said, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
+        )
 
 
 def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
@@ -107,11 +124,15 @@ def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
     return replace(composed(None, keys, values, per_layer), **own)
 
 
-def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits."""
+def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits.
+
+    said: names of the options that somebody gave; UsageError for one that no row takes.
+    """
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     rows, selection, require = candidates(o, fit_options), given_selection(o), given_kernels(o)
+    check_taken(o, rows, said)
     for name in ("output", "csv"):
         if o[name] is not None:
             check_output(o[name])

@@ -33,6 +33,7 @@ from .common import (
     given_kernels,
     given_selection,
     known,
+    refuse_idle,
     row_key,
     text_for,
 )
@@ -54,6 +55,9 @@ def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = 
     files = {name: what.path for name, what in methods.items() if isinstance(what, Bundle) and what.path is not None}
     hashes = {name: {"sha256": file_sha256(path)} for name, path in files.items()}
     methods = with_subspace(methods, o["subspace"])
+    if not methods:
+        idle = [name for name in ("keep", "require_kernels") if o[name]]
+        refuse_idle(idle, idle, "bundles and presets", "give a bundle, or --preset, or leave it out")
     if common and not methods:
         raise UsageError("a gate needs something to hold to it: give a bundle, or --preset")
     held = {name: common if limits is None else limits[name] for name in methods}

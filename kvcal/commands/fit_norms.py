@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,18 +14,21 @@ from kvcal_artifacts.scheme import Scheme
 
 from .. import models
 from ..methods.backbones import INNERQ_KEYS, INNERQ_VALUES
+from ..methods.factors import no_factors
 from ..methods.innerq import InnerQ
 from .calibration import prepare, written
-from .common import Say, output_for
+from .common import Say, output_for, refuse_idle
 
 
 def innerq_method(o: dict[str, Any]) -> InnerQ:
+    """--factors by default as far as the codec of keys has a use for them."""
     if o["variant"] not in INNERQ_VALUES:
         raise UsageError(f"--variant {o['variant']}: allowed are {', '.join(INNERQ_VALUES)}")
+    key = o["keys"] or INNERQ_KEYS
     return InnerQ(
-        key=o["keys"] or INNERQ_KEYS,
+        key=key,
         value=o["values"] or INNERQ_VALUES[o["variant"]],
-        factors=o["factors"],
+        factors=o["factors"] or ("none" if no_factors(key) else "channel"),
         exponent=o["exponent"],
         powers_of_two=o["powers_of_two"],
         per_layer=tuple(o["per_layer"] or ()),
@@ -34,10 +38,15 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
     )
 
 
-def run_fit_norms(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors."""
+def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     started = time.monotonic()
     method = innerq_method(o)
+    if method.factors == "none":
+        refuse_idle(said, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
     source = models.resolve(o["model"], o["revision"])
     output = output_for(o, source, f"{method.name}-{o['variant']}")
     calibration = prepare(o, source, output, say)

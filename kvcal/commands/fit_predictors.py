@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kvcal_artifacts.scheme import FRAMES
 from .. import models
 from ..methods.aqua_kv import AquaKV
 from .calibration import prepare, written
-from .common import Say, output_for
+from .common import Say, output_for, refuse_idle
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -42,10 +43,17 @@ def aqua_method(o: dict[str, Any]) -> AquaKV:
     )
 
 
-def run_fit_predictors(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written and how good it is."""
+def run_fit_predictors(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written and how good it is.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     started = time.monotonic()
     method = aqua_method(o)
+    if method.predictor != "reduced-rank":
+        refuse_idle(said, ("rank",), "predictors of reduced rank", "give --predictor reduced-rank, or leave it out")
+    if not method.predictor.startswith("mlp"):
+        refuse_idle(said, ("mlp_epochs",), "MLP predictors", "give --predictor mlp or mlp-no-norm, or leave it out")
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     source = models.resolve(o["model"], o["revision"])

@@ -17,8 +17,12 @@ WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few th
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
 
 
-def squat_method(o: dict[str, Any], model: str) -> Squat:
+def squat_method(o: dict[str, Any], source: models.ModelSource) -> Squat:
     """The paper's settings for the model and task, where an option does not say otherwise."""
+    model, dim = source.entry.name if source.entry else source.name, models.geometry(source).head_dim
+    for name in ("rank", "channels"):
+        if o[name] is not None and o[name] > dim:
+            raise UsageError(f"--{name} {o[name]}: keys have {dim} channels a head; give at most {dim}")
     rank, strength, channels = paper_settings(o["settings"], model, o["frame"])
     if o["normalise"] == "length":
         strength = 1.0  # the paper's 1e-3 times a thousand query vectors
@@ -50,7 +54,7 @@ def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["search"] and (o["rank"] is not None or o["strength"] is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
     source = models.resolve(o["model"], o["revision"])
-    method = squat_method(o, source.entry.name if source.entry else source.name)
+    method = squat_method(o, source)
     if o["plot"] is not None:
         from ..report.plots import check_plot
 

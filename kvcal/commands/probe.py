@@ -36,6 +36,16 @@ def probe_settings(o: dict[str, Any]) -> Settings:
     return Settings(probes, o["frame"], o["ridge"], o["sink"])
 
 
+def check_reach(settings: Settings, layers: int) -> None:
+    """UsageError for the first probe that exists in none of a model's layers."""
+    for probe in settings.probes:
+        if probe.reach >= layers:
+            raise UsageError(
+                f"--probe {probe.name}: reads {probe.reach} layers below, and the model has {layers} layers; "
+                f"read at most {layers - 1} below"
+            )
+
+
 def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """Options by name, as the command line gives them -> a row a probe, with its explained variance in every layer."""
     started = time.monotonic()
@@ -47,6 +57,8 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["csv"] is not None:
         check_output(o["csv"])
     source = models.resolve(o["model"], o["revision"])
+    if o["probe"]:  # the paper's own are of any model
+        check_reach(settings, models.geometry(source).layers)
     counts: dict[str, int] = {}
     if source.kind == "embedded" and o["windows"] is None:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}

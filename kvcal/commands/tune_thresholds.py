@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from ..methods.mixkvq import MixKVQ
 from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from ..workbench import Opened
 from .calibration import prepare
-from .common import Say, output_for
+from .common import Say, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
+ANSWERED = ("tasks_path", "limit", "metric")
 DEFAULT_TASK = "gsm8k"  # the paper's
 
 
@@ -82,8 +83,11 @@ def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, tex
     return lambda: TaskScore(model, opened.tokenizer, tasks, o["tasks_path"], o["limit"], o["metric"], o["batch"] or 1)
 
 
-def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was found and written."""
+def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was found and written.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     started = time.monotonic()
     settings, method = search_settings(o), mixkvq_method(o)
     if o["spill"] not in ("device", "cpu"):
@@ -94,6 +98,10 @@ def run_tune_thresholds(o: dict[str, Any], say: Say) -> dict[str, Any]:
         from ..evaluate.tasks import check_installed
 
         check_installed()  # before a model is loaded
+    else:
+        refuse_idle(said, ANSWERED, "an objective of tasks", "give --objective task:NAME, or leave it out")
+    if o["storage"] is None:
+        refuse_idle(said, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
     say(f"objective: {name}")
     output = output_for(o, source, method.name)
     if o["plot"] is not None:

@@ -22,7 +22,7 @@ from ..capture import LayerTaps, TapBatch
 from .backbones import INNERQ_KEYS, INNERQ_VALUES
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import PlainComposition
-from .factors import channel_factor, outlier_ratios, share_pairs
+from .factors import channel_factor, no_factors, outlier_ratios, share_pairs
 
 FACTORS = ("channel", "pair", "none")
 QUERIES = 64  # a window's last ones, whose logits are compared
@@ -34,6 +34,7 @@ class InnerQ:
     Windows of section 5.1.
 
     factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs), "none".
+    UsageError where `key` has no use for any; an exception's codec that has none goes without.
     exponent: f = (max |K_c|) ** exponent, the paper's 0.5. powers_of_two: rounded to them: folding is exact in any dtype.
     """
 
@@ -56,6 +57,10 @@ class InnerQ:
         if not 0 < self.exponent <= 1:
             raise UsageError(f"exponent {self.exponent}: must be above 0 and at most 1")
         self.composition, self.windows  # noqa: B018  validates
+        if self.factors != "none" and (found := no_factors(self.key)) is not None:
+            why, bare = found
+            take = f"take {bare} for keys" if bare else f"take codes along channels for keys, as {INNERQ_KEYS}"
+            raise UsageError(f"factors {self.factors!r}: {why}; {take}, or factors none")
 
     @property
     def composition(self) -> PlainComposition:
@@ -75,10 +80,10 @@ class InnerQ:
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
         self.composition.check(carry.layers)
         largest = self._largest(taps, carry)
-        codec = self.composition.codec
+        codec, name = self.composition.codec, self.composition.name(layer, carry.layers, "key")
         inner = codec(layer, carry.layers, "key")(carry.shape, "key")
         value = codec(layer, carry.layers, "value")(carry.shape, "value")
-        key = inner if self.factors == "none" else Scaled(inner, self._factor(largest, taps).cpu())
+        key = inner if self.factors == "none" or no_factors(name) else Scaled(inner, self._factor(largest, taps).cpu())
         errors = _Errors(key, inner, value)
         for batch in taps.batches(self.taps, self.frame, advance=True):
             if (train := carry.training_rows(batch.rows)) < batch.rows.stop - batch.rows.start:

@@ -14,14 +14,14 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Codec, Exact, Float8, MixKVQ, ResidualVQ, Scaled, Shape, Squat
+from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.statistics import subspace
 
 from ..hashed import spread
 from .backbones import backbone
 from .codebooks import Training, subtract, train_stage
-from .factors import channel_factor
+from .factors import channel_factor, no_factors
 from .observed import taps_of
 from .seen import Seen
 from .transform import NAME as TRANSFORM
@@ -118,17 +118,11 @@ class FactorBackbone:
     rule: Rule
 
     def __post_init__(self) -> None:
-        name, made = f"{self.codec}-{self.rule}", backbone(self.codec)(Shape(1, 64, 32), "key")
-        if isinstance(made, Scaled):
-            raise UsageError(
-                f"codec {name!r}: {self.codec} divides keys by factors of each row's own already; take "
-                f"{self.codec}-plain-{self.rule}"
-            )
-        if isinstance(made, Exact | Float8 | MixKVQ | Squat) or getattr(made, "axis", "channel") == "token":
-            raise UsageError(
-                f"codec {name!r}: {self.codec} codes each key channel by itself, where a factor changes nothing; take "
-                f"{self.codec}, or factors with codes along channels, as higgs-2-wide-{self.rule}"
-            )
+        if (found := no_factors(self.codec)) is not None:
+            why, bare = found
+            other = f"{self.codec}, or factors with codes along channels, as higgs-2-wide-{self.rule}"
+            take = f"{bare}-{self.rule}" if bare else other
+            raise UsageError(f"codec '{self.codec}-{self.rule}': {why}; take {take}")
 
     def learn(self, seen: Seen) -> Codec:
         inner = backbone(self.codec)(seen.shape, seen.role)

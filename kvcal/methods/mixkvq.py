@@ -73,6 +73,15 @@ class MixKVQ:
     def value_codec(self, shape: Shape) -> Codec:
         return Uniform(shape, "value", self.value_bits, divisor(self.value_group, shape.dim), "channel")
 
+    def least_bits(self, shape: Shape, dtype: torch.dtype) -> float:
+        """Stored bits a value, keys and values, that no thresholds go below. dtype: of the model.
+
+        All channels at 2 bits, or all exact, which has no scales: less only in groups of one or two tokens.
+        """
+        tiers = ((0.0, 0.0), (float(shape.dim), 0.0))
+        keys = min(self.key_codec(shape, dtype, tier).bits_per_value() for tier in tiers)
+        return (keys + self.value_codec(shape).bits_per_value()) / 2
+
     def scheme(self, model: Any) -> Scheme:
         """These thresholds for a model, uncalibrated: what a block takes is known when it is packed."""
 
