@@ -2095,7 +2095,8 @@ def fan_of(parts: int, at_once: int) -> int:
         each = math.ceil(fan / at_once)
         return each if fan >= parts else each + 2 + math.ceil(math.ceil(parts / fan) / at_once)
 
-    return min([parts, *range(at_once, parts, at_once)], key=waits)
+    best: int = min([parts, *range(at_once, parts, at_once)], key=waits)
+    return best
 
 
 def shares(windows: tuple[int, int], crowded: bool) -> tuple[int, int]:
