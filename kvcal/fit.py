@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle, probed_layers
+from kvcal_artifacts.bundle import Bundle, Fingerprint, file_behind, load_bundle, probed_layers
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
@@ -353,15 +353,14 @@ def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def check_output(output: Path, option: str = "--output") -> None:
-    """Raise now, not after an hour, if no file can be written there."""
-    if output.is_dir():
-        raise KVCalError(f"{option} {output} is a folder: give a file name")
-    if not output.parent.is_dir():
-        raise KVCalError(f"{output.parent} is not a folder; create it or give another {option}")
+    """Raise now, not after an hour, if no file can be written there: no folder, pipe or device is replaced by one."""
+    folder = file_behind(output, option).parent
+    if not folder.is_dir():
+        raise KVCalError(f"{folder} is not a folder; create it or give another {option}")
     try:
-        tempfile.TemporaryFile(dir=output.parent).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise KVCalError(f"{output.parent}: cannot be written to ({error.strerror}); give another {option}") from error
+        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another {option}") from error
 
 
 class Checkpoint(Kept):

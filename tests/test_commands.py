@@ -5,6 +5,7 @@ Whatever is wrong is one line on stderr, a documented exit code, nothing on stdo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_an_odd_text_is_one_line(
 PLACES = [(name, option) for option in ("--output", "--plot", "--bundle-output", "--csv") for name in having(option)]
 
 
-@pytest.mark.parametrize("kind", ["no folder", "folder", "long name"])
+@pytest.mark.parametrize("kind", ["no folder", "folder", "long name", "pipe"])
 @pytest.mark.parametrize(("name", "option"), PLACES)
 def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
     name: str, option: str, kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,10 +152,12 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "folder.png" / "file").touch()
-    place = {"no folder": "none/x.png", "folder": "folder.png", "long name": f"{'x' * 300}.png"}[kind]
+    os.mkfifo(pipe := tmp_path / "folder.png" / "pipe.png")
+    place = {"no folder": "none/x.png", "folder": "folder.png", "long name": f"{'x' * 300}.png", "pipe": pipe}[kind]
     monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
     refused(kvcal(name, *needed(name, base, tmp_path), option, place))
-    assert [entry.name for entry in tmp_path.rglob("*")] == ["folder.png", "file"]
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["file", "folder.png", "pipe.png"]
+    assert pipe.is_fifo()
 
 
 @every_command

@@ -114,7 +114,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say) -> dic
     rows, selection, require = candidates(o, fit_options), given_selection(o), given_kernels(o)
     for name in ("output", "csv"):
         if o[name] is not None:
-            check_output(o[name])
+            check_output(o[name], f"--{name}")
     if o["plot"] is not None:
         from ..report.plots import check_plot
 

@@ -45,7 +45,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
 
         check_plot(o["plot"])
     if o["csv"] is not None:
-        check_output(o["csv"])
+        check_output(o["csv"], "--csv")
     source = models.resolve(o["model"], o["revision"])
     counts: dict[str, int] = {}
     if source.kind == "embedded" and o["windows"] is None:
