@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,13 +125,23 @@ class TrainPart:
         run = Run(self.method, self.collected.vectors(self.scan.say), self.work, self.scan.timer, self.scan.say)
         layers = tuple(run.layers(self.shape))
         scheme = Scheme(self.method.windows, self.method.frame, layers, selection=self.job.selection)
-        bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme))
+        bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
+        self._warn(bundle)
         digest = bundle.write(self.job.output)
         self.work.remove()
         return TrainResult(
             bundle, self.job.output, digest, self.scan.timer.split(), resumed_layers=0,
             stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(self.scan.device),
         )  # fmt: skip
+
+    def _warn(self, bundle: Bundle) -> None:
+        """Say that the scheme breaks on the model's key channels, if it does; not of windows too short to pack anything."""
+        from .outliers import warnings
+
+        with suppress(UsageError):
+            held = self.scan.text.holdout[:1]
+            for line in warnings(self.scan.source, held, {bundle.name: bundle.scheme}, self.scan.device):
+                self.scan.say(line)
 
 
 # Vectors.

@@ -42,7 +42,7 @@ from kvcal.train import Run, StageCheckpoint, collect
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_kernels.vq import nearest
 from models_fixture import ROOT, SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
 
@@ -474,6 +474,24 @@ def test_control_c_keeps_the_checkpoint(
     other = train(given, output.with_name(f"y{SUFFIX}"))
     again = good(train(given, output))
     assert (again["resumed_stages"], again["sha256"]) == (3, usual["sha256"] if good(other) else "")
+
+
+def test_the_guard_comes_before_the_bundle(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guard(source: Any, ids: torch.Tensor, schemes: dict[str, Any], device: Any) -> list[str]:
+        assert list(schemes) == ["x"] and ids.shape == (1, 68)
+        if not output.with_suffix(".go").exists():
+            raise NonFiniteError("layer 2, key head 0: NaN or infinity in window 0")
+        return ["warning: x will break"]
+
+    monkeypatch.setattr("kvcal.outliers.warnings", guard)
+    ended = train(given, output)
+    assert ended.code == 1 and "layer 2, key head 0" in ended.err and not output.exists()
+    output.with_suffix(".go").touch()
+    again = train(given, output)
+    assert good(again)["sha256"] == usual["sha256"] and "warning: x will break" in again.err
+    assert again.json["resumed_stages"] == len(again.json["stage_rows"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..train import train
 from .calibration import prepare, written
 from .common import Say, output_for
-from .guard import outlier_warnings
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -61,9 +60,6 @@ def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
         method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
         device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
     )  # fmt: skip
-    schemes = {result.bundle.name: result.bundle.scheme}
-    for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
-        say(line)
     metrics = result.bundle.metrics
     return {
         **written(result),
