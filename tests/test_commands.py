@@ -160,6 +160,27 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
     assert pipe.is_fifo()
 
 
+@pytest.mark.parametrize("options", [[], ["--no-resume"]], ids=["resume", "no resume"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"my notes\n", b'{"a": 1}', b'{"rows": [', b"[]", b"null", b"\xff\xfe", b"[" * 100_000,
+        b'{"command": "eval", "settings": {}, "rows": []}', b'{"command": "NAME", "settings": {}, "rows": [1]}',
+        b'{"command": "NAME", "settings": {}, "rows": null}', b'{"command": "NAME", "settings": [], "rows": []}',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["compare", "probe"])
+def test_what_is_no_result_of_the_command_is_not_overwritten(
+    name: str, content: bytes, options: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, content = tmp_path / "out.json", content.replace(b"NAME", name.encode())
+    path.write_bytes(content)
+    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    given = [*needed(name, base, tmp_path), *options, "--output", path]
+    refused(kvcal(name, *given), str(path), f"no result file of `kvcal {name}`", "give another name")
+    assert path.read_bytes() == content and [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
+
+
 @every_command
 def test_an_argument_too_many_is_a_usage_error(name: str, base: Path, tmp_path: Path) -> None:
     done = kvcal(name, *needed(name, base, tmp_path), "and", "more")
