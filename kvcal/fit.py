@@ -109,7 +109,15 @@ class Scan:
 
 
 class Part(Protocol):
-    """One bundle on its way through a scan."""
+    """One bundle on its way through a scan.
+
+    known: the fingerprint's probe, where a run before kept all that the part takes from the layers; None: it must see them.
+    """
+
+    known: tuple[float, ...] | None
+
+    @property
+    def work(self) -> Checkpoint: ...
 
     def open(self, stack: ExitStack) -> None:
         """Before the first layer: what must be closed after the last goes on the stack."""
@@ -171,12 +179,25 @@ def fit_together(
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
     scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
     parts = [_part(job, scan) for job in jobs]
-    layered = [part.work for part in parts if isinstance(part, LayerPart)]
+    probes = [part.known for part in parts if part.known is not None]
+    probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
+    fingerprint = Fingerprint.of(source.model, revision, probe)
+    results = []
+    for job, part in zip(jobs, parts, strict=True):
+        results.append(part.finish(fingerprint))
+        written(job, results[-1])
+    return results
+
+
+def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
+    """Show every part every layer; returns the fingerprint's probe."""
+    options, layered = scan.options, [part.work for part in parts if isinstance(part, LayerPart)]
+    others = [part.work for part in parts if not isinstance(part, LayerPart)]
     probe: tuple[float, ...] = ()
-    with _failing(layered), ExitStack() as stack:
+    with _failing(layered, others), ExitStack() as stack:
         capture = stack.enter_context(
             Capture(
-                source, ids, device=device, batch=options.batch, hidden=options.spill,
+                scan.source, scan.ids, device=scan.device, batch=options.batch, hidden=options.spill,
                 spill_dir=options.spill_dir, timer=scan.timer,
             )
         )  # fmt: skip
@@ -191,12 +212,7 @@ def fit_together(
                         part.layer(own)
                 parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
-    fingerprint = Fingerprint.of(source.model, revision, probe)
-    results = []
-    for job, part in zip(jobs, parts, strict=True):
-        results.append(part.finish(fingerprint))
-        written(job, results[-1])
-    return results
+    return probe
 
 
 def _part(job: FitJob, scan: Scan) -> Part:
@@ -209,6 +225,8 @@ def _part(job: FitJob, scan: Scan) -> Part:
 
 class LayerPart:
     """A method that is done with a layer before it sees the next."""
+
+    known: tuple[float, ...] | None = None  # hidden states and reconstructions are not kept
 
     def __init__(self, job: FitJob, scan: Scan) -> None:
         assert not isinstance(job.method, VQKV)
@@ -391,12 +409,15 @@ class Checkpoint(Kept):
 
 
 @contextmanager
-def _failing(works: Sequence[Checkpoint]) -> Iterator[None]:
-    """Within, an error says what stays on disk; after one that would come again, nothing does."""
+def _failing(works: Sequence[Checkpoint], others: Sequence[Checkpoint] = ()) -> Iterator[None]:
+    """Within, an error says what stays on disk; after one that would come again, nothing does.
+
+    others: have no fitted layers to speak of.
+    """
     try:
         yield
     except NonFiniteError:
-        for work in works:
+        for work in (*works, *others):
             work.remove()
         raise
     except KVCalError as error:
