@@ -63,6 +63,7 @@ class FitJob:
 
     searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
     selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
+    guard: called with the whole bundle before it is written; where it raises nothing is written.
     """
 
     method: Method | VQKV
@@ -70,6 +71,7 @@ class FitJob:
     seed: int = 0
     searched: Mapping[str, Mapping[str, Any]] | None = None
     selection: HeavyHitters | None = None
+    guard: Callable[[Bundle], None] = lambda bundle: None
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ class LayerPart:
         summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
         bundle = Bundle(fingerprint, scheme, self.record, summary | averages(metrics))
         with _failing([self.work]):
+            self.job.guard(bundle)
             digest = bundle.write(self.job.output)
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)

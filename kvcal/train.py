@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,14 +90,15 @@ def train(
     options: FitOptions | None = None,
     say: Say = lambda line: None,
     selection: HeavyHitters | None = None,
+    guard: Callable[[Bundle], None] = lambda bundle: None,
 ) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit; guard: of FitJob.
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
     [result] = fit_together(
-        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record, revision=revision,
-        device=device, options=options, say=say,
+        [FitJob(method, output, seed, selection=selection, guard=guard)], source, text, model_record=model_record,
+        revision=revision, device=device, options=options, say=say,
     )  # fmt: skip
     assert isinstance(result, TrainResult)
     return result
@@ -159,7 +160,7 @@ class TrainPart:
         layers = tuple(run.layers(self.shape))
         scheme = Scheme(self.method.windows, self.method.frame, layers, selection=self.job.selection)
         bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
-        self._warn(bundle)
+        self.job.guard(bundle)
         digest = bundle.write(self.job.output)
         self.work.remove()
         return TrainResult(
@@ -167,15 +168,6 @@ class TrainPart:
             resumed_layers=0 if self.known is None else self.layers,
             stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(self.scan.device),
         )  # fmt: skip
-
-    def _warn(self, bundle: Bundle) -> None:
-        """Say that the scheme breaks on the model's key channels, if it does; not of windows too short to pack anything."""
-        from .outliers import warnings
-
-        with suppress(UsageError):
-            held = self.scan.text.holdout[:1]
-            for line in warnings(self.scan.source, held, {bundle.name: bundle.scheme}, self.scan.device):
-                self.scan.say(line)
 
 
 # Vectors.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
@@ -13,6 +14,7 @@ from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..train import train
 from .calibration import prepare, written
 from .common import Say, output_for
+from .guard import outlier_warnings
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -56,9 +58,16 @@ def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
     method = vqkv_method(o, models.geometry(source))
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
+
+    def guard(bundle: Bundle) -> None:
+        schemes = {bundle.name: bundle.scheme}
+        for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
+            say(line)
+
     result = train(
         method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
         device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
+        guard=guard,
     )  # fmt: skip
     metrics = result.bundle.metrics
     return {
