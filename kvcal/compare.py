@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.bundle import write_atomically
+from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import Scheme
 
 from .kept import Work, short
@@ -62,15 +63,39 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+def read_results(path: Path, command: str) -> dict[str, Any]:
+    """A result file of that command: `settings` and `rows`, each row a dict with its `key`. Both are empty where there is no
+    file yet, or one without a byte.
+
+    Raises KVCalError for any other file: results would overwrite it.
+    """
+    try:
+        text = path.read_text("utf-8") if path.exists() else ""
+        found: dict[str, Any] = json.loads(text) if text else {"command": command, "settings": {}, "rows": []}
+        ours = isinstance(found["settings"], dict) and isinstance(found["rows"], list)
+        ours = ours and all(isinstance(row["key"], str) for row in found["rows"])
+        ours = ours and found.get("command", command) == command  # files of before have no name of a command
+    except OSError as error:
+        raise KVCalError(f"--output {path}: cannot be read: {error.strerror or error}; give another name") from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        ours = False
+    if not ours:
+        raise KVCalError(
+            f"--output {path} is there already and is no result file of `kvcal {command}`; give another name or remove it"
+        )
+    return found
+
+
 @dataclass
 class Ledger:
     """Rows measured so far, so that an interrupted comparison goes on: in a file of the user's, which stays; where there is
     none, in `work`, until they are done.
 
     settings: everything that all rows depend on (model, text, windows, dtype, device); rows of others are not taken over.
-    resume: False takes none over.
+    resume: False takes none over. Raises KVCalError as `read_results`.
     """
 
+    command: str
     path: Path | None
     settings: dict[str, Any]
     work: Work
@@ -80,15 +105,10 @@ class Ledger:
         if self.path is None:
             self.rows: dict[str, dict[str, Any]] = {row["key"]: row for row in self.work.named("row-")}
         else:
-            self.rows = self._in_file(self.path) if self.resume and self.path.exists() else {}
+            before = read_results(self.path, self.command)
+            same = self.resume and before["settings"] == self.settings
+            self.rows = {row["key"]: row for row in before["rows"]} if same else {}
         self.resumed = set(self.rows)
-
-    def _in_file(self, path: Path) -> dict[str, dict[str, Any]]:
-        try:
-            before = json.loads(path.read_text("utf-8"))
-            return {row["key"]: row for row in before["rows"]} if before["settings"] == self.settings else {}
-        except (ValueError, KeyError, TypeError):
-            return {}  # not ours, or cut off: measured again, and written whole
 
     @property
     def where(self) -> Path:
@@ -100,7 +120,7 @@ class Ledger:
         if self.path is None:
             self.work.keep(_file(key), self.rows[key])
             return
-        found = {"settings": self.settings, "rows": list(self.rows.values())}
+        found = {"command": self.command, "settings": self.settings, "rows": list(self.rows.values())}
         write_atomically(self.path, (json.dumps(found, indent=1) + "\n").encode())
 
     def done(self, keys: Iterable[str]) -> None:

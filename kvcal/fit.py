@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle, probed_layers
+from kvcal_artifacts.bundle import Bundle, Fingerprint, file_behind, load_bundle, probed_layers
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
@@ -63,6 +63,7 @@ class FitJob:
 
     searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
     selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
+    guard: called with the whole bundle before it is written; where it raises nothing is written.
     """
 
     method: Method | VQKV
@@ -70,6 +71,7 @@ class FitJob:
     seed: int = 0
     searched: Mapping[str, Mapping[str, Any]] | None = None
     selection: HeavyHitters | None = None
+    guard: Callable[[Bundle], None] = lambda bundle: None
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,15 @@ class Scan:
 
 
 class Part(Protocol):
-    """One bundle on its way through a scan."""
+    """One bundle on its way through a scan.
+
+    known: the fingerprint's probe, where a run before kept all that the part takes from the layers; None: it must see them.
+    """
+
+    known: tuple[float, ...] | None
+
+    @property
+    def work(self) -> Checkpoint: ...
 
     def open(self, stack: ExitStack) -> None:
         """Before the first layer: what must be closed after the last goes on the stack."""
@@ -171,12 +181,25 @@ def fit_together(
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
     scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
     parts = [_part(job, scan) for job in jobs]
-    layered = [part.work for part in parts if isinstance(part, LayerPart)]
+    probes = [part.known for part in parts if part.known is not None]
+    probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
+    fingerprint = Fingerprint.of(source.model, revision, probe)
+    results = []
+    for job, part in zip(jobs, parts, strict=True):
+        results.append(part.finish(fingerprint))
+        written(job, results[-1])
+    return results
+
+
+def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
+    """Show every part every layer; returns the fingerprint's probe."""
+    options, layered = scan.options, [part.work for part in parts if isinstance(part, LayerPart)]
+    others = [part.work for part in parts if not isinstance(part, LayerPart)]
     probe: tuple[float, ...] = ()
-    with _failing(layered), ExitStack() as stack:
+    with _failing(layered, others), ExitStack() as stack:
         capture = stack.enter_context(
             Capture(
-                source, ids, device=device, batch=options.batch, hidden=options.spill,
+                scan.source, scan.ids, device=scan.device, batch=options.batch, hidden=options.spill,
                 spill_dir=options.spill_dir, timer=scan.timer,
             )
         )  # fmt: skip
@@ -191,12 +214,7 @@ def fit_together(
                         part.layer(own)
                 parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
-    fingerprint = Fingerprint.of(source.model, revision, probe)
-    results = []
-    for job, part in zip(jobs, parts, strict=True):
-        results.append(part.finish(fingerprint))
-        written(job, results[-1])
-    return results
+    return probe
 
 
 def _part(job: FitJob, scan: Scan) -> Part:
@@ -209,6 +227,8 @@ def _part(job: FitJob, scan: Scan) -> Part:
 
 class LayerPart:
     """A method that is done with a layer before it sees the next."""
+
+    known: tuple[float, ...] | None = None  # hidden states and reconstructions are not kept
 
     def __init__(self, job: FitJob, scan: Scan) -> None:
         assert not isinstance(job.method, VQKV)
@@ -258,6 +278,7 @@ class LayerPart:
         summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
         bundle = Bundle(fingerprint, scheme, self.record, summary | averages(metrics))
         with _failing([self.work]):
+            self.job.guard(bundle)
             digest = bundle.write(self.job.output)
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
@@ -353,15 +374,14 @@ def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def check_output(output: Path, option: str = "--output") -> None:
-    """Raise now, not after an hour, if no file can be written there."""
-    if output.is_dir():
-        raise KVCalError(f"{option} {output} is a folder: give a file name")
-    if not output.parent.is_dir():
-        raise KVCalError(f"{output.parent} is not a folder; create it or give another {option}")
+    """Raise now, not after an hour, if no file can be written there: no folder, pipe or device is replaced by one."""
+    folder = file_behind(output, option).parent
+    if not folder.is_dir():
+        raise KVCalError(f"{folder} is not a folder; create it or give another {option}")
     try:
-        tempfile.TemporaryFile(dir=output.parent).close()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise KVCalError(f"{output.parent}: cannot be written to ({error.strerror}); give another {option}") from error
+        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another {option}") from error
 
 
 class Checkpoint(Kept):
@@ -392,12 +412,15 @@ class Checkpoint(Kept):
 
 
 @contextmanager
-def _failing(works: Sequence[Checkpoint]) -> Iterator[None]:
-    """Within, an error says what stays on disk; after one that would come again, nothing does."""
+def _failing(works: Sequence[Checkpoint], others: Sequence[Checkpoint] = ()) -> Iterator[None]:
+    """Within, an error says what stays on disk; after one that would come again, nothing does.
+
+    others: have no fitted layers to speak of.
+    """
     try:
         yield
     except NonFiniteError:
-        for work in works:
+        for work in (*works, *others):
             work.remove()
         raise
     except KVCalError as error:

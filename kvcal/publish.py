@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, load_bundle
+from kvcal_artifacts.bundle import SUFFIX, file_behind, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
 
 from . import hub
@@ -137,6 +137,7 @@ def _check_places(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if (folder / name).is_dir():
             raise KVCalError(f"{folder / name} is a folder, in the way of the file; move it or give another --output")
+        file_behind(folder / name)  # no pipe or device is replaced
 
 
 def _unwritable(folder: Path, error: OSError) -> KVCalError:

@@ -1,19 +1,21 @@
 """The driver of `kvcal train-codebooks`: collect vectors in one pass over the layers, train stage after stage, write a bundle.
 
-A checkpoint after each stage, so that a killed run goes on: vectors are collected again (same command, same bytes), turned
-into residuals by the stages that are on disk, and training continues. The file comes out the same.
+Vectors are kept layer by layer, and codebooks stage by stage, so that a killed run goes on: once vectors of all layers are on
+disk the model is not run again; they are turned into residuals by the stages that are there, and training continues. A
+collection that was cut off begins anew, as each layer needs the hidden states of the one before. The file comes out the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +25,7 @@ from torch import Tensor
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, probed_layers, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps
@@ -42,7 +44,9 @@ HELD_PART, HELD_LEAST, HELD_MOST = (
     4096,
     1 << 17,
 )  # held-out vectors: a 32nd of the training ones within these bounds
+DISK_PART = 0.5  # of the free disk that kept vectors may take: the bundle and other jobs need some, too
 Say = Callable[[str], None]
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -86,14 +90,15 @@ def train(
     options: FitOptions | None = None,
     say: Say = lambda line: None,
     selection: HeavyHitters | None = None,
+    guard: Callable[[Bundle], None] = lambda bundle: None,
 ) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit; guard: of FitJob.
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
     [result] = fit_together(
-        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record, revision=revision,
-        device=device, options=options, say=say,
+        [FitJob(method, output, seed, selection=selection, guard=guard)], source, text, model_record=model_record,
+        revision=revision, device=device, options=options, say=say,
     )  # fmt: skip
     assert isinstance(result, TrainResult)
     return result
@@ -110,26 +115,57 @@ class TrainPart:
         _check_enough(self.method, scan.text, scan.config.num_hidden_layers, self.shape.heads)
         self.record = scan.record(job)
         self.work = StageCheckpoint(job.output, self.record, scan.options.resume)
+        self.layers = scan.config.num_hidden_layers
+        self.collected = Collection(self.method, len(scan.text.train), self.shape.heads, self.layers)
+        self.collected.parts = self.work.samples(self.layers, scan.device)
+        self.known = self.collected.probe if self.collected.parts else None
+        self.keeping = True
+        if self.known is not None:
+            scan.say(f"resuming with the vectors of all {self.layers} layers from {self.work.folder}")
         if done := self.work.count():
             scan.say(f"resuming after {done} stages from {self.work.folder}")
-        layers = scan.config.num_hidden_layers
-        self.collected = Collection(self.method, len(scan.text.train), self.shape.heads, layers)
 
     def open(self, stack: ExitStack) -> None:
         """Nothing is held that must be closed."""
 
     def layer(self, taps: LayerTaps) -> None:
+        if self.known is not None:
+            return
         self.collected.add(taps)
+        if self.keeping:
+            self._keep(taps.index)
+
+    def _keep(self, layer: int) -> None:
+        """The newest sample on disk, if the disk has room for all of them; said once where it has not."""
+        sample, folder = self.collected.parts[-1], self.work.folder
+        size = sample.nbytes * self.layers
+        try:
+            free = shutil.disk_usage(folder.parent).free
+            if not layer and size > free * DISK_PART:
+                raise KVCalError(f"{size / 1e6:,.0f} MB of vectors are more than half of the {free / 1e6:,.0f} MB free")
+            self.work.keep_sample(layer, sample)
+        except (OSError, KVCalError) as error:
+            self.keeping = False
+            self.work.drop_samples()
+            self.scan.say(f"note: vectors are not kept, a killed run collects them again: {error}")
+            return
+        if layer + 1 == self.layers:
+            kept = sum(part.nbytes for part in self.collected.parts)
+            self.scan.say(
+                f"vectors of all {self.layers} layers, {kept / 1e6:,.1f} MB, wait in {folder} until training is done"
+            )
 
     def finish(self, fingerprint: Fingerprint) -> TrainResult:
         run = Run(self.method, self.collected.vectors(self.scan.say), self.work, self.scan.timer, self.scan.say)
         layers = tuple(run.layers(self.shape))
         scheme = Scheme(self.method.windows, self.method.frame, layers, selection=self.job.selection)
-        bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme))
+        bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
+        self.job.guard(bundle)
         digest = bundle.write(self.job.output)
         self.work.remove()
         return TrainResult(
-            bundle, self.job.output, digest, self.scan.timer.split(), resumed_layers=0,
+            bundle, self.job.output, digest, self.scan.timer.split(),
+            resumed_layers=0 if self.known is None else self.layers,
             stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(self.scan.device),
         )  # fmt: skip
 
@@ -152,37 +188,47 @@ class Collection:
 
     def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
         self.method, self.train, self.heads, self.layers = method, train, heads, layers
-        self.parts: list[LayerSample] = []
+        self.parts: list[Sample] = []
         self.held = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
-        self.rotary, self.probe = 0, tuple[float, ...]()
+
+    @property
+    def rotary(self) -> int:
+        """Of the first layer with RoPE; 0 without one."""
+        return next((part.rotary for part in self.parts if part.rotary), 0)
+
+    @property
+    def probe(self) -> tuple[float, ...]:
+        """The fingerprint's, of what was collected."""
+        return tuple(number for part in self.parts for number in part.probe)
 
     def add(self, taps: LayerTaps) -> None:
-        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.held)
-        sample.gather()
+        before = self.rotary
+        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.held).gather()
         self.parts.append(sample)
-        if taps.rope is not None and not self.rotary:
-            self.rotary, none = taps.rope[0].shape[-1], torch.zeros(taps.site.head_dim)
+        if sample.rotary and not before:
+            none = torch.zeros(taps.site.head_dim)
             band_split(
-                none, none, self.method.high, self.rotary, self.method.split
+                none, none, self.method.high, sample.rotary, self.method.split
             )  # refuses what does not fit its pairs
         if taps.index in probed_layers(self.layers):
-            self.probe += hf.key_probe(taps.site)
+            sample.probe = hf.key_probe(taps.site)
 
     def vectors(self, say: Say) -> Vectors:
         """What was sampled; the parts are given back."""
+        rotary, probe = self.rotary, self.probe
         parts, self.parts = self.parts, []
         found = Vectors(
-            keys=torch.cat([p.fitted.keys for p in parts]),
-            values=torch.cat([p.fitted.values for p in parts]),
-            held_keys=torch.cat([p.held.keys for p in parts]),
-            held_values=torch.cat([p.held.values for p in parts]),
-            held_layer=torch.cat([torch.full_like(p.held.head, p.taps.index) for p in parts]),
-            held_head=torch.cat([p.held.head for p in parts]),
-            train_of=list(_runs([len(p.fitted.keys) for p in parts])),
-            held_of=list(_runs([len(p.held.keys) for p in parts])),
-            rotary=self.rotary,
+            keys=torch.cat([p.keys for p in parts]),
+            values=torch.cat([p.values for p in parts]),
+            held_keys=torch.cat([p.held_keys for p in parts]),
+            held_values=torch.cat([p.held_values for p in parts]),
+            held_layer=torch.cat([torch.full_like(p.held_head, layer) for layer, p in enumerate(parts)]),
+            held_head=torch.cat([p.held_head for p in parts]),
+            train_of=list(_runs([len(p.keys) for p in parts])),
+            held_of=list(_runs([len(p.held_keys) for p in parts])),
+            rotary=rotary,
             scales=[p.scales for p in parts],
-            probe=self.probe,
+            probe=probe,
         )
         if len(found.keys) < self.method.vectors:
             say(f"note: {len(found.keys)} vectors, all that these windows have, not {self.method.vectors}")
@@ -223,6 +269,34 @@ class Picked:
     head: Tensor
 
 
+@dataclass
+class Sample:
+    """One layer's part of Vectors, with their dtypes. scales (H, D) or None, on the CPU; rotary: dimensions that RoPE turns, 0
+    without it; probe: of the layer's key weights, empty where the fingerprint does not look at it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    held_keys: Tensor
+    held_values: Tensor
+    held_head: Tensor
+    scales: dict[str, Tensor | None]
+    rotary: int = 0
+    probe: tuple[float, ...] = ()
+
+    VECTORS = ("keys", "values", "held_keys", "held_values", "held_head")
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, scales as scales.ROLE."""
+        scales = {f"scales.{role}": scale for role, scale in self.scales.items() if scale is not None}
+        return {name: getattr(self, name) for name in self.VECTORS} | scales
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
 class LayerSample:
     """One layer's sample, in one pass over the windows."""
 
@@ -234,8 +308,8 @@ class LayerSample:
             "held": self._places("held", train, taps.windows, _share(held, layers, taps.index)),
         }
 
-    def gather(self) -> None:
-        """Run the layer once; leaves self.fitted and self.held, divided by self.scales."""
+    def gather(self) -> Sample:
+        """Run the layer once; what was picked, divided by its scales."""
         taken: dict[str, list[Picked]] = {"train": [], "held": []}
         squares: dict[str, Any] = {}
         cuda = False
@@ -250,9 +324,11 @@ class LayerSample:
                     squares[tap] = squares.get(tap, 0) + self._squares(x[:fitted])
         mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
         self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
-        self.fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
-        self.held = self._scaled(taken["held"], torch.float32)
-        self.scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
+        fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
+        held = self._scaled(taken["held"], torch.float32)
+        scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
+        rotary = 0 if self.taps.rope is None else self.taps.rope[0].shape[-1]
+        return Sample(fitted.keys, fitted.values, held.keys, held.values, held.head, scales, rotary)
 
     def _places(self, name: str, first: int, stop: int, count: int) -> Tensor:
         """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""
@@ -291,7 +367,7 @@ def _share(total: int, parts: int, index: int) -> int:
 
 
 class StageCheckpoint(Checkpoint):
-    """Beside the output: one file a trained stage, with its report and a hash."""
+    """Beside the output: one file a layer's vectors and one a trained stage, with its report; each with a hash."""
 
     VERSION = 2  # of a report: 1 had no errors by iteration
 
@@ -303,25 +379,68 @@ class StageCheckpoint(Checkpoint):
 
     def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
         """A stage as it was kept; a damaged one is removed, and trained again."""
-        path = self._stage(job, stage)
+        return self._read(
+            self._stage(job, stage), lambda tensors, known: (tensors["codewords"], StageReport(**known["report"]))
+        )
+
+    def keep(self, job: str, book: Tensor, report: StageReport) -> None:
+        self._write(self._stage(job, report.stage), {"codewords": book}, {"report": vars(report)})
+
+    def samples(self, layers: int, device: torch.device) -> list[Sample]:
+        """Vectors of all layers as they were kept; none if one is missing or damaged: they come from one run."""
+        if not all(self._sample(layer).exists() for layer in range(layers)):
+            return []
+
+        def made(tensors: dict[str, Tensor], known: dict[str, Any]) -> Sample:
+            vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
+            scales = {role: tensors.get(f"scales.{role}") for role in known["roles"]}
+            return Sample(**vectors, scales=scales, rotary=known["rotary"], probe=tuple(known["probe"]))
+
+        found: list[Sample] = []
+        for layer in range(layers):
+            if (sample := self._read(self._sample(layer), made)) is None:
+                return []
+            found.append(sample)
+        return found
+
+    def keep_sample(self, layer: int, sample: Sample) -> None:
+        about = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
+        self._write(self._sample(layer), sample.tensors, about)
+
+    def drop_samples(self) -> None:
+        for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
+            path.unlink(missing_ok=True)
+
+    def _write(self, path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        own = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        known = about | {"sha256": _digest(own)}
+        write_atomically(self.place(path.name), save(own, metadata={"stage": canonical(known)}))
+
+    def _read(self, path: Path, made: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
+        """What `made` makes of the file; None where there is none, or a damaged one, which is removed."""
         try:
             with safe_open(path, framework="pt") as file:
-                book, known = file.get_tensor("codewords"), json.loads(file.metadata()["stage"])
-            if hashlib.sha256(tensor_bytes(book)).hexdigest() != known["sha256"]:
+                names, known = file.keys(), json.loads(file.metadata()["stage"])
+                tensors = {name: file.get_tensor(name) for name in names}
+            if _digest(tensors) != known["sha256"]:
                 raise ValueError("damaged")
-            return book, StageReport(**known["report"])
+            return made(tensors, known)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             path.unlink(missing_ok=True)
             return None
 
-    def keep(self, job: str, book: Tensor, report: StageReport) -> None:
-        book = book.cpu().contiguous()
-        known = {"report": vars(report), "sha256": hashlib.sha256(tensor_bytes(book)).hexdigest()}
-        data = save({"codewords": book}, metadata={"stage": canonical(known)})
-        write_atomically(self.place(self._stage(job, report.stage).name), data)
-
     def _stage(self, job: str, stage: int) -> Path:
         return self.folder / f"{job}-{stage:03d}.safetensors"
+
+    def _sample(self, layer: int) -> Path:
+        return self.folder / f"vectors.{layer:04d}.safetensors"
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        found.update(tensor_bytes(tensor))
+    return found.hexdigest()
 
 
 class Run:

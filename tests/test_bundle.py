@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pickle
+import socket
 import stat
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from kvcal_artifacts.bundle import (
     Bundle,
     Fingerprint,
     canonical,
+    file_behind,
     sha256_text,
     tensor_bytes,
     write_atomically,
@@ -611,3 +613,72 @@ def test_windows_and_pairs_are_checked_where_they_are_made() -> None:
         Scheme(Windows(), "pre_rope", (LayerCodecs(pair.key, pair.value),))
     with pytest.raises(KVCalError, match="no codecs and no reason"):
         Scheme(Windows(), "pre_rope", (None,))
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    target, there, dangling = tmp_path / "far" / "target", tmp_path / "there", tmp_path / "dangling"
+    target.write_bytes(b"old")
+    there.symlink_to(target)
+    dangling.symlink_to("far/new")
+    for link in (there, dangling):
+        write_atomically(link, content())
+        assert link.is_symlink() and link.resolve().read_bytes() == content()
+    assert target.read_bytes() == content()
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["dangling", "far", "new", "target", "there"]
+
+
+def no_files(folder: Path) -> dict[str, Path]:
+    """Nothing here is a device: a mistake would cost a pipe."""
+    os.mkfifo(folder / "pipe")
+    (folder / "to-pipe").symlink_to("pipe")
+    (folder / "loop").symlink_to("loop")
+    (folder / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(folder / "socket"))  # at most 107 characters
+    return {
+        "pipe": folder / "pipe", "to-pipe": folder / "to-pipe", "loop": folder / "loop", "folder": folder / "folder",
+        "socket": folder / "socket",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("pipe", "a pipe"),
+        ("to-pipe", "a pipe"),
+        ("loop", "a link that leads to itself"),
+        ("folder", "a folder"),
+        ("socket", "a socket"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_stays(name: str, kind: str, tmp_path: Path) -> None:
+    path = no_files(tmp_path)[name]
+    before = {entry.name: entry.lstat() for entry in tmp_path.iterdir()}
+    with pytest.raises(KVCalError, match=f"{name} is {kind}: give a file name"):
+        write_atomically(path, content())
+    assert {entry.name: entry.lstat() for entry in tmp_path.iterdir()} == before
+
+
+def test_a_device_is_named_as_one() -> None:
+    """Only looked at: `file_behind` writes nothing."""
+    with pytest.raises(KVCalError, match=r"^--csv /dev/null is a device: give a file name$"):
+        file_behind(Path("/dev/null"), "--csv")
+
+
+def test_the_file_that_standard_output_goes_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvcal compare --csv /dev/stdout > rows.csv`: a rename would lose what is printed; in a pipeline there is no file."""
+    printed = tmp_path / "printed"
+    with printed.open("w") as file:
+        assert file_behind(printed) == printed
+        monkeypatch.setattr("kvcal_artifacts.bundle.STANDARD_STREAMS", {file.fileno(): "standard output"})
+        for place in (printed, Path(f"/dev/fd/{file.fileno()}")):
+            with pytest.raises(KVCalError, match=f"{place} is this command's standard output: give another file name"):
+                file_behind(place)
+    ends = os.pipe()
+    try:
+        with pytest.raises(KVCalError, match=f"/dev/fd/{ends[1]} is a pipe"):
+            file_behind(Path(f"/dev/fd/{ends[1]}"))
+    finally:
+        for end in ends:
+            os.close(end)

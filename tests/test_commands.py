@@ -5,6 +5,7 @@ Whatever is wrong is one line on stderr, a documented exit code, nothing on stdo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_an_odd_text_is_one_line(
 PLACES = [(name, option) for option in ("--output", "--plot", "--bundle-output", "--csv") for name in having(option)]
 
 
-@pytest.mark.parametrize("kind", ["no folder", "folder", "long name"])
+@pytest.mark.parametrize("kind", ["no folder", "folder", "long name", "pipe"])
 @pytest.mark.parametrize(("name", "option"), PLACES)
 def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
     name: str, option: str, kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -151,10 +152,33 @@ def test_a_place_that_cannot_be_written_is_one_line_before_any_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "folder.png" / "file").touch()
-    place = {"no folder": "none/x.png", "folder": "folder.png", "long name": f"{'x' * 300}.png"}[kind]
+    os.mkfifo(pipe := tmp_path / "folder.png" / "pipe.png")
+    place = {"no folder": "none/x.png", "folder": "folder.png", "long name": f"{'x' * 300}.png", "pipe": pipe}[kind]
     monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
     refused(kvcal(name, *needed(name, base, tmp_path), option, place))
-    assert [entry.name for entry in tmp_path.rglob("*")] == ["folder.png", "file"]
+    assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["file", "folder.png", "pipe.png"]
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("options", [[], ["--no-resume"]], ids=["resume", "no resume"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"my notes\n", b'{"a": 1}', b'{"rows": [', b"[]", b"null", b"\xff\xfe", b"[" * 100_000,
+        b'{"command": "eval", "settings": {}, "rows": []}', b'{"command": "NAME", "settings": {}, "rows": [1]}',
+        b'{"command": "NAME", "settings": {}, "rows": null}', b'{"command": "NAME", "settings": [], "rows": []}',
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["compare", "probe"])
+def test_what_is_no_result_of_the_command_is_not_overwritten(
+    name: str, content: bytes, options: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, content = tmp_path / "out.json", content.replace(b"NAME", name.encode())
+    path.write_bytes(content)
+    monkeypatch.setattr("kvcal.models.load_model", lambda *args, **kwargs: pytest.fail("the model was read before"))
+    given = [*needed(name, base, tmp_path), *options, "--output", path]
+    refused(kvcal(name, *given), str(path), f"no result file of `kvcal {name}`", "give another name")
+    assert path.read_bytes() == content and [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
 
 
 @every_command

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from architectures import build
@@ -126,6 +127,19 @@ def test_preset_writes_a_bundle(folder: Path, tmp_path: Path) -> None:
     assert bundle.provenance["method"] == "kivi-2" and bundle.provenance["settings"]["key"] == "kivi-2"
     assert str(folder.parent) not in json.dumps(bundle.provenance)
     assert len(bundle.fingerprint.probe) == 16
+
+
+def test_a_model_with_a_nan_gets_no_preset(tmp_path: Path) -> None:
+    """In a layer that the fingerprint does not look at: the guard, which runs them all, finds it before anything is there."""
+    broken, output = write_model(tmp_path / "broken", 4), tmp_path / f"x{SUFFIX}"
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    output.write_bytes(b"old")
+    done = kvcal("preset", "turboquant-2", "--model", broken, "-o", output)
+    assert done.code == 1 and "layer 2, key head 0: NaN or infinity in window 0" in done.complaint
+    assert output.read_bytes() == b"old"
+    assert kvcal("preset", "turboquant-2", "--model", broken, "-o", output, "--no-check").code == 0
 
 
 def test_preset_with_other_windows(folder: Path, tmp_path: Path) -> None:

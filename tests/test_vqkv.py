@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvcal.capture import Capture, WholeModel
@@ -42,7 +43,7 @@ from kvcal.train import Run, StageCheckpoint, collect
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_kernels.vq import nearest
 from models_fixture import ROOT, SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
 
@@ -474,6 +475,92 @@ def test_control_c_keeps_the_checkpoint(
     other = train(given, output.with_name(f"y{SUFFIX}"))
     again = good(train(given, output))
     assert (again["resumed_stages"], again["sha256"]) == (3, usual["sha256"] if good(other) else "")
+
+
+def interrupted_in_training(
+    given: list[object], output: Path, monkeypatch: pytest.MonkeyPatch, *options: object
+) -> Done:
+    def killed(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_stage", killed)
+        ended = train(given, output, *options)
+    assert ended.code == 130 and not checkpoints(output)
+    return ended
+
+
+def kept_vectors(output: Path) -> list[Path]:
+    return sorted((output.parent / f".{output.name}.partial").glob("vectors.*"))
+
+
+@pytest.mark.parametrize("scale", [[], ["--scale", "none"]], ids=["head", "none"])
+def test_collected_vectors_are_kept(
+    given: list[object], output: Path, scale: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is not run again, and the file is the same as in one go."""
+    whole = good(train(given, output.with_name(f"whole{SUFFIX}"), *scale))
+    ended = interrupted_in_training(given, output, monkeypatch, *scale)
+    numbers = 2 * DIM * (whole["train_vectors"] + whole["holdout_vectors"]) * 4
+    size = sum(path.stat().st_size for path in kept_vectors(output))
+    assert len(kept_vectors(output)) == LAYERS and numbers < size < 1.5 * numbers
+    assert f"vectors of all {LAYERS} layers, " in ended.err and " MB, wait in " in ended.err
+    monkeypatch.setattr("kvcal.fit.Capture", lambda *args, **kwargs: pytest.fail("the model was run again"))
+    again = train(given, output, *scale)
+    assert good(again)["sha256"] == whole["sha256"]
+    assert f"resuming with the vectors of all {LAYERS} layers" in again.err and not kept_vectors(output)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off", "a bit"])
+def test_damaged_vectors_are_collected_again(
+    given: list[object], usual: dict[str, Any], output: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted_in_training(given, output, monkeypatch)
+    path = kept_vectors(output)[2]
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(content if damage == "a bit" else content[:-9])
+    if damage == "missing":
+        path.unlink()
+    again = train(given, output)
+    assert good(again)["sha256"] == usual["sha256"] and "resuming" not in again.err
+
+
+def test_a_model_with_a_nan_leaves_nothing(given: list[object], tmp_path: Path) -> None:
+    broken, output = write_model(tmp_path / "broken", LAYERS), tmp_path / "out" / f"x{SUFFIX}"
+    output.parent.mkdir()
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.2.self_attn.k_proj.weight"][0, 0] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    ended = train([*given, "--model", broken], output)
+    assert ended.code == 1 and "layer 2, key head 0: NaN" in ended.err and list(output.parent.iterdir()) == []
+
+
+def test_a_disk_without_room_for_vectors_costs_only_them(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcal.train.shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    ended = interrupted_in_training(given, output, monkeypatch)
+    assert "note: vectors are not kept" in ended.err and "half of the 0 MB free" in ended.err
+    assert not kept_vectors(output) and good(train(given, output))["sha256"] == usual["sha256"]
+
+
+def test_the_guard_comes_before_the_bundle(
+    given: list[object], usual: dict[str, Any], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guard(source: Any, ids: torch.Tensor, schemes: dict[str, Any], device: Any) -> list[str]:
+        assert list(schemes) == ["x"] and ids.shape == (1, 68)
+        if not output.with_suffix(".go").exists():
+            raise NonFiniteError("layer 2, key head 0: NaN or infinity in window 0")
+        return ["warning: x will break"]
+
+    monkeypatch.setattr("kvcal.commands.guard.warnings", guard)
+    ended = train(given, output)
+    assert ended.code == 1 and "layer 2, key head 0" in ended.err and not output.exists()
+    output.with_suffix(".go").touch()
+    again = train(given, output)
+    assert good(again)["sha256"] == usual["sha256"] and "warning: x will break" in again.err
+    assert again.json["resumed_stages"] == len(again.json["stage_rows"])
 
 
 @pytest.mark.parametrize(

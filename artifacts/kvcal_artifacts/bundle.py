@@ -6,10 +6,13 @@ every tensor with dtype, shape and hash. Same content, same bytes. Readers check
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -203,12 +206,58 @@ class Bundle:
             raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(found)}")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """All of `data` under `path`, or nothing: a temporary file in the same folder, synced, renamed."""
-    if not path.parent.is_dir():
-        raise KVCalError(f"{path.parent} is not a folder; create it or give another --output")
+STANDARD_STREAMS = {1: "standard output", 2: "standard error"}
+KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link that leads to itself",
+}  # fmt: skip
+
+
+def file_behind(path: Path, option: str = "") -> Path:
+    """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
+
+    option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
+    file, which a rename would destroy, and for the file that standard output or standard error goes to, whose text it would
+    lose.
+    """
+    name = f"{option} {path}".lstrip()
+    behind = Path(os.path.realpath(path))
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with suppress(FileNotFoundError, NotADirectoryError):
+            # /dev/stdout of a pipeline: its real path names nothing, but it can be looked at through the link
+            seen = _status(path) or os.lstat(behind)
+            if not stat.S_ISREG(seen.st_mode):
+                raise KVCalError(f"{name} is {KINDS[stat.S_IFMT(seen.st_mode)]}: give a file name")
+            for number, stream in STANDARD_STREAMS.items():
+                with suppress(OSError):  # closed
+                    if os.path.samestat(os.fstat(number), seen):
+                        raise KVCalError(f"{name} is this command's {stream}: give another file name")
+    except OSError as error:
+        raise KVCalError(f"{name}: cannot be written: {error.strerror or error}") from error
+    return behind
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None where no file can be reached, of links too."""
+    try:
+        return os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All of `data` under `path`, or nothing: a temporary file in the same folder, synced, renamed.
+
+    A symlink stays one: the file it leads to is replaced. Raises KVCalError where nothing can be written, and as
+    `file_behind`.
+    """
+    place = file_behind(path)
+    if not place.parent.is_dir():
+        raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -217,7 +266,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(temporary, 0o666 & ~mask)
-            os.replace(temporary, path)
+            os.replace(temporary, place)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise

@@ -97,9 +97,9 @@ def check_reports(junit: Path | None, summary: Path | None) -> None:
     """Refuse now, not after an hour, what cannot be written."""
     from kvcal.fit import check_output
 
-    for path in (junit, summary):
+    for option, path in (("--junit", junit), ("--summary", summary)):
         if path is not None:
-            check_output(path)
+            check_output(path, option)
 
 
 def print_gates(checks: list[Any]) -> None:

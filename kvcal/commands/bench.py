@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Windows
 
@@ -64,7 +63,7 @@ def run_bench(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if not rows:
         raise UsageError("nothing to measure: no operation fits any scheme; the notes above say why")
     if o["csv"] is not None:
-        _write(o["csv"], to_csv(rows).encode())
+        write_atomically(o["csv"], to_csv(rows).encode())
     if o["plot"] is not None:
         plot_bench(rows, o["plot"])
     return {
@@ -78,12 +77,6 @@ def _check_files(o: dict[str, Any]) -> None:
         check_plot(o["plot"])
     if o["csv"] is not None:
         check_output(o["csv"], "--csv")
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
 
 
 def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
 from ..capture import WholeModel
-from ..compare import Ledger, as_csv, best, bytes_at, front
+from ..compare import Ledger, as_csv, best, bytes_at, front, read_results
 from ..evaluate.attention_error import attention_errors
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
 from ..fit import FitOptions, check_output, fit
@@ -135,7 +135,9 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     check_taken(o, rows, said)
     for name in ("output", "csv"):
         if o[name] is not None:
-            check_output(o[name])
+            check_output(o[name], f"--{name}")
+    if o["output"] is not None:
+        read_results(o["output"], "compare")  # refused before any work, if it is none
     if o["plot"] is not None:
         from ..report.plots import check_plot
 
@@ -170,7 +172,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     ids = [text.ids_sha256, *([fitting["text"].ids_sha256] if fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *ids)
     work = Work("compare", record, output=o["output"], resume=o["resume"], say=say)
-    ledger = Ledger(o["output"], settings, work, o["resume"])
+    ledger = Ledger("compare", o["output"], settings, work, o["resume"])
     if known := sum(row.key in ledger.rows for row in rows):
         say(f"resuming: {known} of {len(rows)} rows are in {ledger.where}")
     for number, row in enumerate(rows):

@@ -33,7 +33,7 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
 
 def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
-    layers are run on a window of text for the outlier guard, unless told not to.
+    layers are run on a window of text for the outlier guard, unless told not to; nothing is written where that fails.
     """
     method, selection = wanted_preset(o), given_selection(o)
     if o["config_only"] and o["random_weights"]:
@@ -53,11 +53,10 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if selection is not None:
         record["selection"] = asdict(selection)
     fingerprint = Fingerprint.of(model, revision, probe)
-    bundle = Bundle(fingerprint, scheme, record)
-    sha256 = bundle.write(output)
     if o["check"] and not (o["config_only"] or o["random_weights"]):
         for line in _warnings(source, {name: scheme}, o["device"]):
             say(line)
+    sha256 = Bundle(fingerprint, scheme, record).write(output)
     return {
         "bundle": str(output),
         "sha256": sha256,

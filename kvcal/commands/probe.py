@@ -14,7 +14,7 @@ from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
 from ..capture import Capture, default_batch
-from ..compare import Ledger
+from ..compare import Ledger, read_results
 from ..fit import check_output
 from ..kept import Work
 from ..probe import Probe, Settings, measure, paper_probes, table
@@ -55,7 +55,10 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
 
         check_plot(o["plot"])
     if o["csv"] is not None:
-        check_output(o["csv"])
+        check_output(o["csv"], "--csv")
+    if o["output"] is not None:
+        check_output(o["output"])
+        read_results(o["output"], "probe")  # refused before any work, if it is none
     source = models.resolve(o["model"], o["revision"])
     if o["probe"]:  # the paper's own are of any model
         check_reach(settings, models.geometry(source).layers)
@@ -66,7 +69,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
     work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
-    ledger = Ledger(o["output"], everything, work, of.options.resume)
+    ledger = Ledger("probe", o["output"], everything, work, of.options.resume)
     known = len(ledger.rows)
     if known:
         say(f"resuming: {known} layers are in {ledger.where}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
@@ -57,13 +58,17 @@ def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
     method = vqkv_method(o, models.geometry(source))
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
+
+    def guard(bundle: Bundle) -> None:
+        schemes = {bundle.name: bundle.scheme}
+        for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
+            say(line)
+
     result = train(
         method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
         device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
+        guard=guard,
     )  # fmt: skip
-    schemes = {result.bundle.name: result.bundle.scheme}
-    for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
-        say(line)
     metrics = result.bundle.metrics
     return {
         **written(result),
