@@ -232,13 +232,19 @@ def killed_at_checkpoint(number: int) -> Iterator[None]:
         yield
 
 
+def collected(name: str) -> int:
+    """Files of layers that are kept before what is fitted: a collection goes on only where it is whole."""
+    return LAYERS if name == "vqkv" else 0
+
+
 @every_method
 def test_an_interrupted_fit_goes_on_and_gives_the_same_bytes(name: str, shop: Workshop, output: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), killed_at_checkpoint(3):
+    number = 3 + collected(name)
+    with pytest.raises(KeyboardInterrupt), killed_at_checkpoint(number):
         shop.fit(method_of(name), output)
     assert not output.exists()
     kept = list(output.parent.glob(".*/*.safetensors"))
-    assert len(kept) == 2
+    assert len(kept) == number - 1
     said: list[str] = []
     shop.fit(method_of(name), output, said=said)
     assert any(line.startswith("resuming after") for line in said), said
@@ -249,7 +255,7 @@ def test_an_interrupted_fit_goes_on_and_gives_the_same_bytes(name: str, shop: Wo
 @every_method
 def test_other_settings_do_not_resume(name: str, shop: Workshop, output: Path) -> None:
     """What an interrupted run left is of its own settings."""
-    with pytest.raises(KeyboardInterrupt), killed_at_checkpoint(2):
+    with pytest.raises(KeyboardInterrupt), killed_at_checkpoint(2 + collected(name)):
         shop.fit(method_of(name, recent=24), output)
     said: list[str] = []
     shop.fit(method_of(name), output, said=said)

@@ -1219,8 +1219,8 @@ class KVCalCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding of Transformers 5.17 counts in tensors
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end, as Transformers' own "
-                f"caches want it; to be left with {tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
+                f"crop({tokens_to_remove}): pass a negative number, the tokens to remove from the end; to be left with "
+                f"{tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
             )
         self.settle()
         count = min(-tokens_to_remove, self.ledger.columns)
