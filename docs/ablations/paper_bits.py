@@ -5,7 +5,7 @@
 It changes `paper_bits` in each file, says what it changed, and writes the tables (FILE.md) of recipes again. A second call
 changes nothing. How papers count is the codecs' own matter (`Codec.paper_bits`); here is what a row's settings say of them:
 
-- without data: from the codecs; with predictors, subspaces or factors: as stored, if the backbones count so too;
+- without data: from the codecs; with predictors, subspaces or factors: as stored, if the backbones count so too; vq: kept;
 - VQKV: the stages; KVTuner-like: stored bits less scales and zero points;
 - MixKVQ: the channels of each tier. Where thresholds choose them, the row has those of its calibration text alone, and says so
   in `paper_bits_from`; rows that an evaluation has counted since stay as they are. Thresholds without calibration: null.
@@ -63,6 +63,8 @@ def count(what: dict[str, Any], row: dict[str, Any], heads: tuple[int, int]) -> 
             return tiers(what, row, stored, heads)
         case "fit-predictors" | "fit-norms" | "measure-subspaces":
             names = [options[name] for name in ("backbone", "keys", "values", "first_layer") if options.get(name)]
+            if any(name.startswith("vq-") for name in names):
+                return row["paper_bits"], None  # 16 bits a code: counted by the evaluation
             return (None if any(name.startswith(OTHER_COUNT) for name in names) else stored), None
     raise SystemExit(f"row of {what['command']}: no rule for how its paper counts")
 
