@@ -1971,17 +1971,9 @@ def _merge(
 
 @triton.jit
 def _merged(
-    p_part,
-    p_stat,
-    first,
-    stride,
-    count,
-    live,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    N: tl.constexpr,
-):
+    p_part, p_stat, first, stride, count, live,
+    D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. live: [ROWS]."""
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
@@ -2055,10 +2047,6 @@ def settings(
     return made
 
 
-FEWEST = {
-    1: (5, 7, 2)
-}  # of a warp alone: turns of a program at least, enough turns of one, programs on a multiprocessor
-MORE = (8, 20, 1)  # of several, which share what a program starts with
 TOGETHER, PARTS = 9, 128
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 
@@ -2066,7 +2054,7 @@ RING = 8192  # bytes of a warp: blocks on their way are at least two, at most fo
 @functools.lru_cache(4096)
 def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, length: int) -> int:
     """Programs a kv head. As many on each multiprocessor as have enough turns each, at most TOGETHER, so that all take equally
-    many; one may have fewer, of FEWEST. Where that is more than one and a half `length` turns: programs of `length`, in
+    many; a few at least, of fewer turns. Where that is more than one and a half `length` turns: programs of `length`, in
     several rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as
     many as fill whole rounds, of which a multiprocessor runs `at_once` programs.
 
@@ -2074,7 +2062,8 @@ def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, 
     128: 24.5, 147: 25.2, 196: 26.2. 1 x 131072: 98: 57.3, 128: 54.6, 147: 56.3, 245: 69. 8 x 32768: 12: 95, 16: 95, 18: 90,
     48: 95. 32 x 32768 of 2/2: 18, a round of few programs at the end, 234, 17: 232.
     """
-    least, enough, few = FEWEST.get(warps, MORE)
+    # turns of a program at least, enough turns of one, programs on a multiprocessor; several warps share what one starts with
+    least, enough, few = (5, 7, 2) if warps == 1 else (8, 20, 1)
     every = -(-max(1, blocks) // warps)
     together = min(TOGETHER, max(few, groups * every // (processors * enough)))
     count = max(1, min(together * processors // groups, -(-every // least)))
