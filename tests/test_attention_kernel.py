@@ -657,7 +657,7 @@ def instructions(made: Any, case: Case, folder: Path) -> float:
     """Of a thread for each number, in the first loop over packed blocks: that of whole turns. A warp's block has
     2 * 32 * dim / 32 of them a thread; its products on tensor cores tell the loop from those over exact tokens.
     """
-    packed = [loop for loop in loops(made, folder) if loop["HMMA"] >= 4 * case.dim // 16]
+    packed = [loop for loop in loops(made, folder) if loop["HMMA"] + 2 * loop["IMMA"] >= 4 * case.dim // 16]
     return packed[0].total() / (2 * case.dim)
 
 

@@ -38,12 +38,26 @@ from triton.compiler.compiler import make_backend
 
 from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
+from .products import (
+    PROBABILITY,
+    QUERY,
+    SLACK,
+    beginning,
+    beginning_constraints,
+    beginning_tensors,
+    block,
+    block_constraints,
+    field_place,
+    pairs_of_word,
+    spreading,
+)
 from .reference import Blocks, Form
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
+FULL_QUERY, FULL_PROBABILITY, BLOCK_SLACK = tl.constexpr(QUERY), tl.constexpr(PROBABILITY), tl.constexpr(SLACK)
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 
 
@@ -751,9 +765,13 @@ def _query_channels(i: tl.constexpr, FOUR: tl.constexpr):
 
 @triton.jit
 def _value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
-    """Channels of rows r of slice i of values. odd: which one of a pair; other layouts have none."""
-    if not PAIRED:
+    """Channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, PAIRED 2, of slices; other layouts
+    have none.
+    """
+    if PAIRED == 0:
         return i * 16 + r + odd * 0
+    if PAIRED == 2:
+        return i * 32 + odd * 16 + r
     return i * 32 + (r % 8 * 4 + r // 8 * 2 if FOUR else r * 2) + odd
 
 
@@ -1456,6 +1474,153 @@ def _step(
     return b_m, b_l + b_sum, acc
 
 
+@triton.constexpr_function
+def _byte_place(i, bits):
+    return float(field_place(i % pairs_of_word(bits), bits))
+
+
+@triton.jit
+def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexpr):
+    """Queries as products.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,): of row n
+    % 8 where the row begins, whether it is one, and by what it is multiplied.
+    """
+    r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
+    made = ()
+    for c in tl.static_range((D + 63) // 64):
+        group = 2 * c + r // 8
+        word = tl.zeros([16, 8], tl.int32)
+        for i in tl.static_range(4):
+            channel = group * 32 + column // 2 * 2 + column % 2 * 8 + (i % 2 * 16 + i // 2)
+            x = tl.load(p_q + o_t[:, None] + channel, mask=there[:, None] & (channel < D), other=0.0).to(tl.float32)
+            x = tl.floor(x * inverse[:, None] + 0.5).to(tl.int32)
+            high = (x + 128) >> 8
+            word = word | (tl.where(r % 2 == 0, high, x - high * 256) & 255) << (8 * i)
+        made = made + (word[None] + _spot(NW, 8),)
+    return made
+
+
+@triton.jit
+def _begun(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+    COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
+    KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
+    made = tl.inline_asm_elementwise(
+        beginning(SLICES, PIECES, BITS, MODE), beginning_constraints(SLICES, PIECES, BITS, MODE), queries,
+        dtype=_kinds(KIND, COUNT), is_pure=True, pack=4,
+    )  # fmt: skip
+    if COUNT == 1:
+        made = (made,)
+    return made
+
+
+@triton.constexpr_function
+def _kinds(kind, count):
+    return (kind,) * count
+
+
+@triton.jit
+def _spread_state(state, WHICH: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        spreading(WHICH), "=&f,=&f,=&f,=&f,f,f,f,f", [state], dtype=tl.float32, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _byte_state(unit, at, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """State and places of products.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
+    b_none = _spot(NW, N)
+    r, column = tl.arange(0, 16)[None, :, None] + b_none, tl.arange(0, N)[None, None, :] + b_none
+    number = r // 8 * 2 + column % 2  # of a lane's registers
+    lane = r % 8 * 4 + column // 2
+    row = lane & 15
+    words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
+    scales = lane // 4 * tl.where(number == 1, 2 * K_WIDTH, 2 * V_WIDTH)
+    state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
+    return state, tl.where(number == 0, words, scales) + at[:, None, None]
+
+
+@triton.jit
+def _byte_step(
+    p_k, p_ks, p_v, p_vs, i_head, first, slot, places, queries, begins, unit, b_m, b_l, acc,
+    SLICES: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
+    V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
+    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_HELD: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_step` of integers in inner groups, by products of bytes (products.py): b_m is its state under ASM."""
+    if ASM:
+        KEYS: tl.constexpr = (K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD)
+        VALUES: tl.constexpr = (V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD)
+        made = tl.inline_asm_elementwise(
+            block(SLICES, KEYS, VALUES), block_constraints(SLICES, KEYS),
+            (tl.zeros([NW, 16, N], tl.int32) + slot, places) + queries + begins + (b_m,) + acc,
+            dtype=_floats(1 + SLICES // 2), is_pure=False, pack=4,
+        )  # fmt: skip
+        b_m = made[0]
+        acc = made[1:]
+    else:
+        at = (i_head * room + first + tl.arange(0, NW))[:, None]
+        live = at >= 0
+        scores = ()
+        parts = _codes(p_k, at * K_WORDS, live, at, 0, K_BITS, K_TILES, K_STRIDE, True, False, NW, False, ASM)
+        BOTH: tl.constexpr = 1 + K_MODE
+        COLUMNS: tl.constexpr = SLICES * 16 // K_GROUP * BOTH
+        for h in tl.static_range(2):
+            scale = _columns(p_ks, (at * 2 + h) * COLUMNS * 16, live, at, 0, COLUMNS, ASM)
+            b_s = tl.zeros([NW, 16, N], tl.float32)
+            for i in tl.static_range(SLICES):
+                g: tl.constexpr = i * 16 // K_GROUP * BOTH
+                x = _counted(parts[h * K_STRIDE + i], _key_place(h, i, K_BITS, K_MODE, K_STRIDE), K_BITS, K_MODE)
+                b_s += tl.dot(x, queries[i], input_precision="ieee") * scale[g][:, :, None]
+                if K_MODE == 1:
+                    b_s += tl.sum(queries[i], 1)[:, None, :] * scale[g + 1][:, :, None]
+            scores = scores + (b_s * unit[:, None, :],)
+        b_top = tl.max(tl.maximum(scores[0], scores[1]), 1)[:, None, :]
+        b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
+        if tl.max(b_e - b_m) > BLOCK_SLACK:
+            b_new = tl.maximum(b_m, b_e)
+            fade = tl.exp2(b_m - b_new)
+            b_m, b_l = b_new, b_l * fade
+            faded = ()
+            for i in tl.static_range(len(acc)):
+                faded = faded + (acc[i] * fade,)
+            acc = faded
+        b_d = b_e - b_m
+        fade = tl.where(b_d > -127, tl.exp2(b_d), 0.0)
+        b_0, b_1 = tl.exp2(scores[0] - b_e), tl.exp2(scores[1] - b_e)
+        b_l += (b_0 + b_1) * fade
+        b_0, b_1 = tl.floor(b_0 * FULL_PROBABILITY + 0.5), tl.floor(b_1 * FULL_PROBABILITY + 0.5)
+        b_sum = tl.sum(b_0 + b_1, 1)[:, None, :]
+        parts = _codes(p_v, at * V_WORDS, live, at, 0, V_BITS, V_TILES, V_STRIDE, True, True, NW, False, ASM)
+        PER: tl.constexpr = V_GROUP // 32
+        at_scale = (i_head * (room // PER) + (first + tl.arange(0, NW)) // PER)[:, None] * (SLICES * (1 + V_MODE) * 16)
+        scale = _columns(p_vs, at_scale, live, at, 0, SLICES * (1 + V_MODE), ASM)
+        found = ()
+        for i in tl.static_range(SLICES):
+            x_0 = _counted(parts[i], _place(i, V_BITS), V_BITS, V_MODE)
+            x_1 = _counted(parts[V_STRIDE + i], _place(i, V_BITS), V_BITS, V_MODE)
+            b_dot = tl.dot(x_0, b_0, input_precision="ieee") + tl.dot(x_1, b_1, input_precision="ieee")
+            b_dot = b_dot * scale[i * (1 + V_MODE)][:, :, None]
+            if V_MODE == 1:
+                b_dot += b_sum * scale[2 * i + 1][:, :, None]
+            found = found + (b_dot * (fade * _byte_place(i, V_BITS)),)
+        odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
+        made = ()
+        for i in tl.static_range(SLICES // 2):
+            made = made + (acc[i] + tl.where(odd, found[2 * i + 1], found[2 * i]),)
+        acc = made
+    return b_m, b_l, acc
+
+
+@triton.jit
+def _counted(part, PLACE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+    """Codes as `_codes` leaves them -> numbers, of symmetric forms with their sign."""
+    x = part.to(tl.float32) * (2.0**24 / PLACE)
+    if MODE == 0:
+        x -= 2.0 ** (BITS - 1)
+    return x
+
+
 @triton.jit
 def _origins(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER: tl.constexpr,
@@ -1625,7 +1790,7 @@ def _exact(
             k = tl.arange(0, 16)[None, None, :]
             for i in tl.static_range(SLICES // 2):
                 b_o = acc[i] * fade[:, None, :]
-                channel = _value_channels(i, r[None, :, None], k % 2, True, FOUR)
+                channel = _value_channels(i, r[None, :, None], k % 2, PAIRED, FOUR)
                 for j in tl.static_range(2):
                     token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
                     o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel
@@ -1703,6 +1868,7 @@ def attend_kernel(
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
     ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
     EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
+    BYTES: tl.constexpr = PAIRED == 2
     ROOM: tl.constexpr = N // EACH
     i_split, i_batch = tl.program_id(0), tl.program_id(2)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
@@ -1742,7 +1908,7 @@ def attend_kernel(
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
     PEAK: tl.constexpr = 0.5 if (K_MODE == 2 and PAIRS == 0) or K_MODE == 4 else 16.0
     b_peak = tl.zeros([N], tl.float32)
-    for i in tl.static_range(SLICES):
+    for i in tl.static_range(0 if BYTES else SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
     # at least 2^-100, of grids and before RoPE 2^-76: LOW times `unit` must stay far below every score
@@ -1754,7 +1920,26 @@ def attend_kernel(
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
-    if K_MODE == 4:
+    if BYTES:
+        n_t = i_chunk * ROOM + r % 8 // 2
+        there = n_t < RATIO * QUERIES
+        o_t = ((i_head * RATIO + n_t % RATIO) * QUERIES + n_t // RATIO) * D
+        channel = tl.arange(0, triton.next_power_of_2(D))
+        b_q = tl.load(p_q + o_t[:, None] + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
+        b_q = b_q.to(tl.float32)
+        # 0, or NaN where a number is not finite: integers do not show it
+        b_up = tl.maximum(tl.max(tl.abs(b_q), 1), 2.0**-100) * (1 / FULL_QUERY) + tl.sum(b_q * 0.0, 1)
+        if ASM:
+            q = _bytes_of_queries(p_q, o_t, there, 1 / b_up, D, NW)
+        b_up, _ = tl.split(tl.permute(tl.reshape(b_up, [2, 8]), [1, 0]))
+        if not ASM:
+            for i in tl.static_range(SLICES):
+                b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+                b_q = tl.floor(b_q.to(tl.float32) / b_up[None, :] + 0.5)
+                q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
+        if ASM:
+            sums = _begun(q, SLICES, K_STRIDE, K_BITS, K_MODE)
+    elif K_MODE == 4:
         channel = tl.arange(0, triton.next_power_of_2(D))
         b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
         b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
@@ -1813,7 +1998,7 @@ def attend_kernel(
                 if (i + 1) % (K_GROUP // 16) == 0:
                     b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
                     sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]) + b_none,)
-    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 1.0 if PAIRS > 0 else 2.0**24
+    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 1.0 if PAIRS > 0 or BYTES else 2.0**24
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
@@ -1823,6 +2008,12 @@ def attend_kernel(
         if i_split < splits:
             _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
+    places = b_m
+    if BYTES and ASM:
+        b_m, places = _byte_state(
+            unit, base + tl.arange(0, NW) * (SLOT * SLOTS), _together(D // K_GROUP * (1 + K_MODE)),
+            _together(SLICES * (1 + V_MODE)), NW, N,
+        )  # fmt: skip
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
@@ -1847,12 +2038,19 @@ def attend_kernel(
                 origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, K_ORDER,
                 K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
             )  # fmt: skip
-        b_m, b_l, acc = _step(
-            p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-            p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
-            SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
-            V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, False,
-        )  # fmt: skip
+        if BYTES:
+            b_m, b_l, acc = _byte_step(
+                p_k, p_ks, p_v, p_vs, i_head, first, o_slot, places, q, sums, unit, b_m, b_l, acc,
+                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
+                V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD, room, NW, N, ASM,
+            )  # fmt: skip
+        else:
+            b_m, b_l, acc = _step(
+                p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
+                SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
+                K_HELD, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, False,
+            )  # fmt: skip
         if FETCH:
             o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
     if NW > 1:
@@ -1868,9 +2066,19 @@ def attend_kernel(
             )  # fmt: skip
     if FETCH:
         _arrive(0, OWN, NW)
+    if BYTES and ASM:
+        b_l = _spread_state(b_m, (1, 1, -1, -1))
+        b_m = _spread_state(b_m, (0, 0, 0, 0))
     b_m = tl.max(b_m, 1)
     out = ()
-    if V_MODE == 3:
+    if BYTES:
+        b_l = tl.sum(b_l, 1)
+        odd = column % 2 == 1
+        for i in tl.static_range(WIDE):
+            b_unit = tl.where(odd, 1 / _byte_place(2 * i + 1, V_BITS), 1 / _byte_place(2 * i, V_BITS)) * (1 / FULL_PROBABILITY)
+            # sums show what integers do not
+            out = out + (acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :],)
+    elif V_MODE == 3:
         b_l = tl.sum(b_l, 1)
         turned = ()
         for i in tl.static_range(WIDE):
@@ -1895,21 +2103,31 @@ def attend_kernel(
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     if i_split >= splits:
         own = (i_split - splits) * share
+        exact = out
+        if BYTES:
+            exact = ()
+            for _ in tl.static_range(SLICES):
+                exact = exact + (tl.zeros([NW, 16, N], tl.float32),)
         if own < sink_parts * share:
-            b_m, b_l, out = _exact(
+            b_m, b_l, exact = _exact(
                 p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
-                own, tl.minimum(own + share, sink), factor, b_m, b_l, out,
-                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
+                own, tl.minimum(own + share, sink), factor, b_m, b_l, exact,
+                SLICES, PAIRED == 1, V_FOUR, FEW, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
             )  # fmt: skip
         else:
             own -= sink_parts * share
-            b_m, b_l, out = _exact(
+            b_m, b_l, exact = _exact(
                 p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
-                recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, out,
-                SLICES, PAIRED, V_FOUR, FEW, NW, N, ASM, RING,
+                recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, exact,
+                SLICES, PAIRED == 1, V_FOUR, FEW, NW, N, ASM, RING,
                 p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
                 sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
             )  # fmt: skip
+        out = exact
+        if BYTES:
+            out = ()
+            for i in tl.static_range(WIDE):
+                out = out + (tl.where((column % 2 == 1)[None, None, :], exact[2 * i + 1], exact[2 * i]),)
 
     # the program's warps into one, then to memory
     b_top = tl.max(b_m, 0)
@@ -2003,6 +2221,14 @@ Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B
 MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmetric): the kernel's MODE; 3: a grid
 
 
+def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
+    """Whether a kernel takes products of 8-bit integers: of integers in inner groups, as long as both parts of all query rows
+    are columns of one product. Groups of 16 key channels are halves of what one contracts.
+    """
+    plain = all(form.inner and not form.vector and not form.tiered for form in (keys, values))
+    return plain and keys.group % 32 == 0 and rows <= 4 and warps == 1 and not pairs
+
+
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, int]:
@@ -2010,8 +2236,9 @@ def settings(
     length or the splits, so that a model's decode steps share one compiled kernel. same: keys and values of one bit width
     are of one grid. pairs: Rope.pairs of keys before RoPE.
     """
-    each = 2 if values.paired else 1  # columns of a query row
     rows = ratio * queries
+    in_bytes = by_bytes(keys, values, rows, warps, pairs)
+    each = 2 if values.paired or in_bytes else 1  # columns of a query row
     wide = min(max(triton.next_power_of_2(rows) * each, 8), 32)
     merged = min(triton.next_power_of_2(rows), wide // each)
     made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
@@ -2019,7 +2246,7 @@ def settings(
         "CHUNKS": -(-rows * each // wide),
         "ROWS": merged,
         "WIDTH": rotation_width(keys.dim),
-        "PAIRED": values.paired,
+        "PAIRED": 2 if in_bytes else int(values.paired),
     }
     at_once = max(1, 64 * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))  # merged in 64 registers a thread
     made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
@@ -2303,11 +2530,11 @@ def check_layouts(ttgir: str) -> None:
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
         if packed and re.search(
-            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit", line
+            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync", line
         ):
             if not re.search(rf"-> \(?tensor<[\dx]*x[if](16|32), ({_aliases(result, ttgir)})>", line):
                 raise RuntimeError(f"this Triton puts tiles of the ring in an unknown layout: {line.strip()[-200:]}")
-        elif packed:
+        elif packed and "mov.f32 $0" not in line:
             operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
             if not re.search(rf"-> \(?tensor<[\dx]*f16, ({_aliases(operand, ttgir)})>", line):
                 raise RuntimeError(f"this Triton turns keys in an unknown layout: {line.strip()[-200:]}")

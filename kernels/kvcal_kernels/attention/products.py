@@ -1,0 +1,323 @@
+"""Assembly of a block of uniform integers in inner groups: codes as bytes, products of 8-bit integers (m16n8k32).
+
+One AND separates the codes of four numbers, not of two, and a product contracts 32 numbers, not 16. What codes meet has 16 bits
+in two parts, a column each: queries 256 high + low, signed, in steps of their row's largest / QUERY; probabilities 256 high + low,
+unsigned, in steps of 1 / PROBABILITY of the power of two above the largest of the block's 32. So up to four query rows fill the
+eight columns, and a lane has both parts of one query.
+
+Accumulators begin at MAGIC, the bits of 1.5 * 2^23: below 2^22 a sum added to them counts the last bits of that float, so that no
+integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact but for its last rounding.
+
+Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane, with a meaning of their own:
+
+- state: the power of two that outputs are in, as an exponent; the lane's part of the sum; the query's unit, by which products
+  become scores in powers of two; nothing.
+- acc, D / 32 of them: slices 2 c and 2 c + 1 of outputs, channel (2 c + column % 2) * 16 + row of query column / 2.
+- queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
+- begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
+- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+
+MAGIC = 0x4B400000
+MAGIC_FLOAT = 12582912.0
+QUERY = 32639  # 127 * 256 + 127
+PROBABILITY = 65534  # a rounding below 2^16
+SLACK = 32  # powers of two by which a block may lie above the outputs before they are scaled anew
+
+
+@triton.constexpr_function
+def pairs_of_word(bits: int) -> int:
+    """Pairs of pieces that a word of 16 bits holds."""
+    return {2: 4, 3: 4, 4: 2, 8: 1}[bits]
+
+
+@triton.constexpr_function
+def field_place(pair: int, bits: int) -> int:
+    """What a code in field `pair` of a byte counts, once separated."""
+    if bits == 3:
+        return 16 ** (pair // 2)
+    return {2: 4, 4: 16, 8: 1}[bits] ** pair
+
+
+@triton.constexpr_function
+def _float(x: float) -> str:
+    return repr(float(x))
+
+
+@triton.constexpr_function
+def _separated(bits: int, pair: int, into: list[str], words: list[str]) -> list[str]:
+    """Field `pair` of four registers; of 3 bits `words` are what `_third` made."""
+    if bits == 8:
+        return [f"mov.b32 {a}, {w};" for a, w in zip(into, words, strict=True)]
+    mask = {2: 0x03030303 << 2 * pair, 3: 0x07070707 << 4 * (pair // 2), 4: 0x0F0F0F0F << 4 * pair}[bits]
+    return [f"and.b32 {a}, {w}, {mask};" for a, w in zip(into, words, strict=True)]
+
+
+@triton.constexpr_function
+def _thirds(name: str, third: str, odd: bool) -> list[str]:
+    """Of words {name}0..3 and their third bits: {name}e0..3 with fields 0 and 2, {name}o0..3 with fields 1 and 3."""
+    text = []
+    for i in range(4):
+        text += [f"shl.b32 t, {third}{i}, {1 if odd else 2}; lop3.b32 {name}e{i}, {name}{i}, t, 0x33333333, 0xE4;"]
+        text += [f"shr.u32 t, {name}{i}, 2;"]
+        u = f"{third}{i}"
+        if odd:
+            text += [f"shr.u32 u, {u}, 1;"]
+            u = "u"
+        text += [f"lop3.b32 {name}o{i}, t, {u}, 0x33333333, 0xE4;"]
+    return text
+
+
+@triton.constexpr_function
+def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
+    """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`)."""
+    text = []
+    for u in range(tiles):
+        text += [f".reg .b32 {name}{u}_<4>;" if bits != 3 else f".reg .b32 {name}{u}_<4>, {name}{u}_e<4>, {name}{u}_o<4>;"]
+        text += [_matrix(f"{name}{u}_", byte + 512 * u)]
+    if bits == 3:
+        for u in range(0, tiles, 2):
+            text += [f".reg .b32 {name}third{u}_<4>;", _matrix(f"{name}third{u}_", byte + 512 * (tiles + u // 2))]
+            for v in range(u, min(u + 2, tiles)):
+                text += _thirds(f"{name}{v}_", f"{name}third{u}_", v % 2 == 1)
+    return text
+
+
+@triton.constexpr_function
+def _matrix(name: str, byte: int) -> str:
+    return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{name}0, {name}1, {name}2, {name}3}}, [words+{byte}];"
+
+
+@triton.constexpr_function
+def _words(name: str, tile: int, pair: int, bits: int) -> list[str]:
+    kind = "" if bits != 3 else "eo"[pair % 2]
+    return [f"{name}{tile}_{kind}{i}" for i in range(4)]
+
+
+@triton.constexpr_function
+def _scales(name: str, address: str, byte: int, count: int) -> list[str]:
+    """Float registers {name}{column}_{0, 1}: columns of float16 of rows r and r + 8, stored [count / w][16][w]."""
+    width = 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
+    halves = ", ".join(f"h{i}" for i in range(width))
+    text = []
+    for first in range(0, count, width):
+        for row in range(2):
+            at = byte + first * 32 + row * 16 * width
+            text += [f"{{ .reg .b16 {halves}; .reg .b{16 * width} x; ld.shared.b{16 * width} x, [{address}+{at}];"]
+            text += [f"mov.b{16 * width} {{{halves}}}, x;" if width > 1 else "mov.b16 h0, x;"]
+            text += [f"cvt.f32.f16 {name}{first + i}_{row}, h{i};" for i in range(width)] + ["}"]
+    names = ", ".join(f"{name}{c}_{row}" for c in range(count) for row in range(2))
+    return [f".reg .f32 {names};", *text]
+
+
+@triton.constexpr_function
+def _mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> str:
+    given = ", ".join("{" + ", ".join(x) + "}" for x in ([f"{out}{i}" for i in range(4)], a, b, begin))
+    return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {given};"
+
+
+@triton.constexpr_function
+def key_pair(pair: int, pieces: int, bits: int) -> tuple[int, int]:
+    """(half block, group of 32 channels) of a pair of keys; see reference.py."""
+    if pieces // 2 % pairs_of_word(bits) % 2:
+        return pair % 2, pair // 2
+    return pair // (pieces // 2), pair % (pieces // 2)
+
+
+@triton.constexpr_function
+def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
+    """(group of 32 channels, place) of keys, each combination once, in the order of `begins`."""
+    found: list[tuple[int, int]] = []
+    for pair in range(pieces):  # of both halves
+        made = key_pair(pair, pieces, bits)[1], field_place(pair % pairs_of_word(bits), bits)
+        if made[0] < slices // 2 and made not in found:
+            found.append(made)
+    return found
+
+
+@triton.constexpr_function
+def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
+    """begins of queries: a symmetric code c counts c - 2^(bits - 1), so that accumulators begin at MAGIC minus that much of the
+    queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's queries, four groups a tensor.
+    """
+    begun = groups_begun(slices, pieces, bits) if mode == 0 else [(g, 1) for g in range(slices // 2)]
+    outputs = 4 * len(begun) if mode == 0 else 4 * -(-len(begun) // 4)
+    text = ["{ .reg .b32 one, magic; .reg .b32 s<4>; .reg .f32 x, y;", f"mov.b32 magic, {MAGIC};"]
+    for i in range(len(begun)):
+        group, place = begun[i]
+        minus = (256 - place * 2 ** (bits - 1)) % 256 if mode == 0 else 1
+        query = [f"${outputs + 2 * group + j}" for j in range(2)]
+        text += [f"mov.b32 one, {minus * 0x01010101};"]
+        into = [f"${4 * i + j}" for j in range(4)] if mode == 0 else [f"s{j}" for j in range(4)]
+        given = ", ".join("{" + ", ".join(x) + "}" for x in (into, ["one"] * 4, query, ["magic"] * 4))
+        text += [f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {given};"]
+        if mode == 1:
+            text += ["mov.b32 x, s0; mov.b32 y, s1;"]
+            text += [f"fma.rn.f32 x, x, {_float(256)}, {_float(-257 * MAGIC_FLOAT)}; add.f32 x, x, y; mov.f32 ${i}, x;"]
+    if mode == 1:
+        text += [f"mov.f32 ${i}, 0.0;" for i in range(len(begun), outputs)]
+    return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def _scored(
+    slices: int, pieces: int, tiles: int, bits: int, mode: int, group: int, scales: int, queries: list[str], begins: list[str]
+) -> list[str]:
+    """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they begin."""
+    groups, each, both = slices * 16 // group, group // 32, 1 + mode
+    text = _loaded("k", 0, bits, tiles)
+    for h in range(2):
+        text += _scales(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
+    in_word, begun = pairs_of_word(bits), groups_begun(slices, pieces, bits)
+    text += [".reg .f32 s<4>, y;"]
+    started = set()
+    for p in range(in_word):
+        for u in range(tiles):
+            h, g = key_pair(u * in_word + p, pieces, bits)
+            if h > 1 or g >= slices // 2:
+                continue
+            place, d = field_place(p, bits), f"kd{u}_{p}_"
+            text += [f".reg .b32 {d}<4>, {d}a<4>;"]
+            a = [f"{d}a{i}" for i in range(4)]
+            text += _separated(bits, p, a, _words("k", u, p, bits))
+            first = 4 * begun.index((g, place))
+            begin = begins[first : first + 4] if mode == 0 else ["magic"] * 4
+            text += [_mma(d, a, queries[2 * g : 2 * g + 2], begin, "u8.s8")]
+            for row in range(2):
+                score, column = f"s{2 * h + row}", g // each * both
+                text += [f"fma.rn.f32 y, {d}{2 * row}, {_float(256 / place)}, {_float(-257 * MAGIC_FLOAT / place)};"]
+                text += [f"fma.rn.f32 y, {d}{2 * row + 1}, {_float(1 / place)}, y;"]
+                if score in started:
+                    text += [f"fma.rn.f32 {score}, y, ks{h}_{column}_{row}, {score};"]
+                else:
+                    text += [f"mul.f32 {score}, y, ks{h}_{column}_{row};"]
+                    started.add(score)
+                if mode == 1:
+                    text += [f"fma.rn.f32 {score}, ks{h}_{column + 1}_{row}, {begins[g]}, {score};"]
+    return text
+
+
+@triton.constexpr_function
+def _weighed(outputs: list[str]) -> list[str]:
+    """Probabilities as second operands p0, p1; the block's power of two as floats f, f_high, f_begin. state and outputs as
+    `outputs`: the exponent, the sum, the unit, nothing, then sums to scale.
+    """
+    text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<4>; .reg .b32 p<2>, bits; .reg .pred rise;"]
+    text += ["max.f32 top, s0, s1; max.f32 other, s2, s3; max.f32 top, top, other;"]
+    for step in (4, 8, 16):
+        text += [f"shfl.sync.bfly.b32 other, top, {step}, 31, 0xffffffff; max.f32 top, top, other;"]
+    # no rounding of the product may leave a score above e
+    text += [f"mul.f32 x, top, $2; abs.f32 e, x; fma.rn.f32 x, e, {_float(2.0**-22)}, x; cvt.rpi.f32.f32 e, x;"]
+    text += ["sub.f32 d, e, $0;", f"setp.gt.f32 rise, d, {_float(SLACK)}; vote.sync.any.pred rise, rise, 0xffffffff;"]
+    text += ["@!rise bra KVCAL_BELOW;"]
+    text += ["max.f32 x, e, $0; sub.f32 d, $0, x; ex2.approx.ftz.f32 f, d; mov.f32 $0, x; sub.f32 d, e, $0; mul.f32 $1, $1, f;"]
+    text += [f"mul.f32 {one}, {one}, f;" for one in outputs[4:]]
+    text += ["KVCAL_BELOW:"]
+    text += [f"max.f32 d, d, {_float(-127)}; add.f32 d, d, {_float(MAGIC_FLOAT + 127)}; mov.b32 bits, d; shl.b32 bits, bits, 23;"]
+    text += [f"mov.b32 f, bits; mul.f32 f_high, f, {_float(256)}; mul.f32 f_begin, f, {_float(-257 * MAGIC_FLOAT)};"]
+    text += ["neg.f32 e, e;"]
+    for i in range(4):
+        text += [f"fma.rn.f32 t{i}, s{i}, $2, e; ex2.approx.ftz.f32 t{i}, t{i};"]
+    text += ["add.f32 x, t0, t1; add.f32 d, t2, t3; add.f32 x, x, d; fma.rn.f32 $1, x, f, $1;"]
+    for i in range(4):
+        text += [f"fma.rn.f32 t{i}, t{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
+    text += [f".reg .b32 b<4>; {' '.join(f'mov.b32 b{i}, t{i};' for i in range(4))}"]
+    for i in range(2):
+        text += [f"prmt.b32 p{i}, b{i}, b{2 + i}, 0x4051; movmatrix.sync.aligned.m8n8.trans.b16 p{i}, p{i};"]
+    return text
+
+
+@triton.constexpr_function
+def _added(
+    slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int, outputs: list[str]
+) -> list[str]:
+    """outputs plus probabilities times values, whose words begin at `byte`, their scales at `scales` of a slot."""
+    text = _loaded("v", byte, bits, tiles)
+    text += _scales("vs", "value_scales", scales, slices * (1 + mode))
+    in_word = pairs_of_word(bits)
+    text += [".reg .b32 one, vc<4>;"]
+    if mode == 1:
+        text += [".reg .f32 total, part; mov.b32 one, 0x01010101;", _mma("vc", ["one"] * 4, ["p0", "p1"], ["magic"] * 4, "u8.u8")]
+        text += ["fma.rn.f32 total, vc0, f_high, f_begin; fma.rn.f32 total, vc1, f, total;"]
+    before = 0
+    for p in range(in_word):
+        place = field_place(p, bits)
+        if place != before:
+            before = place
+            if mode == 0:
+                text += [f"mov.b32 one, {(256 - place * 2 ** (bits - 1)) % 256 * 0x01010101};"]
+                text += [_mma("vc", ["one"] * 4, ["p0", "p1"], ["magic"] * 4, "s8.u8")]
+            else:
+                text += [f"mul.f32 part, total, {_float(place)};"]
+        for u in range(tiles):
+            i = u * in_word + p
+            if i >= slices:
+                continue
+            d = f"vd{u}_{p}_"
+            text += [f".reg .b32 {d}<4>, {d}a<4>;"]
+            a = [f"{d}a{j}" for j in range(4)]
+            text += _separated(bits, p, a, _words("v", u, p, bits))
+            begin = [f"vc{j}" for j in range(4)] if mode == 0 else ["magic"] * 4
+            text += [_mma(d, a, ["p0", "p1"], begin, "u8.u8")]
+            for row in range(2):
+                out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
+                text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
+                text += [f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};"]
+                if mode == 1:
+                    text += [f"fma.rn.f32 {out}, vs{2 * i + 1}_{row}, part, {out};"]
+    return text
+
+
+@triton.constexpr_function
+def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot).
+
+    Operands: state and acc, changed; slot (the byte of the ring's slot), places, queries, begins.
+    """
+    pieces, tiles, words, bits, mode, group, held = keys
+    _, v_tiles, v_words, v_bits, v_mode, _, _ = values
+    outputs = [f"${i}" for i in range(4 + 2 * slices)]
+    first = len(outputs)
+    queries = [f"${first + 8 + i}" for i in range(4 * -(-slices // 4))]
+    begins = [f"${first + 8 + len(queries) + i}" for i in range(4 * beginning_tensors(slices, pieces, bits, mode))]
+    text = ["{ .reg .b32 words, key_scales, value_scales, magic, t, u;", f"mov.b32 magic, {MAGIC};"]
+    for i, name in enumerate(("words", "key_scales", "value_scales")):
+        text += [f"add.s32 {name}, ${first}, ${first + 4 + i};"]
+    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, queries, begins)
+    text += ["{"] + _weighed(outputs) + ["{"]
+    text += _added(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words, outputs)
+    return " ".join([*text, "} } }"])
+
+
+@triton.constexpr_function
+def beginning_tensors(slices: int, pieces: int, bits: int, mode: int) -> int:
+    """How many tensors `begins` are."""
+    return len(groups_begun(slices, pieces, bits)) if mode == 0 else -(-slices // 8)
+
+
+@triton.constexpr_function
+def block_constraints(slices: int, keys: tuple[Any, ...]) -> str:
+    pieces, _, _, bits, mode, _, _ = keys
+    outputs = 4 + 2 * slices
+    begins = 4 * beginning_tensors(slices, pieces, bits, mode)
+    inputs = ["r"] * (8 + 4 * -(-slices // 4)) + ["r" if mode == 0 else "f"] * begins
+    return ",".join(["=f"] * outputs + inputs + [str(i) for i in range(outputs)])
+
+
+@triton.constexpr_function
+def beginning_constraints(slices: int, pieces: int, bits: int, mode: int) -> str:
+    outputs = 4 * beginning_tensors(slices, pieces, bits, mode)
+    return ",".join(["=&r" if mode == 0 else "=&f"] * outputs + ["r"] * (4 * -(-slices // 4)))
+
+
+@triton.constexpr_function
+def spreading(which: tuple[int, ...]) -> str:
+    """A lane's registers: number `which[i]` of four as the i-th, 0.0 where it is negative."""
+    return " ".join(f"mov.f32 ${i}, {'0.0' if which[i] < 0 else f'${4 + which[i]}'};" for i in range(4))
+
