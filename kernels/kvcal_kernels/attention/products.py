@@ -28,7 +28,10 @@ MAGIC = 0x4B400000
 MAGIC_FLOAT = 12582912.0
 QUERY = 32639  # 127 * 256 + 127
 PROBABILITY = 65534  # a rounding below 2^16
-SLACK = 32  # powers of two by which a block may lie above the outputs before they are scaled anew
+SLACK = 16  # powers of two by which a block may lie above the outputs before they are scaled anew
+# by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below 2^121:
+# 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
+JUMP = 76
 
 
 @triton.constexpr_function
@@ -101,19 +104,34 @@ def _words(name: str, tile: int, pair: int, bits: int) -> list[str]:
 
 
 @triton.constexpr_function
-def _scales(name: str, address: str, byte: int, count: int) -> list[str]:
-    """Float registers {name}{column}_{0, 1}: columns of float16 of rows r and r + 8, stored [count / w][16][w]."""
-    width = 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
-    halves = ", ".join(f"h{i}" for i in range(width))
-    text = []
+def _width(count: int) -> int:
+    """Columns of float16 that lie side by side."""
+    return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
+
+
+@triton.constexpr_function
+def _held(name: str, address: str, byte: int, count: int) -> list[str]:
+    """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a register."""
+    width, text = _width(count), []
     for first in range(0, count, width):
         for row in range(2):
-            at = byte + first * 32 + row * 16 * width
-            text += [f"{{ .reg .b16 {halves}; .reg .b{16 * width} x; ld.shared.b{16 * width} x, [{address}+{at}];"]
-            text += [f"mov.b{16 * width} {{{halves}}}, x;" if width > 1 else "mov.b16 h0, x;"]
+            into = f"{name}{first}_{row}w"
+            text += [f".reg .b{16 * width} {into}; ld.shared.b{16 * width} {into}, [{address}+{byte + first * 32 + row * 16 * width}];"]
+    return text
+
+
+@triton.constexpr_function
+def _converted(name: str, count: int) -> list[str]:
+    """What `_held` holds as floats {name}{column}_{0, 1}."""
+    width, text = _width(count), []
+    halves = ", ".join(f"h{i}" for i in range(width))
+    for first in range(0, count, width):
+        for row in range(2):
+            text += [f".reg .f32 {name}{first + i}_{row};" for i in range(width)]
+            text += [f"{{ .reg .b16 {halves}; mov.b{16 * width} {{{halves}}}, {name}{first}_{row}w;" if width > 1
+                     else f"{{ .reg .b16 h0; mov.b16 h0, {name}{first}_{row}w;"]
             text += [f"cvt.f32.f16 {name}{first + i}_{row}, h{i};" for i in range(width)] + ["}"]
-    names = ", ".join(f"{name}{c}_{row}" for c in range(count) for row in range(2))
-    return [f".reg .f32 {names};", *text]
+    return text
 
 
 @triton.constexpr_function
@@ -173,7 +191,8 @@ def _scored(
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     text = _loaded("k", 0, bits, tiles)
     for h in range(2):
-        text += _scales(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
+        text += _held(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
+        text += _converted(f"ks{h}_", groups * both)
     in_word, begun = pairs_of_word(bits), groups_begun(slices, pieces, bits)
     text += [".reg .f32 s<4>, y;"]
     started = set()
@@ -204,9 +223,10 @@ def _scored(
 
 
 @triton.constexpr_function
-def _weighed(outputs: list[str]) -> list[str]:
-    """Probabilities as second operands p0, p1; the block's power of two as floats f, f_high, f_begin. state and outputs as
-    `outputs`: the exponent, the sum, the unit, nothing, then sums to scale.
+def _weighed() -> list[str]:
+    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high, f_begin. $0: the
+    outputs', $1: the sum, $2: the unit. What lies JUMP below a block counts nothing beside it, so that its power of two may
+    rise with nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
     """
     text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<4>; .reg .b32 p<2>, bits; .reg .pred rise;"]
     text += ["max.f32 top, s0, s1; max.f32 other, s2, s3; max.f32 top, top, other;"]
@@ -214,16 +234,12 @@ def _weighed(outputs: list[str]) -> list[str]:
         text += [f"shfl.sync.bfly.b32 other, top, {step}, 31, 0xffffffff; max.f32 top, top, other;"]
     # no rounding of the product may leave a score above e
     text += [f"mul.f32 x, top, $2; abs.f32 e, x; fma.rn.f32 x, e, {_float(2.0**-22)}, x; cvt.rpi.f32.f32 e, x;"]
-    text += ["sub.f32 d, e, $0;", f"setp.gt.f32 rise, d, {_float(SLACK)}; vote.sync.any.pred rise, rise, 0xffffffff;"]
-    text += ["@!rise bra KVCAL_BELOW;"]
-    text += ["max.f32 x, e, $0; sub.f32 d, $0, x; ex2.approx.ftz.f32 f, d; mov.f32 $0, x; sub.f32 d, e, $0; mul.f32 $1, $1, f;"]
-    text += [f"mul.f32 {one}, {one}, f;" for one in outputs[4:]]
-    text += ["KVCAL_BELOW:"]
+    text += [f"sub.f32 d, e, {_float(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {_float(SLACK)};"]
     text += [f"max.f32 d, d, {_float(-127)}; add.f32 d, d, {_float(MAGIC_FLOAT + 127)}; mov.b32 bits, d; shl.b32 bits, bits, 23;"]
     text += [f"mov.b32 f, bits; mul.f32 f_high, f, {_float(256)}; mul.f32 f_begin, f, {_float(-257 * MAGIC_FLOAT)};"]
-    text += ["neg.f32 e, e;"]
+    text += ["neg.f32 other, e;"]
     for i in range(4):
-        text += [f"fma.rn.f32 t{i}, s{i}, $2, e; ex2.approx.ftz.f32 t{i}, t{i};"]
+        text += [f"fma.rn.f32 t{i}, s{i}, $2, other; ex2.approx.ftz.f32 t{i}, t{i};"]
     text += ["add.f32 x, t0, t1; add.f32 d, t2, t3; add.f32 x, x, d; fma.rn.f32 $1, x, f, $1;"]
     for i in range(4):
         text += [f"fma.rn.f32 t{i}, t{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
@@ -234,20 +250,34 @@ def _weighed(outputs: list[str]) -> list[str]:
 
 
 @triton.constexpr_function
-def _added(
-    slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int, outputs: list[str]
-) -> list[str]:
-    """outputs plus probabilities times values, whose words begin at `byte`, their scales at `scales` of a slot."""
-    text = _loaded("v", byte, bits, tiles)
-    text += _scales("vs", "value_scales", scales, slices * (1 + mode))
+def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, int]]:
+    """(field, tile, slice) of products with values, field by field."""
     in_word = pairs_of_word(bits)
+    found = [(p, u, u * in_word + p) for p in range(in_word) for u in range(tiles)]
+    return [one for one in found if one[2] < slices]
+
+
+@triton.constexpr_function
+def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int) -> list[str]:
+    """All of values that does not wait for probabilities."""
+    text = _loaded("v", byte, bits, tiles) + _held("vs", "value_scales", scales, slices * (1 + mode))
+    for p, u, _ in _value_products(slices, tiles, bits):
+        d = f"vd{u}_{p}_"
+        text += [f".reg .b32 {d}<4>, {d}a<4>;"] + _separated(bits, p, [f"{d}a{j}" for j in range(4)], _words("v", u, p, bits))
+    return text
+
+
+@triton.constexpr_function
+def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str]) -> list[str]:
+    """outputs plus probabilities times values, as `_prepared` left them."""
+    text = _converted("vs", slices * (1 + mode))
     text += [".reg .b32 one, vc<4>;"]
     if mode == 1:
         text += [".reg .f32 total, part; mov.b32 one, 0x01010101;", _mma("vc", ["one"] * 4, ["p0", "p1"], ["magic"] * 4, "u8.u8")]
         text += ["fma.rn.f32 total, vc0, f_high, f_begin; fma.rn.f32 total, vc1, f, total;"]
     before = 0
-    for p in range(in_word):
-        place = field_place(p, bits)
+    for p, u, i in _value_products(slices, tiles, bits):
+        place, d = field_place(p, bits), f"vd{u}_{p}_"
         if place != before:
             before = place
             if mode == 0:
@@ -255,23 +285,23 @@ def _added(
                 text += [_mma("vc", ["one"] * 4, ["p0", "p1"], ["magic"] * 4, "s8.u8")]
             else:
                 text += [f"mul.f32 part, total, {_float(place)};"]
-        for u in range(tiles):
-            i = u * in_word + p
-            if i >= slices:
-                continue
-            d = f"vd{u}_{p}_"
-            text += [f".reg .b32 {d}<4>, {d}a<4>;"]
-            a = [f"{d}a{j}" for j in range(4)]
-            text += _separated(bits, p, a, _words("v", u, p, bits))
-            begin = [f"vc{j}" for j in range(4)] if mode == 0 else ["magic"] * 4
-            text += [_mma(d, a, ["p0", "p1"], begin, "u8.u8")]
-            for row in range(2):
-                out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
-                text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
-                text += [f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};"]
-                if mode == 1:
-                    text += [f"fma.rn.f32 {out}, vs{2 * i + 1}_{row}, part, {out};"]
+        begin = [f"vc{j}" for j in range(4)] if mode == 0 else ["magic"] * 4
+        text += [_mma(d, [f"{d}a{j}" for j in range(4)], ["p0", "p1"], begin, "u8.u8")]
+        for row in range(2):
+            out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
+            text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
+            text += [f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};"]
+            if mode == 1:
+                text += [f"fma.rn.f32 {out}, vs{2 * i + 1}_{row}, part, {out};"]
     return text
+
+
+@triton.constexpr_function
+def _fallen(outputs: list[str]) -> list[str]:
+    """Sum and outputs in the block's power of two where that of some lane is more than SLACK above theirs."""
+    text = ["vote.sync.any.pred rise, rise, 0xffffffff; @!rise bra KVCAL_BELOW;"]
+    text += ["max.f32 x, e, $0; sub.f32 d, $0, x; ex2.approx.ftz.f32 f, d; mov.f32 $0, x;"]
+    return [*text, *[f"mul.f32 {one}, {one}, f;" for one in [outputs[1], *outputs[4:]]], "KVCAL_BELOW:"]
 
 
 @triton.constexpr_function
@@ -290,9 +320,9 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     for i, name in enumerate(("words", "key_scales", "value_scales")):
         text += [f"add.s32 {name}, ${first}, ${first + 4 + i};"]
     text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, queries, begins)
-    text += ["{"] + _weighed(outputs) + ["{"]
-    text += _added(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words, outputs)
-    return " ".join([*text, "} } }"])
+    text += _prepared(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words)
+    text += ["{", *_weighed(), "{", *_added(slices, v_tiles, v_bits, v_mode, outputs), "}", *_fallen(outputs)]
+    return " ".join([*text, "} }"])
 
 
 @triton.constexpr_function
