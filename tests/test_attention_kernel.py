@@ -96,9 +96,17 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
     words = pack(codes, scale, zero, form).words[0, 0, 0].int() & 0xFFFF
     pieces = {2: 8, 3: 8, 4: 4, 8: 2}[form.bits]  # to a tile
     across = form.dim // 16 if form.bits >= 4 else -(-form.dim // 64) * 4
-    piece = token // 16 * across + channel // 16
+    half, slice_ = token // 16, channel // 16
     row, column = (token % 16, channel % 16) if form.role == "key" else (channel % 16, token % 16)
-    tile, field = divmod(piece, pieces)
+    if not form.inner:
+        tile, field = divmod(half * across + slice_, pieces)
+    elif form.role == "value":  # the halves of a slice in the bytes of a word
+        tile, field = slice_ // (pieces // 2), slice_ % (pieces // 2) + half * (pieces // 2)
+    else:  # neighbouring slices
+        pair = half * (across // 2) + slice_ // 2
+        if form.bits == 4 and form.dim == 96:  # three pairs of a half block to tiles of two
+            pair = slice_ // 2 * 2 + half
+        tile, field = pair // (pieces // 2), pair % (pieces // 2) + slice_ % 2 * (pieces // 2)
     wanted = {tile * 256 + row * 16 + column: ((1 << min(form.bits, 16 // pieces)) - 1) << field * (16 // pieces)}
     if form.bits == 3:
         tiles = -(-2 * across // 8)

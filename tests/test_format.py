@@ -109,7 +109,13 @@ def uniform_words(state: dict[str, Any], role: str, block: int, packed: dict[str
     tiles = -(-2 * pieces // fields)
     for t, d in np.ndindex(blocks * 32, dim):
         n, half, row, piece, column = t // 32, t % 32 // 16, t % 16, d // 16, d % 16
-        tile, field = divmod(half * pieces + piece, fields)
+        if not inner:
+            tile, field = divmod(half * pieces + piece, fields)
+        else:
+            turns = pieces // 2 % (fields // 2) % 2
+            of_key = piece // 2 * 2 + half if turns else half * (pieces // 2) + piece // 2
+            pair, byte = (of_key, piece % 2) if role == "key" else (piece, half)
+            tile, field = pair // (fields // 2), pair % (fields // 2) + byte * (fields // 2)
         at = (row, column) if role == "key" else (column, row)
         q = words[:, :, n, tile, *at] >> field * plane & (1 << plane) - 1
         if bits == 3:
@@ -135,7 +141,8 @@ WORDS = [
     ("key", 4, 128, 32, "channel", "symmetric", 32), ("key", 3, 128, 32, "channel", "asymmetric", 32),
     ("value", 2, 64, 32, "token", "hybrid", 32), ("value", 3, 128, 32, "token", "symmetric", 64),
     ("key", 2, 64, 64, "token", "asymmetric", 128), ("value", 8, 96, 16, "channel", "asymmetric", 32),
-    ("value", 4, 64, 64, "token", "asymmetric", 64),
+    ("value", 4, 64, 64, "token", "asymmetric", 64), ("key", 4, 96, 48, "channel", "asymmetric", 32),
+    ("key", 2, 64, 16, "channel", "symmetric", 32), ("key", 8, 96, 32, "channel", "symmetric", 32),
 ]  # fmt: skip
 
 

@@ -331,19 +331,19 @@ def built(case: Case, capability: int, step: bool = False) -> Any:
 
 
 def instructions(made: Any, case: Case, folder: Path) -> list[float]:
-    """Of a thread for each number of keys, then of values: the loop over slices and, shared out, what a unit takes
-    besides. Each role has two loops here, over units and over the slices of one; a slice of a half block is 8 numbers.
+    """Of a thread for each number of keys, then of values: loops over slices and, shared out, what a unit takes besides. Each
+    role has a loop over units and in it loops over slices: one, of values in inner groups one for the slices of each tile. A
+    slice of a half block is 8 numbers.
     """
-    per = []
+    found, made_of = [loop.total() for loop in loops(made, folder)], []
     for form in (case.rule("key").form, case.rule("value").form):
-        per.append(16 * form.scale_blocks if form.along_tokens else form.group)
-    found = [loop.total() for loop in loops(made, folder)]
-    assert len(found) == 4, found
-    unit = [case.dim * case.rule(role).form.scale_blocks for role in ("key", "value")]
-    return [
-        inner / count + (outer - inner) / whole
-        for outer, inner, count, whole in zip(found[::2], found[1::2], per, unit, strict=True)
-    ]
+        tiles = form.tiles if form.inner and form.role == "value" else 1
+        (outer, *inner), found = found[: 1 + tiles], found[1 + tiles :]
+        per = 16 * form.scale_blocks if form.along_tokens else form.group
+        assert len(inner) == tiles
+        made_of.append(sum(inner) / tiles / per + (outer - sum(inner)) / (case.dim * form.scale_blocks))
+    assert not found
+    return made_of
 
 
 # Formats, compute capability, ceilings: registers, instructions a number of keys and of values. Half of the copy

@@ -1,10 +1,17 @@
 """Decode attention over packed integers: the order in which blocks are stored, and what attention over them gives.
 
 A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block;
-W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, field after field, so that one word holds the same place of
+W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of
 W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a
 32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
 field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
+
+Outer groups: piece m is field m % W of tile m / W. Inner groups: pieces that a product over 32 8-bit numbers contracts
+together are a pair, the first of which lies in the low byte of a word, the second at the same place of the high byte. Of a
+key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value the two half
+blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a key's half
+block has an odd number of pairs to tiles of two (4 bits at head_dim 96), half blocks take turns, P = 2 g + half: fields of the
+second lie as many bits beyond those of the first for all g, 4 there, 4 at head_dim 64 in 2 or 3 bits too, else none.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
 -2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a value),
@@ -22,6 +29,7 @@ Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -210,6 +218,30 @@ class Blocks:
         return self.words.view(torch.int32) if self.form.vector else self.words
 
 
+def field_number(half: int, piece: int, bits: int, pieces: int, inner: bool, value: bool) -> int:
+    """tile * W + field of piece number `piece` of half block `half` of integers, whose half blocks have `pieces`. Kernels
+    compute it, too, as they are compiled.
+    """
+    if not inner:
+        return half * pieces + piece
+    across = 8 // (2 if bits == 3 else bits)  # pairs of a tile
+    if value:
+        pair, second = piece, half
+    elif pieces // 2 % across % 2:
+        pair, second = piece // 2 * 2 + half, piece % 2
+    else:
+        pair, second = half * (pieces // 2) + piece // 2, piece % 2
+    return pair // across * (2 * across) + second * across + pair % across
+
+
+@functools.cache
+def _piece_order(form: Form, device: torch.device, back: bool) -> Tensor:
+    """Which piece each field has or, `back`, which field has each piece: int64 (2 * form.pieces,)."""
+    rest = form.bits, form.pieces, form.inner, form.role == "value"
+    numbers = torch.tensor([field_number(half, i, *rest) for half in range(2) for i in range(form.pieces)])
+    return (numbers if back else numbers.argsort()).to(device)
+
+
 def about(x: Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
     return x.shape, x.stride(), x.dtype, x.device
@@ -261,6 +293,8 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
     wide = wide.flatten(3, 4)
     if form.role == "value":
         wide = wide.transpose(-1, -2)
+    if form.inner:
+        wide = wide[:, :, :, _piece_order(form, wide.device, False)]
     fields = 16 // form._plane
     wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
     wide = wide.unflatten(3, (form.tiles, fields))
@@ -355,6 +389,8 @@ def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
         third = _scatter(words[:, :, :, form.tiles :], 1).unflatten(4, (-1, 2)).transpose(4, 5).flatten(3, 4)
         fields = fields | third[:, :, :, : form.tiles] << 2
     pieces = fields.flatten(3, 4)[:, :, :, : 2 * form.pieces]
+    if form.inner:
+        pieces = pieces[:, :, :, _piece_order(form, pieces.device, True)]
     if form.role == "value":
         pieces = pieces.transpose(-1, -2)
     pieces = pieces.unflatten(3, (2, form.pieces)).transpose(4, 5)  # (B, H, N, 2, 16 tokens, pieces, 16)

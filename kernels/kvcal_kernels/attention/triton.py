@@ -38,13 +38,14 @@ from triton.compiler.compiler import make_backend
 
 from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form
+from .reference import Blocks, Form, field_number
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
+_field_number = triton.constexpr_function(field_number)
 
 
 @triton.jit
@@ -457,11 +458,11 @@ def _tile(
 
 @triton.jit
 def _codes(
-    p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, NW: tl.constexpr,
-    HELD: tl.constexpr, ASM: tl.constexpr,
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
+    INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block; see `_tile`. TILES: tiles of the
-    first plane. HELD: whether the ring has them.
+    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
+    of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
     parts = ()
     for u in tl.static_range(TILES):
@@ -475,7 +476,10 @@ def _codes(
         if BITS == 3:
             third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
-    return parts
+    found = ()
+    for m in tl.static_range(2 * STRIDE):
+        found = found + (parts[_field_number(m // STRIDE, m % STRIDE, BITS, STRIDE, INNER, VALUE)],)
+    return found
 
 
 # Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16 times,
@@ -936,6 +940,18 @@ def _place(m, bits):
 
 
 @triton.constexpr_function
+def _key_place(half, i, bits, mode, stride):
+    """`_place` of piece i of a half block of keys."""
+    return _place(_field_number(half, i, bits, stride, mode < 2, False), bits)
+
+
+@triton.constexpr_function
+def _ahead(bits, stride):
+    """How many times its place in the first half block a piece's in the second is, of keys in inner groups."""
+    return _key_place(1, 0, bits, 0, stride) / _key_place(0, 0, bits, 0, stride)
+
+
+@triton.constexpr_function
 def _unit(bits, mode):
     """What a group adds to each of its codes: symmetric codes are stored without their sign; else its zero point."""
     return -(2.0 ** (bits - 1)) if mode == 0 else 1.0
@@ -951,7 +967,7 @@ def _scores(
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, NW, True, ASM)
+    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, True, ASM)
     BEHIND: tl.constexpr = WORDS * 2  # bytes of a slot before the scales
     scores = ()
     if MODE < 2:  # groups of channels of one token
@@ -959,16 +975,20 @@ def _scores(
         EACH: tl.constexpr = GROUP // 16
         BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
         HALF: tl.constexpr = GROUPS * BOTH * 16
+        AHEAD: tl.constexpr = _ahead(BITS, STRIDE)
         for h in tl.static_range(2):
             scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
+                own = scale[g * BOTH]
+                if h == 1 and AHEAD > 1:
+                    own = own * (1 / AHEAD)
                 if MODE == 0:
-                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g])
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g] * (AHEAD if h == 1 else 1.0))
                 else:
                     b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH])
                 for i in tl.static_range(1, EACH):
                     b_dot = tl.dot(parts[h * STRIDE + g * EACH + i], q[g * EACH + i], b_dot)
-                b_dot = b_dot * scale[g * BOTH][:, :, None]
+                b_dot = b_dot * own[:, :, None]
                 b_s = b_dot if g == 0 else b_s + b_dot  # noqa: F821
                 if MODE == 1:
                     b_s += sums[g] * scale[g * 2 + 1][:, :, None]
@@ -1097,10 +1117,10 @@ def _turned_back(low, high, p_run, live, NW: tl.constexpr):
 
 
 @triton.jit
-def _value(part, scale, zero, FIELD: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ASM: tl.constexpr):
-    """A piece of numbers from codes as they are unpacked. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
+def _value(part, scale, zero, BIT: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ASM: tl.constexpr):
+    """A piece of numbers from codes at bit BIT. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
     ZERO: tl.constexpr = (1 << BITS - 1) if MODE == 0 else 0
-    x = _number(part, _bit(FIELD, BITS), ZERO, ASM) * scale
+    x = _number(part, BIT, ZERO, ASM) * scale
     if MODE > 0:
         x += zero
     return x
@@ -1128,19 +1148,21 @@ def _token_scales(p_scale, live, COUNT: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def _both_halves(
-    parts, p_scale, tokens, live, FIELD: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr,
+    parts, p_scale, tokens, live, PIECE: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr,
     EACH: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of piece FIELD of both half blocks. Their scales: of MODE 2 at p_scale, else `_token_scales` of each half, of
+    """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `_token_scales` of each half, of
     EACH pieces.
     """
+    BIT_0: tl.constexpr = _bit(_field_number(0, PIECE, BITS, STRIDE, MODE < 2, False), BITS)
+    BIT_1: tl.constexpr = _bit(_field_number(1, PIECE, BITS, STRIDE, MODE < 2, False), BITS)
     if MODE == 2:
-        scale, zero = _loaded_pairs(p_scale + FIELD * 32, tl.zeros([NW, 1], tl.int64), live, NW)
-        x_0 = _value(parts[FIELD], scale[:, None, :], zero[:, None, :], FIELD, BITS, MODE, ASM)
-        x_1 = _value(parts[STRIDE + FIELD], scale[:, None, :], zero[:, None, :], FIELD, BITS, MODE, ASM)
+        scale, zero = _loaded_pairs(p_scale + PIECE * 32, tl.zeros([NW, 1], tl.int64), live, NW)
+        x_0 = _value(parts[PIECE], scale[:, None, :], zero[:, None, :], BIT_0, BITS, MODE, ASM)
+        x_1 = _value(parts[STRIDE + PIECE], scale[:, None, :], zero[:, None, :], BIT_1, BITS, MODE, ASM)
     else:
-        x_0 = _value(parts[FIELD], tokens[0][FIELD // EACH], tokens[1][FIELD // EACH], FIELD, BITS, MODE, ASM)
-        x_1 = _value(parts[STRIDE + FIELD], tokens[2][FIELD // EACH], tokens[3][FIELD // EACH], FIELD, BITS, MODE, ASM)
+        x_0 = _value(parts[PIECE], tokens[0][PIECE // EACH], tokens[1][PIECE // EACH], BIT_0, BITS, MODE, ASM)
+        x_1 = _value(parts[STRIDE + PIECE], tokens[2][PIECE // EACH], tokens[3][PIECE // EACH], BIT_1, BITS, MODE, ASM)
     return x_0, x_1
 
 
@@ -1156,7 +1178,7 @@ def _turned_scores(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, NW, False, ASM)
+    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = tl.zeros([NW, 16, N], tl.float32)
@@ -1257,7 +1279,7 @@ def _add(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, NW, True, ASM)
+    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, MODE < 2, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + WORDS * 2
     made = ()
     if MODE < 2:  # groups of tokens of one channel
@@ -1797,15 +1819,16 @@ def attend_kernel(
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_q = b_q.to(tl.float32) * b_down[None, :]
-            b_fit = tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, 16, N])
+            place = _key_place(0, i, K_BITS, K_MODE, K_STRIDE)
+            b_fit = tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, 16, N])
             if K_MODE == 2:
                 b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
                 b_q = b_q.to(tl.float32) * b_shrink[:, None]
-                q = q + (tl.broadcast_to((b_q / _place(i, K_BITS)).to(tl.float16)[None], [NW, TALL, 16]),)
+                q = q + (tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, TALL, 16]),)
                 plain = plain + (_transposed(tl.broadcast_to(b_q.to(tl.float16)[None], [NW, TALL, 16]), NW, N),)
             else:
                 q = q + (b_fit,)
-                b_total = tl.sum(b_fit.to(tl.float32), 1) * _place(i, K_BITS)
+                b_total = tl.sum(b_fit.to(tl.float32), 1) * place
                 if i % (K_GROUP // 16) == 0:
                     b_group = b_total
                 else:

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.reference import BLOCK, Blocks, about, together
+from ..attention.reference import BLOCK, Blocks, about, field_number, together
 from ..rotated import triton as rotated
 from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from ..triton import Prepared, Ready, interpreted
@@ -41,6 +41,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
 ROOM = tl.constexpr(reference.ROOM)
 VALUES = tl.constexpr(reference.VALUES)
+_field_number = triton.constexpr_function(field_number)
 
 
 @triton.jit
@@ -224,12 +225,12 @@ def _coded(
 
 
 @triton.constexpr_function
-def _bits(block, piece, i, tiles, extra, bits):
-    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece adds to tile i of a unit's words;
-    None where it adds nothing.
+def _bits(block, number, i, tiles, extra, bits):
+    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece, whose `field_number` it is, adds
+    to tile i of a unit's words; None where it adds nothing.
     """
     plane = 2 if bits == 3 else bits
-    tile, field = divmod(piece, 16 // plane)
+    tile, field = divmod(number, 16 // plane)
     i -= block * (tiles + extra)
     if i == tile:
         return 0, 3 if bits == 3 else 0, field * plane, plane
@@ -240,18 +241,18 @@ def _bits(block, piece, i, tiles, extra, bits):
 
 @triton.jit
 def _put(
-    words, code, further, BLOCK_: tl.constexpr, PIECE: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
+    words, code, further, BLOCK_: tl.constexpr, NUMBER: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a unit with the code of a piece put into its fields (attention/reference.py): that of PIECE, `further`
-    fields on.
+    """Words of a unit with the code of a piece put into its fields (attention/reference.py): `further` fields beyond field
+    NUMBER.
     """
     made = ()
     for i in tl.static_range(len(words)):
-        if _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS) is None:
+        if _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS) is None:
             made = made + (words[i],)
         else:
-            made = made + (words[i] + _field(code, further, _bits(BLOCK_, PIECE, i, TILES, EXTRA, BITS)),)
+            made = made + (words[i] + _field(code, further, _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS)),)
     return made
 
 
@@ -264,12 +265,37 @@ def _field(code, further, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _spans(slices, pieces, each, bits):
-    """(fields of a word, slices handled before words are stored): words fill up while a runtime loop runs over whole
-    fields.
+def _across(bits):
+    """Pairs of pieces that share a tile, of inner groups."""
+    return 8 // (2 if bits == 3 else bits)
+
+
+@triton.jit
+def _further(
+    done, FIRST: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr
+):
+    """Fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the same tile. done: a
+    multiple of EACH.
     """
-    fields = 16 // (2 if bits == 3 else bits)
-    return fields, max(each, math.gcd(pieces, fields))
+    if VALUE or not INNER:
+        further = done
+    elif EACH % 2 == 0:
+        further = done >> 1
+    else:
+        at = done + FIRST
+        further = (at >> 1) - FIRST // 2 + ((at & 1) - FIRST % 2) * _across(BITS)
+    return further
+
+
+@triton.constexpr_function
+def _span(pieces, each, bits, inner, value):
+    """Slices handled before words are stored: words fill up while a runtime loop runs over fields of one tile."""
+    across = _across(bits)
+    if inner and value:
+        return math.gcd(pieces, across)
+    if inner:
+        return max(each, 2 * math.gcd(pieces // 2, across))
+    return max(each, math.gcd(pieces, 2 * across))
 
 
 @triton.jit
@@ -327,9 +353,7 @@ def _pack(
     BOTH: tl.constexpr = MODE != 0
     EXTRA: tl.constexpr = (TILES + 1) // 2 if BITS == 3 else 0
     ALL_TILES: tl.constexpr = TILES + EXTRA
-    FIELDS_OF: tl.constexpr = _spans(SLICES, PIECES, EACH, BITS)[0]
-    SPAN: tl.constexpr = _spans(SLICES, PIECES, EACH, BITS)[1]
-    EAGER: tl.constexpr = BITS != 3 and PIECES % FIELDS_OF == 0
+    SPAN: tl.constexpr = _span(PIECES, EACH, BITS, INNER, VALUE)
     r = tl.arange(0, 16)
     unit = first + tl.arange(0, NW)
     fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
@@ -370,9 +394,11 @@ def _pack(
                     group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
                 )  # fmt: skip
                 for i in tl.static_range(HALVES if ALONG else EACH):
+                    further = _further(piece - start, 0 if ALONG else i, EACH, BITS, INNER, VALUE)
                     words = _put(
-                        words, codes[i].to(tl.int32, bitcast=True), piece - start, i // 2 if ALONG else 0,
-                        (i % 2 if ALONG else g) * PIECES + start + (0 if ALONG else i), TILES, EXTRA, BITS,
+                        words, codes[i].to(tl.int32, bitcast=True), further, i // 2 if ALONG else 0,
+                        _field_number(i % 2 if ALONG else g, start + (0 if ALONG else i), BITS, PIECES, INNER, VALUE),
+                        TILES, EXTRA, BITS,
                     )  # fmt: skip
                 if MODE == 2:
                     base = tl.where(shifted, base, best * (-(2.0 ** (BITS - 1))))
@@ -381,8 +407,8 @@ def _pack(
                     piece // EACH * (1 + BOTH), TOGETHER, INNER, BOTH,
                 )  # fmt: skip
         _store_words(
-            p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, FIELDS_OF, EAGER, ALL_TILES, WORDS, VALUE
-        )
+            p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, TILES, ALL_TILES, WORDS, BITS, INNER, VALUE,
+        )  # fmt: skip
     bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
     bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
     return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
@@ -391,12 +417,13 @@ def _pack(
 @triton.jit
 def _store_words(
     p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr,
-    FIELDS_OF: tl.constexpr, EAGER: tl.constexpr, ALL_TILES: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
+    TILES: tl.constexpr, ALL_TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, INNER: tl.constexpr,
+    VALUE: tl.constexpr,
 ):  # fmt: skip
     """Those tiles that are complete after the slices from START on."""
     r = tl.arange(0, 16)
     for i in tl.static_range(len(words)):
-        if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, FIELDS_OF, EAGER):
+        if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, TILES, BITS, INNER, VALUE):
             word = words[i].to(tl.int16)
             if VALUE:
                 word = tl.trans(word, 0, 2, 1)
@@ -406,11 +433,15 @@ def _store_words(
 
 
 @triton.constexpr_function
-def _complete(tile, start, span, slices, pieces, fields, eager):
-    """Whether words of a block's tile are stored after the slices from `start` on."""
-    if not eager:
-        return start + span >= slices
-    return start <= tile * fields % pieces < start + span
+def _complete(tile, start, span, slices, pieces, tiles, bits, inner, value):
+    """Whether a block's tile has its last code by the slices from `start` on. A tile of third bits belongs to two others."""
+    fields, last = 2 * _across(bits), 0
+    for half in range(2):
+        for i in range(slices):
+            own = _field_number(half, i, bits, pieces, inner, value) // fields
+            if tile in (own, tiles + own // 2):
+                last = max(last, i)
+    return start <= last < start + span
 
 
 @triton.jit
