@@ -1174,8 +1174,8 @@ def _both_halves(
     """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `_token_scales` of each half, of
     EACH pieces.
     """
-    BIT_0: tl.constexpr = _bit(0, PIECE, BITS, MODE, STRIDE)
-    BIT_1: tl.constexpr = _bit(1, PIECE, BITS, MODE, STRIDE)
+    BIT_0: tl.constexpr = _bit(_field_number(0, PIECE, BITS, STRIDE, MODE < 2, False), BITS)
+    BIT_1: tl.constexpr = _bit(_field_number(1, PIECE, BITS, STRIDE, MODE < 2, False), BITS)
     if MODE == 2:
         scale, zero = _loaded_pairs(p_scale + PIECE * 32, tl.zeros([NW, 1], tl.int64), live, NW)
         x_0 = _value(parts[PIECE], scale[:, None, :], zero[:, None, :], BIT_0, BITS, MODE, ASM)
