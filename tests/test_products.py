@@ -240,11 +240,13 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     places = [row * 32 + ((LANE >> 4) ^ (row >> 2 & 1)) * 16, ROW * widths[0], ROW * widths[1], LANE * 0]
     text = products.block.fn(slices, about(key), about(value))
     size = held + about(value)[-1]
+    fixed = products.constants.fn(slices, value.tiles, value.bits, modes[1])
+    rest = [np.full(32, one) for one in fixed for _ in range(4)]
     memory = change(b"".join(slot(keys, values, i) for i in range(4)))
     branched = []
     registers = {f"${i}": state[i].view(np.uint32) for i in range(outputs)}
     for i in range(4):
-        inputs = [np.full(32, i * size)] * 4 + places + queries + begins
+        inputs = [np.full(32, i * size)] * 4 + places + queries + begins + rest
         registers |= {f"${outputs + j}": x.astype(np.uint32) for j, x in enumerate(inputs)}
         warp = Warp(registers, memory).run(text)
         registers = {f"${j}": warp.registers[f"${j}"] for j in range(outputs)}

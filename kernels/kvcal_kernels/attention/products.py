@@ -185,7 +185,8 @@ def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
 
 @triton.constexpr_function
 def _scored(
-    slices: int, pieces: int, tiles: int, bits: int, mode: int, group: int, scales: int, queries: list[str], begins: list[str]
+    slices: int, pieces: int, tiles: int, bits: int, mode: int, group: int, scales: int, queries: list[str], begins: list[str],
+    magic: list[str],
 ) -> list[str]:
     """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they begin."""
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
@@ -206,7 +207,7 @@ def _scored(
             a = [f"{d}a{i}" for i in range(4)]
             text += _separated(bits, p, a, _words("k", u, p, bits))
             first = 4 * begun.index((g, place))
-            begin = begins[first : first + 4] if mode == 0 else ["magic"] * 4
+            begin = begins[first : first + 4] if mode == 0 else magic
             text += [_mma(d, a, queries[2 * g : 2 * g + 2], begin, "u8.s8")]
             for row in range(2):
                 score, column = f"s{2 * h + row}", g // each * both
@@ -258,6 +259,25 @@ def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, 
 
 
 @triton.constexpr_function
+def value_places(slices: int, tiles: int, bits: int) -> list[int]:
+    """What codes of values count, once separated, each number once."""
+    found: list[int] = []
+    for pair, _, _ in _value_products(slices, tiles, bits):
+        found += [field_place(pair, bits)] if field_place(pair, bits) not in found else []
+    return found
+
+
+@triton.constexpr_function
+def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
+    """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and first
+    operands, of symmetric codes minus what they count from at each place, else ones.
+    """
+    ones = [(256 - place * 2 ** (bits - 1)) % 256 for place in value_places(slices, tiles, bits)] if mode == 0 else [1]
+    signed = [one * 0x01010101 for one in ones]
+    return (MAGIC, *[one - (1 << 32) if one >> 31 else one for one in signed])
+
+
+@triton.constexpr_function
 def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int) -> list[str]:
     """All of values that does not wait for probabilities."""
     text = _loaded("v", byte, bits, tiles) + _held("vs", "value_scales", scales, slices * (1 + mode))
@@ -268,24 +288,25 @@ def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: 
 
 
 @triton.constexpr_function
-def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str]) -> list[str]:
+def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str], constants: list[str]) -> list[str]:
     """outputs plus probabilities times values, as `_prepared` left them."""
     text = _converted("vs", slices * (1 + mode))
-    text += [".reg .b32 one, vc<4>;"]
+    text += [".reg .b32 vc<4>;"]
     if mode == 1:
-        text += [".reg .f32 total, part; mov.b32 one, 0x01010101;", _mma("vc", ["one"] * 4, ["p0", "p1"], ["magic"] * 4, "u8.u8")]
+        text += [".reg .f32 total, part;", _mma("vc", constants[4:8], ["p0", "p1"], constants[:4], "u8.u8")]
         text += ["fma.rn.f32 total, vc0, f_high, f_begin; fma.rn.f32 total, vc1, f, total;"]
+    places = value_places(slices, tiles, bits)
     before = 0
     for p, u, i in _value_products(slices, tiles, bits):
         place, d = field_place(p, bits), f"vd{u}_{p}_"
         if place != before:
             before = place
             if mode == 0:
-                text += [f"mov.b32 one, {(256 - place * 2 ** (bits - 1)) % 256 * 0x01010101};"]
-                text += [_mma("vc", ["one"] * 4, ["p0", "p1"], ["magic"] * 4, "s8.u8")]
+                first = 4 + 4 * places.index(place)
+                text += [_mma("vc", constants[first : first + 4], ["p0", "p1"], constants[:4], "s8.u8")]
             else:
                 text += [f"mul.f32 part, total, {_float(place)};"]
-        begin = [f"vc{j}" for j in range(4)] if mode == 0 else ["magic"] * 4
+        begin = [f"vc{j}" for j in range(4)] if mode == 0 else constants[:4]
         text += [_mma(d, [f"{d}a{j}" for j in range(4)], ["p0", "p1"], begin, "u8.u8")]
         for row in range(2):
             out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
@@ -308,7 +329,7 @@ def _fallen(outputs: list[str]) -> list[str]:
 def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot).
 
-    Operands: state and acc, changed; slot (the byte of the ring's slot), places, queries, begins.
+    Operands: state and acc, changed; slot (the byte of the ring's slot), places, queries, begins, constants.
     """
     pieces, tiles, words, bits, mode, group, held = keys
     _, v_tiles, v_words, v_bits, v_mode, _, _ = values
@@ -316,12 +337,13 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     first = len(outputs)
     queries = [f"${first + 8 + i}" for i in range(4 * -(-slices // 4))]
     begins = [f"${first + 8 + len(queries) + i}" for i in range(4 * beginning_tensors(slices, pieces, bits, mode))]
-    text = ["{ .reg .b32 words, key_scales, value_scales, magic, t, u;", f"mov.b32 magic, {MAGIC};"]
+    fixed = [f"${first + 8 + len(queries) + len(begins) + i}" for i in range(4 * len(constants(slices, v_tiles, v_bits, v_mode)))]
+    text = ["{ .reg .b32 words, key_scales, value_scales, t, u;"]
     for i, name in enumerate(("words", "key_scales", "value_scales")):
         text += [f"add.s32 {name}, ${first}, ${first + 4 + i};"]
-    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, queries, begins)
+    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, queries, begins, fixed[:4])
     text += _prepared(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words)
-    text += ["{", *_weighed(), "{", *_added(slices, v_tiles, v_bits, v_mode, outputs), "}", *_fallen(outputs)]
+    text += ["{", *_weighed(), "{", *_added(slices, v_tiles, v_bits, v_mode, outputs, fixed), "}", *_fallen(outputs)]
     return " ".join([*text, "} }"])
 
 
@@ -332,11 +354,13 @@ def beginning_tensors(slices: int, pieces: int, bits: int, mode: int) -> int:
 
 
 @triton.constexpr_function
-def block_constraints(slices: int, keys: tuple[Any, ...]) -> str:
+def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     pieces, _, _, bits, mode, _, _ = keys
+    _, v_tiles, _, v_bits, v_mode, _, _ = values
     outputs = 4 + 2 * slices
     begins = 4 * beginning_tensors(slices, pieces, bits, mode)
     inputs = ["r"] * (8 + 4 * -(-slices // 4)) + ["r" if mode == 0 else "f"] * begins
+    inputs += ["r"] * (4 * len(constants(slices, v_tiles, v_bits, v_mode)))
     return ",".join(["=f"] * outputs + inputs + [str(i) for i in range(outputs)])
 
 

@@ -48,6 +48,7 @@ from .products import (
     beginning_tensors,
     block,
     block_constraints,
+    constants,
     field_place,
     pairs_of_word,
     spreading,
@@ -1563,8 +1564,22 @@ def _byte_state(unit, at, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, NW: tl.c
 
 
 @triton.jit
+def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew for every
+    product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
+    """
+    b_none = _spot(NW, N)
+    number = tl.arange(0, 16)[None, :, None] // 8 * 2 + tl.arange(0, N)[None, None, :] % 2
+    hidden = (room >> 31) * (number + 1) + b_none
+    made = ()
+    for i in tl.static_range(len(NUMBERS)):
+        made = made + (hidden + NUMBERS[i],)
+    return made
+
+
+@triton.jit
 def _byte_step(
-    p_k, p_ks, p_v, p_vs, i_head, first, slot, places, queries, begins, unit, b_m, b_l, acc,
+    p_k, p_ks, p_v, p_vs, i_head, first, slot, places, queries, begins, fixed, unit, b_m, b_l, acc,
     SLICES: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
@@ -1576,8 +1591,8 @@ def _byte_step(
         KEYS: tl.constexpr = (K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD)
         VALUES: tl.constexpr = (V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD)
         made = tl.inline_asm_elementwise(
-            block(SLICES, KEYS, VALUES), block_constraints(SLICES, KEYS),
-            (tl.zeros([NW, 16, N], tl.int32) + slot, places) + queries + begins + (b_m,) + acc,
+            block(SLICES, KEYS, VALUES), block_constraints(SLICES, KEYS, VALUES),
+            (tl.zeros([NW, 16, N], tl.int32) + slot, places) + queries + begins + fixed + (b_m,) + acc,
             dtype=_floats(1 + SLICES // 2), is_pure=False, pack=4,
         )  # fmt: skip
         b_m = made[0]
@@ -2040,6 +2055,7 @@ def attend_kernel(
             unit, base + tl.arange(0, NW) * (SLOT * SLOTS), _together(D // K_GROUP * (1 + K_MODE)),
             _together(SLICES * (1 + V_MODE)), NW, N,
         )  # fmt: skip
+        plain = _constants(room, constants(SLICES, V_TILES, V_BITS, V_MODE), NW, N)
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
@@ -2066,7 +2082,7 @@ def attend_kernel(
             )  # fmt: skip
         if BYTES:
             b_m, b_l, acc = _byte_step(
-                p_k, p_ks, p_v, p_vs, i_head, first, o_slot, places, q, sums, unit, b_m, b_l, acc,
+                p_k, p_ks, p_v, p_vs, i_head, first, o_slot, places, q, sums, plain, unit, b_m, b_l, acc,
                 SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
                 V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD, room, NW, N, ASM,
             )  # fmt: skip
