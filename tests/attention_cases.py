@@ -323,6 +323,7 @@ def small() -> list[Case]:
         Case("symmetric 3", "symmetric 3", dtype=bf, blocks=(4,), launch=(4, 1)),
         Case("symmetric 3", "asymmetric 2", 64, ratio=1, blocks=(9,), launch=(2, 2)),
         Case("symmetric 3", "symmetric 2", 96, ratio=3, queries=3, blocks=(3,), kind="wide"),
+        Case("symmetric 4", "symmetric 4", 96, ratio=2, blocks=(2,)),  # halves of keys take turns
         Case("symmetric 8", "asymmetric 8", 64, ratio=16, blocks=(1,), sink=(0,), recent=(1,)),
         Case("asymmetric 3", "outer 3", 64, heads=2, blocks=(2, 0, 7), sink=(5, 2, 0), recent=(33, 1, 6), dtype=bf),
         Case("outer 2", "outer 2", 96, ratio=2, queries=5, blocks=(3, 0), sink=(4, 3), recent=(16, 3)),

@@ -1212,14 +1212,16 @@ def _turned_scores(
         tokens = _token_scales(p_scale, live, SLICES // EACH, MODE)
         p_scale = p_scale + SLICES // EACH * (1 + MODE) * 16
         tokens = tokens + _token_scales(p_scale, live, SLICES // EACH, MODE)
-    for i in tl.static_range(PAIRS):
-        x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
-        y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, STRIDE, BITS, MODE, EACH, NW, ASM)
-        x_0, y_0 = _turned(x_0, y_0, p_near, 0, i, PAIRS, ASM)
-        x_1, y_1 = _turned(x_1, y_1, p_near, 1, i, PAIRS, ASM)
-        b_x, b_y = _turned_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
-        b_0 = tl.dot(y_0, b_y, tl.dot(x_0, b_x, b_0))
-        b_1 = tl.dot(y_1, b_y, tl.dot(x_1, b_x, b_1))
+    BYTES: tl.constexpr = 2 if MODE < 2 else 1  # all that lies in words' low bytes first: fewer registers wait
+    for byte in tl.static_range(BYTES):
+        for i in tl.static_range(byte, PAIRS, BYTES):
+            x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
+            y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, STRIDE, BITS, MODE, EACH, NW, ASM)
+            x_0, y_0 = _turned(x_0, y_0, p_near, 0, i, PAIRS, ASM)
+            x_1, y_1 = _turned(x_1, y_1, p_near, 1, i, PAIRS, ASM)
+            b_x, b_y = _turned_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
+            b_0 = tl.dot(y_0, b_y, tl.dot(x_0, b_x, b_0))
+            b_1 = tl.dot(y_1, b_y, tl.dot(x_1, b_x, b_1))
     for i in tl.static_range(2 * PAIRS, SLICES):
         x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
         b_0 = tl.dot(x_0, q[i], b_0)
@@ -1310,10 +1312,10 @@ def _add(
         scale = _columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
         for i in tl.static_range(SLICES):
             if MODE == 0:
-                b_dot = tl.dot(parts[i], b_0, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
+                b_dot = tl.dot(parts[STRIDE + i], b_1, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
             else:
-                b_dot = tl.dot(parts[i], b_0)
-            b_dot = tl.dot(parts[STRIDE + i], b_1, b_dot)
+                b_dot = tl.dot(parts[STRIDE + i], b_1)
+            b_dot = tl.dot(parts[i], b_0, b_dot)
             b_acc = acc[i] + b_dot * scale[i * BOTH][:, :, None]
             if MODE == 1:
                 b_acc += b_sum * (scale[2 * i + 1] * (_place(i, BITS) * 2.0**-24))[:, :, None]
