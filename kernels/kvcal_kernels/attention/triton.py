@@ -1571,7 +1571,7 @@ def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
     """
     b_none = _spot(NW, N)
-    number = tl.arange(0, 16)[None, :, None] // 8 * 2 + tl.arange(0, N)[None, None, :] % 2
+    number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
     hidden = (room >> 31) * (number + 1) + b_none
     made = ()
     for i in tl.static_range(len(NUMBERS)):
@@ -2310,7 +2310,7 @@ def settings(
     if pairs:  # codes are numbers before they meet the query: their own way from memory
         made["K_HELD"] = 0
     slot = made["K_HELD"] + made["V_HELD"]
-    made["SLOTS"] = max(2, min(4, RING // slot)) if slot else 0
+    made["SLOTS"] = max(2, min(4, (10240 if in_bytes else RING) // slot)) if slot else 0
     made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
     made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
@@ -2393,7 +2393,8 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
         return Launch()
     if turned:  # they spill with 168, and of 3 bits with 192; 200 still let ten warps run
         return Launch(registers=200 if keys.bits == 3 else 176)
-    return Launch(registers=176 if keys.tiered else 168)
+    length = 96 if by_bytes(keys, values, rows, 1) else 60
+    return Launch(registers=176 if keys.tiered else 168, length=length)
 
 
 def attend(
