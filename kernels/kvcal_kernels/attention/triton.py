@@ -1037,9 +1037,9 @@ def _scores(
 
 
 @triton.constexpr_function
-def _bit(half, i, bits, mode, stride):
-    """The bit at which unpacking leaves piece i of a half block of keys."""
-    return int(_key_place(half, i, bits, mode, stride)).bit_length() - 1
+def _bit(m, bits):
+    """The bit at which unpacking leaves field number m."""
+    return {8: 0, 4: 4 * (m % 2)}.get(bits, 2 * (m % 4))
 
 
 @triton.constexpr_function
@@ -2310,7 +2310,7 @@ def settings(
     if pairs:  # codes are numbers before they meet the query: their own way from memory
         made["K_HELD"] = 0
     slot = made["K_HELD"] + made["V_HELD"]
-    made["SLOTS"] = max(2, min(4, (10240 if in_bytes else RING) // slot)) if slot else 0
+    made["SLOTS"] = max(2, min(4, RING // slot)) if slot else 0
     made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
     made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
