@@ -98,7 +98,7 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
     across = form.dim // 16 if form.bits >= 4 else -(-form.dim // 64) * 4
     half, slice_ = token // 16, channel // 16
     row, column = (token % 16, channel % 16) if form.role == "key" else (channel % 16, token % 16)
-    if not form.inner:
+    if not form.inner and form.role == "key":
         tile, field = divmod(half * across + slice_, pieces)
     elif form.role == "value":  # the halves of a slice in the bytes of a word
         tile, field = slice_ // (pieces // 2), slice_ % (pieces // 2) + half * (pieces // 2)

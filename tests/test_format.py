@@ -109,7 +109,7 @@ def uniform_words(state: dict[str, Any], role: str, block: int, packed: dict[str
     tiles = -(-2 * pieces // fields)
     for t, d in np.ndindex(blocks * 32, dim):
         n, half, row, piece, column = t // 32, t % 32 // 16, t % 16, d // 16, d % 16
-        if not inner:
+        if not inner and role == "key":
             tile, field = divmod(half * pieces + piece, fields)
         else:
             turns = pieces // 2 % (fields // 2) % 2

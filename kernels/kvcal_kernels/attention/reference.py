@@ -6,7 +6,7 @@ W pieces. Key words lie [token][channel], value words [channel][token]: neighbou
 32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
 field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
 
-Outer groups: piece m is field m % W of tile m / W. Inner groups: pieces that a product over 32 8-bit numbers contracts
+Keys in outer groups: piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit numbers contracts
 together are a pair, the first of which lies in the low byte of a word, the second at the same place of the high byte. Of a
 key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value the two half
 blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a key's half
@@ -222,7 +222,7 @@ def field_number(half: int, piece: int, bits: int, pieces: int, inner: bool, val
     """tile * W + field of piece number `piece` of half block `half` of integers, whose half blocks have `pieces`. Kernels
     compute it, too, as they are compiled.
     """
-    if not inner:
+    if not (inner or value):
         return half * pieces + piece
     across = 8 // (2 if bits == 3 else bits)  # pairs of a tile
     if value:
@@ -293,7 +293,7 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
     wide = wide.flatten(3, 4)
     if form.role == "value":
         wide = wide.transpose(-1, -2)
-    if form.inner:
+    if form.inner or form.role == "value":
         wide = wide[:, :, :, _piece_order(form, wide.device, False)]
     fields = 16 // form._plane
     wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
@@ -389,7 +389,7 @@ def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
         third = _scatter(words[:, :, :, form.tiles :], 1).unflatten(4, (-1, 2)).transpose(4, 5).flatten(3, 4)
         fields = fields | third[:, :, :, : form.tiles] << 2
     pieces = fields.flatten(3, 4)[:, :, :, : 2 * form.pieces]
-    if form.inner:
+    if form.inner or form.role == "value":
         pieces = pieces[:, :, :, _piece_order(form, pieces.device, True)]
     if form.role == "value":
         pieces = pieces.transpose(-1, -2)

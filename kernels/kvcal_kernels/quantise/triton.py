@@ -266,7 +266,7 @@ def _field(code, further, BITS: tl.constexpr):
 
 @triton.constexpr_function
 def _across(bits):
-    """Pairs of pieces that share a tile, of inner groups."""
+    """Pairs of pieces that share a tile."""
     return 8 // (2 if bits == 3 else bits)
 
 
@@ -291,8 +291,9 @@ def _further(
 def _span(pieces, each, bits, inner, value):
     """Slices handled before words are stored: words fill up while a runtime loop runs over fields of one tile."""
     across = _across(bits)
-    if inner and value:
-        return math.gcd(pieces, across)
+    if value:
+        whole = math.gcd(pieces, across)
+        return each if whole % each else whole
     if inner:
         return max(each, 2 * math.gcd(pieces // 2, across))
     return max(each, math.gcd(pieces, 2 * across))
