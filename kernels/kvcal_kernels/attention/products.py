@@ -191,59 +191,164 @@ def _scored(
     """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they begin."""
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     text = _loaded("k", 0, bits, tiles)
-    for h in range(2):
+    for h in range(2 if mode < 2 else 0):
         text += _held(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
         text += _converted(f"ks{h}_", groups * both)
-    in_word, begun = pairs_of_word(bits), groups_begun(slices, pieces, bits)
     text += [".reg .f32 s<4>, y;"]
+    if mode == 2:
+        return text + _chained(slices, pieces, tiles, bits, queries, magic)
+    begun = groups_begun(slices, pieces, bits) if mode == 0 else []
     started = set()
-    for p in range(in_word):
-        for u in range(tiles):
-            h, g = key_pair(u * in_word + p, pieces, bits)
-            if h > 1 or g >= slices // 2:
-                continue
-            place, d = field_place(p, bits), f"kd{u}_{p}_"
-            text += [f".reg .b32 {d}<4>, {d}a<4>;"]
-            a = [f"{d}a{i}" for i in range(4)]
-            text += _separated(bits, p, a, _words("k", u, p, bits))
-            first = 4 * begun.index((g, place))
-            begin = begins[first : first + 4] if mode == 0 else magic
-            text += [_mma(d, a, queries[2 * g : 2 * g + 2], begin, "u8.s8")]
-            for row in range(2):
-                score, column = f"s{2 * h + row}", g // each * both
-                text += [f"fma.rn.f32 y, {d}{2 * row}, {_float(256 / place)}, {_float(-257 * MAGIC_FLOAT / place)};"]
-                text += [f"fma.rn.f32 y, {d}{2 * row + 1}, {_float(1 / place)}, y;"]
-                if score in started:
-                    text += [f"fma.rn.f32 {score}, y, ks{h}_{column}_{row}, {score};"]
-                else:
-                    text += [f"mul.f32 {score}, y, ks{h}_{column}_{row};"]
-                    started.add(score)
-                if mode == 1:
-                    text += [f"fma.rn.f32 {score}, ks{h}_{column + 1}_{row}, {begins[g]}, {score};"]
+    for p, u, h, g in _key_products(slices, pieces, tiles, bits):
+        place, d = field_place(p, bits), f"kd{u}_{p}_"
+        text += [f".reg .b32 {d}<4>, {d}a<4>;"]
+        a = [f"{d}a{i}" for i in range(4)]
+        text += _separated(bits, p, a, _words("k", u, p, bits))
+        first = 4 * begun.index((g, place)) if mode == 0 else 0
+        begin = begins[first : first + 4] if mode == 0 else magic
+        text += [_mma(d, a, queries[2 * g : 2 * g + 2], begin, "u8.s8")]
+        for row in range(2):
+            score, column = f"s{2 * h + row}", g // each * both
+            text += _summed("y", d, row, place)
+            if score in started:
+                text += [f"fma.rn.f32 {score}, y, ks{h}_{column}_{row}, {score};"]
+            else:
+                text += [f"mul.f32 {score}, y, ks{h}_{column}_{row};"]
+                started.add(score)
+            if mode == 1:
+                text += [f"fma.rn.f32 {score}, ks{h}_{column + 1}_{row}, {begins[g]}, {score};"]
     return text
 
 
 @triton.constexpr_function
-def _weighed() -> list[str]:
-    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high, f_begin. $0: the
-    outputs', $1: the sum, $2: the unit. What lies JUMP below a block counts nothing beside it, so that its power of two may
-    rise with nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
+def _key_products(slices: int, pieces: int, tiles: int, bits: int) -> list[tuple[int, int, int, int]]:
+    """(field, tile, half block, group) of products with keys, field by field."""
+    found = [(p, u, *key_pair(u * pairs_of_word(bits) + p, pieces, bits)) for p in range(pairs_of_word(bits)) for u in range(tiles)]
+    return [one for one in found if one[2] < 2 and one[3] < slices // 2]
+
+
+@triton.constexpr_function
+def _summed(into: str, d: str, row: int, place: int) -> list[str]:
+    """Both parts of a product's row of codes that count `place`."""
+    text = [f"fma.rn.f32 {into}, {d}{2 * row}, {_float(256 / place)}, {_float(-257 * MAGIC_FLOAT / place)};"]
+    return [*text, f"fma.rn.f32 {into}, {d}{2 * row + 1}, {_float(1 / place)}, {into};"]
+
+
+@triton.constexpr_function
+def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str], magic: list[str]) -> list[str]:
+    """Scores of outer groups, whose scales are the queries': products of all channels whose codes count alike add up as
+    integers, 4 * 32 * 128 * 255 < 2^22 at most. Of 2 bits, words are shifted, so that codes count 1 or 16.
     """
-    text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<4>; .reg .b32 p<2>, bits; .reg .pred rise;"]
-    text += ["max.f32 top, s0, s1; max.f32 other, s2, s3; max.f32 top, top, other;"]
+    text, begun = [".reg .b32 ka<4>;"], set()
+    if bits == 2:
+        text += [f"shr.u32 k{u}_s{i}, k{u}_{i}, 2;" for u in range(tiles) for i in range(4)]
+        text = [f".reg .b32 k{u}_s<4>;" for u in range(tiles)] + text
+    for p, u, h, g in _key_products(slices, pieces, tiles, bits):
+        place, d = field_place(p, 3 if bits == 2 else bits), f"kd{h}_{field_place(p, 3 if bits == 2 else bits)}_"
+        words = _words("k", u, p, bits)
+        if bits == 2:
+            words = [f"k{u}_{'s' if p % 2 else ''}{i}" for i in range(4)]
+            text += [f"and.b32 ka{i}, {words[i]}, {0x03030303 << 4 * (p // 2)};" for i in range(4)]
+        else:
+            text += _separated(bits, p, [f"ka{i}" for i in range(4)], words)
+        text += [f".reg .b32 {d}<4>;"] if (h, place) not in begun else []
+        text += [_mma(d, [f"ka{i}" for i in range(4)], queries[2 * g : 2 * g + 2],
+                      [f"{d}{i}" for i in range(4)] if (h, place) in begun else magic, "u8.s8")]  # fmt: skip
+        begun.add((h, place))
+    for h in range(2):
+        places = sorted(place for half, place in begun if half == h)
+        for row in range(2):
+            for place in places:
+                first = place == places[0]
+                text += _summed(f"s{2 * h + row}" if first else "y", f"kd{h}_{place}_", row, place)
+                text += [] if first else [f"add.f32 s{2 * h + row}, s{2 * h + row}, y;"]
+    return text
+
+
+@triton.constexpr_function
+def _renewed(
+    slices: int, bits: int, scales: int, renew: str, plain: list[str], base: list[str], queries: list[str], about: list[str]
+) -> list[str]:
+    """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what zero points
+    add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at which they begin.
+    base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it that is.
+    """
+    text = [f"{{ .reg .pred again; setp.ne.s32 again, {renew}, 0; @!again bra KVCAL_SAME;"]
+    text += [f".reg .b32 q<{2 * slices}>, a<4>, w; .reg .f32 n<4>, v<4>, top, x, y; .reg .b16 h0, h1;"]
+    text += [" ".join(f"mov.f32 n{i}, 0.0;" for i in range(4)), "mov.b32 w, 0;"]
+    for i in range(slices):
+        for half in range(2):
+            t = f"q{2 * i + half}"
+            text += [f"ld.shared.v2.b32 {{a{2 * half}, a{2 * half + 1}}}, [key_scales+{scales + 64 * i + 32 * half}];"]
+            text += [f"mul.f16x2 {t}, a{2 * half}, {plain[2 * i + half]}; abs.f16x2 u, {t}; max.f16x2 w, w, u;"]
+        # scales are its upper rows, zero points the lower ones, as a load leaves them in registers
+        text += ["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {n0, n1, n2, n3}, {a0, a1, a2, a3}, "
+                 f"{{{plain[2 * i]}, {plain[2 * i + 1]}}}, {{n0, n1, n2, n3}};"]  # fmt: skip
+    text += ["mov.b32 {h0, h1}, w; cvt.f32.f16 top, h0; cvt.f32.f16 x, h1; max.f32 top, top, x;"]
+    for step in (1, 2):
+        text += [f"shfl.sync.bfly.b32 x, top, {step}, 31, 0xffffffff; max.f32 top, top, x;"]
+    # a little less than QUERY, for what the reciprocals are off by
+    text += [f"max.f32 top, top, {_float(2.0**-24)}; rcp.approx.ftz.f32 x, top; mul.f32 x, x, {_float(QUERY - 0.25)};"]
+    in_word = pairs_of_word(bits)
+    for g in range(slices // 2):
+        first = g // in_word * 2 * in_word + g % in_word
+        for half in range(2):
+            for j in range(2):
+                text += [f"mov.b32 {{h0, h1}}, q{2 * (first + j * in_word) + half}; cvt.f32.f16 v{j}, h0; cvt.f32.f16 v{2 + j}, h1;"]
+            text += [f"fma.rn.f32 v{j}, v{j}, x, {base[1]};" for j in range(4)]
+            into = queries[2 * g + half]
+            text += [f"mov.b32 t, v0; mov.b32 u, v1; prmt.b32 t, t, u, {base[2]};"]
+            text += [f"mov.b32 u, v2; mov.b32 w, v3; prmt.b32 u, u, w, {base[2]}; prmt.b32 {into}, t, u, 0x5410;"]
+    # both are of a lane's column there, of its query where scores are: from its first column's first lane
+    text += ["rcp.approx.ftz.f32 x, x; mov.u32 w, %laneid; and.b32 w, w, 3; shl.b32 w, w, 3;"]
+    text += [f"shfl.sync.idx.b32 x, x, w, 31, 0xffffffff; mul.f32 {about[0]}, x, {base[0]}; mul.f32 {about[1]}, n2, {base[0]};"]
+    return [*text, "KVCAL_SAME: }"]
+
+
+@triton.constexpr_function
+def _probabilities(unit: str, shift: str, scaled: bool) -> list[str]:
+    """Sums of probabilities t0..t3 and what outputs count by, top. shift: what all scores have more, or none. scaled: scales of
+    values multiply probabilities; t4..t7 then are those products, top is of them.
+    """
+    text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<8>; .reg .b32 p<2>, bits; .reg .pred rise;"]
+    above = "t" if scaled else "s"
+    if shift or scaled:
+        text += [f"fma.rn.f32 s{i}, s{i}, {unit}, {shift};" if shift else f"mul.f32 s{i}, s{i}, {unit};" for i in range(4)]
+    if scaled:  # as powers of two; of nothing 2^-40
+        text += [f"max.f32 t{i}, vs{i}, {_float(2.0**-40)}; lg2.approx.ftz.f32 t{i}, t{i}; add.f32 t{i}, t{i}, s{i};" for i in range(4)]
+    text += [f"max.f32 top, {above}0, {above}1; max.f32 other, {above}2, {above}3; max.f32 top, top, other;"]
     for step in (4, 8, 16):
         text += [f"shfl.sync.bfly.b32 other, top, {step}, 31, 0xffffffff; max.f32 top, top, other;"]
-    # no rounding of the product may leave a score above e
-    text += [f"mul.f32 x, top, $2; abs.f32 e, x; fma.rn.f32 x, e, {_float(2.0**-22)}, x; cvt.rpi.f32.f32 e, x;"]
+    if shift or scaled:
+        text += ["cvt.rpi.f32.f32 e, top;"]
+    else:  # no rounding of the product may leave a score above e
+        text += [f"mul.f32 x, top, {unit}; abs.f32 e, x; fma.rn.f32 x, e, {_float(2.0**-22)}, x; cvt.rpi.f32.f32 e, x;"]
+    return text
+
+
+@triton.constexpr_function
+def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
+    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high, f_begin. $0: the
+    outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of two may rise with nothing
+    scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
+    """
+    scaled = v_mode == 2
+    text = _probabilities(unit, shift, scaled)
     text += [f"sub.f32 d, e, {_float(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {_float(SLACK)};"]
     text += [f"max.f32 d, d, {_float(-127)}; add.f32 d, d, {_float(MAGIC_FLOAT + 127)}; mov.b32 bits, d; shl.b32 bits, bits, 23;"]
     text += [f"mov.b32 f, bits; mul.f32 f_high, f, {_float(256)}; mul.f32 f_begin, f, {_float(-257 * MAGIC_FLOAT)};"]
     text += ["neg.f32 other, e;"]
     for i in range(4):
-        text += [f"fma.rn.f32 t{i}, s{i}, $2, other; ex2.approx.ftz.f32 t{i}, t{i};"]
-    text += ["add.f32 x, t0, t1; add.f32 d, t2, t3; add.f32 x, x, d; fma.rn.f32 $1, x, f, $1;"]
+        text += [f"add.f32 s{i}, s{i}, other;" if shift or scaled else f"fma.rn.f32 s{i}, s{i}, {unit}, other;"]
+        text += [f"ex2.approx.ftz.f32 s{i}, s{i};"]
+        if scaled:
+            text += [f"add.f32 t{i}, t{i}, other; ex2.approx.ftz.f32 t{i}, t{i};"]
+    text += ["add.f32 x, s0, s1; add.f32 d, s2, s3; add.f32 x, x, d; fma.rn.f32 $1, x, f, $1;"]
+    if scaled:  # zero points of all channels
+        text += ["mul.f32 x, s0, vz0;", *[f"fma.rn.f32 x, s{i}, vz{i}, x;" for i in range(1, 4)], "fma.rn.f32 $3, x, f, $3;"]
     for i in range(4):
-        text += [f"fma.rn.f32 t{i}, t{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
+        given = "t" if scaled else "s"
+        text += [f"fma.rn.f32 t{i}, {given}{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
     text += [f".reg .b32 b<4>; {' '.join(f'mov.b32 b{i}, t{i};' for i in range(4))}"]
     for i in range(2):
         text += [f"prmt.b32 p{i}, b{i}, b{2 + i}, 0x4051; movmatrix.sync.aligned.m8n8.trans.b16 p{i}, p{i};"]
@@ -270,8 +375,10 @@ def value_places(slices: int, tiles: int, bits: int) -> list[int]:
 @triton.constexpr_function
 def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
     """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and first
-    operands, of symmetric codes minus what they count from at each place, else ones.
+    operands, of symmetric codes minus what they count from at each place, of asymmetric ones in inner groups ones.
     """
+    if mode == 2:
+        return (MAGIC,)
     ones = [(256 - place * 2 ** (bits - 1)) % 256 for place in value_places(slices, tiles, bits)] if mode == 0 else [1]
     signed = [one * 0x01010101 for one in ones]
     return (MAGIC, *[one - (1 << 32) if one >> 31 else one for one in signed])
@@ -280,7 +387,15 @@ def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
 @triton.constexpr_function
 def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int) -> list[str]:
     """All of values that does not wait for probabilities."""
-    text = _loaded("v", byte, bits, tiles) + _held("vs", "value_scales", scales, slices * (1 + mode))
+    text = _loaded("v", byte, bits, tiles)
+    if mode < 2:
+        text += _held("vs", "value_scales", scales, slices * (1 + mode))
+    else:  # of a lane's four tokens
+        text += [".reg .f32 vs<4>, vz<4>; .reg .b16 vh;"]
+        for i in range(4):
+            at = scales + i // 2 * 64 + i % 2 * 32
+            text += [f"ld.shared.b16 vh, [value_scales+{at}]; cvt.f32.f16 vs{i}, vh;"]
+            text += [f"ld.shared.b16 vh, [value_scales+{at + 4}]; cvt.f32.f16 vz{i}, vh;"]
     for p, u, _ in _value_products(slices, tiles, bits):
         d = f"vd{u}_{p}_"
         text += [f".reg .b32 {d}<4>, {d}a<4>;"] + _separated(bits, p, [f"{d}a{j}" for j in range(4)], _words("v", u, p, bits))
@@ -290,7 +405,7 @@ def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: 
 @triton.constexpr_function
 def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str], constants: list[str]) -> list[str]:
     """outputs plus probabilities times values, as `_prepared` left them."""
-    text = _converted("vs", slices * (1 + mode))
+    text = _converted("vs", slices * (1 + mode)) if mode < 2 else []
     text += [".reg .b32 vc<4>;"]
     if mode == 1:
         text += [".reg .f32 total, part;", _mma("vc", constants[4:8], ["p0", "p1"], constants[:4], "u8.u8")]
@@ -304,64 +419,90 @@ def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str], co
             if mode == 0:
                 first = 4 + 4 * places.index(place)
                 text += [_mma("vc", constants[first : first + 4], ["p0", "p1"], constants[:4], "s8.u8")]
-            else:
+            elif mode == 1:
                 text += [f"mul.f32 part, total, {_float(place)};"]
         begin = [f"vc{j}" for j in range(4)] if mode == 0 else constants[:4]
         text += [_mma(d, [f"{d}a{j}" for j in range(4)], ["p0", "p1"], begin, "u8.u8")]
         for row in range(2):
             out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
             text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
-            text += [f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};"]
+            text += [f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};" if mode < 2 else f"add.f32 {out}, {out}, y;"]
             if mode == 1:
                 text += [f"fma.rn.f32 {out}, vs{2 * i + 1}_{row}, part, {out};"]
     return text
 
 
 @triton.constexpr_function
-def _fallen(outputs: list[str]) -> list[str]:
-    """Sum and outputs in the block's power of two where that of some lane is more than SLACK above theirs."""
+def _fallen(scaled: list[str]) -> list[str]:
+    """Sums and outputs, `scaled`, in the block's power of two where that of some lane is more than SLACK above theirs."""
     text = ["vote.sync.any.pred rise, rise, 0xffffffff; @!rise bra KVCAL_BELOW;"]
     text += ["max.f32 x, e, $0; sub.f32 d, $0, x; ex2.approx.ftz.f32 f, d; mov.f32 $0, x;"]
-    return [*text, *[f"mul.f32 {one}, {one}, f;" for one in [outputs[1], *outputs[4:]]], "KVCAL_BELOW:"]
+    return [*text, *[f"mul.f32 {one}, {one}, f;" for one in scaled], "KVCAL_BELOW:"]
+
+
+@triton.constexpr_function
+def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> list[tuple[str, int, str]]:
+    """Tensors of `block`: name, how many, their registers' kind, those that are changed first."""
+    pieces, _, _, bits, mode, _, _ = keys
+    _, v_tiles, _, v_bits, v_mode, _, _ = values
+    queries, fixed = -(-slices // 4), len(constants(slices, v_tiles, v_bits, v_mode))
+    changed = [("state", 1, "f"), ("acc", slices // 2, "f")]
+    given = [("slot", 1, "r"), ("places", 1, "r")]
+    if mode == 2:
+        changed += [("queries", queries, "r"), ("about", 1, "f")]
+        given += [("renew", 1, "r"), ("constants", fixed, "r"), ("plain", slices // 2, "r"), ("base", 1, "r")]
+    else:
+        given += [("queries", queries, "r"), ("begins", beginning_tensors(slices, pieces, bits, mode), "r" if mode == 0 else "f")]
+        given += [("constants", fixed, "r")]
+    return [*changed, *given]
 
 
 @triton.constexpr_function
 def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
-    """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot).
+    """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot); modes 0 and 1 are inner
+    groups without and with zero points, 2 outer ones, of values all channels of a token.
 
-    Operands: state and acc, changed; slot (the byte of the ring's slot), places, queries, begins, constants.
+    Operands, see `_operands`: changed are state, acc and of mode 2 keys queries and about (their unit, what zero points add);
+    given slot (the byte of the ring's slot), places, then queries, begins, constants, or renew (whether the block is the first
+    of its group), constants, plain and base (see `_renewed`).
     """
     pieces, tiles, words, bits, mode, group, held = keys
     _, v_tiles, v_words, v_bits, v_mode, _, _ = values
-    outputs = [f"${i}" for i in range(4 + 2 * slices)]
-    first = len(outputs)
-    queries = [f"${first + 8 + i}" for i in range(4 * -(-slices // 4))]
-    begins = [f"${first + 8 + len(queries) + i}" for i in range(4 * beginning_tensors(slices, pieces, bits, mode))]
-    fixed = [f"${first + 8 + len(queries) + len(begins) + i}" for i in range(4 * len(constants(slices, v_tiles, v_bits, v_mode)))]
+    names, at = {}, 0
+    for name, count, _ in _operands(slices, keys, values):
+        names[name] = [f"${at + i}" for i in range(4 * count)]
+        at += 4 * count
     text = ["{ .reg .b32 words, key_scales, value_scales, t, u;"]
     for i, name in enumerate(("words", "key_scales", "value_scales")):
-        text += [f"add.s32 {name}, ${first}, ${first + 4 + i};"]
-    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, queries, begins, fixed[:4])
+        text += [f"add.s32 {name}, {names['slot'][0]}, {names['places'][i]};"]
+    unit, shift, magic = names["state"][2], "", names["constants"][:4]
+    if mode == 2:
+        unit, shift = names["about"][0], names["about"][1]
+        text += _renewed(
+            slices, bits, 2 * words, names["renew"][0], names["plain"], names["base"], names["queries"], names["about"]
+        )
+    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], names.get("begins", []), magic)
     text += _prepared(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words)
-    text += ["{", *_weighed(), "{", *_added(slices, v_tiles, v_bits, v_mode, outputs, fixed), "}", *_fallen(outputs)]
+    outputs = names["state"] + names["acc"]
+    text += ["{", *_weighed(unit, shift, v_mode)]
+    text += ["{", *_added(slices, v_tiles, v_bits, v_mode, outputs, names["constants"]), "}"]
+    text += _fallen([outputs[1], *([outputs[3]] if v_mode == 2 else []), *names["acc"]])
     return " ".join([*text, "} }"])
+
+
+@triton.constexpr_function
+def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    outputs, inputs = [], []
+    for name, count, kind in _operands(slices, keys, values):
+        changed = name in ("state", "acc", "about") or (name == "queries" and keys[4] == 2)
+        (outputs if changed else inputs).extend([("=" if changed else "") + kind] * (4 * count))
+    return ",".join([*outputs, *inputs, *[str(i) for i in range(len(outputs))]])
 
 
 @triton.constexpr_function
 def beginning_tensors(slices: int, pieces: int, bits: int, mode: int) -> int:
     """How many tensors `begins` are."""
     return len(groups_begun(slices, pieces, bits)) if mode == 0 else -(-slices // 8)
-
-
-@triton.constexpr_function
-def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
-    pieces, _, _, bits, mode, _, _ = keys
-    _, v_tiles, _, v_bits, v_mode, _, _ = values
-    outputs = 4 + 2 * slices
-    begins = 4 * beginning_tensors(slices, pieces, bits, mode)
-    inputs = ["r"] * (8 + 4 * -(-slices // 4)) + ["r" if mode == 0 else "f"] * begins
-    inputs += ["r"] * (4 * len(constants(slices, v_tiles, v_bits, v_mode)))
-    return ",".join(["=f"] * outputs + inputs + [str(i) for i in range(outputs)])
 
 
 @triton.constexpr_function

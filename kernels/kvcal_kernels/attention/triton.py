@@ -40,6 +40,7 @@ from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
 from .products import (
     JUMP,
+    MAGIC_FLOAT,
     PROBABILITY,
     QUERY,
     SLACK,
@@ -59,7 +60,7 @@ from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
-FULL_QUERY, FULL_PROBABILITY = tl.constexpr(QUERY), tl.constexpr(PROBABILITY)
+FULL_QUERY, FULL_PROBABILITY, ROUND = tl.constexpr(QUERY), tl.constexpr(PROBABILITY), tl.constexpr(MAGIC_FLOAT)
 BLOCK_SLACK, BLOCK_JUMP = tl.constexpr(SLACK), tl.constexpr(JUMP)
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 _field_number = triton.constexpr_function(field_number)
@@ -1540,6 +1541,13 @@ def _begun(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constex
 
 
 @triton.constexpr_function
+def _changed(slices, k_mode):
+    """Types of what `block` changes."""
+    queries = (tl.int32,) * -(-slices // 4) + (tl.float32,) if k_mode == 2 else ()
+    return (tl.float32,) * (1 + slices // 2) + queries
+
+
+@triton.constexpr_function
 def _kinds(kind, count):
     return (kind,) * count
 
@@ -1552,17 +1560,56 @@ def _spread_state(state, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _byte_state(unit, at, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """State and places of products.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
+def _lanes(NW: tl.constexpr, N: tl.constexpr):
+    """Of the four numbers that a lane has of a product's result [NW, 16, N]: which one it is, the lane."""
     b_none = _spot(NW, N)
     r, column = tl.arange(0, 16)[None, :, None] + b_none, tl.arange(0, N)[None, None, :] + b_none
-    number = r // 8 * 2 + column % 2  # of a lane's registers
-    lane = r % 8 * 4 + column // 2
+    return r // 8 * 2 + column % 2, r % 8 * 4 + column // 2
+
+
+@triton.jit
+def _byte_state(
+    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """State and places of products.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
+    number, lane = _lanes(NW, N)
     row = lane & 15
     words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
-    scales = lane // 4 * tl.where(number == 1, 2 * K_WIDTH, 2 * V_WIDTH)
+    keys, values = lane % 4 * 8, lane // 8 * 8 + lane // 4 % 2 * 2
+    if K_MODE < 2:
+        keys = lane // 4 * (2 * _together(D // K_GROUP * (1 + K_MODE)))
+    if V_MODE < 2:
+        values = lane // 4 * (2 * _together(D // 16 * (1 + V_MODE)))
     state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
-    return state, tl.where(number == 0, words, scales) + at[:, None, None]
+    return state, tl.where(number == 0, words, tl.where(number == 1, keys, values)) + at[:, None, None]
+
+
+@triton.jit
+def _byte_base(unit, NW: tl.constexpr, N: tl.constexpr):
+    """`base` of products.py, int32."""
+    number, lane = _lanes(NW, N)
+    low = lane // 4 % 2
+    rounded = tl.where(low == 1, ROUND, ROUND + 128.0)
+    base = tl.where(number == 0, unit[:, None, :], rounded).to(tl.int32, bitcast=True)
+    return tl.where(number == 2, tl.where(low == 1, 0x40, 0x51), base)
+
+
+@triton.jit
+def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
+    """Queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two slices. o_t, there,
+    shrink as `_bytes_of_queries` has them.
+    """
+    r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
+    made = ()
+    for c in tl.static_range(D // 32):
+        channel = (2 * c + r // 8) * 16 + column // 2 * 2 + column % 2 * 8
+        word = tl.zeros([16, 8], tl.int32)
+        for i in tl.static_range(2):
+            x = tl.load(p_q + o_t[:, None] + channel + i, mask=there[:, None], other=0.0).to(tl.float32) * shrink[:, None]
+            word = word | (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * i)
+        made = made + (word[None] + _spot(NW, 8),)
+    return made
 
 
 @triton.jit
@@ -1581,68 +1628,47 @@ def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _byte_step(
-    p_k, p_ks, p_v, p_vs, i_head, first, slot, places, queries, begins, fixed, unit, b_m, b_l, acc,
+    p_k, p_ks, p_v, p_vs, i_head, first, start, slot, places, queries, begins, fixed, plain, unit, b_m, b_l, acc,
     SLICES: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_HELD: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_step` of integers in inner groups, by products of bytes (products.py): b_m is its state under ASM."""
+    """As `_step`, by products of bytes (products.py): b_m is its state under ASM, queries change with outer groups of keys."""
     if ASM:
         KEYS: tl.constexpr = (K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD)
         VALUES: tl.constexpr = (V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD)
+        none = tl.zeros([NW, 16, N], tl.int32)
+        if K_MODE == 2:
+            renew = (first == start) | (first % (K_GROUP // 32) == 0)
+            given = (none + slot, places, none + renew.to(tl.int32)) + fixed + plain + begins + (b_m,) + acc + queries
+        else:
+            given = (none + slot, places) + queries + begins + fixed + (b_m,) + acc
         made = tl.inline_asm_elementwise(
-            block(SLICES, KEYS, VALUES), block_constraints(SLICES, KEYS, VALUES),
-            (tl.zeros([NW, 16, N], tl.int32) + slot, places) + queries + begins + fixed + (b_m,) + acc,
-            dtype=_floats(1 + SLICES // 2), is_pure=False, pack=4,
+            block(SLICES, KEYS, VALUES), block_constraints(SLICES, KEYS, VALUES), given,
+            dtype=_changed(SLICES, K_MODE), is_pure=False, pack=4,
         )  # fmt: skip
         b_m = made[0]
-        acc = made[1:]
+        acc = made[1 : 1 + SLICES // 2]
+        if K_MODE == 2:
+            queries = made[1 + SLICES // 2 :]
     else:
-        at = (i_head * room + first + tl.arange(0, NW))[:, None]
-        live = at >= 0
-        scores = ()
-        parts = _codes(p_k, at * K_WORDS, live, at, 0, K_BITS, K_TILES, K_STRIDE, True, False, NW, False, ASM)
-        BOTH: tl.constexpr = 1 + K_MODE
-        COLUMNS: tl.constexpr = SLICES * 16 // K_GROUP * BOTH
-        for h in tl.static_range(2):
-            scale = _columns(p_ks, (at * 2 + h) * COLUMNS * 16, live, at, 0, COLUMNS, ASM)
-            b_s = tl.zeros([NW, 16, N], tl.float32)
-            for i in tl.static_range(SLICES):
-                g: tl.constexpr = i * 16 // K_GROUP * BOTH
-                x = _counted(parts[h * K_STRIDE + i], _key_place(h, i, K_BITS, K_MODE, K_STRIDE), K_BITS, K_MODE)
-                b_s += tl.dot(x, queries[i], input_precision="ieee") * scale[g][:, :, None]
-                if K_MODE == 1:
-                    b_s += tl.sum(queries[i], 1)[:, None, :] * scale[g + 1][:, :, None]
-            scores = scores + (b_s * unit[:, None, :],)
-        b_top = tl.max(tl.maximum(scores[0], scores[1]), 1)[:, None, :]
+        block_at = first + tl.arange(0, NW)
+        b_0, b_1 = _plain_scores(
+            p_k, p_ks, i_head, block_at, queries, unit, SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N,
+        )  # fmt: skip
+        s_0, s_1 = _value_sizes(p_vs, i_head * room + block_at, 0, V_MODE, NW), _value_sizes(p_vs, i_head * room + block_at, 1, V_MODE, NW)
+        b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
         b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
         b_m = tl.maximum(b_m, b_e - BLOCK_JUMP)
         b_d = b_e - b_m
         fade = tl.where(b_d > -127, tl.exp2(b_d), 0.0)
-        b_0, b_1 = tl.exp2(scores[0] - b_e), tl.exp2(scores[1] - b_e)
-        b_l += (b_0 + b_1) * fade
-        b_0, b_1 = tl.floor(b_0 * FULL_PROBABILITY + 0.5), tl.floor(b_1 * FULL_PROBABILITY + 0.5)
-        b_sum = tl.sum(b_0 + b_1, 1)[:, None, :]
-        parts = _codes(p_v, at * V_WORDS, live, at, 0, V_BITS, V_TILES, V_STRIDE, True, True, NW, False, ASM)
-        PER: tl.constexpr = V_GROUP // 32
-        at_scale = (i_head * (room // PER) + (first + tl.arange(0, NW)) // PER)[:, None] * (SLICES * (1 + V_MODE) * 16)
-        scale = _columns(p_vs, at_scale, live, at, 0, SLICES * (1 + V_MODE), ASM)
-        found = ()
-        for i in tl.static_range(SLICES):
-            x_0 = _counted(parts[i], _place(i, V_BITS), V_BITS, V_MODE)
-            x_1 = _counted(parts[V_STRIDE + i], _place(i, V_BITS), V_BITS, V_MODE)
-            b_dot = tl.dot(x_0, b_0, input_precision="ieee") + tl.dot(x_1, b_1, input_precision="ieee")
-            b_dot = b_dot * scale[i * (1 + V_MODE)][:, :, None]
-            if V_MODE == 1:
-                b_dot += b_sum * scale[2 * i + 1][:, :, None]
-            found = found + (b_dot * (fade * _byte_place(i, V_BITS)),)
-        odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
-        made = ()
-        for i in tl.static_range(SLICES // 2):
-            made = made + (acc[i] + tl.where(odd, found[2 * i + 1], found[2 * i]),)
-        acc = made
+        b_l += (tl.exp2(b_0 - b_e) + tl.exp2(b_1 - b_e)) * fade
+        acc = _plain_added(
+            p_v, p_vs, i_head, block_at, b_0 - b_e, b_1 - b_e, s_0, s_1, fade, acc,
+            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N,
+        )  # fmt: skip
         if tl.max(b_d) > BLOCK_SLACK:
             b_new = tl.maximum(b_m, b_e)
             fade = tl.exp2(b_m - b_new)
@@ -1651,7 +1677,105 @@ def _byte_step(
             for i in tl.static_range(len(acc)):
                 faded = faded + (acc[i] * fade,)
             acc = faded
-    return b_m, b_l, acc
+    return b_m, b_l, acc, queries
+
+
+@triton.jit
+def _plain_scores(
+    p_k, p_ks, i_head, block_at, queries, unit, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
+    WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """For the interpreter: scores of both halves in powers of two, of queries that are rounded as products.py does."""
+    at = (i_head * room + block_at)[:, None]
+    live = at >= 0
+    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, False)
+    made = ()
+    if MODE == 2:
+        at_group = (i_head * (room // (GROUP // 32)) + block_at // (GROUP // 32))[:, None] * (SLICES * 32)
+        r = tl.arange(0, 16)[None, :]
+        b_top, b_zero = tl.full([NW, N], 2.0**-24, tl.float32), tl.zeros([NW, N], tl.float32)
+        scaled = ()
+        for i in tl.static_range(SLICES):
+            p = p_ks + at_group + (i * 32 + r // 2 * 4 + r % 2)
+            b_zero += tl.sum(queries[i] * tl.load(p + 2).to(tl.float32)[:, :, None], 1)
+            b_q = (queries[i] * tl.load(p).to(tl.float32)[:, :, None]).to(tl.float16).to(tl.float32)
+            b_top = tl.maximum(b_top, tl.max(tl.abs(b_q), 1))
+            scaled = scaled + (b_q,)
+        b_step = b_top / (FULL_QUERY - 0.25)
+        for h in tl.static_range(2):
+            b_s = tl.zeros([NW, 16, N], tl.float32)
+            for i in tl.static_range(SLICES):
+                x = _counted(parts[h * STRIDE + i], _key_place(h, i, BITS, MODE, STRIDE), BITS, MODE)
+                b_s += tl.dot(x, tl.floor(scaled[i] / b_step[:, None, :] + 0.5), input_precision="ieee")
+            made = made + ((b_s * b_step[:, None, :] + b_zero[:, None, :]) * unit[:, None, :],)
+    else:
+        BOTH: tl.constexpr = 1 + MODE
+        COLUMNS: tl.constexpr = SLICES * 16 // GROUP * BOTH
+        for h in tl.static_range(2):
+            scale = _columns(p_ks, (at * 2 + h) * COLUMNS * 16, live, at, 0, COLUMNS, False)
+            b_s = tl.zeros([NW, 16, N], tl.float32)
+            for i in tl.static_range(SLICES):
+                g: tl.constexpr = i * 16 // GROUP * BOTH
+                x = _counted(parts[h * STRIDE + i], _key_place(h, i, BITS, MODE, STRIDE), BITS, MODE)
+                b_s += tl.dot(x, queries[i], input_precision="ieee") * scale[g][:, :, None]
+                if MODE == 1:
+                    b_s += tl.sum(queries[i], 1)[:, None, :] * scale[g + 1][:, :, None]
+            made = made + (b_s * unit[:, None, :],)
+    return made
+
+
+@triton.jit
+def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.constexpr):
+    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels; else 0."""
+    size = tl.zeros([NW, 16], tl.float32)
+    if MODE == 2:
+        r = tl.arange(0, 16)[None, :]
+        scale = tl.load(p_vs + (at * 64 + HALF * 32)[:, None] + (r // 2 * 4 + r % 2)).to(tl.float32)
+        size = tl.log2(tl.maximum(scale, 2.0**-40))
+    return size[:, :, None]
+
+
+@triton.jit
+def _plain_added(
+    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, SLICES: tl.constexpr, STRIDE: tl.constexpr,
+    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as products.py
+    does. s_0, s_1: `_value_sizes`.
+    """
+    at = (i_head * room + block_at)[:, None]
+    live = at >= 0
+    parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, True, True, NW, False, False)
+    p_0, p_1 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5), tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
+    b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
+    if MODE < 2:
+        BOTH: tl.constexpr = 1 + MODE
+        PER: tl.constexpr = GROUP // 32
+        at_scale = (i_head * (room // PER) + block_at // PER)[:, None] * (SLICES * BOTH * 16)
+        scale = _columns(p_vs, at_scale, live, at, 0, SLICES * BOTH, False)
+    else:  # what zero points add to all channels
+        r = tl.arange(0, 16)[None, :]
+        p = p_vs + at * 64 + (r // 2 * 4 + r % 2 + 2)
+        z_0, z_1 = tl.load(p).to(tl.float32)[:, :, None], tl.load(p + 32).to(tl.float32)[:, :, None]
+        b_zero = tl.sum(tl.exp2(b_0) * z_0 + tl.exp2(b_1) * z_1, 1)[:, None, :] * FULL_PROBABILITY
+    found = ()
+    for i in tl.static_range(SLICES):
+        x_0 = _counted(parts[i], _place(i, BITS), BITS, MODE)
+        x_1 = _counted(parts[STRIDE + i], _place(i, BITS), BITS, MODE)
+        b_dot = tl.dot(x_0, p_0, input_precision="ieee") + tl.dot(x_1, p_1, input_precision="ieee")
+        if MODE < 2:
+            b_dot = b_dot * scale[i * BOTH][:, :, None]
+        else:
+            b_dot += b_zero
+        if MODE == 1:
+            b_dot += b_sum * scale[2 * i + 1][:, :, None]
+        found = found + (b_dot * (fade * _byte_place(i, BITS)),)
+    odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
+    made = ()
+    for i in tl.static_range(SLICES // 2):
+        made = made + (acc[i] + tl.where(odd, found[2 * i + 1], found[2 * i]),)
+    return made
 
 
 @triton.jit
@@ -1908,7 +2032,7 @@ def attend_kernel(
     """
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
-    ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 else 0
+    ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 and PAIRED == 0 else 0
     EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
     BYTES: tl.constexpr = PAIRED == 2
     ROOM: tl.constexpr = N // EACH
@@ -1958,7 +2082,7 @@ def attend_kernel(
     exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
     b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
     b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
-    q, plain, sums = (), (), ()
+    q, plain, sums, plain_q = (), (), (), ()
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
@@ -1969,17 +2093,28 @@ def attend_kernel(
         channel = tl.arange(0, triton.next_power_of_2(D))
         b_q = tl.load(p_q + o_t[:, None] + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
         b_q = b_q.to(tl.float32)
-        # 0, or NaN where a number is not finite: integers do not show it
-        b_up = tl.maximum(tl.max(tl.abs(b_q), 1), 2.0**-100) * (1 / FULL_QUERY) + tl.sum(b_q * 0.0, 1)
-        if ASM:
-            q = _bytes_of_queries(p_q, o_t, there, 1 / b_up, D, NW)
+        b_up = tl.maximum(tl.max(tl.abs(b_q), 1), 2.0**-100)
+        b_finite = tl.sum(b_q * 0.0, 1)  # 0, or NaN where a number is not finite: integers do not show it
+        if K_MODE == 2:  # powers of two: below 1
+            b_up = (b_up.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+            plain_q = _plain_queries(p_q, o_t, there, 1 / b_up, D, NW)
+            if ASM:
+                for _ in tl.static_range((SLICES + 3) // 4):
+                    q = q + (_spot(NW, 8),)
+                q = q + (_spot(NW, 8).to(tl.float32),)
+        else:
+            b_up = b_up * (1 / FULL_QUERY)
+            if ASM:
+                q = _bytes_of_queries(p_q, o_t, there, 1 / b_up, D, NW)
+        b_up += b_finite
         b_up, _ = tl.split(tl.permute(tl.reshape(b_up, [2, 8]), [1, 0]))
         if not ASM:
             for i in tl.static_range(SLICES):
                 b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
-                b_q = tl.floor(b_q.to(tl.float32) / b_up[None, :] + 0.5)
+                b_q = b_q.to(tl.float32) / b_up[None, :]
+                b_q = b_q.to(tl.float16).to(tl.float32) if K_MODE == 2 else tl.floor(b_q + 0.5)
                 q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
-        if ASM:
+        if ASM and K_MODE < 2:
             sums = _begun(q, SLICES, K_STRIDE, K_BITS, K_MODE)
     elif K_MODE == 4:
         channel = tl.arange(0, triton.next_power_of_2(D))
@@ -2053,10 +2188,9 @@ def attend_kernel(
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places = b_m
     if BYTES and ASM:
-        b_m, places = _byte_state(
-            unit, base + tl.arange(0, NW) * (SLOT * SLOTS), _together(D // K_GROUP * (1 + K_MODE)),
-            _together(SLICES * (1 + V_MODE)), NW, N,
-        )  # fmt: skip
+        b_m, places = _byte_state(unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, NW, N)
+        if K_MODE == 2:
+            sums = (_byte_base(unit, NW, N),)
         plain = _constants(room, constants(SLICES, V_TILES, V_BITS, V_MODE), NW, N)
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
@@ -2083,8 +2217,8 @@ def attend_kernel(
                 K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
             )  # fmt: skip
         if BYTES:
-            b_m, b_l, acc = _byte_step(
-                p_k, p_ks, p_v, p_vs, i_head, first, o_slot, places, q, sums, plain, unit, b_m, b_l, acc,
+            b_m, b_l, acc, q = _byte_step(
+                p_k, p_ks, p_v, p_vs, i_head, first, start, o_slot, places, q, sums, plain, plain_q, unit, b_m, b_l, acc,
                 SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
                 V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD, room, NW, N, ASM,
             )  # fmt: skip
@@ -2111,6 +2245,8 @@ def attend_kernel(
     if FETCH:
         _arrive(0, OWN, NW)
     if BYTES and ASM:
+        if V_MODE == 2:
+            shift = tl.sum(_spread_state(b_m, (3, 3, -1, -1)), 1)
         b_l = _spread_state(b_m, (1, 1, -1, -1))
         b_m = _spread_state(b_m, (0, 0, 0, 0))
     b_m = tl.max(b_m, 1)
@@ -2121,7 +2257,10 @@ def attend_kernel(
         for i in tl.static_range(WIDE):
             b_unit = tl.where(odd, 1 / _byte_place(2 * i + 1, V_BITS), 1 / _byte_place(2 * i, V_BITS)) * (1 / FULL_PROBABILITY)
             # sums show what integers do not
-            out = out + (acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :],)
+            b_o = acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :]
+            if V_MODE == 2 and ASM:
+                b_o += shift[:, None, :]
+            out = out + (b_o,)
     elif V_MODE == 3:
         b_l = tl.sum(b_l, 1)
         turned = ()
@@ -2266,11 +2405,17 @@ MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmet
 
 
 def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
-    """Whether a kernel takes products of 8-bit integers: of integers in inner groups, as long as both parts of all query rows
-    are columns of one product. Groups of 16 key channels are halves of what one contracts.
+    """Whether a kernel takes products of 8-bit integers: where both parts of all query rows are columns of one product, of
+    integers in inner groups (16 key channels are half of what one contracts) and in outer ones of four blocks and more of keys,
+    whose queries are rounded anew for each, and of all channels of values, as a product has one power of two.
     """
-    plain = all(form.inner and not form.vector and not form.tiered for form in (keys, values))
-    return plain and keys.group % 32 == 0 and rows <= 4 and warps == 1 and not pairs
+    if any(form.vector or form.tiered for form in (keys, values)) or rows > 4 or warps > 1 or pairs:
+        return False
+    if keys.inner:
+        fits = keys.group % 32 == 0 and keys.group <= 128
+    else:  # both bytes of a word of one half block
+        fits = keys.scale_blocks >= 4 and keys.pieces % (16 // (2 if keys.bits == 3 else keys.bits)) == 0 and keys.dim % 64 == 0
+    return fits and (values.inner or values.group == values.dim)
 
 
 def settings(
