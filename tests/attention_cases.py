@@ -328,6 +328,9 @@ def small() -> list[Case]:
         Case("asymmetric 3", "outer 3", 64, heads=2, blocks=(2, 0, 7), sink=(5, 2, 0), recent=(33, 1, 6), dtype=bf),
         Case("outer 2", "outer 2", 96, ratio=2, queries=5, blocks=(3, 0), sink=(4, 3), recent=(16, 3)),
         Case("outer 2", "outer 2", group=128, blocks=(6,), spare=0, kind="wide"),
+        Case("symmetric 3", "outer 2", group=128, blocks=(9,), dtype=bf),
+        Case("outer 4", "asymmetric 2", group=128, blocks=(7, 0), sink=(4, 3), recent=(16, 3), spare=1, kind="wide"),
+        Case("asymmetric 8", "symmetric 2", 256, ratio=2, queries=2, blocks=(3,)),
         Case("outer 4", "symmetric 8", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),  # 35 rows: two chunks
         Case("asymmetric 4", "outer 4", 64, ratio=2, queries=16, blocks=(1,), recent=(16,), launch=(1, 4)),
         Case("outer 2", "outer 2", 64, blocks=(2,), dtype=bf, kind="large"),

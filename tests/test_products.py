@@ -1,5 +1,5 @@
-"""The attention kernel's block of 8-bit products (attention/products.py), which the interpreter does not run: its assembly, bit
-by bit, for the 32 lanes of a warp, against float64.
+"""The attention kernel's block of 8-bit products (attention/products.py), which the interpreter does not run: its assembly,
+bit by bit, for the 32 lanes of a warp, against float64.
 """
 
 from __future__ import annotations
@@ -234,7 +234,10 @@ def test_a_warp_attends_over_bytes_of_two_forms(bits: tuple[int, int], symmetric
     attended(Form("key", 128, bits[0], 32, True, symmetric[0]), Form("value", 128, bits[1], 128, True, symmetric[1]))
 
 
-OUTER = {bits: (Form("key", 128, bits, 128, False, False), Form("value", 128, bits, 128, False, False)) for bits in (2, 3, 4, 8)}
+OUTER = {
+    bits: (Form("key", 128, bits, 128, False, False), Form("value", 128, bits, 128, False, False))
+    for bits in (2, 3, 4, 8)
+}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -246,7 +249,7 @@ def test_a_warp_attends_over_bytes_of_outer_groups(bits: int) -> None:
 
 def test_a_code_in_another_place_is_seen() -> None:
     form = Form("key", 128, 2, 32), Form("value", 128, 2, 32)
-    with pytest.raises(AssertionError, match="(?s)not close"):
+    with pytest.raises(AssertionError, match="not close"):
         attended(*form, change=lambda memory: memory[:1400] + bytes([memory[1400] ^ 12]) + memory[1401:])  # of a value
 
 
@@ -328,7 +331,7 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     if key.inner and key.symmetric:
         assert branched[2] is False
     state, acc = ([x.view(np.float32).astype(np.float64) for x in given[name]] for name in ("state", "acc"))
-    total, shift = ([x[LANE % 4 == i].sum() for i in range(4)] for x in (state[1], state[3]))
+    total, shift = ([x[i == LANE % 4].sum() for i in range(4)] for x in (state[1], state[3]))
     out = np.zeros((4, dim))
     for c in range(slices // 2):
         for i in range(4):

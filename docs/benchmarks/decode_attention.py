@@ -61,12 +61,8 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
-# warps, stages, registers; the first with the first length is what `usual` gives
-LAUNCHES = [(1, 3, 168), (1, 3, 160)]
-GRID_LAUNCHES = [(4, 3, 128), (4, 3, 0)]
-TIER_LAUNCHES = [(1, 3, 176)]
-MORE_LAUNCHES = [(2, 3, 168), (4, 3, 168)]
-LENGTHS = (60, 40, 90)  # turns of a program
+# what --all-launches tries beside the usual ones: warps, registers, turns of a program at most
+OTHERS = [(warps, registers, turns) for warps in (1, 4) for registers in (128, 152, 168) for turns in (40, 60, 96)]
 
 
 def form(role: Any, settings: tuple[Any, ...]) -> Form:
@@ -80,11 +76,12 @@ def form(role: Any, settings: tuple[Any, ...]) -> Form:
     return Form(role, D, bits, group, inner, symmetric)
 
 
-def launches_of(scheme: str, more: bool = False) -> list[tuple[int, ...]]:
-    kinds = {part[0] for part in SCHEMES[scheme][:2]}
-    if "tiers" in kinds:
-        return TIER_LAUNCHES
-    return (GRID_LAUNCHES if "grid" in kinds else LAUNCHES) + (MORE_LAUNCHES if more else [])
+def launches_of(scheme: str, more: bool = False) -> list[fused.Launch]:
+    """The usual launch; with `more` others behind it."""
+    key, value, _ = SCHEMES[scheme]
+    usual = fused.usual(form("key", key), form("value", value), RATIO, scheme.endswith("before RoPE"))
+    others = [replace(usual, warps=w, registers=r, length=n) for w, r, n in OTHERS] if more else []
+    return [usual, *(each for each in others if each != usual)]
 
 
 def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None) -> Blocks:
@@ -225,10 +222,10 @@ def flashinfer_time(flashinfer: Any, clock: Clock, q: Tensor, k: Tensor, v: Tens
     return clock.time(lambda: wrapper.run(q[:, :, 0], cache)).microseconds
 
 
-def compile_one(job: tuple[str, tuple[int, ...]]) -> str:
+def compile_one(job: tuple[str, fused.Launch]) -> str:
     scheme, launch = job
     try:
-        Cell(scheme, 1, 4096).run(fused.Launch(launch[0], launch[1], 4, launch[2]))
+        Cell(scheme, 1, 4096).run(launch)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{scheme} {launch}: {type(error).__name__} {str(error)[:200]}"
@@ -245,40 +242,38 @@ def compile_all(schemes: list[str], more: bool) -> None:
                 print(said, file=sys.stderr)
 
 
-def tune(clock: Clock, cell: Cell, launches: list[tuple[int, ...]], seconds: float) -> list[tuple[float, Any]]:
+def tune(clock: Clock, cell: Cell, launches: list[fused.Launch], seconds: float) -> list[tuple[float, fused.Launch]]:
     """(microseconds, launch), best first; no further ones after so many seconds."""
-    found: list[tuple[float, Any]] = []
+    found: list[tuple[float, fused.Launch]] = []
     began = time.time()
-    for each in LENGTHS:
-        for warps, stages, registers in launches:
-            if found and time.time() - began > seconds:
-                print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)
-                return sorted(found, key=lambda f: f[0])
-            launch = fused.Launch(warps, stages, each, registers)
-            try:
-                found.append((clock.time(lambda launch=launch: cell.run(launch), 5).microseconds, launch))
-            except Exception as error:
-                print(f"  {launch}: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
+    for launch in launches:
+        if time.time() - began > seconds:
+            print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)
+            break
+        try:
+            found.append((clock.time(partial(cell.run, launch), 5).microseconds, launch))
+        except Exception as error:
+            print(f"  {launch}: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
     return sorted(found, key=lambda f: f[0])
 
 
 def measure(
-    clock: Clock, scheme: str, batch: int, length: int, launches: list[tuple[int, ...]], copy: float, seconds: float
+    clock: Clock, scheme: str, batch: int, length: int, launches: list[fused.Launch], copy: float, seconds: float
 ) -> dict[str, Any]:
-    cell = Cell(scheme, batch, length)
-    tried = tune(clock, cell, launches, seconds)
+    """Of the first launch, the usual one; what the others take is beside it."""
+    cell, usual = Cell(scheme, batch, length), launches[0]
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
     row["bytes"] = cell.bytes
-    row["error"], row["error_fp16"] = cell.errors(tried[0][1])
-    row["tried"] = [[round(t, 2), *vars(launch).values()] for t, launch in tried]
+    row["error"], row["error_fp16"] = cell.errors(usual)
+    row["tried"] = [[round(t, 2), *vars(launch).values()] for t, launch in tune(clock, cell, launches[1:], seconds)]
     if not row["error"] <= 2 * row["error_fp16"]:
         row["microseconds"] = None
         return row
-    row["microseconds"] = clock.time(lambda: cell.run(tried[0][1]), 21).microseconds
+    row["microseconds"] = clock.time(partial(cell.run, usual), 21).microseconds
     row["fraction_of_copy"] = cell.bytes / copy * 1e6 / row["microseconds"]
     row["wanted"] = cell.wanted
-    row["launch"] = vars(tried[0][1])
+    row["launch"] = vars(usual)
     return row
 
 
@@ -287,7 +282,7 @@ def show(row: dict[str, Any], best: tuple[str, float]) -> None:
         f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, "
         f"of copy {row['fraction_of_copy']:.3f} ({row['wanted']}), x {row['ratio_to_fp16']:.2f} of {best[0]} "
         f"{best[1]:.1f} us, error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}; "
-        f"next {row['tried'][1:4]}",
+        f"others {row['tried'][:3]}",
         flush=True,
     )
 
@@ -297,7 +292,7 @@ def by_programs(clock: Clock, scheme: str, counts: list[int]) -> None:
     for batch, length in CELLS:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
-            usual = fused.Launch(*launches_of(scheme)[0][:2], LENGTHS[0], launches_of(scheme)[0][2], parts=count)
+            usual = replace(launches_of(scheme)[0], parts=count)
             two, one = (clock.time(partial(cell.run, each), 7) for each in (usual, replace(usual, fan=1 << 20)))
             found.append(f"{count or 'usual'}: {two.microseconds:.1f} ({one.microseconds:.1f})")
         print(f"{scheme}, {batch} x {length}, programs: us (merged at once): {', '.join(found)}", flush=True)
@@ -308,7 +303,9 @@ def by_programs(clock: Clock, scheme: str, counts: list[int]) -> None:
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--out", default=os.environ.get("OUT", "."))
-    options.add_argument("--all-launches", action="store_true", help="more of them: compiling takes twice as long")
+    options.add_argument(
+        "--all-launches", action="store_true", help="the usual one and others, which take 18 times as long to compile"
+    )
     options.add_argument("--schemes", default="", help="part of the names, comma-separated")
     options.add_argument("--programs", default="", help="counts a kv head, comma-separated")
     options.add_argument("--cell-seconds", type=float, default=8.0)

@@ -7,12 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import compress
 from operator import or_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constexpr_function(function: F) -> F:
+    """Triton's, with the function's types: it may be called as kernels are compiled, and calls others of its kind only."""
+    made: F = triton.constexpr_function(function)
+    return made
 
 
 @functools.cache

@@ -1,28 +1,34 @@
-"""Assembly of a block of uniform integers in inner groups: codes as bytes, products of 8-bit integers (m16n8k32).
+"""Assembly of a block of uniform integers: codes as bytes, products of 8-bit integers (m16n8k32).
 
-One AND separates the codes of four numbers, not of two, and a product contracts 32 numbers, not 16. What codes meet has 16 bits
-in two parts, a column each: queries 256 high + low, signed, in steps of their row's largest / QUERY; probabilities 256 high + low,
-unsigned, in steps of 1 / PROBABILITY of the power of two above the largest of the block's 32. So up to four query rows fill the
-eight columns, and a lane has both parts of one query.
+One AND separates the codes of four numbers, not of two, and a product contracts 32 numbers, not 16. What codes meet has
+16 bits in two parts, a column each: queries 256 high + low, signed, in steps of their row's largest / QUERY; probabilities
+256 high + low, unsigned, in steps of 1 / PROBABILITY of the power of two above the largest of the block's 32. So up to four
+query rows fill the eight columns, and a lane has both parts of one query.
 
-Accumulators begin at MAGIC, the bits of 1.5 * 2^23: below 2^22 a sum added to them counts the last bits of that float, so that no
-integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact but for its last rounding.
+Accumulators begin at MAGIC, the bits of 1.5 * 2^23: below 2^22 a sum added to them counts the last bits of that float, so
+that no integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact but for its last
+rounding.
+
+Groups along what is contracted (inner: InnerQ) multiply what products give. Outer ones (KIVI, SQuat) multiply queries, which
+are rounded anew for each group (`_renewed`), and probabilities, before these are rounded.
 
 Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane, with a meaning of their own:
 
 - state: the power of two that outputs are in, as an exponent; the lane's part of the sum; the query's unit, by which products
-  become scores in powers of two; nothing.
+  become scores in powers of two; of outer groups, what zero points add to all channels.
 - acc, D / 32 of them: slices 2 c and 2 c + 1 of outputs, channel (2 c + column % 2) * 16 + row of query column / 2.
 - queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
 - places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales.
+
+The interpreter does not run it: `_byte_step` in triton.py computes the same there, tests/test_products.py runs the assembly.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import triton
+from ..triton import constexpr_function
 
 MAGIC = 0x4B400000
 MAGIC_FLOAT = 12582912.0
@@ -34,26 +40,25 @@ SLACK = 16  # powers of two by which a block may lie above the outputs before th
 JUMP = 76
 
 
-@triton.constexpr_function
+@constexpr_function
 def pairs_of_word(bits: int) -> int:
     """Pairs of pieces that a word of 16 bits holds."""
     return {2: 4, 3: 4, 4: 2, 8: 1}[bits]
 
 
-@triton.constexpr_function
+@constexpr_function
 def field_place(pair: int, bits: int) -> int:
     """What a code in field `pair` of a byte counts, once separated."""
-    if bits == 3:
-        return 16 ** (pair // 2)
-    return {2: 4, 4: 16, 8: 1}[bits] ** pair
+    counts: int = 16 ** (pair // 2) if bits == 3 else {2: 4, 4: 16, 8: 1}[bits] ** pair
+    return counts
 
 
-@triton.constexpr_function
+@constexpr_function
 def _float(x: float) -> str:
     return repr(float(x))
 
 
-@triton.constexpr_function
+@constexpr_function
 def _separated(bits: int, pair: int, into: list[str], words: list[str]) -> list[str]:
     """Field `pair` of four registers; of 3 bits `words` are what `_third` made."""
     if bits == 8:
@@ -62,7 +67,7 @@ def _separated(bits: int, pair: int, into: list[str], words: list[str]) -> list[
     return [f"and.b32 {a}, {w}, {mask};" for a, w in zip(into, words, strict=True)]
 
 
-@triton.constexpr_function
+@constexpr_function
 def _thirds(name: str, third: str, odd: bool) -> list[str]:
     """Of words {name}0..3 and their third bits: {name}e0..3 with fields 0 and 2, {name}o0..3 with fields 1 and 3."""
     text = []
@@ -77,12 +82,14 @@ def _thirds(name: str, third: str, odd: bool) -> list[str]:
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
     """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`)."""
     text = []
     for u in range(tiles):
-        text += [f".reg .b32 {name}{u}_<4>;" if bits != 3 else f".reg .b32 {name}{u}_<4>, {name}{u}_e<4>, {name}{u}_o<4>;"]
+        text += [
+            f".reg .b32 {name}{u}_<4>;" if bits != 3 else f".reg .b32 {name}{u}_<4>, {name}{u}_e<4>, {name}{u}_o<4>;"
+        ]
         text += [_matrix(f"{name}{u}_", byte + 512 * u)]
     if bits == 3:
         for u in range(0, tiles, 2):
@@ -92,55 +99,59 @@ def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _matrix(name: str, byte: int) -> str:
     return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{name}0, {name}1, {name}2, {name}3}}, [words+{byte}];"
 
 
-@triton.constexpr_function
+@constexpr_function
 def _words(name: str, tile: int, pair: int, bits: int) -> list[str]:
     kind = "" if bits != 3 else "eo"[pair % 2]
     return [f"{name}{tile}_{kind}{i}" for i in range(4)]
 
 
-@triton.constexpr_function
+@constexpr_function
 def _width(count: int) -> int:
     """Columns of float16 that lie side by side."""
     return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
 
 
-@triton.constexpr_function
-def _held(name: str, address: str, byte: int, count: int) -> list[str]:
+@constexpr_function
+def _stored(name: str, address: str, byte: int, count: int) -> list[str]:
     """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a register."""
     width, text = _width(count), []
     for first in range(0, count, width):
         for row in range(2):
             into = f"{name}{first}_{row}w"
-            text += [f".reg .b{16 * width} {into}; ld.shared.b{16 * width} {into}, [{address}+{byte + first * 32 + row * 16 * width}];"]
+            at = byte + first * 32 + row * 16 * width
+            text += [f".reg .b{16 * width} {into}; ld.shared.b{16 * width} {into}, [{address}+{at}];"]
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _converted(name: str, count: int) -> list[str]:
-    """What `_held` holds as floats {name}{column}_{0, 1}."""
+    """What `_stored` holds as floats {name}{column}_{0, 1}."""
     width, text = _width(count), []
     halves = ", ".join(f"h{i}" for i in range(width))
     for first in range(0, count, width):
         for row in range(2):
             text += [f".reg .f32 {name}{first + i}_{row};" for i in range(width)]
-            text += [f"{{ .reg .b16 {halves}; mov.b{16 * width} {{{halves}}}, {name}{first}_{row}w;" if width > 1
-                     else f"{{ .reg .b16 h0; mov.b16 h0, {name}{first}_{row}w;"]
+            text += [
+                f"{{ .reg .b16 {halves}; mov.b{16 * width} {{{halves}}}, {name}{first}_{row}w;"
+                if width > 1
+                else f"{{ .reg .b16 h0; mov.b16 h0, {name}{first}_{row}w;"
+            ]
             text += [f"cvt.f32.f16 {name}{first + i}_{row}, h{i};" for i in range(width)] + ["}"]
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> str:
     given = ", ".join("{" + ", ".join(x) + "}" for x in ([f"{out}{i}" for i in range(4)], a, b, begin))
     return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {given};"
 
 
-@triton.constexpr_function
+@constexpr_function
 def key_pair(pair: int, pieces: int, bits: int) -> tuple[int, int]:
     """(half block, group of 32 channels) of a pair of keys; see reference.py."""
     if pieces // 2 % pairs_of_word(bits) % 2:
@@ -148,7 +159,7 @@ def key_pair(pair: int, pieces: int, bits: int) -> tuple[int, int]:
     return pair // (pieces // 2), pair % (pieces // 2)
 
 
-@triton.constexpr_function
+@constexpr_function
 def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
     """(group of 32 channels, place) of keys, each combination once, in the order of `begins`."""
     found: list[tuple[int, int]] = []
@@ -159,10 +170,10 @@ def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
     return found
 
 
-@triton.constexpr_function
+@constexpr_function
 def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
-    """begins of queries: a symmetric code c counts c - 2^(bits - 1), so that accumulators begin at MAGIC minus that much of the
-    queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's queries, four groups a tensor.
+    """begins of queries: a symmetric code c counts c - 2^(bits - 1), so that accumulators begin at MAGIC minus that much of
+    the queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's queries, four groups a tensor.
     """
     begun = groups_begun(slices, pieces, bits) if mode == 0 else [(g, 1) for g in range(slices // 2)]
     outputs = 4 * len(begun) if mode == 0 else 4 * -(-len(begun) // 4)
@@ -183,16 +194,24 @@ def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
     return " ".join([*text, "}"])
 
 
-@triton.constexpr_function
+@constexpr_function
 def _scored(
-    slices: int, pieces: int, tiles: int, bits: int, mode: int, group: int, scales: int, queries: list[str], begins: list[str],
+    slices: int,
+    pieces: int,
+    tiles: int,
+    bits: int,
+    mode: int,
+    group: int,
+    scales: int,
+    queries: list[str],
+    begins: list[str],
     magic: list[str],
 ) -> list[str]:
     """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they begin."""
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     text = _loaded("k", 0, bits, tiles)
     for h in range(2 if mode < 2 else 0):
-        text += _held(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
+        text += _stored(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
         text += _converted(f"ks{h}_", groups * both)
     text += [".reg .f32 s<4>, y;"]
     if mode == 2:
@@ -220,26 +239,27 @@ def _scored(
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _key_products(slices: int, pieces: int, tiles: int, bits: int) -> list[tuple[int, int, int, int]]:
     """(field, tile, half block, group) of products with keys, field by field."""
-    found = [(p, u, *key_pair(u * pairs_of_word(bits) + p, pieces, bits)) for p in range(pairs_of_word(bits)) for u in range(tiles)]
+    in_word = pairs_of_word(bits)
+    found = [(p, u, *key_pair(u * in_word + p, pieces, bits)) for p in range(in_word) for u in range(tiles)]
     return [one for one in found if one[2] < 2 and one[3] < slices // 2]
 
 
-@triton.constexpr_function
+@constexpr_function
 def _summed(into: str, d: str, row: int, place: int) -> list[str]:
     """Both parts of a product's row of codes that count `place`."""
     text = [f"fma.rn.f32 {into}, {d}{2 * row}, {_float(256 / place)}, {_float(-257 * MAGIC_FLOAT / place)};"]
     return [*text, f"fma.rn.f32 {into}, {d}{2 * row + 1}, {_float(1 / place)}, {into};"]
 
 
-@triton.constexpr_function
+@constexpr_function
 def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str], magic: list[str]) -> list[str]:
     """Scores of outer groups, whose scales are the queries': products of all channels whose codes count alike add up as
     integers, 4 * 32 * 128 * 255 < 2^22 at most. Of 2 bits, words are shifted, so that codes count 1 or 16.
     """
-    text, begun = [".reg .b32 ka<4>;"], set()
+    text, begun = [".reg .b32 ka<4>;"], set[tuple[int, int]]()
     if bits == 2:
         text += [f"shr.u32 k{u}_s{i}, k{u}_{i}, 2;" for u in range(tiles) for i in range(4)]
         text = [f".reg .b32 k{u}_s<4>;" for u in range(tiles)] + text
@@ -265,13 +285,20 @@ def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str]
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _renewed(
-    slices: int, bits: int, scales: int, renew: str, plain: list[str], base: list[str], queries: list[str], about: list[str]
+    slices: int,
+    bits: int,
+    scales: int,
+    renew: str,
+    plain: list[str],
+    base: list[str],
+    queries: list[str],
+    about: list[str],
 ) -> list[str]:
-    """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what zero points
-    add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at which they begin.
-    base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it that is.
+    """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what zero
+    points add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at which they
+    begin. base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it that is.
     """
     text = [f"{{ .reg .pred again; setp.ne.s32 again, {renew}, 0; @!again bra KVCAL_SAME;"]
     text += [f".reg .b32 q<{2 * slices}>, a<4>, w; .reg .f32 n<4>, v<4>, top, x, y; .reg .b16 h0, h1;"]
@@ -294,28 +321,32 @@ def _renewed(
         first = g // in_word * 2 * in_word + g % in_word
         for half in range(2):
             for j in range(2):
-                text += [f"mov.b32 {{h0, h1}}, q{2 * (first + j * in_word) + half}; cvt.f32.f16 v{j}, h0; cvt.f32.f16 v{2 + j}, h1;"]
+                text += [f"mov.b32 {{h0, h1}}, q{2 * (first + j * in_word) + half};"]
+                text += [f"cvt.f32.f16 v{j}, h0; cvt.f32.f16 v{2 + j}, h1;"]
             text += [f"fma.rn.f32 v{j}, v{j}, x, {base[1]};" for j in range(4)]
             into = queries[2 * g + half]
             text += [f"mov.b32 t, v0; mov.b32 u, v1; prmt.b32 t, t, u, {base[2]};"]
             text += [f"mov.b32 u, v2; mov.b32 w, v3; prmt.b32 u, u, w, {base[2]}; prmt.b32 {into}, t, u, 0x5410;"]
     # both are of a lane's column there, of its query where scores are: from its first column's first lane
     text += ["rcp.approx.ftz.f32 x, x; mov.u32 w, %laneid; and.b32 w, w, 3; shl.b32 w, w, 3;"]
-    text += [f"shfl.sync.idx.b32 x, x, w, 31, 0xffffffff; mul.f32 {about[0]}, x, {base[0]}; mul.f32 {about[1]}, n2, {base[0]};"]
+    text += ["shfl.sync.idx.b32 x, x, w, 31, 0xffffffff;"]
+    text += [f"mul.f32 {about[0]}, x, {base[0]}; mul.f32 {about[1]}, n2, {base[0]};"]
     return [*text, "KVCAL_SAME: }"]
 
 
-@triton.constexpr_function
-def _probabilities(unit: str, shift: str, scaled: bool) -> list[str]:
-    """Sums of probabilities t0..t3 and what outputs count by, top. shift: what all scores have more, or none. scaled: scales of
-    values multiply probabilities; t4..t7 then are those products, top is of them.
+@constexpr_function
+def _leveled(unit: str, shift: str, scaled: bool) -> list[str]:
+    """The power of two e above a query's scores. shift: what all of them have more, or none. scaled: scales of values multiply
+    probabilities; e then is above those products, of which t0..t3 are the powers of two. With either s0..s3 become theirs.
     """
-    text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<8>; .reg .b32 p<2>, bits; .reg .pred rise;"]
+    text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<4>; .reg .b32 p<2>, bits; .reg .pred rise;"]
     above = "t" if scaled else "s"
     if shift or scaled:
-        text += [f"fma.rn.f32 s{i}, s{i}, {unit}, {shift};" if shift else f"mul.f32 s{i}, s{i}, {unit};" for i in range(4)]
-    if scaled:  # as powers of two; of nothing 2^-40
-        text += [f"max.f32 t{i}, vs{i}, {_float(2.0**-40)}; lg2.approx.ftz.f32 t{i}, t{i}; add.f32 t{i}, t{i}, s{i};" for i in range(4)]
+        text += [
+            f"fma.rn.f32 s{i}, s{i}, {unit}, {shift};" if shift else f"mul.f32 s{i}, s{i}, {unit};" for i in range(4)
+        ]
+    for i in range(4 if scaled else 0):  # of nothing 2^-40
+        text += [f"max.f32 t{i}, vs{i}, {_float(2.0**-40)}; lg2.approx.ftz.f32 t{i}, t{i}; add.f32 t{i}, t{i}, s{i};"]
     text += [f"max.f32 top, {above}0, {above}1; max.f32 other, {above}2, {above}3; max.f32 top, top, other;"]
     for step in (4, 8, 16):
         text += [f"shfl.sync.bfly.b32 other, top, {step}, 31, 0xffffffff; max.f32 top, top, other;"]
@@ -326,17 +357,20 @@ def _probabilities(unit: str, shift: str, scaled: bool) -> list[str]:
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
-    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high, f_begin. $0: the
-    outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of two may rise with nothing
-    scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
+    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high, f_begin. $0:
+    the outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of two may rise with
+    nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
     """
     scaled = v_mode == 2
-    text = _probabilities(unit, shift, scaled)
-    text += [f"sub.f32 d, e, {_float(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {_float(SLACK)};"]
-    text += [f"max.f32 d, d, {_float(-127)}; add.f32 d, d, {_float(MAGIC_FLOAT + 127)}; mov.b32 bits, d; shl.b32 bits, bits, 23;"]
-    text += [f"mov.b32 f, bits; mul.f32 f_high, f, {_float(256)}; mul.f32 f_begin, f, {_float(-257 * MAGIC_FLOAT)};"]
+    text = _leveled(unit, shift, scaled)
+    text += [
+        f"sub.f32 d, e, {_float(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {_float(SLACK)};"
+    ]
+    text += [f"max.f32 d, d, {_float(-127)}; add.f32 d, d, {_float(MAGIC_FLOAT + 127)};"]
+    text += ["mov.b32 bits, d; shl.b32 bits, bits, 23; mov.b32 f, bits;"]
+    text += [f"mul.f32 f_high, f, {_float(256)}; mul.f32 f_begin, f, {_float(-257 * MAGIC_FLOAT)};"]
     text += ["neg.f32 other, e;"]
     for i in range(4):
         text += [f"add.f32 s{i}, s{i}, other;" if shift or scaled else f"fma.rn.f32 s{i}, s{i}, {unit}, other;"]
@@ -345,7 +379,11 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
             text += [f"add.f32 t{i}, t{i}, other; ex2.approx.ftz.f32 t{i}, t{i};"]
     text += ["add.f32 x, s0, s1; add.f32 d, s2, s3; add.f32 x, x, d; fma.rn.f32 $1, x, f, $1;"]
     if scaled:  # zero points of all channels
-        text += ["mul.f32 x, s0, vz0;", *[f"fma.rn.f32 x, s{i}, vz{i}, x;" for i in range(1, 4)], "fma.rn.f32 $3, x, f, $3;"]
+        text += [
+            "mul.f32 x, s0, vz0;",
+            *[f"fma.rn.f32 x, s{i}, vz{i}, x;" for i in range(1, 4)],
+            "fma.rn.f32 $3, x, f, $3;",
+        ]
     for i in range(4):
         given = "t" if scaled else "s"
         text += [f"fma.rn.f32 t{i}, {given}{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
@@ -355,7 +393,7 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, int]]:
     """(field, tile, slice) of products with values, field by field."""
     in_word = pairs_of_word(bits)
@@ -363,7 +401,7 @@ def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, 
     return [one for one in found if one[2] < slices]
 
 
-@triton.constexpr_function
+@constexpr_function
 def value_places(slices: int, tiles: int, bits: int) -> list[int]:
     """What codes of values count, once separated, each number once."""
     found: list[int] = []
@@ -372,7 +410,7 @@ def value_places(slices: int, tiles: int, bits: int) -> list[int]:
     return found
 
 
-@triton.constexpr_function
+@constexpr_function
 def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
     """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and first
     operands, of symmetric codes minus what they count from at each place, of asymmetric ones in inner groups ones.
@@ -384,12 +422,12 @@ def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
     return (MAGIC, *[one - (1 << 32) if one >> 31 else one for one in signed])
 
 
-@triton.constexpr_function
+@constexpr_function
 def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int) -> list[str]:
     """All of values that does not wait for probabilities."""
     text = _loaded("v", byte, bits, tiles)
     if mode < 2:
-        text += _held("vs", "value_scales", scales, slices * (1 + mode))
+        text += _stored("vs", "value_scales", scales, slices * (1 + mode))
     else:  # of a lane's four tokens
         text += [".reg .f32 vs<4>, vz<4>; .reg .b16 vh;"]
         for i in range(4):
@@ -398,11 +436,14 @@ def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: 
             text += [f"ld.shared.b16 vh, [value_scales+{at + 4}]; cvt.f32.f16 vz{i}, vh;"]
     for p, u, _ in _value_products(slices, tiles, bits):
         d = f"vd{u}_{p}_"
-        text += [f".reg .b32 {d}<4>, {d}a<4>;"] + _separated(bits, p, [f"{d}a{j}" for j in range(4)], _words("v", u, p, bits))
+        text += [
+            f".reg .b32 {d}<4>, {d}a<4>;",
+            *_separated(bits, p, [f"{d}a{j}" for j in range(4)], _words("v", u, p, bits)),
+        ]
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str], constants: list[str]) -> list[str]:
     """outputs plus probabilities times values, as `_prepared` left them."""
     text = _converted("vs", slices * (1 + mode)) if mode < 2 else []
@@ -426,13 +467,15 @@ def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str], co
         for row in range(2):
             out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
             text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
-            text += [f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};" if mode < 2 else f"add.f32 {out}, {out}, y;"]
+            text += [
+                f"fma.rn.f32 {out}, y, vs{i * (1 + mode)}_{row}, {out};" if mode < 2 else f"add.f32 {out}, {out}, y;"
+            ]
             if mode == 1:
                 text += [f"fma.rn.f32 {out}, vs{2 * i + 1}_{row}, part, {out};"]
     return text
 
 
-@triton.constexpr_function
+@constexpr_function
 def _fallen(scaled: list[str]) -> list[str]:
     """Sums and outputs, `scaled`, in the block's power of two where that of some lane is more than SLACK above theirs."""
     text = ["vote.sync.any.pred rise, rise, 0xffffffff; @!rise bra KVCAL_BELOW;"]
@@ -440,7 +483,7 @@ def _fallen(scaled: list[str]) -> list[str]:
     return [*text, *[f"mul.f32 {one}, {one}, f;" for one in scaled], "KVCAL_BELOW:"]
 
 
-@triton.constexpr_function
+@constexpr_function
 def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> list[tuple[str, int, str]]:
     """Tensors of `block`: name, how many, their registers' kind, those that are changed first."""
     pieces, _, _, bits, mode, _, _ = keys
@@ -452,12 +495,12 @@ def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> li
         changed += [("queries", queries, "r"), ("about", 1, "f")]
         given += [("renew", 1, "r"), ("constants", fixed, "r"), ("plain", slices // 2, "r"), ("base", 1, "r")]
     else:
-        given += [("queries", queries, "r"), ("begins", beginning_tensors(slices, pieces, bits, mode), "r" if mode == 0 else "f")]
-        given += [("constants", fixed, "r")]
+        begins = beginning_tensors(slices, pieces, bits, mode), "r" if mode == 0 else "f"
+        given += [("queries", queries, "r"), ("begins", *begins), ("constants", fixed, "r")]
     return [*changed, *given]
 
 
-@triton.constexpr_function
+@constexpr_function
 def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot); modes 0 and 1 are inner
     groups without and with zero points, 2 outer ones, of values all channels of a token.
@@ -481,7 +524,9 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
         text += _renewed(
             slices, bits, 2 * words, names["renew"][0], names["plain"], names["base"], names["queries"], names["about"]
         )
-    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], names.get("begins", []), magic)
+    text += _scored(
+        slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], names.get("begins", []), magic
+    )
     text += _prepared(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words)
     outputs = names["state"] + names["acc"]
     text += ["{", *_weighed(unit, shift, v_mode)]
@@ -490,29 +535,29 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     return " ".join([*text, "} }"])
 
 
-@triton.constexpr_function
+@constexpr_function
 def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
-    outputs, inputs = [], []
+    outputs: list[str] = []
+    inputs: list[str] = []
     for name, count, kind in _operands(slices, keys, values):
         changed = name in ("state", "acc", "about") or (name == "queries" and keys[4] == 2)
         (outputs if changed else inputs).extend([("=" if changed else "") + kind] * (4 * count))
     return ",".join([*outputs, *inputs, *[str(i) for i in range(len(outputs))]])
 
 
-@triton.constexpr_function
+@constexpr_function
 def beginning_tensors(slices: int, pieces: int, bits: int, mode: int) -> int:
     """How many tensors `begins` are."""
     return len(groups_begun(slices, pieces, bits)) if mode == 0 else -(-slices // 8)
 
 
-@triton.constexpr_function
+@constexpr_function
 def beginning_constraints(slices: int, pieces: int, bits: int, mode: int) -> str:
     outputs = 4 * beginning_tensors(slices, pieces, bits, mode)
     return ",".join(["=&r" if mode == 0 else "=&f"] * outputs + ["r"] * (4 * -(-slices // 4)))
 
 
-@triton.constexpr_function
+@constexpr_function
 def spreading(which: tuple[int, ...]) -> str:
     """A lane's registers: number `which[i]` of four as the i-th, 0.0 where it is negative."""
     return " ".join(f"mov.f32 ${i}, {'0.0' if which[i] < 0 else f'${4 + which[i]}'};" for i in range(4))
-

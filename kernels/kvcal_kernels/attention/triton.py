@@ -1606,7 +1606,8 @@ def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
         channel = (2 * c + r // 8) * 16 + column // 2 * 2 + column % 2 * 8
         word = tl.zeros([16, 8], tl.int32)
         for i in tl.static_range(2):
-            x = tl.load(p_q + o_t[:, None] + channel + i, mask=there[:, None], other=0.0).to(tl.float32) * shrink[:, None]
+            x = tl.load(p_q + o_t[:, None] + channel + i, mask=there[:, None], other=0.0).to(tl.float32)
+            x = x * shrink[:, None]
             word = word | (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * i)
         made = made + (word[None] + _spot(NW, 8),)
     return made
@@ -1656,9 +1657,11 @@ def _byte_step(
     else:
         block_at = first + tl.arange(0, NW)
         b_0, b_1 = _plain_scores(
-            p_k, p_ks, i_head, block_at, queries, unit, SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N,
+            p_k, p_ks, i_head, block_at, queries, unit,
+            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N,
         )  # fmt: skip
-        s_0, s_1 = _value_sizes(p_vs, i_head * room + block_at, 0, V_MODE, NW), _value_sizes(p_vs, i_head * room + block_at, 1, V_MODE, NW)
+        s_0 = _value_sizes(p_vs, i_head * room + block_at, 0, V_MODE, NW)
+        s_1 = _value_sizes(p_vs, i_head * room + block_at, 1, V_MODE, NW)
         b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
         b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
         b_m = tl.maximum(b_m, b_e - BLOCK_JUMP)
@@ -1747,7 +1750,8 @@ def _plain_added(
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
     parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, True, True, NW, False, False)
-    p_0, p_1 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5), tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
+    p_0 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5)
+    p_1 = tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
     b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
     if MODE < 2:
         BOTH: tl.constexpr = 1 + MODE
@@ -2255,7 +2259,9 @@ def attend_kernel(
         b_l = tl.sum(b_l, 1)
         odd = column % 2 == 1
         for i in tl.static_range(WIDE):
-            b_unit = tl.where(odd, 1 / _byte_place(2 * i + 1, V_BITS), 1 / _byte_place(2 * i, V_BITS)) * (1 / FULL_PROBABILITY)
+            b_unit = tl.where(odd, 1 / _byte_place(2 * i + 1, V_BITS), 1 / _byte_place(2 * i, V_BITS)) * (
+                1 / FULL_PROBABILITY
+            )
             # sums show what integers do not
             b_o = acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :]
             if V_MODE == 2 and ASM:
@@ -2406,15 +2412,15 @@ MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmet
 
 def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
     """Whether a kernel takes products of 8-bit integers: where both parts of all query rows are columns of one product, of
-    integers in inner groups (16 key channels are half of what one contracts) and in outer ones of four blocks and more of keys,
-    whose queries are rounded anew for each, and of all channels of values, as a product has one power of two.
+    integers in inner groups (16 key channels are half of what one contracts) and in outer ones of four blocks and more of
+    keys, as queries are rounded anew for each, and of all channels of values, as probabilities have one power of two.
     """
     if any(form.vector or form.tiered for form in (keys, values)) or rows > 4 or warps > 1 or pairs:
         return False
     if keys.inner:
         fits = keys.group % 32 == 0 and keys.group <= 128
     else:  # both bytes of a word of one half block
-        fits = keys.scale_blocks >= 4 and keys.pieces % (16 // (2 if keys.bits == 3 else keys.bits)) == 0 and keys.dim % 64 == 0
+        fits = keys.scale_blocks >= 4 and keys.dim % 64 == 0 and keys.pieces % (2 * pairs_of_word(keys.bits)) == 0
     return fits and (values.inner or values.group == values.dim)
 
 
