@@ -1,4 +1,4 @@
-"""The attention kernel's block of 8-bit products (attention/products.py), which the interpreter does not run: its assembly,
+"""The attention kernel's block of 8-bit products (products/triton.py), which the interpreter does not run: its assembly,
 bit by bit, for the 32 lanes of a warp, against float64.
 """
 
@@ -265,7 +265,7 @@ def plain_fragments(q: Tensor) -> list[Words]:
 
 def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda memory: memory) -> None:
     """Four query rows over eight blocks, the third far above the others, the last far below, against float64."""
-    from kvcal_kernels.attention import products
+    from kvcal_kernels.products import triton as products
 
     g = torch.Generator().manual_seed(key.dim + key.bits)
     coded = [list(random_codes(form, 1, 1, 8, g)) for form in (key, value)]
@@ -313,16 +313,20 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     given["places"] = [*places, LANE * 0]
     fixed = products.constants.fn(slices, value.tiles, value.bits, modes[1])
     given["constants"] = [np.full(32, one) for one in fixed for _ in range(4)]
-    operands = products._operands.fn(slices, about(key), about(value))
-    text = products.block.fn(slices, about(key), about(value))
+    operands = products._operands.fn(slices, about(key), about(value), True)
+    text = products.block.fn(slices, about(key), about(value), True)
     size = held + about(value)[-1]
     memory = change(b"".join(slot(keys, values, i) for i in range(8)))
     branched = []
     for i in range(8):
         given["slot"], given["renew"] = [np.full(32, i * size)] * 4, [np.full(32, int(i % key.scale_blocks == 0))] * 4
         names = [(name, j) for name, count, _ in operands for j in range(4 * count)]
-        registers = {f"${k}": given[name][j].astype(np.uint32) for k, (name, j) in enumerate(names)}
-        warp = Warp(registers, memory).run(text)
+        for live in (0, 1):  # first as where the warp has no block left
+            given["live"] = [np.full(32, live)] * 4
+            registers = {f"${k}": given[name][j].astype(np.uint32) for k, (name, j) in enumerate(names)}
+            warp = Warp(registers, memory).run(text)
+            if not live:
+                assert all((warp.registers[name] == bits).all() for name, bits in registers.items())
         for k, (name, j) in enumerate(names):
             given[name][j] = warp.registers[f"${k}"]
         branched += warp.branched

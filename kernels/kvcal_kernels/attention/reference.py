@@ -29,7 +29,6 @@ Letters: B batch, H kv heads, D head_dim, b = 32, N blocks.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -218,9 +217,9 @@ class Blocks:
         return self.words.view(torch.int32) if self.form.vector else self.words
 
 
-def field_number(half: int, piece: int, bits: int, pieces: int, inner: bool, value: bool) -> int:
-    """tile * W + field of piece number `piece` of half block `half` of integers, whose half blocks have `pieces`. Kernels
-    compute it, too, as they are compiled.
+def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, value: bool) -> Any:
+    """tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers, whose half blocks
+    have `pieces`. Kernels compute it, too, as they are compiled.
     """
     if not (inner or value):
         return half * pieces + piece
@@ -234,12 +233,12 @@ def field_number(half: int, piece: int, bits: int, pieces: int, inner: bool, val
     return pair // across * (2 * across) + second * across + pair % across
 
 
-@functools.cache
 def _piece_order(form: Form, device: torch.device, back: bool) -> Tensor:
     """Which piece each field has or, `back`, which field has each piece: int64 (2 * form.pieces,)."""
+    piece = torch.arange(2 * form.pieces, device=device)  # made there: a list would be copied from the host
     rest = form.bits, form.pieces, form.inner, form.role == "value"
-    numbers = torch.tensor([field_number(half, i, *rest) for half in range(2) for i in range(form.pieces)])
-    return (numbers if back else numbers.argsort()).to(device)
+    numbers: Tensor = field_number(piece // form.pieces, piece % form.pieces, *rest)
+    return numbers if back else numbers.argsort()
 
 
 def about(x: Tensor) -> tuple[Any, ...]:

@@ -36,9 +36,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
-from ..triton import Prepared, Ready, half, interpreted
-from .grids import ALIGNED, ENTRIES, rotation_width
-from .products import (
+from ..products.triton import (
     JUMP,
     MAGIC_FLOAT,
     PROBABILITY,
@@ -54,6 +52,8 @@ from .products import (
     pairs_of_word,
     spreading,
 )
+from ..triton import Prepared, Ready, half, interpreted
+from .grids import ALIGNED, ENTRIES, rotation_width
 from .reference import Blocks, Form, field_number
 from .rope import RUN, Rope
 from .rope import runs as runs_of
@@ -1509,8 +1509,8 @@ def _byte_place(i, bits):
 
 @triton.jit
 def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexpr):
-    """Queries as products.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,): of row n
-    % 8 where the row begins, whether it is one, and by what it is multiplied.
+    """Queries as products/triton.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,):
+    of row n % 8 where the row begins, whether it is one, and by what it is multiplied.
     """
     r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
     made = ()
@@ -1572,7 +1572,7 @@ def _byte_state(
     unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """State and places of products.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
+    """State and places of products/triton.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
     number, lane = _lanes(NW, N)
     row = lane & 15
     words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
@@ -1587,7 +1587,7 @@ def _byte_state(
 
 @triton.jit
 def _byte_base(unit, NW: tl.constexpr, N: tl.constexpr):
-    """`base` of products.py, int32."""
+    """`base` of products/triton.py, int32."""
     number, lane = _lanes(NW, N)
     low = lane // 4 % 2
     rounded = tl.where(low == 1, ROUND, ROUND + 128.0)
@@ -1629,25 +1629,32 @@ def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _byte_step(
-    p_k, p_ks, p_v, p_vs, i_head, first, start, slot, places, queries, begins, fixed, plain, unit, b_m, b_l, acc,
+    p_k, p_ks, p_v, p_vs, i_head, first, start, stop, slot, places, queries, begins, fixed, plain, unit, b_m, b_l, acc,
     SLICES: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_HELD: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_step`, by products of bytes (products.py): b_m is its state under ASM, queries change with outer groups of keys."""
+    """As `_step`, by products of bytes (products/triton.py): b_m is its state under ASM, queries change with outer groups of
+    keys.
+    """
     if ASM:
         KEYS: tl.constexpr = (K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD)
         VALUES: tl.constexpr = (V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD)
         none = tl.zeros([NW, 16, N], tl.int32)
+        changed = (b_m,) + acc
+        given = (none + slot, places)
         if K_MODE == 2:
             renew = (first == start) | (first % (K_GROUP // 32) == 0)
-            given = (none + slot, places, none + renew.to(tl.int32)) + fixed + plain + begins + (b_m,) + acc + queries
+            changed = changed + queries
+            given = given + (none + renew.to(tl.int32),) + fixed + plain + begins
         else:
-            given = (none + slot, places) + queries + begins + fixed + (b_m,) + acc
+            given = given + queries + begins + fixed
+        if NW > 1:
+            given = given + (none + (first + tl.arange(0, NW) < stop).to(tl.int32)[:, None, None],)
         made = tl.inline_asm_elementwise(
-            block(SLICES, KEYS, VALUES), block_constraints(SLICES, KEYS, VALUES), given,
+            block(SLICES, KEYS, VALUES, NW > 1), block_constraints(SLICES, KEYS, VALUES, NW > 1), given + changed,
             dtype=_changed(SLICES, K_MODE), is_pure=False, pack=4,
         )  # fmt: skip
         b_m = made[0]
@@ -1655,7 +1662,8 @@ def _byte_step(
         if K_MODE == 2:
             queries = made[1 + SLICES // 2 :]
     else:
-        block_at = first + tl.arange(0, NW)
+        live = first + tl.arange(0, NW) < stop
+        block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)
         b_0, b_1 = _plain_scores(
             p_k, p_ks, i_head, block_at, queries, unit,
             SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N,
@@ -1664,12 +1672,15 @@ def _byte_step(
         s_1 = _value_sizes(p_vs, i_head * room + block_at, 1, V_MODE, NW)
         b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
         b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
+        b_e = tl.where(live[:, None, None], b_e, float("-inf"))  # a warp without a block left adds nothing
         b_m = tl.maximum(b_m, b_e - BLOCK_JUMP)
         b_d = b_e - b_m
         fade = tl.where(b_d > -127, tl.exp2(b_d), 0.0)
-        b_l += (tl.exp2(b_0 - b_e) + tl.exp2(b_1 - b_e)) * fade
+        b_0 = tl.where(live[:, None, None], b_0 - b_e, 0.0)
+        b_1 = tl.where(live[:, None, None], b_1 - b_e, 0.0)
+        b_l += (tl.exp2(b_0) + tl.exp2(b_1)) * fade
         acc = _plain_added(
-            p_v, p_vs, i_head, block_at, b_0 - b_e, b_1 - b_e, s_0, s_1, fade, acc,
+            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc,
             SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N,
         )  # fmt: skip
         if tl.max(b_d) > BLOCK_SLACK:
@@ -1688,7 +1699,7 @@ def _plain_scores(
     p_k, p_ks, i_head, block_at, queries, unit, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
     WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """For the interpreter: scores of both halves in powers of two, of queries that are rounded as products.py does."""
+    """For the interpreter: scores of both halves in powers of two, of queries that are rounded as products/triton.py does."""
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
     parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, False)
@@ -1744,8 +1755,8 @@ def _plain_added(
     TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as products.py
-    does. s_0, s_1: `_value_sizes`.
+    """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as
+    products/triton.py does. s_0, s_1: `_value_sizes`.
     """
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
@@ -2061,7 +2072,7 @@ def attend_kernel(
     SLOT: tl.constexpr = K_HELD + V_HELD
     K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
     FETCH: tl.constexpr = ASM and SLOT > 0
-    OWN: tl.constexpr = NW == 1 or (K_MODE == 3 and V_MODE == 3)
+    OWN: tl.constexpr = NW == 1 or BYTES or (K_MODE == 3 and V_MODE == 3)
     # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
     EARLY: tl.constexpr = FETCH and K_MODE < 3 and PAIRS == 0
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
@@ -2212,7 +2223,7 @@ def attend_kernel(
     if FETCH:
         b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
         to = base + thread // 32 * (SLOT * SLOTS)
-    for first in tl.range(start, middle, NW, num_stages=STAGES):
+    for first in tl.range(start, stop if BYTES else middle, NW, num_stages=STAGES):
         if FETCH:
             _arrive(SLOTS - 2, OWN, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
@@ -2222,7 +2233,7 @@ def attend_kernel(
             )  # fmt: skip
         if BYTES:
             b_m, b_l, acc, q = _byte_step(
-                p_k, p_ks, p_v, p_vs, i_head, first, start, o_slot, places, q, sums, plain, plain_q, unit, b_m, b_l, acc,
+                p_k, p_ks, p_v, p_vs, i_head, first, start, stop, o_slot, places, q, sums, plain, plain_q, unit, b_m, b_l, acc,
                 SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
                 V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD, room, NW, N, ASM,
             )  # fmt: skip
@@ -2235,7 +2246,7 @@ def attend_kernel(
             )  # fmt: skip
         if FETCH:
             o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
-    if NW > 1:
+    if NW > 1 and not BYTES:
         for first in tl.range(middle, stop, NW, num_stages=1):
             if FETCH:
                 _arrive(0, OWN, NW)
@@ -2415,7 +2426,9 @@ def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) ->
     integers in inner groups (16 key channels are half of what one contracts) and in outer ones of four blocks and more of
     keys, as queries are rounded anew for each, and of all channels of values, as probabilities have one power of two.
     """
-    if any(form.vector or form.tiered for form in (keys, values)) or rows > 4 or warps > 1 or pairs:
+    if any(form.vector or form.tiered for form in (keys, values)) or rows > 4 or pairs:
+        return False
+    if not keys.inner and warps > 1:  # whose next block may be of another group each time
         return False
     if keys.inner:
         fits = keys.group % 32 == 0 and keys.group <= 128

@@ -21,7 +21,8 @@ Operands are registers of tensors [warps, 16, 8] in the layout of a product's re
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
 - places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales.
 
-The interpreter does not run it: `_byte_step` in triton.py computes the same there, tests/test_products.py runs the assembly.
+The interpreter does not run it: `_byte_step` in attention/triton.py computes the same there, tests/test_products.py runs the
+assembly.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> 
 
 @constexpr_function
 def key_pair(pair: int, pieces: int, bits: int) -> tuple[int, int]:
-    """(half block, group of 32 channels) of a pair of keys; see reference.py."""
+    """(half block, group of 32 channels) of a pair of keys; see attention/reference.py."""
     if pieces // 2 % pairs_of_word(bits) % 2:
         return pair % 2, pair // 2
     return pair // (pieces // 2), pair % (pieces // 2)
@@ -484,7 +485,7 @@ def _fallen(scaled: list[str]) -> list[str]:
 
 
 @constexpr_function
-def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> list[tuple[str, int, str]]:
+def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool) -> list[tuple[str, int, str]]:
     """Tensors of `block`: name, how many, their registers' kind, those that are changed first."""
     pieces, _, _, bits, mode, _, _ = keys
     _, v_tiles, _, v_bits, v_mode, _, _ = values
@@ -497,25 +498,27 @@ def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> li
     else:
         begins = beginning_tensors(slices, pieces, bits, mode), "r" if mode == 0 else "f"
         given += [("queries", queries, "r"), ("begins", *begins), ("constants", fixed, "r")]
-    return [*changed, *given]
+    return [*changed, *given, *([("live", 1, "r")] if masked else [])]
 
 
 @constexpr_function
-def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False) -> str:
     """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot); modes 0 and 1 are inner
     groups without and with zero points, 2 outer ones, of values all channels of a token.
 
     Operands, see `_operands`: changed are state, acc and of mode 2 keys queries and about (their unit, what zero points add);
     given slot (the byte of the ring's slot), places, then queries, begins, constants, or renew (whether the block is the first
-    of its group), constants, plain and base (see `_renewed`).
+    of its group), constants, plain and base (see `_renewed`); masked: live, 0 where the warp has no block left.
     """
     pieces, tiles, words, bits, mode, group, held = keys
     _, v_tiles, v_words, v_bits, v_mode, _, _ = values
     names, at = {}, 0
-    for name, count, _ in _operands(slices, keys, values):
+    for name, count, _ in _operands(slices, keys, values, masked):
         names[name] = [f"${at + i}" for i in range(4 * count)]
         at += 4 * count
-    text = ["{ .reg .b32 words, key_scales, value_scales, t, u;"]
+    text = ["{ .reg .b32 words, key_scales, value_scales, t, u; .reg .pred there;"]
+    if masked:
+        text += [f"setp.ne.s32 there, {names['live'][0]}, 0; @!there bra KVCAL_NONE;"]
     for i, name in enumerate(("words", "key_scales", "value_scales")):
         text += [f"add.s32 {name}, {names['slot'][0]}, {names['places'][i]};"]
     unit, shift, magic = names["state"][2], "", names["constants"][:4]
@@ -532,14 +535,14 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
     text += ["{", *_weighed(unit, shift, v_mode)]
     text += ["{", *_added(slices, v_tiles, v_bits, v_mode, outputs, names["constants"]), "}"]
     text += _fallen([outputs[1], *([outputs[3]] if v_mode == 2 else []), *names["acc"]])
-    return " ".join([*text, "} }"])
+    return " ".join([*text, "}", *(["KVCAL_NONE:"] if masked else []), "}"])
 
 
 @constexpr_function
-def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False) -> str:
     outputs: list[str] = []
     inputs: list[str] = []
-    for name, count, kind in _operands(slices, keys, values):
+    for name, count, kind in _operands(slices, keys, values, masked):
         changed = name in ("state", "acc", "about") or (name == "queries" and keys[4] == 2)
         (outputs if changed else inputs).extend([("=" if changed else "") + kind] * (4 * count))
     return ",".join([*outputs, *inputs, *[str(i) for i in range(len(outputs))]])
