@@ -802,6 +802,39 @@ def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("case", [
+    Case("asymmetric 4", "symmetric 3", launch=(1, 1)), Case("asymmetric 2", "asymmetric 2", 64),
+    Case("asymmetric 8", "symmetric 4", 96),
+    Case("asymmetric 4", "symmetric 8", 256, launch=(2, 1)), Case("outer 2", "asymmetric 3", group=128),
+    Case("symmetric 3", "outer 4", group=128, launch=(2, 1)), Case("outer 2", "outer 2", group=128),
+], ids=str)  # fmt: skip
+def test_products_of_bytes_compile(case: Case) -> None:
+    """The interpreter does not run their assembly, so that what does not compile is found here only."""
+    from kvcal_kernels.attention import triton as fused
+
+    warps = 1 if case.key.startswith("outer") else case.launch[0]
+    assert fused.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, warps)
+    made = built(case, 90, 0, fused.Launch(warps))
+    fused.check_layouts(made.asm["ttgir"])
+    assert "m16n8k32" in made.asm["ptx"]
+
+
+@needs_triton
+def test_small_cases_reach_products_of_bytes() -> None:
+    """With the launch of their own, which both runners take."""
+    from kvcal_kernels.attention import triton as fused
+
+    reached = [
+        case for case in small()
+        if fused.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32)
+    ]  # fmt: skip
+    assert {case.launch[0] for case in reached} >= {1, 2, 4}
+    assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer"}
+    assert {case.value.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer"}
+    assert {case.dim for case in reached} == {64, 96, 128, 256}
+
+
+@needs_triton
 def test_instructions_are_those_of_the_loop_over_packed_blocks(tmp_path: Path) -> None:
     """Products on tensor cores: of float16 2 * dim / 16 of scores, as many of outputs, 2 of the sum; of bytes half as many,
     and for each place of a field one that outputs begin with.

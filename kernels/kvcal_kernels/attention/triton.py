@@ -1531,13 +1531,10 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
 def _begun(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
     COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
     KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
-    made = tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(
         beginning(SLICES, PIECES, BITS, MODE), beginning_constraints(SLICES, PIECES, BITS, MODE), queries,
         dtype=_kinds(KIND, COUNT), is_pure=True, pack=4,
     )  # fmt: skip
-    if COUNT == 1:
-        made = (made,)
-    return made
 
 
 @triton.constexpr_function
@@ -1745,7 +1742,7 @@ def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.conste
     if MODE == 2:
         r = tl.arange(0, 16)[None, :]
         scale = tl.load(p_vs + (at * 64 + HALF * 32)[:, None] + (r // 2 * 4 + r % 2)).to(tl.float32)
-        size = tl.log2(tl.maximum(scale, 2.0**-40))
+        size = tl.log2(tl.maximum(scale, 2.0**-24))
     return size[:, :, None]
 
 
@@ -1773,7 +1770,7 @@ def _plain_added(
         r = tl.arange(0, 16)[None, :]
         p = p_vs + at * 64 + (r // 2 * 4 + r % 2 + 2)
         z_0, z_1 = tl.load(p).to(tl.float32)[:, :, None], tl.load(p + 32).to(tl.float32)[:, :, None]
-        b_zero = tl.sum(tl.exp2(b_0) * z_0 + tl.exp2(b_1) * z_1, 1)[:, None, :] * FULL_PROBABILITY
+        b_zero = tl.sum(tl.exp2(b_0) * z_0 + tl.exp2(b_1) * z_1, 1)[:, None, :] * fade * FULL_PROBABILITY
     found = ()
     for i in tl.static_range(SLICES):
         x_0 = _counted(parts[i], _place(i, BITS), BITS, MODE)
@@ -1781,11 +1778,12 @@ def _plain_added(
         b_dot = tl.dot(x_0, p_0, input_precision="ieee") + tl.dot(x_1, p_1, input_precision="ieee")
         if MODE < 2:
             b_dot = b_dot * scale[i * BOTH][:, :, None]
-        else:
-            b_dot += b_zero
         if MODE == 1:
             b_dot += b_sum * scale[2 * i + 1][:, :, None]
-        found = found + (b_dot * (fade * _byte_place(i, BITS)),)
+        b_dot = b_dot * fade
+        if MODE == 2:
+            b_dot += b_zero
+        found = found + (b_dot * _byte_place(i, BITS),)
     odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
     made = ()
     for i in tl.static_range(SLICES // 2):
@@ -2434,6 +2432,7 @@ def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) ->
         fits = keys.group % 32 == 0 and keys.group <= 128
     else:  # both bytes of a word of one half block
         fits = keys.scale_blocks >= 4 and keys.dim % 64 == 0 and keys.pieces % (2 * pairs_of_word(keys.bits)) == 0
+        fits = fits and keys.bits * keys.dim < 8 * 256  # sums of all channels as integers, see `_chained`
     return fits and (values.inner or values.group == values.dim)
 
 
@@ -2576,8 +2575,8 @@ def attend(
     rope: Rope | None = None,
 ) -> Tensor:
     """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
-    says what is not. The room of blocks must be whole groups of tokens. A `workspace` of its own is needed where launches
-    overlap, and under a CUDA graph.
+    says what is not. The room of blocks must be whole groups of tokens; scales of values in outer groups are not negative. A
+    `workspace` of its own is needed where launches overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
     k_table, k_sign = _of_grid(keys)
@@ -2739,11 +2738,12 @@ def check_layouts(ttgir: str) -> None:
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
         if packed and re.search(
-            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync", line
+            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync|mov\.f32 \$0",
+            line,
         ):
             if not re.search(rf"-> \(?tensor<[\dx]*x[if](16|32), ({_aliases(result, ttgir)})>", line):
                 raise RuntimeError(f"this Triton puts tiles of the ring in an unknown layout: {line.strip()[-200:]}")
-        elif packed and "mov.f32 $0" not in line:
+        elif packed:
             operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
             if not re.search(rf"-> \(?tensor<[\dx]*f16, ({_aliases(operand, ttgir)})>", line):
                 raise RuntimeError(f"this Triton turns keys in an unknown layout: {line.strip()[-200:]}")

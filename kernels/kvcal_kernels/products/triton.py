@@ -258,7 +258,8 @@ def _summed(into: str, d: str, row: int, place: int) -> list[str]:
 @constexpr_function
 def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str], magic: list[str]) -> list[str]:
     """Scores of outer groups, whose scales are the queries': products of all channels whose codes count alike add up as
-    integers, 4 * 32 * 128 * 255 < 2^22 at most. Of 2 bits, words are shifted, so that codes count 1 or 16.
+    integers, 4 products of 32 numbers and 255 * 128 at most: below 2^22 (`by_bytes` leaves 8 bits of 256 channels out). Of 2
+    bits, words are shifted, so that codes count 1 or 16.
     """
     text, begun = [".reg .b32 ka<4>;"], set[tuple[int, int]]()
     if bits == 2:
