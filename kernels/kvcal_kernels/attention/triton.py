@@ -54,7 +54,7 @@ from ..products.triton import (
 )
 from ..triton import Prepared, Ready, half, interpreted
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form, field_number
+from .reference import Blocks, Form, field_number, together
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
@@ -63,7 +63,7 @@ TILE = tl.constexpr(256)  # words of a tile: 16 x 16
 FULL_QUERY, FULL_PROBABILITY, ROUND = tl.constexpr(QUERY), tl.constexpr(PROBABILITY), tl.constexpr(MAGIC_FLOAT)
 BLOCK_SLACK, BLOCK_JUMP = tl.constexpr(SLACK), tl.constexpr(JUMP)
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
-_field_number = triton.constexpr_function(field_number)
+_field_number, _together = triton.constexpr_function(field_number), triton.constexpr_function(together)
 
 
 @triton.jit
@@ -843,12 +843,6 @@ def _operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
     return b_p
 
 
-@triton.constexpr_function
-def _together(count):
-    """Columns of float16 that lie side by side, so that one load brings them."""
-    return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
-
-
 @triton.jit
 def _four(x, ASM: tl.constexpr):
     """int64 -> its four float16 as float32."""
@@ -1400,8 +1394,17 @@ def _rising_constraints(count):
 
 
 @triton.constexpr_function
-def _floats(count):
-    return (tl.float32,) * count
+def _kinds(kind, count):
+    return (kind,) * count
+
+
+@triton.jit
+def _faded(acc, fade):
+    """Every tensor of a tuple times fade."""
+    made = ()
+    for i in tl.static_range(len(acc)):
+        made = made + (acc[i] * fade,)
+    return made
 
 
 @triton.constexpr_function
@@ -1422,7 +1425,7 @@ def _risen(b_0, b_1, b_m, b_l, unit, acc, V_MODE: tl.constexpr, ASM: tl.constexp
         COUNT: tl.constexpr = 1 + len(acc)
         made = tl.inline_asm_elementwise(
             _rising(COUNT, SLACK[0], SLACK[1]), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
-            dtype=_floats(1 + COUNT), is_pure=False, pack=4,
+            dtype=_kinds(tl.float32, 1 + COUNT), is_pure=False, pack=4,
         )  # fmt: skip
         b_m, b_l = made[0], made[1]
         acc = made[2:]
@@ -1431,11 +1434,7 @@ def _risen(b_0, b_1, b_m, b_l, unit, acc, V_MODE: tl.constexpr, ASM: tl.constexp
         if tl.max(b_top - b_m) > SLACK[0]:
             b_new = tl.maximum(b_m, b_top + SLACK[1])
             fade = tl.exp2(b_m - b_new)
-            b_m, b_l = b_new, b_l * fade
-            faded = ()
-            for i in tl.static_range(len(acc)):
-                faded = faded + (acc[i] * fade,)
-            acc = faded
+            b_m, b_l, acc = b_new, b_l * fade, _faded(acc, fade)
     return b_m, b_l, acc
 
 
@@ -1544,11 +1543,6 @@ def _changed(slices, k_mode):
     return (tl.float32,) * (1 + slices // 2) + queries
 
 
-@triton.constexpr_function
-def _kinds(kind, count):
-    return (kind,) * count
-
-
 @triton.jit
 def _spread_state(state, WHICH: tl.constexpr):
     return tl.inline_asm_elementwise(
@@ -1633,8 +1627,8 @@ def _byte_step(
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_HELD: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_step`, by products of bytes (products/triton.py): b_m is its state under ASM, queries change with outer groups of
-    keys.
+    """As `_step`, by products of bytes (products/triton.py): under ASM b_m is its state, and of keys in outer groups queries
+    are its queries and about, which change, begins its base.
     """
     if ASM:
         KEYS: tl.constexpr = (K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD)
@@ -1683,11 +1677,7 @@ def _byte_step(
         if tl.max(b_d) > BLOCK_SLACK:
             b_new = tl.maximum(b_m, b_e)
             fade = tl.exp2(b_m - b_new)
-            b_m, b_l = b_new, b_l * fade
-            faded = ()
-            for i in tl.static_range(len(acc)):
-                faded = faded + (acc[i] * fade,)
-            acc = faded
+            b_m, b_l, acc = b_new, b_l * fade, _faded(acc, fade)
     return b_m, b_l, acc, queries
 
 
@@ -1969,7 +1959,7 @@ def _exact(
             k = tl.arange(0, 16)[None, None, :]
             for i in tl.static_range(SLICES // 2):
                 b_o = acc[i] * fade[:, None, :]
-                channel = _value_channels(i, r[None, :, None], k % 2, PAIRED, FOUR)
+                channel = _value_channels(i, r[None, :, None], k % 2, True, FOUR)
                 for j in tl.static_range(2):
                     token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
                     o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel

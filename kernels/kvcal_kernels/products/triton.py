@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..attention.reference import together
 from ..triton import constexpr_function
 
 MAGIC = 0x4B400000
@@ -39,6 +40,7 @@ SLACK = 16  # powers of two by which a block may lie above the outputs before th
 # by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below 2^121:
 # 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
+_together = constexpr_function(together)
 
 
 @constexpr_function
@@ -61,7 +63,7 @@ def _float(x: float) -> str:
 
 @constexpr_function
 def _separated(bits: int, pair: int, into: list[str], words: list[str]) -> list[str]:
-    """Field `pair` of four registers; of 3 bits `words` are what `_third` made."""
+    """Field `pair` of four registers; of 3 bits `words` are what `_thirds` made."""
     if bits == 8:
         return [f"mov.b32 {a}, {w};" for a, w in zip(into, words, strict=True)]
     mask = {2: 0x03030303 << 2 * pair, 3: 0x07070707 << 4 * (pair // 2), 4: 0x0F0F0F0F << 4 * pair}[bits]
@@ -112,15 +114,9 @@ def _words(name: str, tile: int, pair: int, bits: int) -> list[str]:
 
 
 @constexpr_function
-def _width(count: int) -> int:
-    """Columns of float16 that lie side by side."""
-    return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
-
-
-@constexpr_function
 def _stored(name: str, address: str, byte: int, count: int) -> list[str]:
     """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a register."""
-    width, text = _width(count), []
+    width, text = _together(count), []
     for first in range(0, count, width):
         for row in range(2):
             into = f"{name}{first}_{row}w"
@@ -132,7 +128,7 @@ def _stored(name: str, address: str, byte: int, count: int) -> list[str]:
 @constexpr_function
 def _converted(name: str, count: int) -> list[str]:
     """What `_stored` holds as floats {name}{column}_{0, 1}."""
-    width, text = _width(count), []
+    width, text = _together(count), []
     halves = ", ".join(f"h{i}" for i in range(width))
     for first in range(0, count, width):
         for row in range(2):
