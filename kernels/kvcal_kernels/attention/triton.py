@@ -1507,22 +1507,45 @@ def _byte_place(i, bits):
 
 
 @triton.jit
+def _two_numbers(word, TYPE: tl.constexpr):
+    """Two numbers of TYPE, 16 bits, of a word int32, the first in its low half, as float32."""
+    low = word.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    return low, (word >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bytes_of(one, two, which):
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [one, two, which], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexpr):
     """Queries as products/triton.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,):
-    of row n % 8 where the row begins, whether it is one, and by what it is multiplied.
+    of row n % 8 where the row begins, whether it is one, and by what it is multiplied. Compiled code alone.
     """
     r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
+    p_pair = p_q.to(tl.pointer_type(tl.int32))
+    high = r % 2 == 0
+    # integers stand in the low bits of a float of this size; of rounding to multiples of 256 the high byte stays
+    rounded = tl.where(high, ROUND + 128.0, ROUND)
+    which = tl.where(high, 0x51, 0x40) + column * 0
     made = ()
     for c in tl.static_range((D + 63) // 64):
-        group = 2 * c + r // 8
-        word = tl.zeros([16, 8], tl.int32)
+        channel = (2 * c + r // 8) * 32 + column // 2 * 2 + column % 2 * 8
+        word = ()
+        for i in tl.static_range(2):  # 16 channels further
+            inside = there[:, None] & (channel + i * 16 < D)
+            pair = tl.load(p_pair + (o_t[:, None] + channel + i * 16) // 2, mask=inside, other=0)
+            word = word + _two_numbers(pair, p_q.dtype.element_ty)
+        x = ()
         for i in tl.static_range(4):
-            channel = group * 32 + column // 2 * 2 + column % 2 * 8 + (i % 2 * 16 + i // 2)
-            x = tl.load(p_q + o_t[:, None] + channel, mask=there[:, None] & (channel < D), other=0.0).to(tl.float32)
-            x = tl.floor(x * inverse[:, None] + 0.5).to(tl.int32)
-            high = (x + 128) >> 8
-            word = word | (tl.where(r % 2 == 0, high, x - high * 256) & 255) << (8 * i)
-        made = made + (word[None] + _spot(NW, 8),)
+            x = x + (
+                tl.fma(word[i], inverse[:, None] + column * 0.0, rounded + column * 0.0).to(tl.int32, bitcast=True),
+            )
+        first, second = _bytes_of(x[0], x[2], which), _bytes_of(x[1], x[3], which)
+        made = made + (_bytes_of(first, second, tl.full([16, 8], 0x5410, tl.int32))[None] + _spot(NW, 8),)
     return made
 
 
@@ -2003,13 +2026,25 @@ def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
 
 
 @triton.jit(
-    do_not_specialize=["room", "sink_room", "recent_room", "splits", "share", "fan", "runs"],
+    do_not_specialize=[
+        "room",
+        "sink_room",
+        "recent_room",
+        "splits",
+        "sink_parts",
+        "parts",
+        "share",
+        "fan",
+        "fans",
+        "runs",
+    ],
     do_not_specialize_on_alignment=["p_blocks", "p_sink", "p_recent"],  # rows of one tensor, as they come
 )
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
-    p_first, p_near, room, sink_room, recent_room, splits, share, fan, runs, factor, k_unit, v_unit,
+    p_first, p_near, room, sink_room, recent_room, splits, sink_parts, parts, share, fan, fans, runs,
+    factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
@@ -2025,9 +2060,9 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` sink or recent tokens each.
-    The last program of each `fan` parts merges them, the last of those what they merged: one program alone, which waits for
-    each few parts anew, took 25 of 70 us for the 100 parts of 1 x 131072 (H200).
+    """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` tokens each, `sink_parts` of
+    the sink and those of recent ones. The last program of each `fan` parts merges them, the last of those `fans` what they
+    merged: one program alone, which waits for each few parts anew, took 25 of 70 us for the 100 parts of 1 x 131072 (H200).
     factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables.
 
     Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
@@ -2042,8 +2077,6 @@ def attend_kernel(
     i_split, i_batch = tl.program_id(0), tl.program_id(2)
     i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
-    sink_parts = tl.cdiv(sink_room, share)
-    parts = splits + sink_parts + tl.cdiv(recent_room, share)
     r = tl.arange(0, 16)
     column = tl.arange(0, N)
     n = i_chunk * ROOM + column // EACH
@@ -2052,8 +2085,9 @@ def attend_kernel(
 
     # heads of scales
     norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
+    sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    each = tl.cdiv(tl.cdiv(blocks, splits), NW) * NW
+    each = tl.cdiv(_over(blocks + splits - 1, splits), NW) * NW
     start = tl.minimum(i_split * each, blocks)
     stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
     middle = start + (stop - start) // NW * NW
@@ -2067,6 +2101,14 @@ def attend_kernel(
     thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
     lane = thread % 32
     swapped = lane * 16 ^ lane // 8 % 2 * 16
+    if (
+        BYTES
+    ):  # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind its use
+        n_4 = i_chunk * ROOM + tl.arange(0, ROOM)
+        channel = tl.arange(0, triton.next_power_of_2(D))
+        o_4 = ((i_head * RATIO + n_4 % RATIO) * QUERIES + n_4 // RATIO) * D
+        inside = (n_4 < RATIO * QUERIES)[:, None] & (channel < D)[None, :]
+        b_q = tl.load(p_q + o_4[:, None] + channel[None, :], mask=inside, other=0.0)
     if EARLY:
         origins, base = _open_ring(
             p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, K_ORDER,
@@ -2090,27 +2132,27 @@ def attend_kernel(
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     if BYTES:
+        # as integers, which order floats that are not negative, NaN above all
+        b_up = tl.max(b_q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        b_up = tl.maximum(b_up, 27 << 23).to(tl.float32, bitcast=True)  # 2^-100
+        b_finite = b_up - b_up  # 0, or NaN where a number is not finite: integers do not show it
         n_t = i_chunk * ROOM + r % 8 // 2
         there = n_t < RATIO * QUERIES
         o_t = ((i_head * RATIO + n_t % RATIO) * QUERIES + n_t // RATIO) * D
-        channel = tl.arange(0, triton.next_power_of_2(D))
-        b_q = tl.load(p_q + o_t[:, None] + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
-        b_q = b_q.to(tl.float32)
-        b_up = tl.maximum(tl.max(tl.abs(b_q), 1), 2.0**-100)
-        b_finite = tl.sum(b_q * 0.0, 1)  # 0, or NaN where a number is not finite: integers do not show it
         if K_MODE == 2:  # powers of two: below 1
             b_up = (b_up.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
-            plain_q = _plain_queries(p_q, o_t, there, 1 / b_up, D, NW)
+            b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROOM, 2]), [16])
+            plain_q = _plain_queries(p_q, o_t, there, b_down, D, NW)
             if ASM:
                 for _ in tl.static_range((SLICES + 3) // 4):
                     q = q + (_spot(NW, 8),)
                 q = q + (_spot(NW, 8).to(tl.float32),)
         else:
             b_up = b_up * (1 / FULL_QUERY)
+            b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROOM, 2]), [16])
             if ASM:
-                q = _bytes_of_queries(p_q, o_t, there, 1 / b_up, D, NW)
-        b_up += b_finite
-        b_up, _ = tl.split(tl.permute(tl.reshape(b_up, [2, 8]), [1, 0]))
+                q = _bytes_of_queries(p_q, o_t, there, b_down, D, NW)
+        b_up = tl.reshape(tl.broadcast_to((b_up + b_finite)[:, None], [ROOM, 2]), [N])
         if not ASM:
             for i in tl.static_range(SLICES):
                 b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
@@ -2288,7 +2330,6 @@ def attend_kernel(
     # what tables and tiers leave of shared memory
     FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 and K_MODE < 4 else 1
     b_behind = QUERIES - 1 - n // RATIO
-    sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     if i_split >= splits:
         own = (i_split - splits) * share
         exact = out
@@ -2333,22 +2374,28 @@ def attend_kernel(
 
     tl.debug_barrier()  # all of the program's stores come before its arrival
     _merge(
-        p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan,
+        p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
         RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
     )  # fmt: skip
 
 
 @triton.jit
+def _over(a, b):
+    """a // b, exact where a is below 2^20: 9 instructions, of which 4 wait for a, in place of 25."""
+    return ((a.to(tl.float32) + 0.5) * (1.0 / b.to(tl.float32))).to(tl.int32)
+
+
+@triton.jit
 def _merge(
-    p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan,
+    p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
-    fans = tl.cdiv(parts, fan)
+    own = _over(i_split, fan)
     p_arrived = p_count + i_group * (fans + 1)
-    p_own = p_arrived + 1 + i_split // fan
-    first = i_split // fan * fan
+    p_own = p_arrived + 1 + own
+    first = own * fan
     count = tl.minimum(fan, parts - first)
     first += i_group * parts
     row, column = tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(D))
@@ -2357,7 +2404,7 @@ def _merge(
     inside = live[:, None] & (column < D)[None, :]
     if tl.atomic_add(p_own, 1, sem="acq_rel") == count - 1:
         tl.store(p_own, 0)
-        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, live, D, ROWS, AT_ONCE, N)
+        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, D, ROWS, AT_ONCE, N)
         last = fans == 1
         if fans > 1:
             tl.debug_barrier()  # what is written over has been read
@@ -2368,19 +2415,24 @@ def _merge(
             last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == fans - 1
             if last:
                 tl.store(p_arrived, 0)
-                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, live, D, ROWS, AT_ONCE, N)
+                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, D, ROWS, AT_ONCE, N)
         if last:
-            o_out = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
             b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
-            tl.store(p_out + o_out[:, None] + column[None, :], _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
+            # not as the query's offsets are computed, which then would be kept, in memory, since the start
+            o_out = (n % RATIO * QUERIES + n // RATIO)[:, None] * D + column[None, :]
+            p_out += i_head * (RATIO * QUERIES * D)
+            tl.store(p_out + o_out, _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
 
 
 @triton.jit
 def _merged(
-    p_part, p_stat, first, stride, count, live,
+    p_part, p_stat, first, stride, count,
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. live: [ROWS]."""
+    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
+    are what lies in memory. Parts behind the last are it once more, without weight: a mask would be an instruction for each
+    number.
+    """
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
     b_m = tl.full([ROWS], LOW, tl.float32)
@@ -2388,14 +2440,16 @@ def _merged(
     b_o = tl.zeros([ROWS, WIDE], tl.float32)
     for begin in tl.range(0, count, AT_ONCE):
         i = begin + tl.arange(0, AT_ONCE)
-        part = first + i * stride
-        there = (i < count)[:, None] & live[None, :]
+        part = first + tl.minimum(i, count - 1) * stride
         o_stat = part[:, None] * 2 * N + row[None, :]
-        m = tl.load(p_stat + o_stat, mask=there, other=LOW, cache_modifier=".cg")
-        l = tl.load(p_stat + o_stat + N, mask=there, other=0.0, cache_modifier=".cg")
+        m = tl.load(p_stat + o_stat, cache_modifier=".cg")
+        l = tl.load(p_stat + o_stat + N, cache_modifier=".cg")
         o_part = (part[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
-        inside = there[:, :, None] & (column < D)[None, None, :]
-        o = tl.load(p_part + o_part, mask=inside, other=0.0, cache_modifier=".cg")
+        if WIDE > D:
+            o = tl.load(p_part + o_part, mask=column[None, None, :] + o_part * 0 < D, other=0.0, cache_modifier=".cg")
+        else:
+            o = tl.load(p_part + o_part, cache_modifier=".cg")
+        m = tl.where((i < count)[:, None], m, LOW * 2)
         b_new = tl.maximum(b_m, tl.max(m, 0))
         weight = tl.exp2(m - b_new[None, :])
         fade = tl.exp2(b_m - b_new)
@@ -2445,7 +2499,9 @@ def settings(
         "WIDTH": rotation_width(keys.dim),
         "PAIRED": 2 if in_bytes else int(values.paired),
     }
-    at_once = max(1, 64 * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))  # merged in 64 registers a thread
+    # merged in so many registers a thread; 128 spill of many rows, of grids, which have that many in all, and before RoPE
+    held = 128 if merged <= 4 and not (keys.vector or values.vector or pairs) else 64
+    at_once = max(1, held * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))
     made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
     for name, form in (("K", keys), ("V", values)):
         entries, numbers = ENTRIES[form.bits] if form.vector else (0, 2)
@@ -2487,7 +2543,7 @@ def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, 
     48: 95. 32 x 32768 of 2/2: 18, a round of few programs at the end, 234, 17: 232.
     """
     # turns of a program at least, enough turns of one, programs on a multiprocessor; several warps share what one starts with
-    least, enough, few = (5, 7, 2) if warps == 1 else (8, 20, 1)
+    least, enough, few = (3, 7, 3) if warps == 1 else (8, 20, 1)
     every = -(-max(1, blocks) // warps)
     together = min(TOGETHER, max(few, groups * every // (processors * enough)))
     count = max(1, min(together * processors // groups, -(-every // least)))
@@ -2512,11 +2568,11 @@ def fan_of(parts: int, at_once: int) -> int:
     return best
 
 
-def shares(windows: tuple[int, int], crowded: bool) -> tuple[int, int]:
+def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int, int]:
     """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few where
-    multiprocessors have enough to do, else as many as finish before those of packed tokens.
+    multiprocessors have enough to do, else as many as finish before those of packed tokens, a turn of a warp if one is alone.
     """
-    least = 128 if crowded else 32
+    least = 128 if crowded else 16 if warps == 1 else 32
     share = max(1, -(-sum(windows) // (16 * least))) * least
     return share, sum(-(-window // share) for window in windows)
 
@@ -2544,8 +2600,8 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
         return Launch(warps=4, registers=128 if values.paired else 0)
     if keys.dim > 128 or rows > 8:
         return Launch()
-    if turned:  # they spill with 168, and of 3 bits with 192; 200 still let ten warps run
-        return Launch(registers=200 if keys.bits == 3 else 176)
+    if turned:  # at 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192
+        return Launch(registers=200 if keys.bits == 3 else 168)
     length = 96 if by_bytes(keys, values, rows, 1) else 60
     return Launch(registers=176 if keys.tiered else 168, length=length)
 
@@ -2607,14 +2663,16 @@ def _prepared(
     pairs = 0 if rope is None else rope.pairs
     fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
     groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
-    fan = launch.fan or fan_of(packed + exact, fixed["AT_ONCE"])
+    parts = packed + exact
+    fan = launch.fan or fan_of(parts, fixed["AT_ONCE"])
     options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    grid = (packed + exact, heads * fixed["CHUNKS"], batch)
+    grid = (parts, heads * fixed["CHUNKS"], batch)
     ready = Ready(attend_kernel, grid, options, functools.partial(_examine, _reserved(fixed)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
-    return ready, (groups, packed + exact, fixed["N"], fixed["D"], fan), (room, *windows, packed, share, fan, runs)
+    numbers = (room, *windows, packed, -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs)
+    return ready, (groups, parts, fixed["N"], fixed["D"], fan), numbers
 
 
 def _check_all(
@@ -2658,7 +2716,7 @@ def _grid(
     groups, processors = batch * fixed["HEADS"] * fixed["CHUNKS"], _processors(device)
     at_once = max(1, 2048 // (launch.registers or 168) // launch.warps)  # of 65536 registers
     packed = launch.parts or splits(groups, room, launch.warps, processors, at_once, launch.length)
-    return groups, packed, *shares(windows, groups * packed > 4 * processors)
+    return groups, packed, *shares(windows, groups * packed > 4 * processors, launch.warps)
 
 
 def reserve(
