@@ -64,8 +64,9 @@ def push(
 ) -> Pushed:
     """Bundle, card and plots in one commit; the repository is made where there is none. The bundle is checked first.
 
-    Raises UsageError (a name that `pull` would not find), ModelUnavailable (offline, no permission, no such branch; then no
-    repository is made), CorruptBundle where the hub then holds another hash.
+    private: of a new repository. Raises UsageError (a name that `pull` would not find; private, and there is a public one
+    already), ModelUnavailable (offline, no permission, no such branch; then no repository is made), CorruptBundle where the
+    hub then holds another hash.
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -79,6 +80,11 @@ def push(
         if branch not in (None, "main") and not api.repo_exists(repo):
             raise ModelUnavailable(
                 f"{repo} has no revision {branch!r}: it is not there yet; a new one has main, leave --branch out"
+            )
+        if private and api.repo_exists(repo) and not api.model_info(repo).private:
+            raise UsageError(
+                f"--private: {repo} is there already and public, and nothing was pushed; make it private on the hub, or leave "
+                "--private out"
             )
         api.create_repo(repo, private=private or None, exist_ok=True)
         before = api.model_info(repo, revision=branch).sha

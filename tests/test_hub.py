@@ -152,6 +152,16 @@ def test_the_stand_in_knows_ids(field: str, hub: Hub) -> None:
     assert status("datasets: [org/name, name]\nbase_model: org/name") == 200
 
 
+def test_a_private_push_to_a_public_repository_is_refused(hub: Hub, bundle: Path) -> None:
+    """Whoever asks for a private one does not expect all the world to read it."""
+    first = published(bundle)["commit"]
+    refused(kvcal("push", bundle, REPO, "--private"), 2, f"--private: {REPO} is there already and public")
+    assert hub.repositories[REPO].branches["main"] == first
+    for _ in range(2):  # a new one is made so, and that one then is
+        assert kvcal("push", bundle, "lab/private", "--private").code == 0
+    assert hub.repositories["lab/private"].private and not hub.repositories[REPO].private
+
+
 def test_a_second_push_changes_nothing(hub: Hub, bundle: Path) -> None:
     first, second = published(bundle), published(bundle)
     assert (second["changed"], second["commit"]) == (False, first["commit"])
