@@ -39,8 +39,7 @@ def build(
     check_reports(junit, summary)
     read = read_build_recipe(recipe, options_of, defaults_of)
     found = run_build(read, note, dry_run=dry_run, jobs=jobs, share=share, gates=gates)
-    if found["gates"]:
-        report(found["gates"], junit, summary)
+    report(found["gates"], junit, summary)
     if json:
         print_json(found)
     else:

@@ -83,8 +83,7 @@ def evaluate(
 
     check_reports(junit, summary)
     found = run_eval(options, note)
-    if found["gates"]:
-        report(found["gates"], junit, summary)
+    report(found["gates"], junit, summary)
     if json:
         print_json(found)
     else:
