@@ -242,6 +242,18 @@ def test_an_input_may_be_given(base: Path, tmp_path: Path) -> None:
     assert done.code == 0 and "first " not in done.err
 
 
+def test_an_input_that_is_none_of_those_recorded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All would be fitted again, for an hour, as if nothing had been given. One of several may be of another bundle."""
+    both, wrong = make(base, "both"), make(base, "config")
+    monkeypatch.setattr("kvcal.commands.reproduce.Rerun.make", lambda *given: pytest.fail("it began"))
+    done = kvcal("reproduce", both, "--model", base / "model", "--input", wrong)
+    assert done.code == 2
+    assert f"--input {wrong}: the bundle was made from norms (sha256 " in done.complaint
+    monkeypatch.undo()
+    some = again(base, both, "--input", wrong, "--input", make(base, "norms"))
+    assert some.code == 0 and "first preset" in some.err and "first norms" not in some.err
+
+
 def test_what_is_missing_is_one_line(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
