@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from models_fixture import SUFFIX, kvcal, write_model, write_text
+from kvcal.cli.app import COMMANDS
+from models_fixture import ROOT_COMMAND, SUFFIX, kvcal, write_model, write_text
 
 
 class Began(Exception):
@@ -156,6 +157,13 @@ def test_an_option_that_nothing_takes_is_refused(
     assert "Began" in kvcal(command, *placed([*stay, *taken], base)).err
 
 
+def test_every_seed_of_random_weights_alone_is_among_them() -> None:
+    """Commands that fit draw windows by it, always."""
+    options = {name: {p.name for p in command.params} for name, command in ROOT_COMMAND.commands.items()}
+    alone = {name for name, own in options.items() if {"seed", "random_weights"} <= own and "holdout" not in own}
+    assert alone == {command for command, _, idle, *_ in CASES if idle == SEED}
+
+
 # --column, of texts without columns.
 
 
@@ -184,6 +192,32 @@ def test_a_column_of_one_text_of_two(base: Path, monkeypatch: pytest.MonkeyPatch
     assert "has no columns" in kvcal("compare", *more).complaint
     both = ["--model", "tiny", "--column", "body", "--other-text", base / "rows.jsonl"]
     assert "Began" in kvcal("measure-subspaces", *both).err
+
+
+# Numbers of no use.
+
+
+@pytest.mark.parametrize("option", ["--rate", "--beta", "--gamma"])
+def test_settings_of_adam_are_finite(option: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = kvcal("train-codebooks", *placed(TEXT, base), "--trainer", "adam", option, "inf")
+    assert done.code == 2 and f"{option}" in done.complaint and "all of them finite" in done.complaint
+
+
+WHOLE = [
+    (name, f"--{option.replace('_', '-')}")
+    for name, command in COMMANDS.items()
+    for option, kind in get_type_hints(command).items()
+    if kind in (int, int | None) and option != "seed"
+]
+
+
+@pytest.mark.parametrize(("command", "option"), WHOLE, ids=[" ".join(pair) for pair in WHOLE])
+def test_a_number_that_no_tensor_can_have_is_refused(command: str, option: str, base: Path) -> None:
+    needed = {"generate": PROMPT, "preset": ["kivi-2", *OWN], "build": [GATED], "inspect": [KIVI]}.get(command, TEXT)
+    done = kvcal(command, *placed(needed if command != "bench" else [], base), option, 2**63)
+    assert done.code == 2 and done.out == ""
+    assert (f"{option} {2**63}: at most {2**63 - 1}" in done.err) or "less than or equal to" in done.err, done.err
 
 
 # An empty value, of a variable that is not set, say, is no default.
