@@ -154,27 +154,30 @@ def write_folded(
     """Write the model with these factors folded in as a new folder: config, safetensors, tokenizer; all or nothing.
 
     factors: layer -> (H, D) of its keys. dtype: of the new weights; "auto": the checkpoint's own. A shard of at most 4 GiB is
-    held at a time. Returns the names of the changed tensors. Raises UsageError where folding would change the model's
-    function or the output is there already, before anything is written.
+    held at a time. A symlink to an empty folder or to none stays one. Returns the names of the changed tensors. Raises
+    UsageError where folding would change the model's function or the output is there already, before anything is written.
     """
+    place = Path(os.path.realpath(output))
+    if place.is_symlink():
+        raise UsageError(f"{output} is a link that leads to itself; give the name of a new folder")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise UsageError(f"{output} is there already; give the name of a new folder")
-    if not output.parent.is_dir():
-        raise KVCalError(f"{output.parent} is not a folder; create it or give another --output")
+    if not place.parent.is_dir():
+        raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
     fields = models.config_fields(source)
     if "quantization_config" in fields:
         raise UsageError(f"{source.label}: its weights are quantised; factors can only be folded into plain ones")
     kind = _dtype(fields, dtype)
     parts = models.open_layerwise(source, dtype=kind, device="cpu")
     rows = changed_rows(parts, factors)
-    temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
     try:
         _write_weights(parts, rows, temporary)
         fields.pop("torch_dtype", None)
         _write_json(temporary / "config.json", fields | {"dtype": kind})
         _copy_rest(source, temporary)
         _open_up(temporary)
-        os.replace(temporary, output)
+        os.replace(temporary, place)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):

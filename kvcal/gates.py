@@ -204,13 +204,15 @@ def raise_if_failed(checks: Sequence[Check]) -> None:
 
 
 def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) -> None:
-    """JUnit XML and Markdown, where asked for; the Markdown also behind what $GITHUB_STEP_SUMMARY names holds already."""
+    """JUnit XML and Markdown, where asked for, of no gates too; where there are some the Markdown also behind what
+    $GITHUB_STEP_SUMMARY names holds already.
+    """
     if junit is not None:
         write_atomically(junit, junit_xml(checks))
     text = markdown(checks)
     if summary is not None:
         write_atomically(summary, text.encode())
-    if step := os.environ.get(SUMMARY_VARIABLE):
+    if checks and (step := os.environ.get(SUMMARY_VARIABLE)):
         try:
             _append(Path(step), text + "\n")
         except OSError as error:
@@ -259,6 +261,8 @@ def junit_xml(checks: Sequence[Check]) -> bytes:
 
 
 def markdown(checks: Sequence[Check]) -> str:
+    if not checks:
+        return "### kvcal: there are no gates\n"
     bad = len(failed(checks))
     head = f"### kvcal: {bad} of {len(checks)} gates failed" if bad else f"### kvcal: all {len(checks)} gates passed"
     lines = [head, "", "| bundle | gate | seen | limit | | |", "|---|---|---|---|---|---|"]

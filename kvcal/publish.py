@@ -20,11 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, file_behind, load_bundle
+from kvcal_artifacts.bundle import SUFFIX, load_bundle, write_together
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
 
 from . import hub
 from .card import Card
+from .fit import check_output
 from .models import HUB_ID
 
 CARD = "README.md"
@@ -63,8 +64,9 @@ def push(
 ) -> Pushed:
     """Bundle, card and plots in one commit; the repository is made where there is none. The bundle is checked first.
 
-    Raises UsageError (a name that `pull` would not find), ModelUnavailable (offline, no permission, no such branch; then no
-    repository is made), CorruptBundle where the hub then holds another hash.
+    private: of a new repository. Raises UsageError (a name that `pull` would not find; private, and there is a public one
+    already), ModelUnavailable (offline, no permission, no such branch; then no repository is made), CorruptBundle where the
+    hub then holds another hash.
     """
     from huggingface_hub import CommitOperationAdd
 
@@ -78,6 +80,11 @@ def push(
         if branch not in (None, "main") and not api.repo_exists(repo):
             raise ModelUnavailable(
                 f"{repo} has no revision {branch!r}: it is not there yet; a new one has main, leave --branch out"
+            )
+        if private and api.repo_exists(repo) and not api.model_info(repo).private:
+            raise UsageError(
+                f"--private: {repo} is there already and public, and nothing was pushed; make it private on the hub, or leave "
+                "--private out"
             )
         api.create_repo(repo, private=private or None, exist_ok=True)
         before = api.model_info(repo, revision=branch).sha
@@ -96,7 +103,8 @@ def push(
 def pull(
     repo: str, folder: Path, *, revision: str | None = None, file: str | None = None, sha256: str | None = None
 ) -> Pulled:
-    """The bundle with its card and plots at one commit, into `folder`; RECORD beside it says which commit.
+    """The bundle with its card and plots at one commit, into `folder`; RECORD beside it says which commit. A symlink there
+    stays one: the file it leads to is replaced.
 
     file: where the repository holds several bundles. sha256: what the bundle must have, from elsewhere than the hub.
     Raises ModelUnavailable (offline, no permission, no such repository, revision or file), CorruptBundle (half a download, a
@@ -112,24 +120,22 @@ def pull(
     places = {part: _local(name) if part == CARD else part for part in names}
     record = f"{name.removesuffix(SUFFIX)}{RECORD}"
     _check_places(folder, [*places.values(), record])
+    contents: dict[str, bytes] = {}
     with _temporary(folder, name) as temporary:
-        for part in names:
+        for part, place in places.items():
             with _explained(repo, revision, "read", part):
                 _download(repo, part, info.sha, temporary)
-            _compare(f"{repo} at {info.sha[:12]}: {part}", (temporary / part).read_bytes(), _entry(info, part))
-        digest = hashlib.sha256((temporary / name).read_bytes()).hexdigest()
+            contents[place] = (temporary / part).read_bytes()
+            _compare(f"{repo} at {info.sha[:12]}: {part}", contents[place], _entry(info, part))
+        digest = hashlib.sha256(contents[name]).hexdigest()
         if sha256 is not None and digest != sha256.lower():
             raise CorruptBundle(
                 f"{repo}: {name} has sha256 {digest[:16]}…, --sha256 says {sha256[:16]}…; nothing was written"
             )
         _check(repo, temporary / name)
-        pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, tuple(places.values()))
-        try:
-            (temporary / record).write_text(json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n", "utf-8")
-            for part, place in reversed([*places.items(), (record, record)]):  # the bundle, which is first, comes last
-                os.replace(temporary / part, folder / place)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
+    pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, tuple(places.values()))
+    contents[record] = (json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n").encode()
+    write_together({folder / place: contents[place] for place in reversed(contents)})  # the bundle comes last
     return pulled
 
 
@@ -137,7 +143,7 @@ def _check_places(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         if (folder / name).is_dir():
             raise KVCalError(f"{folder / name} is a folder, in the way of the file; move it or give another --output")
-        file_behind(folder / name)  # no pipe or device is replaced
+        check_output(folder / name)
 
 
 def _unwritable(folder: Path, error: OSError) -> KVCalError:

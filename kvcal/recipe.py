@@ -53,6 +53,11 @@ class Recipe:
     def predicts(self) -> bool:
         return "predictor" in self.fields
 
+    @property
+    def said(self) -> set[str]:
+        """Names of the options that its [predictor] gives, be it at their default."""
+        return {OPTIONS.get(name, name) for name in self.fields.get("predictor", {})}
+
     def options(self) -> dict[str, Any]:
         """The options of `kvcal fit-predictors` that it stands for; others keep their defaults."""
         own = self.fields

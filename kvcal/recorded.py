@@ -232,7 +232,6 @@ def _mixkvq(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
     options = _renamed(s, {"raw": "raw_dtype"}, drop) | {"raw_salience": s["normalise"] == "none"}
     search = p.get("search")
     if search is None:
-        options["objective"] = "attention"  # nothing is searched, and by default lm-eval would be asked for
         fixed = s["full"] is not None
         return options if fixed else options | {name: str(s[name]) for name in ("tau_low", "tau_high")}
     goal = search["objective"]

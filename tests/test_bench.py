@@ -38,6 +38,7 @@ from kvcal.bench import (
 from kvcal.bench.layer import Case
 from kvcal.bench.operation import Operation
 from kvcal.bench.operations import OPERATIONS
+from kvcal.bench.target import Target
 from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
@@ -511,7 +512,14 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--plot", "x.pdf"], "must end in .png"),
         (["--compare", "/no/such/file"], "cannot be read"),
         (["--model", "no-such-model"], "unknown model"),
+        (["--model", ""], "unknown model"),
         (["--model", "tiny", "-o", "longest-generation"], "on how much memory?"),
+        (["-o", "longest-generation", "--memory", "0"], "--memory 0: GiB, needs a finite number above 0"),
+        (["-o", "longest-generation", "--memory", "-3"], "--memory -3: GiB"),
+        (["-o", "longest-generation", "--memory", "nan"], "--memory nan: GiB"),
+        (["-o", "longest-generation", "--memory", "inf"], "--memory inf: GiB"),
+        (["--seconds", "nan"], "--seconds nan: needs a finite number from 0"),
+        (["--seconds", "-1"], "--seconds -1: needs a finite number from 0"),
     ],
 )
 def test_odd_input_is_one_line(options: list[str], said: str) -> None:
@@ -535,6 +543,81 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str) -> No
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(UsageError, match="--compare"):
         rows.read_earlier(tmp_path / "x.json")
+
+
+# An option that no row takes is refused. What it applies to depends on the device and the operations.
+
+HERE_CPU, HERE_GPU = Target("cpu", torch.device("cpu"), None), Target("card", torch.device("cuda"), None)
+PROJECTED = Target("jetson-orin-nano", None, None)  # not here: projected
+EVERYWHERE = ("preset", "bundle", "sink", "recent", "model")
+TAKEN: list[tuple[Target, str, tuple[str, ...]]] = [  # where, an operation, the options that it takes besides those
+    (HERE_CPU, "quantise", ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_CPU, "generate", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_CPU, "largest-batch", ("memory", "require_kernels", "dtype", "length")),
+    (HERE_CPU, "longest-generation", ("memory", "require_kernels", "dtype", "batch")),
+    (HERE_GPU, "quantise", ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_GPU, "generate", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_GPU, "largest-batch", ("memory", "seed", "require_kernels", "dtype", "length", "plot")),
+    (HERE_GPU, "longest-generation", ("memory", "seed", "require_kernels", "dtype")),
+    (PROJECTED, "fused-attention", ("batch", "length", "plot")),
+    (PROJECTED, "largest-batch", ("memory", "dtype", "length")),
+    (PROJECTED, "longest-generation", ("memory", "dtype", "batch")),
+]
+DEPENDING = ("memory", "repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")
+WITHOUT = {"preset": None, "bundle": None}
+
+
+@pytest.mark.parametrize(("where", "operation", "taken"), TAKEN, ids=[f"{w.name} {o}" for w, o, _ in TAKEN])
+def test_what_an_operation_takes(where: Target, operation: str, taken: tuple[str, ...]) -> None:
+    for name in (*DEPENDING, *EVERYWHERE):
+        if name in (*taken, *EVERYWHERE):
+            command.check_taken(WITHOUT, where, [operation], {name})
+        else:
+            with pytest.raises(
+                UsageError, match=rf"--{name.replace('_', '-')} applies only to .*, and there is none: give "
+            ):
+                command.check_taken(WITHOUT, where, [operation], {name})
+
+
+def test_what_has_no_scheme_takes_none() -> None:
+    for where, name_of in ((PROJECTED, "innerq-table-4"), (HERE_CPU, "mlp")):
+        for name in ("preset", "bundle", "sink", "recent"):
+            with pytest.raises(UsageError, match=f"--{name} applies only to rows of a scheme"):
+                command.check_taken(WITHOUT, where, [name_of], {name})
+    with pytest.raises(UsageError, match="--model applies only to rows of a given model"):
+        command.check_taken(WITHOUT, PROJECTED, ["innerq-table-4"], {"model"})
+    with pytest.raises(UsageError, match="--sink applies only to schemes by name"):
+        command.check_taken({"preset": None, "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
+    command.check_taken({"preset": ["fp8"], "bundle": ["x"]}, HERE_CPU, ["quantise"], {"sink"})
+
+
+def test_one_row_that_takes_it_is_enough() -> None:
+    command.check_taken(WITHOUT, HERE_CPU, ["quantise", "longest-generation"], {*DEPENDING, *EVERYWHERE})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--device", "cpu", "--memory", "2", "-o", "quantise"],
+            "--memory applies only to largest-batch and longest-generation",
+        ),
+        (["--device", "cpu", "--memory", "2"], "--memory applies only to largest-batch and longest-generation"),
+        (["--device", "jetson", "--seed", "0"], "--seed applies only to random data that is measured"),
+        (["--device", "jetson", "--require-kernels"], "--require-kernels applies only to rows that are measured"),
+        (
+            ["--device", "cpu", "-o", "longest-generation", "--memory", "2", "--plot", "x.png"],
+            "--plot applies only to rows with a time",
+        ),
+    ],
+)
+def test_the_benchmark_refuses_them(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = kvcal("bench", *options)
+    assert done.code == 2 and said in done.complaint
+    assert list(tmp_path.iterdir()) == []
 
 
 # The doctor.

@@ -37,6 +37,7 @@ from kvcal_artifacts.bundle import (
     sha256_text,
     tensor_bytes,
     write_atomically,
+    write_together,
 )
 from kvcal_artifacts.codecs import Predicted
 from kvcal_artifacts.errors import CorruptBundle, IncompatibleBundle, KVCalError
@@ -626,6 +627,19 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
         assert link.is_symlink() and link.resolve().read_bytes() == content()
     assert target.read_bytes() == content()
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["dangling", "far", "new", "target", "there"]
+
+
+def test_files_that_belong_together_are_all_written_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"old")
+    write_together({second: b"1", first: b"2"})
+    assert (first.read_bytes(), second.read_bytes()) == (b"2", b"1")
+    with pytest.raises(KVCalError, match="no-folder is not a folder"):
+        write_together({first: b"3", tmp_path / "no-folder" / "x": b"3"})
+    with file_size_limit(1), pytest.raises(KVCalError, match="second: cannot be written: File too large"):
+        write_together({first: b"3", second: b"33"})
+    assert (first.read_bytes(), second.read_bytes()) == (b"2", b"1")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["first", "second"]
 
 
 def no_files(folder: Path) -> dict[str, Path]:

@@ -28,7 +28,7 @@ from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.attention import Form, decode
-from models_fixture import kvcal
+from models_fixture import file_size_limit, kvcal
 from schemes import Fed, close_all, left_mask, numbers, opened, token_ids
 
 WINDOWS = Windows(4, 32, 32)
@@ -793,6 +793,26 @@ def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path:
     found = kvcal("doctor").out
     assert f"kernels checked on first use: 2 in {tmp_path / 'preflight.json'}" in found
     assert "passes: this kernel" in found and "fails, off by 1: that kernel" in found
+
+
+@pytest.mark.parametrize("why", ["a link", "a full disk", "a folder"])
+def test_a_file_of_verdicts_that_is_a_link_or_cannot_be_written(
+    why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run does not end because it cannot keep a verdict, and leaves nothing half."""
+    monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
+    file, before = tmp_path / "preflight.json", ["preflight.json"]
+    if why == "a folder":
+        file.mkdir()
+    else:
+        file.symlink_to("elsewhere.json")
+        before = ["elsewhere.json", "preflight.json"]
+        preflight.write({"first": None})
+        assert file.is_symlink() and json.loads((tmp_path / "elsewhere.json").read_text()) == {"first": None}
+    with file_size_limit(4 if why == "a full disk" else 10_000):
+        preflight.write({"second": None})
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+    assert preflight.read() == ({} if why == "a folder" else {("first" if why == "a full disk" else "second"): None})
 
 
 # What a review found.

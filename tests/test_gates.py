@@ -244,6 +244,19 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(base: Path, tmp
     assert "no is not a folder" in done.complaint
 
 
+def test_reports_of_no_gates_are_written_and_say_so(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked for a file finds one; a job's page is not bothered."""
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "page.md"))
+    done = gate(base, "good", "--junit", tmp_path / "j.xml", "--summary", tmp_path / "s.md")
+    assert done.code == 0, done.err
+    root = ElementTree.fromstring((tmp_path / "j.xml").read_bytes())
+    assert (root.get("tests"), root.get("failures"), len(root)) == ("0", "0", 0)
+    assert (tmp_path / "s.md").read_text() == "### kvcal: there are no gates\n"
+    assert not (tmp_path / "page.md").exists()
+
+
 # What overflows.
 
 

@@ -152,6 +152,16 @@ def test_the_stand_in_knows_ids(field: str, hub: Hub) -> None:
     assert status("datasets: [org/name, name]\nbase_model: org/name") == 200
 
 
+def test_a_private_push_to_a_public_repository_is_refused(hub: Hub, bundle: Path) -> None:
+    """Whoever asks for a private one does not expect all the world to read it."""
+    first = published(bundle)["commit"]
+    refused(kvcal("push", bundle, REPO, "--private"), 2, f"--private: {REPO} is there already and public")
+    assert hub.repositories[REPO].branches["main"] == first
+    for _ in range(2):  # a new one is made so, and that one then is
+        assert kvcal("push", bundle, "lab/private", "--private").code == 0
+    assert hub.repositories["lab/private"].private and not hub.repositories[REPO].private
+
+
 def test_a_second_push_changes_nothing(hub: Hub, bundle: Path) -> None:
     first, second = published(bundle), published(bundle)
     assert (second["changed"], second["commit"]) == (False, first["commit"])
@@ -265,6 +275,49 @@ def test_a_folder_in_the_way(name: str, hub: Hub, commit: str, tmp_path: Path) -
     refused(kvcal("pull", REPO, "--output", tmp_path), 1, f"{tmp_path / name} is a folder")
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert not any("/resolve/" in call for call in hub.calls)  # said before anything is fetched
+
+
+def test_a_link_stays_and_the_file_it_leads_to_is_replaced(commit: str, bundle: Path, tmp_path: Path) -> None:
+    far, here = tmp_path / "far", tmp_path / "here"
+    far.mkdir()
+    here.mkdir()
+    old = far / "old"
+    old.write_bytes(b"before")
+    for name, target in {NAME: old, "fitted.card.md": far / "new"}.items():  # the second is not there yet
+        (here / name).symlink_to(target)
+    done = kvcal("pull", REPO, "--output", here)
+    assert done.code == 0, done.err
+    assert (here / NAME).is_symlink() and (here / "fitted.card.md").is_symlink()
+    assert old.read_bytes() == bundle.read_bytes() and "kvcal pull" in (far / "new").read_text()
+    assert sorted(entry.name for entry in far.iterdir()) == ["new", "old"]
+
+
+def test_a_link_into_no_folder_is_refused_before_anything_is_fetched(hub: Hub, commit: str, tmp_path: Path) -> None:
+    (tmp_path / NAME).symlink_to("none/x")
+    refused(kvcal("pull", REPO, "--output", tmp_path), 1, f"{tmp_path / 'none'} is not a folder")
+    assert [path.name for path in tmp_path.iterdir()] == [NAME] and (tmp_path / NAME).is_symlink()
+    assert not any("/resolve/" in call for call in hub.calls)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_disk_that_fills_up_in_the_middle_changes_nothing(
+    nth: int, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are four files; no card of one commit is left beside a bundle of another."""
+    names = [NAME, "fitted.card.md", "fitted.errors.png", "fitted.pulled.json"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"before")
+    seen: list[int] = []
+
+    def full(handle: int) -> None:
+        seen.append(handle)
+        if len(seen) == nth:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(kvcal("pull", REPO, "--output", tmp_path), 1, "cannot be written: No space left on device")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"before"}
 
 
 def test_a_full_disk_is_not_the_hub(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,6 +349,22 @@ def test_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.allclose(model(ids).logits, again(ids).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["an empty folder", "nothing yet"])
+def test_a_link_stays_one_and_the_model_lies_where_it_leads(there: bool, tmp_path: Path) -> None:
+    model, folder = saved("llama", tmp_path / "model")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "link").symlink_to("far/folded")
+    if there:
+        (tmp_path / "far" / "folded").mkdir()
+    write_folded(resolve(str(folder)), shared_factors(model), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert {path.name for path in (tmp_path / "far" / "folded").iterdir()} >= {"config.json", "model.safetensors"}
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["folded"]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UsageError, match="loop is a link that leads to itself"):
+        write_folded(resolve(str(folder)), shared_factors(model), tmp_path / "loop")
+
+
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])
 def test_a_norm_behind_the_projection_is_refused(name: str, tmp_path: Path) -> None:
     model, folder = saved(name, tmp_path / "model")

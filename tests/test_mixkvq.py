@@ -359,7 +359,16 @@ def given_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def tuned(options: list[str], output: Path, *more: object) -> dict[str, Any]:
-    done = kvcal("tune-thresholds", *options, "--max-bits", 6, "--trials", 12, "--output", output, "--json", *more)
+    return good("tune-thresholds", *options, "--max-bits", 6, "--trials", 12, "--output", output, "--json", *more)
+
+
+def untuned(options: list[str], output: Path, *more: object) -> dict[str, Any]:
+    """With nothing to search: what says how would be refused."""
+    return good("tune-thresholds", *options[: options.index("--objective")], "--output", output, "--json", *more)
+
+
+def good(*arguments: object) -> dict[str, Any]:
+    done = kvcal(*arguments)
     assert done.code == 0, done.err
     return dict(done.json)
 
@@ -450,10 +459,10 @@ def test_two_workers_share_a_storage_and_one_is_killed(given_options: list[str],
 def test_other_objectives_and_nothing_to_search(given_options: list[str], tmp_path: Path) -> None:
     found = tuned(given_options, tmp_path / f"p{SUFFIX}", "--objective", "perplexity", "--trials", 2)
     assert found["quality"] > 1
-    fixed = tuned(given_options, tmp_path / f"f{SUFFIX}", "--full", 8, "--four", 8)
+    fixed = untuned(given_options, tmp_path / f"f{SUFFIX}", "--full", 8, "--four", 8)
     assert (fixed["full_channels"], fixed["four_bit_channels"], "front" in fixed) == (8, 8, False)
     assert not load_bundle(fixed["bundle"]).scheme.ragged
-    alone = tuned(given_options, tmp_path / f"a{SUFFIX}", "--tau-low", 2, "--tau-high", 2, "--importance", "none")
+    alone = untuned(given_options, tmp_path / f"a{SUFFIX}", "--tau-low", 2, "--tau-high", 2, "--importance", "none")
     assert (alone["four_bit_channels"], alone["tau_low"]) == (0, 2)
     done = kvcal("tune-thresholds", *given_options, "--raw-salience", "--output", tmp_path / f"r{SUFFIX}")
     assert (done.code, "give --tau-low and --tau-high" in done.complaint) == (2, True)
@@ -463,7 +472,7 @@ def test_the_least_bits_are_those_of_thresholds_that_nothing_exceeds(
     given_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a limit below them is refused before the first trial."""
-    made = tuned(given_options, tmp_path / f"a{SUFFIX}", "--tau-low", 1e9, "--tau-high", 1e9)
+    made = untuned(given_options, tmp_path / f"a{SUFFIX}", "--tau-low", 1e9, "--tau-high", 1e9)
     least = made["expected_bits_per_value"]
     assert (made["full_channels"], made["four_bit_channels"]) == (0, 0)
     monkeypatch.setattr("kvcal.tune.AttentionError.__init__", lambda *args: pytest.fail("a search began"))

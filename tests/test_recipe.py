@@ -30,7 +30,7 @@ sink = 5
 recent = 64
 block = 16
 [predictor]
-kind = "bias"
+kind = "linear-4bit"
 keys = ["k1"]
 values = []
 ridge = 0.01
@@ -127,7 +127,7 @@ def test_a_recipe_is_its_options(base: Path) -> None:
     options = [
         "--frame", "post_rope", "--keys", "higgs-3", "--values", "uniform-2", "--first-layer", "",
         "--per-layer", "0=higgs-4", "--per-layer", "2-3:keys=uniform-4", "--per-layer", "-1:values=exact-16",
-        "--sink", 5, "--recent", 64, "--block", 16, "--predictor", "bias", "--value-inputs", "none", "--ridge", 0.01,
+        "--sink", 5, "--recent", 64, "--block", 16, "--predictor", "linear-4bit", "--value-inputs", "none", "--ridge", 0.01,
     ]  # fmt: skip
     done = kvcal(*fit, by_options, *options)
     assert done.code == 0, done.err
@@ -137,6 +137,18 @@ def test_a_recipe_is_its_options(base: Path) -> None:
     assert kinds == [["Higgs", "Higgs"], ["Predicted", "Uniform"], ["Predicted", "Uniform"], ["Predicted", "Exact"]]
     inner = [pair.key.inner.name for pair in scheme.layers if pair and isinstance(pair.key, Predicted)]
     assert inner == ["higgs", "uniform", "uniform"]
+
+
+@pytest.mark.parametrize("command", ["fit-predictors", "compare"])
+def test_a_setting_that_its_predictor_does_not_use_is_refused(
+    command: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the option would be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "idle.toml").write_text('codec = "higgs-2"\n[predictor]\nkind = "bias"\nridge = 0.01\n')
+    done = kvcal(command, "--model", base / "model", "--text", base / "words.txt", "--recipe", "idle.toml")
+    assert done.code == 2 and "--ridge applies only to predictors by least squares" in done.complaint
+    assert [path.name for path in tmp_path.iterdir()] == ["idle.toml"]
 
 
 @pytest.mark.parametrize(

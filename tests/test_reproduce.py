@@ -35,8 +35,8 @@ MADE: dict[str, list[str]] = {
     "searched": ["measure-subspaces", *TEXT, "--search", "--recent", "8", "--block", "8", "--group", "8"],
     "bits": ["tune-bits", *TEXT, *WIDE, "--max-bits", "6"],
     "tiers": ["tune-thresholds", *TEXT, *WIDE, "--trials", "2", "--max-bits", "12", "--objective", "attention"],
-    "fixed": ["tune-thresholds", *TEXT, *WIDE, "--objective", "attention", "--tau-low", "1.5", "--tau-high", "4"],
-    "counted": ["tune-thresholds", *TEXT, *WIDE, "--objective", "attention", "--full", "4", "--four", "4", "--round-up", "4"],
+    "fixed": ["tune-thresholds", *TEXT, *WIDE, "--tau-low", "1.5", "--tau-high", "4"],
+    "counted": ["tune-thresholds", *TEXT, *WIDE, "--full", "4", "--four", "4", "--round-up", "4"],
     "codebooks": ["train-codebooks", *TEXT, *CACHE, "--stages", "2,1,1", "--sizes", "16,16,16", "--vectors", "200",
                   "--high-dims", "8", "--trainer", "closed-form"],
     "preset": ["preset", "higgs-2", *CACHE],
@@ -240,6 +240,18 @@ def test_an_input_may_be_given(base: Path, tmp_path: Path) -> None:
     options = ["--model", base / "model", "--input", make(base, "norms"), "--input", make(base, "preset")]
     done = kvcal("reproduce", make(base, "both"), *options)
     assert done.code == 0 and "first " not in done.err
+
+
+def test_an_input_that_is_none_of_those_recorded(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All would be fitted again, for an hour, as if nothing had been given. One of several may be of another bundle."""
+    both, wrong = make(base, "both"), make(base, "config")
+    monkeypatch.setattr("kvcal.commands.reproduce.Rerun.make", lambda *given: pytest.fail("it began"))
+    done = kvcal("reproduce", both, "--model", base / "model", "--input", wrong)
+    assert done.code == 2
+    assert f"--input {wrong}: the bundle was made from norms (sha256 " in done.complaint
+    monkeypatch.undo()
+    some = again(base, both, "--input", wrong, "--input", make(base, "norms"))
+    assert some.code == 0 and "first preset" in some.err and "first norms" not in some.err
 
 
 def test_what_is_missing_is_one_line(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

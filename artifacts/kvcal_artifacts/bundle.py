@@ -12,7 +12,8 @@ import json
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -248,28 +249,49 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """All of `data` under `path`, or nothing: a temporary file in the same folder, synced, renamed.
+    """All of `data` under `path`, or nothing. As `write_together`."""
+    write_together({path: data})
 
-    A symlink stays one: the file it leads to is replaced. Raises KVCalError where nothing can be written, and as
+
+def write_together(files: Mapping[Path, bytes]) -> None:
+    """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
+    all of them are whole, so that a full disk or an interrupt changes none.
+
+    A symlink stays one: the file it leads to is replaced. Raises KVCalError where one cannot be written, and as
     `file_behind`.
     """
-    place = file_behind(path)
-    if not place.parent.is_dir():
-        raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
+    with ExitStack() as waiting:
+        ready: list[tuple[Path, Path, Path]] = []
+        for path, data in files.items():
+            place = file_behind(path)
+            if not place.parent.is_dir():
+                raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
+            with _explained(path):
+                handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp")
+                temporary = Path(name)
+                waiting.callback(temporary.unlink, missing_ok=True)
+                _fill(handle, temporary, data)
+            ready.append((path, temporary, place))
+        for path, temporary, place in ready:
+            with _explained(path):
+                os.replace(temporary, place)
+
+
+def _fill(handle: int, path: Path, data: bytes) -> None:
+    """On the disk, with the permissions that new files usually have: temporary ones are their owner's alone."""
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
     try:
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)
-            os.replace(temporary, place)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        yield
     except OSError as error:
         raise KVCalError(f"{path}: cannot be written: {error.strerror or error}; nothing was changed there") from error
 

@@ -12,7 +12,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -29,9 +28,11 @@ from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
 from . import codecs
+from .bundle import write_atomically
 from .codecs import Codec, Context, Predicted, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
+from .errors import KVCalError
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
@@ -195,13 +196,10 @@ def read() -> dict[str, str | None]:
 
 
 def write(verdicts: dict[str, str | None]) -> None:
-    """To a temporary name, then renamed. A directory that cannot be written means that the next process tries again."""
-    with contextlib.suppress(OSError):
+    """A directory that cannot be written means that the next process tries again."""
+    with contextlib.suppress(OSError, KVCalError):
         folder().mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder(), suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(verdicts, file, indent=1, sort_keys=True)
-        Path(name).replace(folder() / FILE)
+        write_atomically(folder() / FILE, json.dumps(verdicts, indent=1, sort_keys=True).encode())
 
 
 def trial(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcal.cli.options import Bundles, Json, RequireKernels, Resume, Revision
+from kvcal.cli.options import Bundles, Json, RequireKernels, Resume, Revision, said_of
 from kvcal.cli.output import note, print_json, print_table
 
 Names = Annotated[
@@ -27,6 +27,7 @@ Operations = Annotated[
 
 
 def bench(
+    context: typer.Context,
     device: Annotated[
         str,
         typer.Option(help="auto, cpu, cuda, jetson, or a profile as jetson-orin-nano: projected where it is not here."),
@@ -43,7 +44,9 @@ def bench(
     sink: Annotated[int | None, typer.Option(min=0, help="First tokens kept exact. Default: 32.")] = None,
     recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept exact. Default: 96.")] = None,
     dtype: Annotated[str, typer.Option(help="Of windows, queries and peers: float16, bfloat16, float32.")] = "auto",
-    memory: Annotated[float | None, typer.Option(help="GiB that longest-generation may fill.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB that largest-batch and longest-generation may fill.")
+    ] = None,
     require_kernels: RequireKernels = False,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of an operation, at most.")] = 50,
     seconds: Annotated[float, typer.Option(help="Seconds for timing an operation, at most.")] = 2.0,
@@ -59,11 +62,11 @@ def bench(
     After a kill the same command goes on behind the last batch and length of kernels, or scheme of a whole model, that it
     measured.
     """
-    options: dict[str, Any] = dict(locals())
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bench import run_bench
     from kvcal.report.bench import tables
 
-    found = run_bench(options, note)
+    found = run_bench(options, note, said_of(context))
     if json:
         print_json(found)
         return

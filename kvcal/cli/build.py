@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from kvcal.cli.evaluate import check_reports, print_gates
-from kvcal.cli.options import Json
+from kvcal.cli.options import Json, said_of
 from kvcal.cli.output import note, print_json, print_table
 
 
 def build(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="A build recipe, TOML (docs/pipeline.md).")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be built, and why.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes that build at a time.")] = 1,
@@ -38,9 +39,9 @@ def build(
 
     check_reports(junit, summary)
     read = read_build_recipe(recipe, options_of, defaults_of)
-    found = run_build(read, note, dry_run=dry_run, jobs=jobs, share=share, gates=gates)
-    if found["gates"]:
-        report(found["gates"], junit, summary)
+    said = said_of(context)
+    found = run_build(read, note, dry_run=dry_run, jobs=jobs, share=share, gates=gates, said=said)
+    report(found["gates"], junit, summary)
     if json:
         print_json(found)
     else:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal.cli.failure import DIFFERENT
-from kvcal.cli.options import Column, Device, Dtype, Json, Random, Revision, Seed, Text
+from kvcal.cli.options import Column, Device, Dtype, Json, Random, Revision, Seed, Text, said_of
 from kvcal.cli.output import note, print_json, print_table
 
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
@@ -19,6 +19,7 @@ def _selection(found: dict[str, float] | None) -> str:
 
 
 def inspect(
+    context: typer.Context,
     bundle: File,
     plot: Annotated[Path | None, typer.Option(help="Errors by layer and kv head as a .png.")] = None,
     model: Annotated[
@@ -36,10 +37,10 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what a bundle holds: model, method, settings, metrics, codecs of each layer, errors by layer and head."""
-    options: dict[str, Any] = dict(locals())
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bundles import run_inspect
 
-    found = run_inspect(options, note)
+    found = run_inspect(options, note, said_of(context))
     if json:
         print_json(found)
         return
@@ -92,6 +93,7 @@ def _listed(fields: dict[str, Any]) -> str:
 
 
 def verify(
+    context: typer.Context,
     bundle: File,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Also: was it made for this model?")] = None,
     revision: Revision = None,
@@ -101,9 +103,10 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check a bundle: format and every hash; with --model also that it was made for that model. Exit code 4 if not."""
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bundles import run_verify
 
-    found = run_verify(bundle, model, revision, device, random_weights, seed)
+    found = run_verify(options, said_of(context))
     if json:
         print_json(found)
     else:

@@ -23,7 +23,6 @@ from kvcal.cli.options import (
     RequireKernels,
     Resume,
     Revision,
-    Seed,
     Step,
     Text,
     said_of,
@@ -81,7 +80,9 @@ def compare(
     ] = None,
     batch: Batch = None,
     random_weights: Random = False,
-    seed: Seed = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights, and of the windows of what is fitted.")
+    ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     resume: Resume = True,

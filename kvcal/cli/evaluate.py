@@ -27,11 +27,13 @@ from kvcal.cli.options import (
     Step,
     Subspace,
     Text,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
 
 def evaluate(
+    context: typer.Context,
     bundles: Annotated[list[Path] | None, typer.Argument(help="Bundle files, as with --bundle.")] = None,
     model: Model = "tiny",
     revision: Revision = None,
@@ -77,14 +79,13 @@ def evaluate(
     Exit code 3 if one fails; the line names the layer to blame and its figure. After a kill the same command goes on
     behind the last batch of windows (--batch) that was done.
     """
-    options: dict[str, Any] = dict(locals())
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_eval
     from kvcal.gates import raise_if_failed, report
 
     check_reports(junit, summary)
-    found = run_eval(options, note)
-    if found["gates"]:
-        report(found["gates"], junit, summary)
+    found = run_eval(options, note, said=said_of(context))
+    report(found["gates"], junit, summary)
     if json:
         print_json(found)
     else:
@@ -124,6 +125,7 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Option("--prompt", help="Text to go on from.")],
     model: Model = "tiny",
     revision: Revision = None,
@@ -142,10 +144,10 @@ def generate(
     json: Json = False,
 ) -> None:
     """Generate text from a compressed cache."""
+    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_generate
 
-    options: dict[str, Any] = dict(locals())
-    found = run_generate(options, note)
+    found = run_generate(options, note, said_of(context))
     if json:
         print_json(found)
     else:

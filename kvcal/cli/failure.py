@@ -26,6 +26,8 @@ EXIT_CODES = {
 }
 
 
+LARGEST = 2**63 - 1  # whole numbers of 64 bits, as seeds are
+
 said: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command into a bare exit code
 
 
@@ -39,6 +41,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
+        _check_sizes(kwargs)
         try:
             return command(*args, **kwargs)
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
@@ -51,6 +54,13 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             raise typer.Exit(code) from error
 
     return run
+
+
+def _check_sizes(options: dict[str, Any]) -> None:
+    """A number of no use to anybody would end in an overflow of torch's."""
+    for name, value in options.items():
+        if isinstance(value, int) and value > LARGEST:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} {value}: at most {LARGEST}")
 
 
 def explain(error: BaseException) -> tuple[str, int]:

@@ -101,9 +101,11 @@ def fit_predictors(
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.fit_predictors import run_fit_predictors
-    from kvcal.recipe import with_recipe
+    from kvcal.recipe import read_recipe, with_recipe
 
-    result = run_fit_predictors(with_recipe(given, said_of(context)), note, said_of(context))
+    said = said_of(context)
+    options = with_recipe(given, said)
+    result = run_fit_predictors(options, note, said if recipe is None else said | read_recipe(recipe).said)
     if json:
         print_json(result)
     else:

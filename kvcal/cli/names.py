@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 
-from kvcal.cli.options import Json
+from kvcal.cli.options import Json, said_of
 from kvcal.cli.output import note, print_json, print_table
 
 
 def names(
+    context: typer.Context,
     kind: Annotated[
         str | None, typer.Argument(help="preset, codec, scheme, operation or device; default: all of them.")
     ] = None,
@@ -22,7 +23,7 @@ def names(
     """List what options take by name: presets and codecs, with the bits a value that they store, and `kvcal bench`'s own."""
     from kvcal.commands.names import run_names
 
-    rows = run_names(kind, model)
+    rows = run_names(kind, model, said_of(context))
     if json:
         print_json({"model": model, "names": rows})
         return

@@ -55,7 +55,7 @@ def preset(
     from kvcal.commands.preset import run_preset
     from kvcal.recipe import with_recipe
 
-    found = run_preset(with_recipe(given, said_of(context), plain=True), note)
+    found = run_preset(with_recipe(given, said_of(context), plain=True), note, said_of(context))
     if json:
         print_json(found)
     else:

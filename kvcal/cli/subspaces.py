@@ -28,11 +28,13 @@ from kvcal.cli.options import (
     Text,
     WindowLength,
     WindowSeed,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
 
 def measure_subspaces(
+    context: typer.Context,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -88,8 +90,8 @@ def measure_subspaces(
     """Measure the subspaces that queries lie in, and write a bundle of SQuat that uses them."""
     from kvcal.commands.measure_subspaces import SOURCES, run_measure_subspaces
 
-    given: dict[str, Any] = dict(locals())
-    result = run_measure_subspaces(given, note)
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    result = run_measure_subspaces(given, note, said_of(context))
     if json:
         print_json(result)
         return

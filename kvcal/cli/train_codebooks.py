@@ -26,11 +26,13 @@ from kvcal.cli.options import (
     SpillDir,
     Text,
     WindowLength,
+    said_of,
 )
 from kvcal.cli.output import note, print_json, print_table
 
 
 def train_codebooks(
+    context: typer.Context,
     model: Model = "tiny",
     revision: Revision = None,
     text: Text = None,
@@ -101,10 +103,10 @@ def train_codebooks(
     json: Json = False,
 ) -> None:
     """Calibrate VQKV: train residual codebooks for keys and values and write a bundle."""
-    given: dict[str, Any] = dict(locals())
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.train_codebooks import run_train_codebooks
 
-    result = run_train_codebooks(given, note)
+    result = run_train_codebooks(given, note, said_of(context))
     if json:
         print_json(result)
         return

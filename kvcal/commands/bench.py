@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
+from ..bench.tables import no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
 from ..build import code_identity
@@ -29,7 +31,7 @@ from ..kept import Work, short
 from ..near import allowed
 from ..report.plots import check_plot, plot_bench
 from .bundles import file_sha256
-from .common import Say
+from .common import Say, refuse_idle
 from .doctor import machine
 
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
@@ -37,7 +39,8 @@ GPU_SCHEMES = (
     "inner-4", "innerq-base", "innerq-hybrid", "innerq-small", "inner-2", "kivi-2", "kivi-2-g128", "squat-2",
     "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq", "mixkvq-g128",
 )  # fmt: skip
-GENERATION = ("generate", "largest-batch", "longest-generation")
+SIZED = ("largest-batch", "longest-generation")  # how far a memory goes
+GENERATION = ("generate", *SIZED)
 PROJECTED = ("fused-attention", "innerq-table-4", "largest-batch", "longest-generation")  # where the device is not here
 GROUPS = {"generation": GENERATION, "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
@@ -48,13 +51,20 @@ GROUP_MODEL = {"mixkvq-table-7": "r1-distill-qwen-7b"}
 MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
 
 
-def run_bench(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Measure, or project where the device is not this machine; rows, and how they compare with an earlier file's."""
+def run_bench(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Measure, or project where the device is not this machine; rows, and how they compare with an earlier file's.
+
+    said: names of the options that somebody gave; UsageError for one that no row takes.
+    """
+    _check_numbers(o)
     _check_files(o)
     earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
     where = target(o["device"])
     wanted = _wanted(o["operation"], where)
-    model = o["model"] or next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
+    check_taken(o, where, wanted, said)
+    model = o["model"]
+    if model is None:
+        model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
     if where.device is None:
         found = _projected(o, where, model, wanted)
     else:
@@ -72,11 +82,57 @@ def run_bench(o: dict[str, Any], say: Say) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _check_numbers(o: dict[str, Any]) -> None:
+    """What the command line's own ranges let through: NaN, infinity, no memory at all."""
+    if o["memory"] is not None and not 0 < o["memory"] < math.inf:
+        raise UsageError(f"--memory {o['memory']:g}: GiB, needs a finite number above 0")
+    if not 0 <= o["seconds"] < math.inf:
+        raise UsageError(f"--seconds {o['seconds']:g}: needs a finite number from 0")
+
+
 def _check_files(o: dict[str, Any]) -> None:
     if o["plot"] is not None:
         check_plot(o["plot"])
     if o["csv"] is not None:
         check_output(o["csv"], "--csv")
+
+
+def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: Collection[str]) -> None:
+    """UsageError for the first option given (`said`) that none of the wanted rows takes."""
+    for names, taken, of, instead in _idle(o, where, set(wanted)):
+        if not taken:
+            refuse_idle(said, names, of, f"{instead}, or leave it out")
+
+
+def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
+    """(options, whether a row takes them, what they apply to, what to do)."""
+    here, on_gpu = where.device is not None, where.device is not None and where.device.type == "cuda"
+    kernels, sized = wanted & set(OPERATIONS) if here else set(), wanted & set(SIZED)
+    runs = bool(kernels or (here and "generate" in wanted) or (on_gpu and sized))  # else of bytes alone
+    shaped = bool(kernels or wanted & {"generate", "fused-attention"})
+    alike = {"innerq-table-4", *(name for name, one in OPERATIONS.items() if one.refuses is no_scheme)}
+    untimed = {"longest-generation"} if on_gpu else set(SIZED)
+    another, run = (
+        "give another --operation",
+        "give an --operation that runs" if here else "give a --device that is here",
+    )
+    yield ("memory",), bool(sized), " and ".join(SIZED), "give --operation for one of them"
+    yield ("repeats", "seconds"), bool(kernels), "kernels that are timed", another if here else run
+    yield ("seed",), runs, "random data that is measured", run
+    yield ("require_kernels",), here, "rows that are measured", run
+    yield ("dtype",), runs or bool(sized), "rows that are measured or fill a memory", run
+    yield ("batch",), shaped or ("longest-generation" in wanted and not on_gpu), "rows of a given batch", another
+    yield ("length",), shaped or "largest-batch" in wanted, "rows of a given length", another
+    yield ("model",), wanted != {"innerq-table-4"}, "rows of a given model", another
+    yield ("preset", "bundle"), bool(wanted - alike), "rows of a scheme", another
+    yield ("sink", "recent"), bool(wanted - alike), "rows of a scheme", another
+    yield (
+        ("sink", "recent"),
+        bool(o["preset"] or not o["bundle"]),
+        "schemes by name",
+        "bundles have their own; give --preset",
+    )
+    yield ("plot",), bool(wanted - untimed), "rows with a time", another
 
 
 def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
@@ -181,7 +237,7 @@ def _of_memory(
     o: dict[str, Any], wanted: list[str], own: list[Benched], geometry: Any, model: str, where: Target
 ) -> list[Row]:
     """largest-batch and longest-generation, as far as asked for, from bytes."""
-    if not {"largest-batch", "longest-generation"} & set(wanted):
+    if not set(SIZED) & set(wanted):
         return []
     gib = o["memory"] or (where.profile.memory if where.profile else None)
     if gib is None:
@@ -311,7 +367,7 @@ def _generation(
 ) -> list[Row]:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    name = o["model"] or (MODEL if on_gpu else MODEL_CPU)
+    name = o["model"] if o["model"] is not None else MODEL if on_gpu else MODEL_CPU
     source = models.resolve(name, o["revision"])
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -45,8 +45,10 @@ from .common import (
     RANDOM_TOKENS,
     Say,
     calibration_windows,
+    check_column,
     check_context,
     given_selection,
+    refuse_idle,
     text_for,
     window_numbers,
 )
@@ -60,7 +62,9 @@ from .train_codebooks import vqkv_method
 from .tune_bits import kvtuner_method
 from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, window_counts
 from .tune_thresholds import objective_name as mixkvq_objective
+from .tune_thresholds import searches as mixkvq_searches
 
+REPORTS = ("junit", "summary")  # options that say where gates are reported
 SPILLS = ("device", "cpu", "disk")
 FOLLOW = 0.2  # seconds between a worker's looks at whether its parent is still there
 
@@ -98,9 +102,7 @@ RECORDS = ("aqua-kv", "innerq", "squat")  # methods whose bundles say how much k
 
 def searches(entry: Entry) -> bool:
     """Whether thresholds are to be found first: such a bundle has runs of its own."""
-    if entry.method != "mixkvq":
-        return False
-    return mixkvq_method(entry.options).full is None and not search_settings(entry.options).fixed
+    return entry.method == "mixkvq" and mixkvq_searches(entry.options)
 
 
 def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
@@ -159,7 +161,9 @@ class Planner:
             if found["device"] == "cpu":
                 found["cpu"] = cpu_record()  # as provenance: reproduce compares with it
             source = models.resolve(o["model"], o["revision"])
-            found["text"] = self._text(entry, text_for(o, source, "calibration"), "text")
+            origin = text_for(o, source, "calibration")
+            check_column(o["column"], origin, o.get("other_text"))
+            found["text"] = self._text(entry, origin, "text")
             if o.get("other_text") is not None:
                 found["other_text"] = self._text(entry, o["other_text"], "other_text")
         return found
@@ -423,10 +427,30 @@ def only_build(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def check_taken(dry_run: bool, gates: bool, said: Collection[str]) -> None:
+    """UsageError for the first option given (`said`) that such a build has no use for."""
+    if dry_run:
+        idle = ("jobs", *(("gates",) if gates else ()), *REPORTS)  # --no-gates says what happens anyway
+        refuse_idle(said, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
+    if not gates:
+        refuse_idle(said, REPORTS, "gates that are held", "leave out it or --no-gates")
+
+
 def run_build(
-    recipe: BuildRecipe, say: Say, *, dry_run: bool = False, jobs: int = 1, share: bool = True, gates: bool = True
+    recipe: BuildRecipe,
+    say: Say,
+    *,
+    dry_run: bool = False,
+    jobs: int = 1,
+    share: bool = True,
+    gates: bool = True,
+    said: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done."""
+    """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
+    check_taken(dry_run, gates, said)
     lock = Lock.read(recipe.lock)
     planner = Planner(recipe, lock)
     plans = planner.plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..diff import diff
 from ..evaluate.errors import HeadErrors, measured_head_errors, stored_head_errors
 from ..report.plots import check_plot, head_errors_png
 from ..workbench import check_bundle, open_model
-from .common import Say, check_context, evaluation_text, text_for
+from .common import Say, check_column, check_context, evaluation_text, refuse_idle, refuse_idle_seed, text_for
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -24,13 +25,17 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def run_inspect(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured."""
+def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     path = o["bundle"]
     if o["plot"] is not None:
         check_plot(o["plot"])
-    if o["model"] is None and (given := [name for name in MEASURES if o[name] not in (None, False)]):
-        raise UsageError(f"--{given[0].replace('_', '-')} is for measuring: give --model too")
+    if o["model"] is None:
+        refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
+    refuse_idle_seed(o, said)
     bundle = load_bundle(path)
     scheme = bundle.scheme
     rows = [
@@ -61,7 +66,7 @@ def run_inspect(o: dict[str, Any], say: Say) -> dict[str, Any]:
     return found
 
 
-MEASURES = ("revision", "text", "column", "windows", "length", "random_weights")
+MEASURES = ("revision", "text", "column", "windows", "length", "random_weights", "seed", "dtype", "device")
 
 
 def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] | None:
@@ -76,6 +81,7 @@ def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] |
 def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, str]:
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
+    check_column(o["column"], origin)
     say(f"text: {origin}")
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
@@ -101,15 +107,23 @@ def run_diff(first: Path, second: Path) -> dict[str, Any]:
     return {"a": str(first), "b": str(second), **found}
 
 
-def run_verify(
-    path: Path, model: str | None, revision: str | None, device: str, random_weights: bool, seed: int
-) -> dict[str, Any]:
-    """Format and hashes; with a model also that the bundle was made for it."""
-    if model is None and (revision is not None or random_weights):
-        raise UsageError("--revision and --random-weights say which weights of --model are meant: give --model too")
+COMPARES = ("revision", "random_weights", "seed", "device")
+
+
+def run_verify(o: dict[str, Any], said: Collection[str] = ()) -> dict[str, Any]:
+    """Format and hashes; with a model also that the bundle was made for it.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
+    path, model = o["bundle"], o["model"]
+    if model is None:
+        refuse_idle(said, COMPARES, "a comparison with a model", "give --model, or leave it out")
+    refuse_idle_seed(o, said)
     bundle = load_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:
-        check_bundle(bundle, model, revision, device=device, random_weights=random_weights, seed=seed)
+        check_bundle(
+            bundle, model, o["revision"], device=o["device"], random_weights=o["random_weights"], seed=o["seed"]
+        )
         checks.append(f"model {model}")
     return {"bundle": str(path), "sha256": file_sha256(path), "ok": True, "checked": checks}

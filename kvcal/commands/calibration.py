@@ -13,7 +13,7 @@ from .. import corpus, models
 from ..fit import FitOptions, FitResult, check_output, fit
 from ..methods.base import Method
 from ..workbench import Opened, open_for_fit
-from .common import Say, calibration_windows, check_context, given_selection, text_for
+from .common import Say, calibration_windows, check_column, check_context, given_selection, text_for
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -61,6 +61,7 @@ def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, 
     """
     options, selection = run_options(o), given_selection(o) if "keep" in o else None
     origin = text_for(o, source, "calibration")
+    check_column(o["column"], origin, o.get("other_text"))
     say(f"text: {origin}")
     if output is not None:
         check_output(output)

@@ -62,6 +62,12 @@ def refuse_idle(said: Collection[str], names: Collection[str], of: str, instead:
             raise UsageError(f"--{name.replace('_', '-')} applies only to {of}, and there is none: {instead}")
 
 
+def refuse_idle_seed(o: Mapping[str, Any], said: Collection[str]) -> None:
+    """`refuse_idle` of --seed, in commands where it is of --random-weights alone."""
+    if not o["random_weights"]:
+        refuse_idle(said, ("seed",), "random weights", "give --random-weights, or leave it out")
+
+
 def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Path:
     """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
     output = Path(o["output"] or default_output(source, method))
@@ -106,6 +112,16 @@ def text_for(o: dict[str, Any], source: models.ModelSource, purpose: str) -> str
     if o["random_weights"] and source.kind == "hub":
         return RANDOM_TOKENS
     return corpus.default_text(source, purpose)
+
+
+def check_column(column: str | None, *origins: str | None) -> None:
+    """UsageError for a --column where no text, as `text_for` gives it, has any; files without are refused when read."""
+    plain = [origin for origin in origins if origin is not None]
+    if column is not None and all(origin in (*corpus.EMBEDDED, RANDOM_TOKENS) for origin in plain):
+        raise UsageError(
+            f"--column {column}: {', '.join(plain)} has no columns, only .jsonl, .parquet and data sets of the hub; "
+            "give --text, or leave it out"
+        )
 
 
 def known(tokenizer: Any) -> Any:

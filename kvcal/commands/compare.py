@@ -32,6 +32,7 @@ from ..workbench import cache_makers, open_model
 from .common import (
     Say,
     calibration_windows,
+    check_column,
     check_context,
     decided_by,
     evaluation_text,
@@ -43,6 +44,7 @@ from .common import (
 )
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
+from .fit_predictors import check_taken as check_predictor
 from .guard import outlier_warnings, unmeasured
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
@@ -78,6 +80,9 @@ def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate
     found += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
     windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
     per_layer = tuple(o["per_layer"] or ())
+    for name in ("keys", "values"):
+        if o[name] is not None and not listed(o[name]):
+            raise UsageError(f"--{name} is empty: give codecs, as higgs-2,kivi-2, or leave the option out")
     if bool(listed(o["keys"])) != bool(listed(o["values"])):
         raise UsageError("--keys and --values go together: every pair of one and the other is a row")
     for key, value in itertools.product(listed(o["keys"]), listed(o["values"])):
@@ -111,12 +116,17 @@ def check_taken(o: dict[str, Any], rows: list[Candidate], said: Collection[str])
         refuse_idle(
             said, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
         )
+        if not o["random_weights"]:
+            refuse_idle(
+                said, ("seed",), "random weights and rows that are fitted", "give --random-weights, or leave it out"
+            )
 
 
 def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
     """What a recipe of `kvcal fit-predictors` or `kvcal preset` describes."""
     method = aqua_method(fit_options | recipe.options())
     if recipe.predicts or method.composition.learns:
+        check_predictor(method, recipe.said)
         return method
     own = recipe.plain()
     keys, values, per_layer = own.pop("keys"), own.pop("values"), tuple(own.pop("per_layer"))
@@ -144,6 +154,9 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         check_plot(o["plot"])
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
+    fitted = any(isinstance(row.what, AquaKV) for row in rows)
+    fitting_origin = text_for(o | {"text": o["calibration"]}, source, "calibration") if fitted else None
+    check_column(o["column"], origin, fitting_origin)
     say(f"text: {origin}")
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
@@ -162,7 +175,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     if selection is not None:  # figures of one kind in a file, as with every other setting
         settings |= {"selection": asdict(selection)}
     fitting: dict[str, Any] = {}
-    if any(isinstance(row.what, AquaKV) for row in rows):
+    if fitted:
         fitting = _calibration(o, fit_options, source, loaded, say)
         settings["calibration_sha256"] = fitting["text"].ids_sha256
     given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself

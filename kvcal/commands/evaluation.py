@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..workbench import cache_makers, open_model, rows_named
 from .bundles import file_sha256
 from .common import (
     Say,
+    check_column,
     check_context,
     decided_by,
     evaluation_text,
@@ -34,6 +35,7 @@ from .common import (
     given_selection,
     known,
     refuse_idle,
+    refuse_idle_seed,
     row_key,
     text_for,
 )
@@ -42,12 +44,16 @@ from .guard import guard_window, outlier_warnings, unmeasured
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
-def run_eval(o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None) -> dict[str, Any]:
+def run_eval(
+    o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None, said: Collection[str] = ()
+) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by default
-    those of the options for all.
+    those of the options for all. said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
+    refuse_idle_seed(o, said)
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
+    check_column(o["column"], origin)
     say(f"text: {origin}")
     require = given_kernels(o)
     common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
@@ -247,8 +253,13 @@ class _Counting:
         """Nothing is held back."""
 
 
-def run_generate(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Text from a compressed cache, and what the cache held at the end."""
+def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Text from a compressed cache, and what the cache held at the end.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
+    if not (o["sample"] or o["random_weights"]):
+        refuse_idle(said, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
     if not o["prompt"].strip():
         raise UsageError("--prompt is empty: give some text to go on from")
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])

@@ -24,11 +24,13 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
     """--factors by default as far as the codec of keys has a use for them."""
     if o["variant"] not in INNERQ_VALUES:
         raise UsageError(f"--variant {o['variant']}: allowed are {', '.join(INNERQ_VALUES)}")
-    key = o["keys"] or INNERQ_KEYS
+    key = INNERQ_KEYS if o["keys"] is None else o["keys"]
+    value = INNERQ_VALUES[o["variant"]] if o["values"] is None else o["values"]
+    usual = "none" if no_factors(key) else "channel"
     return InnerQ(
         key=key,
-        value=o["values"] or INNERQ_VALUES[o["variant"]],
-        factors=o["factors"] or ("none" if no_factors(key) else "channel"),
+        value=value,
+        factors=usual if o["factors"] is None else o["factors"],
         exponent=o["exponent"],
         powers_of_two=o["powers_of_two"],
         per_layer=tuple(o["per_layer"] or ()),
@@ -47,6 +49,8 @@ def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> di
     method = innerq_method(o)
     if method.factors == "none":
         refuse_idle(said, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
+    if o["values"] is not None:
+        refuse_idle(said, ("variant",), "values without a codec of their own", "leave out it or --values")
     source = models.resolve(o["model"], o["revision"])
     output = output_for(o, source, f"{method.name}-{o['variant']}")
     calibration = prepare(o, source, output, say)

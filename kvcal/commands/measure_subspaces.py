@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
@@ -11,9 +12,10 @@ from .. import corpus, models
 from ..fit import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
 from .calibration import Calibration, prepare, written
-from .common import RANDOM_TOKENS, Say, known, output_for
+from .common import RANDOM_TOKENS, Say, known, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
+SET = ("rank", "strength", "channels")  # what --settings stands for
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
 
 
@@ -48,11 +50,21 @@ def squat_method(o: dict[str, Any], source: models.ModelSource) -> Squat:
     )
 
 
-def run_measure_subspaces(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written and what was measured."""
+def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written and what was measured.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     started = time.monotonic()
     if o["search"] and (o["rank"] is not None or o["strength"] is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
+    if all(o[name] is not None for name in SET):
+        refuse_idle(
+            said,
+            ("settings",),
+            "a rank, strength or number of channels that is not given",
+            "leave out it or one of these",
+        )
     source = models.resolve(o["model"], o["revision"])
     method = squat_method(o, source)
     if o["plot"] is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from kvcal_artifacts.codecs import Shape
@@ -18,18 +18,22 @@ from ..methods.plain import PRESETS
 from ..models import Geometry
 from ..near import allowed
 from .bench import GENERATION, GROUPS, PROJECTED
+from .common import refuse_idle
 
 BLOCK = 32  # tokens; groups of keys along the tokens are no longer
 KINDS = ("preset", "codec", "scheme", "operation", "device")
 TIERS = "mixkvq-FULL-FOUR"
 
 
-def run_names(kind: str | None, model: str) -> list[dict[str, Any]]:
+def run_names(kind: str | None, model: str, said: Collection[str] = ()) -> list[dict[str, Any]]:
     """Rows of kind, name, key_bits and value_bits at this model's geometry (None: it depends on the text, or does not fit),
-    about. Raises UsageError for an unknown kind or model; reads no weights.
+    about. Raises UsageError for an unknown kind or model, and for a model given (`said`) where nothing has bits; reads no
+    weights.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
+    if kind in ("operation", "device"):
+        refuse_idle(said, ("model",), "names with bits a value", f"no {kind} has them; leave it out")
     rows = _rows(models.geometry(models.resolve(model)))
     return [row for row in rows if kind in (None, row["kind"])]
 

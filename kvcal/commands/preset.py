@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from .. import __version__, models
 from ..methods.base import settings_of
 from ..methods.plain import COMPOSED, DataFree, Preset, composed
 from ..workbench import key_probe, model_record, pick_device, pick_dtype
-from .common import Say, given_selection, output_for
+from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed
 from .guard import guard_window, outlier_warnings
 
 
@@ -31,13 +32,23 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
     return replace(own, **changes)
 
 
-def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
+def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
     layers are run on a window of text for the outlier guard, unless told not to; nothing is written where that fails.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     method, selection = wanted_preset(o), given_selection(o)
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
+    refuse_idle_seed(o, said)
+    guarded = o["check"] and not (o["config_only"] or o["random_weights"])
+    if not guarded:
+        idle = ("device", "check") if o["check"] else ("device",)  # --no-check says what happens anyway
+        refuse_idle(
+            said, idle, "the model's run on a text",
+            "with --no-check, --config-only and --random-weights it is not run; leave it out",
+        )  # fmt: skip
     source = models.resolve(o["model"], o["revision"])
     name = o["name"] or COMPOSED
     output = output_for(o, source, name)
@@ -53,7 +64,7 @@ def run_preset(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if selection is not None:
         record["selection"] = asdict(selection)
     fingerprint = Fingerprint.of(model, revision, probe)
-    if o["check"] and not (o["config_only"] or o["random_weights"]):
+    if guarded:
         for line in _warnings(source, {name: scheme}, o["device"]):
             say(line)
     sha256 = Bundle(fingerprint, scheme, record).write(output)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import load_bundle, write_atomically
+from kvcal_artifacts.bundle import load_bundle, write_together
 from kvcal_artifacts.errors import UsageError
 
 from ..card import Card, make_card
@@ -22,14 +22,12 @@ Defaults = Callable[[str], dict[str, Any]]
 def run_card(o: dict[str, Any], defaults_of: Defaults) -> dict[str, Any]:
     """The card's text; with --output it is written, and its plots beside it."""
     card = _card(o, o["repo"], defaults_of)
-    files: list[str] = []
+    files: dict[Path, bytes] = {}
     if o["output"] is not None:
         check_output(o["output"])
-        for name, picture in card.plots.items():
-            write_atomically(o["output"].parent / name, picture)
-        write_atomically(o["output"], card.text.encode())
-        files = [str(o["output"]), *(str(o["output"].parent / name) for name in card.plots)]
-    return {"bundle": str(o["bundle"]), "card": card.text, "files": files}
+        files = {o["output"]: card.text.encode(), **{o["output"].parent / name: p for name, p in card.plots.items()}}
+        write_together(files)
+    return {"bundle": str(o["bundle"]), "card": card.text, "files": [str(path) for path in files]}
 
 
 def _card(o: dict[str, Any], repo: str | None, defaults_of: Defaults) -> Card:

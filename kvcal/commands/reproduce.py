@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
     for text in o["text"] or []:
         if not Path(text).expanduser().exists():
             raise UsageError(f"--text {text}: no such file or folder")
+    check_inputs(was, o["input"] or [])
     say(f"again: {line}")
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"])
@@ -89,6 +90,20 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
         "environment": [row for row in settings if row["what"].startswith(ENVIRONMENT)],
         **{name: value for name, value in found.items() if name != "same"},
     }
+
+
+def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
+    """UsageError where other bundles are read and none of those given is one of them: all would be made again, unsaid."""
+    needed = list(_inputs(was))
+    if given and needed and not {file_sha256(path) for path in given} & {one["sha256"] for one in needed}:
+        wanted = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
+        raise UsageError(f"--input {given[0]}: the bundle was made from {wanted}; give one of them, or leave it out")
+
+
+def _inputs(was: Recorded) -> Iterator[Mapping[str, Any]]:
+    for one in was.inputs:
+        yield one
+        yield from _inputs(one["recorded"])
 
 
 @dataclass

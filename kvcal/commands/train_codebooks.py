@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from kvcal_artifacts.bundle import Bundle
@@ -13,8 +14,11 @@ from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..train import train
 from .calibration import prepare, written
-from .common import Say, output_for
+from .common import Say, output_for, refuse_idle
 from .guard import outlier_warnings
+
+OF_ADAM = ("rate", "batch_vectors", "beta", "gamma")
+SIZED = ("stages", "sizes", "high_dims", "vectors", "recent", "block")  # what --preset stands for
 
 
 def _triple(option: str, text: str) -> Triple:
@@ -28,13 +32,13 @@ def _triple(option: str, text: str) -> Triple:
 
 def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
     """Options over the preset that suits the model."""
-    name = o["preset"] or default_sizes(geometry.parameters)
+    name = default_sizes(geometry.parameters) if o["preset"] is None else o["preset"]
     if name not in SIZES:
         raise UsageError(f"--preset {name!r}: allowed are {', '.join(SIZES)}")
     preset, dim = SIZES[name], geometry.head_dim
     return VQKV(
-        stages=_triple("--stages", o["stages"]) if o["stages"] else preset.stages_for(dim),
-        sizes=_triple("--sizes", o["sizes"]) if o["sizes"] else preset.sizes,
+        stages=_triple("--stages", o["stages"]) if o["stages"] is not None else preset.stages_for(dim),
+        sizes=_triple("--sizes", o["sizes"]) if o["sizes"] is not None else preset.sizes,
         high=preset.high_for(dim) if o["high_dims"] is None else o["high_dims"],
         vectors=o["vectors"] or preset.vectors,
         shared=not o["per_layer"],
@@ -51,11 +55,30 @@ def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
     )  # fmt: skip
 
 
-def run_train_codebooks(o: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Options by name, as the command line gives them -> what was written and how good it is."""
+def check_taken(o: dict[str, Any], method: VQKV, said: Collection[str]) -> None:
+    """UsageError for the first option given (`said`) that the method does not use."""
+    if method.training.trainer != "adam":
+        refuse_idle(said, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
+    if not method.high:
+        refuse_idle(said, ("split_by",), "keys in two bands", "give a --high-dims above 0, or leave it out")
+    if all(o[name] is not None for name in SIZED):
+        refuse_idle(
+            said,
+            ("preset",),
+            "sizes and windows that are not given",
+            "leave out it or one of the options that give them",
+        )
+
+
+def run_train_codebooks(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+    """Options by name, as the command line gives them -> what was written and how good it is.
+
+    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    """
     started = time.monotonic()
     source = models.resolve(o["model"], o["revision"])
     method = vqkv_method(o, models.geometry(source))
+    check_taken(o, method, said)
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
 

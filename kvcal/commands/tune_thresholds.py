@@ -19,6 +19,7 @@ from .common import Say, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
 ANSWERED = ("tasks_path", "limit", "metric")
+SEARCHED = ("trials", "max_bits", "objective", "step", *ANSWERED, "storage", "heartbeat", "plot")
 DEFAULT_TASK = "gsm8k"  # the paper's
 
 
@@ -58,11 +59,30 @@ def mixkvq_method(o: dict[str, Any]) -> MixKVQ:
     )
 
 
+def searches(o: dict[str, Any]) -> bool:
+    """Whether thresholds are to be found: neither they nor the sizes of tiers are given."""
+    return o["full"] is None and not search_settings(o).fixed
+
+
+def check_taken(o: dict[str, Any], said: Collection[str]) -> None:
+    """UsageError for the first option given (`said`) that nothing takes, before an objective is chosen."""
+    if o["full"] is not None:
+        refuse_idle(
+            said, ("tau_low", "tau_high", "raw_salience"), "tiers by thresholds",
+            "--full and --four give their sizes; leave out these, or it",
+        )  # fmt: skip
+    if not searches(o):
+        given = "--full and --four" if o["full"] is not None else "one number for --tau-low and one for --tau-high"
+        refuse_idle(said, SEARCHED, "a search", f"{given} leave nothing to search; leave it out")
+    if o["storage"] is None:
+        refuse_idle(said, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
+
+
 def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
-    """attention, perplexity or task:NAMES; random weights can answer no task, and tiers of given sizes need no answer."""
+    """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is asked."""
     name = str(o["objective"])
     if name == "auto":
-        own = source.kind == "embedded" or o["random_weights"] or o["full"] is not None
+        own = source.kind == "embedded" or o["random_weights"] or not searches(o)
         return "attention" if own else f"task:{DEFAULT_TASK}"
     known = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
     if not known:
@@ -92,6 +112,7 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
     settings, method = search_settings(o), mixkvq_method(o)
     if o["spill"] not in ("device", "cpu"):
         raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
+    check_taken(o, said)
     source = models.resolve(o["model"], o["revision"])
     name = objective_name(o, source)
     if name.startswith("task:"):
@@ -100,9 +121,10 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
         check_installed()  # before a model is loaded
     else:
         refuse_idle(said, ANSWERED, "an objective of tasks", "give --objective task:NAME, or leave it out")
-    if o["storage"] is None:
-        refuse_idle(said, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
-    say(f"objective: {name}")
+    if name != "perplexity":
+        refuse_idle(said, ("step",), "an objective of perplexity", "give --objective perplexity, or leave it out")
+    if searches(o):
+        say(f"objective: {name}")
     output = output_for(o, source, method.name)
     if o["plot"] is not None:
         from ..report.plots import check_plot

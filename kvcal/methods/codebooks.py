@@ -49,8 +49,12 @@ class Training:
             raise UsageError(f"--tolerance {self.tolerance:g}: must lie between 0 and 1")
         if not 1 <= self.least <= self.most:
             raise UsageError(f"--min-iterations {self.least}, --max-iterations {self.most}: needs 1 <= min <= max")
-        if not (self.rate > 0 and self.batch > 0 and self.beta >= 0 and self.gamma >= 0):
-            raise UsageError("--rate and --batch-vectors must be positive, --beta and --gamma not negative")
+        if not (
+            0 < self.rate < math.inf and self.batch > 0 and 0 <= self.beta < math.inf and 0 <= self.gamma < math.inf
+        ):
+            raise UsageError(
+                "--rate and --batch-vectors must be positive, --beta and --gamma not negative, all of them finite"
+            )
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
+
+from .png import png
 
 Pair = tuple[float, float]  # cost, quality
 
@@ -12,10 +13,9 @@ def front_png(
     points: Sequence[Pair], front: Sequence[int], chosen: int, limit: float, quality: str, cost: str
 ) -> bytes:
     """PNG; quality, cost: names of the axes. front: numbers of points, cheapest first. The same input gives the same bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.scatter([x for x, _ in points], [y for _, y in points], s=18, color="#9aa5b1", label=f"{len(points)} trials")
     line = [points[number] for number in front]
@@ -43,6 +43,4 @@ def front_png(
         axes.set_yscale("log")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    made = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(made, metadata={"Software": None})
-    return made.getvalue()
+    return png(figure, 120)

@@ -1,17 +1,18 @@
-"""Plots as PNG. matplotlib is imported only when a plot is asked for."""
+"""Plots as PNG, drawn whole and then written whole. matplotlib is imported only when a plot is asked for."""
 
 from __future__ import annotations
 
 import importlib.util
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
 
 from ..fit import check_output
+from .png import png
 
 Rows = Sequence[Sequence[float] | None]
 LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
@@ -46,7 +47,7 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     axes[0].set_ylabel("deviation of queries")
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(title)
-    figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+    write_atomically(path, png(figure, 150))
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -65,7 +66,7 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         )
     axis.set(title=title, xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log")
     axis.legend()
-    figure.savefig(path, dpi=150, metadata={"Software": None})  # same numbers, same bytes
+    write_atomically(path, png(figure, 150))
 
 
 QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
@@ -84,7 +85,7 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     for (bars, lines), role in zip(axes.T, roles, strict=True):
         _probe_panels(bars, lines, role, [row for row in rows if row["target"] == role])
     figure.suptitle(f"{title}: explained variance of linear probes, held-out windows")
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    write_atomically(path, png(figure, 150))
 
 
 def _probe_panels(bars: Any, lines: Any, role: str, rows: list[dict[str, Any]]) -> None:
@@ -143,7 +144,7 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         axis.legend(fontsize=5, frameon=False)
     for axis in axes[len(names) :]:
         axis.set_axis_off()
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    write_atomically(path, png(figure, 130))
 
 
 def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
@@ -167,7 +168,6 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
 
     The same numbers give the same bytes.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -178,7 +178,7 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
     }
     shown = [x for rows in tables.values() for row in rows for x in row if not math.isnan(x)]
     norm = LogNorm(min(shown), max(max(shown), min(shown) * 1.01))
-    figure = Figure(figsize=(2.4 + 0.7 * max(heads, 4), 1.6 + 0.26 * max(len(key), 6)), dpi=120, layout="constrained")
+    figure = Figure(figsize=(2.4 + 0.7 * max(heads, 4), 1.6 + 0.26 * max(len(key), 6)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, (name, rows) in zip(axes, tables.items(), strict=True):
         axis.set_facecolor("#d0d4d9")
@@ -187,6 +187,4 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
     axes[0].set(ylabel="layer", yticks=range(0, len(key), max(1, len(key) // 16)))
     figure.colorbar(picture, ax=axes, label="|x − decoded|² / |x|²")
     figure.suptitle(title)
-    made = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(made, metadata={"Software": None})
-    return made.getvalue()
+    return png(figure, 120)
