@@ -70,8 +70,9 @@ def in_its_own_process(job: str, kind: str, chosen: Any, seconds: float) -> list
         said = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         made = Path(folder, "generation.json")
         if not made.exists():
-            line = (said.stdout + said.stderr).strip().splitlines()[-1:] or ["nothing was said"]
-            raise RuntimeError(f"exit {said.returncode}: {line[0][:300]}")
+            lines = said.stdout.splitlines(), said.stderr.splitlines()
+            why = [line for line in lines[0] if line.startswith(f"{job} {kind}")] or [*lines[0], *lines[1]][-1:]
+            raise RuntimeError(f"exit {said.returncode}: {(why or ['nothing was said'])[-1][:300]}")
         found = json.loads(made.read_text())["rows"]
     names = {one.name for one in fields(Row)}
     return [
