@@ -315,6 +315,22 @@ def wrong(given: Made, found: Tensor) -> str | None:
     return None
 
 
+INFINITE = [Case(*SCHEMES[name], 64, blocks=(7,), sink=(32,), recent=(41,)) for name in ("uniform 4/4", "KIVI")]
+
+
+def misplaced(attend: Any, case: Case, token: int, device: str = "cpu") -> str | None:
+    """An infinite exact value is infinite in the outputs of its kv head's queries, and nothing else is, wherever its token
+    lies: by torch's attention. attend(given) -> outputs.
+    """
+    given = made(case)
+    given.recent[1][0, 0, token, 5] = torch.inf
+    found, wanted = attend(given.to(device)).cpu().float(), by_torch(given, case.dtype).float()
+    for name, of in (("infinite", torch.isinf), ("not numbers", torch.isnan)):
+        if not torch.equal(of(found), of(wanted)):
+            return f"token {token}: {int(of(found).sum())} outputs {name}, torch has {int(of(wanted).sum())}"
+    return None
+
+
 def small() -> list[Case]:
     """Every format, dtype, head_dim and number of query rows at least once; block edges, nothing packed, ragged rows."""
     bf = torch.bfloat16
@@ -447,6 +463,14 @@ def main(cases: list[Case]) -> None:
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):
             print(f"{case}: {why}")
+    for case in INFINITE:
+        for token in (0, 40):
+            for fan in (0, 3):
+                launch = triton.Launch(1, 1, 3, fan=fan)
+                if why := misplaced(
+                    lambda own, launch=launch: triton.attend(*own.arguments(), launch, space), case, token
+                ):
+                    print(f"{case}, an infinite value: {why}")
     (given, packed_q), plain = factored()
     found = triton.attend(*given.arguments(), triton.Launch(2, 1, 1), space, packed_q)
     if why := wrong(plain, found):

@@ -260,6 +260,45 @@ ATTENDED = Case(windows=Windows(5, 33), cuts=(230,), pads=(0, 43, 150), heads=1)
 GRID_ATTENDED = replace(ATTENDED, key="higgs 2", value="turboquant 2", heads=2)
 
 
+def misobserved(
+    module: Any, heads: int, dim: int, dtype: torch.dtype = torch.float16, device: str = "cpu"
+) -> str | None:
+    """Key factors of rows that pack a block before the others, or were fixed before, or hold a NaN, over steps of 3 and 7
+    tokens: against those of all the row's keys that came by then, cut out by hand.
+    """
+    generator = torch.Generator().manual_seed(dim)
+    keys = torch.randn(4, heads, 300, dim, generator=generator).to(dtype) * (torch.arange(300)[:, None] + 1)
+    keys[3, 0, 1, 0], keys[:, :, :, 5] = torch.nan, 0.0
+    keys, windows, starts = keys.to(device), Windows(4, 32, 32), torch.tensor([0, 41, 66, 0])
+    until = windows.sink + windows.recent + windows.block
+    counts, peak = Counts(4, windows, device), torch.zeros(4, heads, dim, device=device)
+    fixed = torch.tensor([False, False, False, False], device=device)
+    counts.data[4], counts.data[6] = starts.clamp_max(4).to(device), (starts - 4).clamp_min(0).to(device)
+    fixed[2], held = True, starts.clone()
+    for each in (3, 7) * 12:
+        module.advance(counts, torch.full((4,), each, dtype=torch.int32, device=device))
+        new = torch.stack([keys[row, :, at : at + each] for row, at in enumerate(held.tolist())])
+        held += each
+        own, wide = module.observe(peak, fixed, counts, new, 2)
+        for row, (start, end) in enumerate(zip(starts.tolist(), held.tolist(), strict=True)):
+            seen = keys[row, :, start : min(end, until)].float().abs()
+            most = torch.zeros(heads, dim, device=device) if row == 2 or not seen.shape[1] else seen.amax(1)
+            factor = most.double().sqrt().float().half().float()
+            factor = torch.where(factor > 0, factor, 1.0)
+            if not torch.equal(peak[row].nan_to_num(-1), most.nan_to_num(-1)) or not torch.equal(
+                own[row, :, 0], factor
+            ):
+                return f"row {row}, {end} tokens: other factors"
+            if not torch.equal(wide[row, :, 0], factor.repeat_interleave(2, 0)):
+                return f"row {row}, {end} tokens: other factors of query heads"
+            if bool(fixed[row]) != (row == 2 or end >= until):
+                return f"row {row}, {end} tokens: fixed {bool(fixed[row])}"
+    return None
+
+
+OBSERVED = ((1, 64, torch.float16), (3, 96, torch.bfloat16), (8, 128, torch.float32))  # heads, dim, dtype
+
+
 def small() -> list[Case]:
     """Every format, head_dim and dtype at least once, odd groups, ragged rows, calls of every kind."""
     bf, windows = torch.bfloat16, Windows(5, 33)
@@ -340,6 +379,9 @@ def main(cases: list[Case]) -> None:
     for case in (ATTENDED, GRID_ATTENDED):
         if why := misattended(attention.attend, case):
             print(f"{case}: {why}")
+    for heads, dim, dtype in OBSERVED:
+        if why := misobserved(triton, heads, dim, dtype):
+            print(f"factors of {heads} heads of {dim}, {dtype}: {why}")
     print(len(cases))
 
 

@@ -101,7 +101,7 @@ MADE: dict[str, list[Any]] = {
     "innerq": ["fit-norms", *TEXT],
     "squat": ["measure-subspaces", *TEXT, "--group", 16, "--frame", "pre_rope", "--queries", "pre_rope"],
     "vqkv": ["train-codebooks", *TEXT, "--stages", "2,1,1", "--sizes", "16,16,16", "--vectors", 200, "--high-dims", 6],
-    "mixkvq": ["tune-thresholds", *TEXT, "--group", 16, "--objective", "attention", "--tau-low", 1, "--tau-high", 4],
+    "mixkvq": ["tune-thresholds", *TEXT, "--group", 16, "--tau-low", 1, "--tau-high", 4],
     "preset": ["preset", "innerq-hybrid", "--per-layer", "0=exact-16"],
 }  # fmt: skip
 

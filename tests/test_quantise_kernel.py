@@ -26,6 +26,7 @@ from quantise_cases import (
     ATTENDED,
     GRID_ATTENDED,
     GRIDS,
+    OBSERVED,
     SETTINGS,
     Case,
     appended,
@@ -34,6 +35,7 @@ from quantise_cases import (
     inputs,
     layer,
     misattended,
+    misobserved,
     same,
     small,
     wrong,
@@ -232,6 +234,32 @@ def test_interpreted_kernels_agree_with_the_reference() -> None:
     assert interpreted("-m", "quantise_cases", "small") == [str(len(small()))]
 
 
+@pytest.mark.parametrize(("heads", "dim", "dtype"), OBSERVED)
+def test_key_factors_are_of_the_keys_before_the_first_block(heads: int, dim: int, dtype: torch.dtype) -> None:
+    assert misobserved(reference, heads, dim, dtype) is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"peak": torch.zeros(2, 2, 64).half()},
+            r"peak \(2, 2, 64\) torch.float16: must be \(2, 2, 64\) torch.float32",
+        ),
+        ({"peak": torch.zeros(2, 64, 2).mT}, "peak .*contiguous"),
+        ({"fixed": torch.zeros(3, dtype=torch.bool)}, r"fixed \(3,\)"),
+        ({"counts": Counts(3, WINDOWS)}, "counts of 3 rows, keys of 2"),
+    ],
+)
+def test_factors_that_the_kernel_would_misread_are_refused(change: dict[str, Any], says: str) -> None:
+    from kvcal_kernels.quantise import triton
+
+    own = {"peak": torch.zeros(2, 2, 64), "fixed": torch.zeros(2, dtype=torch.bool), "counts": Counts(2, WINDOWS)}
+    with pytest.raises(ValueError, match=says):
+        triton.observe(**{**own, **change}, keys=torch.zeros(2, 2, 1, 64), ratio=2)
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
@@ -398,6 +426,22 @@ def test_compiled_step_spills_nothing(name: str, capability: int, tmp_path: Path
     assert resources(built(Case(name, name, 128, heads=8), capability, step=True), tmp_path)[1] == 0
 
 
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_key_factors_spill_nothing(capability: int, tmp_path: Path) -> None:
+    from kvcal_kernels.quantise import triton
+
+    types = dict.fromkeys(["p_peak", "p_factor", "p_wide"], "*fp32")
+    types |= {"p_k": "*bf16", "p_fixed": "*u8", "p_counts": "*i32"}
+    types |= dict.fromkeys(["batch", "queries", "until"], "i32")
+    types = {name: types[name] for name in triton.observe_kernel.arg_names if name in types}
+    sizes = {"HEADS": 8, "RATIO": 4, "D": 128, "H_WIDE": 8, "D_WIDE": 128}
+    made = compiled(
+        triton.observe_kernel, types, sizes, ["p_k", "p_peak", "p_factor", "p_wide"], capability, num_warps=4
+    )
+    assert resources(made, tmp_path)[1] == 0
+
+
 # Of a decode step's append, 8 kv heads of 128: ceilings of instructions of a thread that has 32 of a block's 4096 numbers.
 # `own`: a block, but for what follows; `others`: 4096 numbers of any heads towards norms that span all, which take as many
 # turns as there are heads; `point`: a grid point of the search.
@@ -468,6 +512,14 @@ def test_compiled_grids_spill_nothing(
 
 
 # On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "dim", "dtype"), OBSERVED)
+def test_key_factors_on_a_gpu(heads: int, dim: int, dtype: torch.dtype) -> None:
+    from kvcal_kernels.quantise import triton
+
+    assert misobserved(triton, heads, dim, dtype, "cuda") is None
 
 
 @pytest.mark.gpu

@@ -15,8 +15,9 @@ from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.ledger import Ledger, Plan
 from kvcal_artifacts.scheme import Windows
-from kvcal_artifacts.statistics import Prefixes, key_factor, refits, statistic
+from kvcal_artifacts.statistics import Prefixes, refits, statistic
 from kvcal_artifacts.store import Ragged
+from kvcal_kernels.quantise import factors_of
 
 WINDOWS = Windows(sink=3, recent=5, block=4)
 SHAPE = Shape(2, 6, 4)
@@ -52,7 +53,7 @@ def watched(name: str, x: Tensor, valid: Tensor, pieces: list[int]) -> list[list
 def by_hand(name: str, x: Tensor, block: int) -> Tensor:
     """x (heads, tokens, D) of one row, real tokens only."""
     if name == "key_scale":
-        return key_factor(x[:, : due(0)].abs().amax(1))
+        return factors_of(x[:, : due(0)].abs().amax(1))
     if "subspace" in name:
         fitted = max(number for number in refits(WINDOWS, block) if number <= block)
         q = x[:, : due(fitted)].unflatten(0, (2, 2)).flatten(1, 2)
@@ -95,7 +96,7 @@ def test_statistics_by_name() -> None:
 
 
 def test_a_channel_of_zeros_has_the_factor_one() -> None:
-    assert key_factor(torch.tensor([0.0, 4.0, 1e-30])).tolist() == [1.0, 2.0, 1.0]
+    assert factors_of(torch.tensor([0.0, 4.0, 1e-30])).tolist() == [1.0, 2.0, 1.0]
 
 
 @st.composite

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import is_not
 from typing import Any, Protocol
@@ -259,18 +260,24 @@ class KVCalLayer(CacheLayerMixin):
             self._shown = packed, (keys, values)
         return self._shown[1]
 
-    def _key_factor(self, keep: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    def _key_factor(
+        self, keep: bool = True, seen: Mapping[str, tuple[Tensor, Tensor]] | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """What packed keys were divided by, of kv heads, contiguous, and of query heads; kept for statistics that stay, which
-        are never changed in place here.
+        are never changed in place here. seen: statistics of kv heads and of query heads, where they are at hand.
         """
         states = [state for own in self.statistics.values() for state in own.state.values()]
         if self._factor is not None and len(self._factor[0]) == len(states):
             held, both = self._factor
             if not any(map(is_not, states, held)):
                 return both
-        own = self.codecs.key.key_factor(Context(self.index, stats=self._current()))
+        stats = self._current() if seen is None else {name: of_keys for name, (of_keys, _) in seen.items()}
+        own = self.codecs.key.key_factor(Context(self.index, stats=stats))
         heads = self.site.ratio * self.site.kv_heads
-        both = (None, None) if own is None else (own.contiguous(), fused.for_queries(own, heads))
+        wide = next((of_queries for of_keys, of_queries in (seen or {}).values() if of_keys is own), None)
+        if own is not None and wide is None:
+            wide = fused.for_queries(own, heads)
+        both = (None if own is None else own.contiguous(), wide)
         self._factor = (states, both) if keep else None
         return both
 

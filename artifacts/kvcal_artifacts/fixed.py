@@ -247,7 +247,7 @@ class FixedLayer(KVCalLayer):
             for name, value in own.state.items():
                 kept = room.statistics.get(name)
                 if kept is None or kept.shape != value.shape:
-                    kept = room.statistics[name] = value.clone()
+                    kept = room.statistics[name] = value.clone(memory_format=torch.contiguous_format)
                 own.state[name] = kept.copy_(value)
         if self._cache.opened and not self.vectors:
             self._key_factor()
@@ -407,11 +407,12 @@ class FixedLayer(KVCalLayer):
                     steps.length.add_(k.shape[2])
                 return out.to(q.dtype)
             settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
+            seen = None
             if not settled:
-                self._observe_peak(counts, k)
+                seen = self._factors_seen(counts, k.to(dtype), by or quantise)
                 self._factor = None
             # not kept where a replayed graph may change the statistics in place, nor in memory of a compiled forward's graphs
-            factor, wide = self._key_factor(settled and uncompiled)
+            factor, wide = self._key_factor(settled and uncompiled, seen)
             keys, values = self._as_blocks(room.packed)
             if by is not None and not isinstance(self._rules, str):
                 by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
@@ -446,18 +447,13 @@ class FixedLayer(KVCalLayer):
         first = counts.blocks_before * BLOCK
         return vectors.attention(kernels, q.to(self.dtype).contiguous(), coded, blocks, *exact, scaling, space, first)
 
-    def _observe_peak(self, counts: Counts, keys: Tensor) -> None:
-        """InnerQ's factors of rows that have nothing packed: of keys up to the one with which the first block is due."""
-        windows = self._cache.scheme.windows
-        until = windows.sink + windows.recent + windows.block
-        for own in self.statistics.values():
-            rank = (counts.sink_before + counts.window_before)[:, None] + torch.arange(
-                keys.shape[2], device=keys.device
-            )
-            there = (rank < until) & ~own.state["fixed"][:, None]
-            size = keys.to(self.dtype).float().abs().masked_fill(~there[:, None, :, None], 0).amax(2)
-            own.state["peak"].copy_(torch.maximum(own.state["peak"], size))
-            own.state["fixed"].logical_or_(counts.blocks > 0)
+    def _factors_seen(self, counts: Counts, keys: Tensor, by: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """By name what statistics are with this step's keys, of kv heads and of query heads."""
+        ratio = self.site.ratio
+        return {
+            name: by.observe(own.state["peak"], own.state["fixed"], counts, keys, ratio)
+            for name, own in self.statistics.items()
+        }
 
     def _append(self, room: Room, counts: Counts, new: list[Tensor]) -> None:
         """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due."""

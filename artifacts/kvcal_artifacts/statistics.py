@@ -14,6 +14,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvcal_kernels.quantise import factors_of
+
 from .codecs.base import Shape
 from .errors import KVCalError
 from .ledger import Plan
@@ -229,13 +231,7 @@ class KeyScale(Statistic):
     def current(self) -> Tensor | None:
         if not self.state:
             return None
-        return key_factor(self.state["peak"])[:, :, None]
-
-
-def key_factor(peak: Tensor) -> Tensor:
-    """max |K_c| -> the factor that keys are divided by: its square root in float16, 1 for channels that are zero."""
-    root = peak.float().sqrt().to(torch.float16).float()
-    return torch.where(root > 0, root, 1.0)
+        return factors_of(self.state["peak"])[:, :, None]
 
 
 QUERY_STEP = 2.0**-10  # queries in a Gram matrix are rounded to this and end at +-256: 18 bits and a sign

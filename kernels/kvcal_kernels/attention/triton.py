@@ -2103,9 +2103,8 @@ def attend_kernel(
     thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
     lane = thread % 32
     swapped = lane * 16 ^ lane // 8 % 2 * 16
-    if (
-        BYTES
-    ):  # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind its use
+    # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind the query's use
+    if BYTES:
         n_4 = i_chunk * ROOM + tl.arange(0, ROOM)
         channel = tl.arange(0, triton.next_power_of_2(D))
         o_4 = ((i_head * RATIO + n_4 % RATIO) * QUERIES + n_4 // RATIO) * D
@@ -2432,8 +2431,8 @@ def _merged(
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
-    are what lies in memory. Parts behind the last are it once more, without weight: a mask would be an instruction for each
-    number.
+    are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an instruction
+    for each number, and no weight NaN where its output is infinite.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
@@ -2451,9 +2450,9 @@ def _merged(
             o = tl.load(p_part + o_part, mask=column[None, None, :] + o_part * 0 < D, other=0.0, cache_modifier=".cg")
         else:
             o = tl.load(p_part + o_part, cache_modifier=".cg")
-        m = tl.where((i < count)[:, None], m, LOW * 2)
         b_new = tl.maximum(b_m, tl.max(m, 0))
-        weight = tl.exp2(m - b_new[None, :])
+        copies = tl.maximum(begin + AT_ONCE - count + 1, 1).to(tl.float32)
+        weight = tl.exp2(m - b_new[None, :]) * tl.where(i < count - 1, 1.0, 1.0 / copies)[:, None]
         fade = tl.exp2(b_m - b_new)
         b_l = b_l * fade + tl.sum(l * weight, 0)
         b_o = b_o * fade[:, None] + tl.sum(o * weight[:, :, None], 0)
@@ -2629,6 +2628,9 @@ def attend(
     `workspace` of its own is needed where launches overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
+    if packed_q.data_ptr() % 4:  # two numbers are read at a time
+        aligned = packed_q.clone()
+        q, packed_q = aligned if packed_q is q else q, aligned
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
     same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()

@@ -16,7 +16,9 @@ from .reference import (
     append,
     blocks_for,
     check,
+    factors_of,
     keep,
+    observe,
     quantise,
 )
 
@@ -40,7 +42,9 @@ __all__ = [
     "append",
     "blocks_for",
     "check",
+    "factors_of",
     "fast",
     "keep",
+    "observe",
     "quantise",
 ]

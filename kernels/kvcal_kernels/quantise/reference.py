@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..attention.grids import Grid
 from ..attention.reference import BLOCK, Blocks, Form, about, pack
-from ..hadamard import tree_sum
+from ..hadamard import root, tree_sum
 from ..rotated import reference as rotated
 
 Mode = Literal["symmetric", "asymmetric", "hybrid"]
@@ -293,6 +293,28 @@ def advance(counts: Counts, new: Tensor) -> None:
     flush = ((seen - windows.recent) // windows.block).clamp_min(0)
     rows = (sink, window, blocks, new, after, seen, seen - flush * windows.block)
     counts.data.copy_(torch.stack([*rows, blocks + flush * (windows.block // BLOCK)]))
+
+
+def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
+    """InnerQ's key factors (section 4.3) of a call, `counts` being those behind it: `factors_of` the largest magnitude of each
+    channel up to the token with which a row's first block is due.
+
+    peak (B, H, D) float32 and fixed (B,) bool, rows whose factors stay, are changed in place. keys (B, H, Q, D): of Q real
+    tokens in every row. -> factors of kv heads (B, H, 1, D) and of query heads (B, ratio * H, 1, D), float32, contiguous.
+    """
+    windows = counts.windows
+    rank = (counts.sink_before + counts.window_before)[:, None] + torch.arange(keys.shape[2], device=keys.device)
+    there = (rank < windows.sink + windows.recent + windows.block) & ~fixed[:, None]
+    peak.copy_(torch.maximum(peak, keys.float().abs().masked_fill(~there[:, None, :, None], 0).amax(2)))
+    fixed.logical_or_(counts.blocks > 0)
+    own = factors_of(peak)[:, :, None]
+    return own, own.repeat_interleave(ratio, 1)
+
+
+def factors_of(peak: Tensor) -> Tensor:
+    """max |K_c| -> the factor that keys are divided by, float32: its square root in float16, 1 for channels that are zero."""
+    factor = root(peak.float()).to(torch.float16).float()
+    return torch.where(factor > 0, factor, 1.0)
 
 
 @dataclass(frozen=True)
