@@ -19,6 +19,7 @@ from kvcal.bench import (
     caches,
     devices,
     filled,
+    fused,
     generation,
     jetson,
     kernels,
@@ -153,6 +154,29 @@ def test_ours_are_projected_on_the_orin_nano_and_refused_on_the_xavier() -> None
     assert full.microseconds is not None
     assert refused.microseconds is None
     assert "7.2" in str(refused.refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "why"),
+    [
+        ("vqkv-4k", 4096, "no fused kernel reads residual-vq"),
+        ("aqua-kv-2", 4096, "no fused kernel reads predicted"),
+        ("fp8", 4096, "no fused kernel reads float8"),
+        ("exact", 4096, "no fused kernel reads exact"),
+        ("mixkvq", 4096, "tiers take another size in every block"),
+        ("kivi-2", 159, "nothing is packed: needs more than 159 tokens"),
+        ("mixkvq-16-16", 4096, None),
+        ("kivi-2", 160, None),
+    ],
+)
+def test_what_the_fused_kernel_does_not_take_has_no_projection(name: str, length: int, why: str | None) -> None:
+    """The answer is that of the measured rows."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = case(name, 1, length, geometry)
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), [own.scheme], geometry, "m", 1, length)
+    assert row.refused == fused.refuses_anywhere(own)
+    assert (row.microseconds is None) == (row.ratio_to_fp16 is None) == (why is not None)
+    assert why is None or why in str(row.refused)
 
 
 def test_every_fact_of_a_device_has_a_source() -> None:

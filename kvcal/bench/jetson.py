@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ..catalogue import CATALOGUE, Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
+from .fused import refuses_anywhere
+from .layer import Case
 from .roofline import Machine
 from .rows import Row
 from .schemes import Benched, named
@@ -90,7 +94,8 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
 def projected(
     device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
 ) -> list[Row]:
-    """Fused decode attention of one layer on that device, FP16 first; where Triton has no code for it, rows say so.
+    """Fused decode attention of one layer on that device, FP16 first; rows say why where Triton has no code for it, or the
+    fused kernel does not take the scheme.
 
     Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
     """
@@ -121,19 +126,11 @@ def projected(
         )
     ]
     for one in schemes:
-        if device.why_no_triton is not None:
-            rows.append(
-                row(
-                    one.name,
-                    one.stored_bits,
-                    _size(one, values, length),
-                    None,
-                    "projected",
-                    refused=device.why_no_triton,
-                )
-            )
-            continue
         size = _size(one, values, length)
+        case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
+        if refused := device.why_no_triton or refuses_anywhere(case):
+            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=refused))
+            continue
         parts = [roofline.counted(codec) for codec in (one.codecs.key, one.codecs.value)]
         instructions = sum(count for count, _ in parts) / 2
         elements = 2 * values * length
