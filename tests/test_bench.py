@@ -156,6 +156,35 @@ def test_ours_are_projected_on_the_orin_nano_and_refused_on_the_xavier() -> None
     assert "7.2" in str(refused.refused)
 
 
+def test_grids_of_two_bits_are_projected_faster_than_of_four() -> None:
+    """Bytes limit both on the Orin Nano: 1.67 and 2.35 instructions an element take less time."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = [schemes.named(f"higgs-{bits}", geometry) for bits in (2, 4)]
+    board = devices.device("jetson-orin-nano")
+    _, two, four = jetson.projected(board, own, geometry, "m", 1, 32768)
+    for row, count in ((two, 1.67), (four, 2.35)):
+        issuing = 2 * 32768 * 8 * 128 * count / (8 * 128 * 625e6) * 1e6
+        reading = row.bytes / (0.971 * 68e9) * 1e6  # type: ignore[operator]
+        assert row.more["bound"] == "bytes" and issuing < reading
+        assert row.microseconds == pytest.approx(2.73 + reading, rel=1e-3)
+
+
+def test_schemes_that_are_not_counted_have_no_projection() -> None:
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = replace(schemes.named("uniform-4", geometry), frame="pre_rope")
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), [own], geometry, "m", 1, 4096)
+    assert row.microseconds is None
+    assert row.refused == "instructions of the compiled kernel are not counted for asymmetric 4 before RoPE"
+
+
+@pytest.mark.parametrize("name", schemes.known())
+def test_presets_that_the_kernel_takes_are_counted(name: str) -> None:
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = case(name, 1, 4096, geometry)
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), [own.scheme], geometry, "m", 1, 4096)
+    assert row.refused == fused.refuses_anywhere(own)
+
+
 @pytest.mark.parametrize(
     ("name", "length", "why"),
     [

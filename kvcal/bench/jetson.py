@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kvcal_kernels.attention import Form
+
 from ..catalogue import CATALOGUE, Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
@@ -103,7 +105,7 @@ def projected(
     machine = Machine(device, known.efficiency, known.launch)
     values = batch * geometry.kv_heads * geometry.head_dim
     size = 2.0 * values * length * 2
-    full = machine.time(size, 2 * values * length, roofline.COUNTED["16 bit"][0])
+    full = machine.time(size, 2 * values * length, roofline.FP16_LOOP)
 
     def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
         ratio = None if microseconds is None else full / microseconds
@@ -122,27 +124,29 @@ def projected(
             size,
             full,
             "projected: roofline",
-            more={"bound": _bound(machine, size, 2 * values * length, 1.38)},
+            more={"bound": _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)},
         )
     ]
     for one in schemes:
         size = _size(one, values, length)
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
-        if refused := device.why_no_triton or refuses_anywhere(case):
-            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=refused))
+        instructions = device.why_no_triton or refuses_anywhere(case) or _instructions(one)
+        if isinstance(instructions, str):
+            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions))
             continue
-        parts = [roofline.counted(codec) for codec in (one.codecs.key, one.codecs.value)]
-        instructions = sum(count for count, _ in parts) / 2
         elements = 2 * values * length
-        more = {
-            "bound": _bound(machine, size, elements, instructions), "instructions_per_element": instructions,
-            "counted_for": "; ".join(dict.fromkeys(what for _, what in parts)),
-        }  # fmt: skip
+        bound = _bound(machine, size, elements, instructions)
+        more = {"bound": bound, "instructions_per_element": instructions}
         time = machine.time(size, elements, instructions)
-        rows.append(
-            row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel's design", more=more)
-        )
+        rows.append(row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel", more=more))
     return rows
+
+
+def _instructions(one: Benched) -> float | str:
+    """An element, of a scheme that the fused kernel takes; else why they are not known."""
+    keys, values = one.codecs.key.fused(), one.codecs.value.fused()
+    assert isinstance(keys, Form) and isinstance(values, Form)
+    return roofline.counted(keys, values, one.frame == "pre_rope")
 
 
 def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:
