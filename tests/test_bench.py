@@ -208,6 +208,36 @@ def test_what_the_fused_kernel_does_not_take_has_no_projection(name: str, length
     assert why is None or why in str(row.refused)
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "missing"),
+    [
+        (63, 32768, ()),
+        (64, 32768, ("fp16",)),  # 8 GiB of 8: nothing else would fit
+        (1, 4096 * 1024, ("fp16",)),
+        (256, 32768, ("fp16", "inner-4")),
+        (1024, 32768, ("fp16", "inner-4", "higgs-2")),
+    ],
+)
+def test_layers_that_do_not_fit_the_device_have_no_projection(
+    batch: int, length: int, missing: tuple[str, ...]
+) -> None:
+    geometry, board = CATALOGUE["llama-3.1-8b"].geometry, devices.device("jetson-orin-nano")
+    own = [schemes.named(name, geometry) for name in ("inner-4", "higgs-2")]
+    found = jetson.projected(board, own, geometry, "m", batch, length)
+    assert tuple(row.scheme for row in found if row.microseconds is None) == missing
+    for row in found:
+        assert (row.scheme in missing) == (row.bytes >= 8 * 2**30)  # type: ignore[operator]
+        assert (row.ratio_to_fp16 is None) == bool(missing)
+        said = f"keys and values of one layer take {row.bytes / 2**30:.1f} GiB, the device has 8"  # type: ignore[operator]
+        assert row.refused == (said if row.scheme in missing else None)
+
+
+def test_a_projection_that_does_not_fit_is_shown() -> None:
+    done = kvcal("bench", "--device", "jetson-orin-nano", "--length", "4096k", "-p", "higgs-2")
+    line = next(line for line in done.out.splitlines() if line.startswith("decode-attention"))
+    assert done.code == 0 and "the device has 8" in line
+
+
 def test_every_fact_of_a_device_has_a_source() -> None:
     for device in devices.DEVICES.values():
         assert {"sms", "clock", "bandwidth", "memory"} <= set(device.sources)

@@ -96,8 +96,8 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
 def projected(
     device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
 ) -> list[Row]:
-    """Fused decode attention of one layer on that device, FP16 first; rows say why where Triton has no code for it, or the
-    fused kernel does not take the scheme.
+    """Fused decode attention of one layer on that device, FP16 first; rows say why where Triton has no code for it, the
+    fused kernel does not take the scheme, or the layer's own bytes do not fit its memory.
 
     Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
     """
@@ -105,10 +105,11 @@ def projected(
     machine = Machine(device, known.efficiency, known.launch)
     values = batch * geometry.kv_heads * geometry.head_dim
     size = 2.0 * values * length * 2
-    full = machine.time(size, 2 * values * length, roofline.FP16_LOOP)
+    beyond = _beyond(device, size)
+    full = None if beyond else machine.time(size, 2 * values * length, roofline.FP16_LOOP)
 
     def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
-        ratio = None if microseconds is None else full / microseconds
+        ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
             operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
@@ -117,20 +118,12 @@ def projected(
             bytes=round(size), **more,
         )  # fmt: skip
 
-    rows = [
-        row(
-            "fp16",
-            FP16_BITS,
-            size,
-            full,
-            "projected: roofline",
-            more={"bound": _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)},
-        )
-    ]
+    bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
+    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more={"bound": bound})]
     for one in schemes:
         size = _size(one, values, length)
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
-        instructions = device.why_no_triton or refuses_anywhere(case) or _instructions(one)
+        instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(one)
         if isinstance(instructions, str):
             rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions))
             continue
@@ -140,6 +133,13 @@ def projected(
         time = machine.time(size, elements, instructions)
         rows.append(row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel", more=more))
     return rows
+
+
+def _beyond(device: Device, size: float) -> str | None:
+    """Why so many bytes of keys and values, of one layer, are not on the device at a time; None if they can be."""
+    if size < device.memory * 2**30:
+        return None
+    return f"keys and values of one layer take {size / 2**30:.1f} GiB, the device has {device.memory:g}"
 
 
 def _instructions(one: Benched) -> float | str:
