@@ -580,7 +580,10 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--device", "cuda"], "not usable here"),
         (["--device", "jetson", "-o", "quantise"], "cannot be projected for jetson-orin-nano"),
         (["--device", "jetson", "-o", "no-such"], "allowed are fused-attention, largest-batch, longest-generation"),
-        (["-o", "innerq-table-4"], "--operation innerq-table-4: not known"),
+        (
+            ["-o", "innerq-table-4"],
+            "--operation innerq-table-4: is projected only, never measured on cpu; give --device jetson",
+        ),
         (
             ["-o", "quantize"],
             "--operation quantize: not known; did you mean quantise? `kvcal names operation` lists all",
@@ -613,6 +616,15 @@ def test_odd_input_is_one_line(options: list[str], said: str) -> None:
     assert done.code in (1, 2, 5)
     assert done.out == ""
     assert len(lines) == 1 and said in lines[0], done.err
+
+
+def test_on_a_jetson_projections_are_of_the_papers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There --device jetson measures."""
+    monkeypatch.setattr(devices, "board", lambda: "NVIDIA Jetson Orin Nano Developer Kit")
+    here = Target("jetson-orin-nano", torch.device("cuda"), devices.device("jetson-orin-nano"))
+    with pytest.raises(UsageError, match=r"projected only.*give --device jetson-xavier-nx"):
+        command._wanted(["innerq-table-4"], here)
+    assert command._wanted(["innerq-table-4"], target.target("jetson-xavier-nx")) == ["innerq-table-4"]
 
 
 def test_plots_of_projections(tmp_path: Path) -> None:

@@ -164,6 +164,11 @@ def _wanted(given: Sequence[str] | None, where: Target) -> list[str]:
         )
     found: list[str] = []
     for name in given:
+        if name not in known and name in PROJECTED:
+            elsewhere = "jetson" if devices.board() is None else jetson.PAPER_DEVICE
+            raise UsageError(
+                f"--operation {name}: is projected only, never measured on {where.name}; give --device {elsewhere}"
+            )
         if name not in known:
             here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
             raise UsageError(f"--operation {name}: not known; {allowed(name, here, 'kvcal names operation')}")
