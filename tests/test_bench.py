@@ -557,6 +557,23 @@ def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
     assert ours["times_as_fast"] == pytest.approx(ours["earlier"] / ours["now"])
 
 
+def test_files_without_a_row_in_common_are_said_to_be(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    options = ["bench", "--length", "1k", "-p", "inner-4", "--compare", earlier, "--device"]
+    done = kvcal("bench", "--device", "h200", "-o", "fused-attention", "--length", "1k", "-p", "inner-4", "--json")
+    earlier.write_text(done.out)
+    for more in ((), ("--json",)):
+        other = kvcal(*options, "jetson-orin-nano", *more)
+        assert other.code == 0, other.err
+        (line,) = (line for line in other.err.splitlines() if "--compare" in line)
+        assert "no row in common" in line and "of h200, these of jetson-orin-nano" in line
+    assert other.json["compared"] == []
+    same = kvcal(*options, "h200")
+    assert "no row in common" not in same.err and "times as fast" in same.out
+    earlier.write_text('{"rows": []}')
+    assert "its rows are of no device, these of h200" in kvcal(*options, "h200").err
+
+
 def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
     bundle = tmp_path / "own.kvcal.safetensors"
     made = kvcal("preset", "innerq-base", "--model", "tiny", "--config-only", "--output", bundle)
