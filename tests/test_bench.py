@@ -557,6 +557,35 @@ def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
     assert ours["times_as_fast"] == pytest.approx(ours["earlier"] / ours["now"])
 
 
+@pytest.mark.parametrize("operation", ["vqkv-table-3", "longest-generation", "largest-batch"])
+def test_bytes_alone_are_of_the_model_of_all_other_operations(operation: str) -> None:
+    done = kvcal("bench", "--device", "cpu", "-o", operation, "-p", "vqkv-4k", "--memory", "80", "--json")
+    assert done.code == 0, done.err
+    assert {row["model"] for row in done.json["rows"]} == {"llama-3.1-8b"}
+    there = kvcal("bench", "--device", "h200", "-o", operation, "-p", "vqkv-4k", "--memory", "80", "--json").json
+    found = ([row.get("longest_length") or row["largest_batch"] for row in one["rows"]] for one in (done.json, there))
+    assert next(found) == next(found)
+
+
+def test_a_model_that_runs_on_a_cpu_is_tiny() -> None:
+    options = [
+        "-o",
+        "generate",
+        "-o",
+        "longest-generation",
+        "--memory",
+        "1",
+        "--length",
+        "160",
+        "-p",
+        "kivi-2",
+        "--json",
+    ]
+    done = kvcal("bench", "--device", "cpu", *options)
+    assert done.code == 0, done.err
+    assert {row["model"] for row in done.json["rows"]} == {"tiny"}
+
+
 def test_files_without_a_row_in_common_are_said_to_be(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     options = ["bench", "--length", "1k", "-p", "inner-4", "--compare", earlier, "--device"]

@@ -385,7 +385,8 @@ def _generation(
 ) -> list[Row]:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    name = o["model"] if o["model"] is not None else MODEL if on_gpu else MODEL_CPU
+    runs_here = not on_gpu and "generate" in wanted  # else only bytes are counted, or a GPU runs it
+    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
     source = models.resolve(name, o["revision"])
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
