@@ -169,6 +169,15 @@ def test_grids_of_two_bits_are_projected_faster_than_of_four() -> None:
         assert row.microseconds == pytest.approx(2.73 + reading, rel=1e-3)
 
 
+@pytest.mark.parametrize(("model", "instructions"), [("llama-3.1-8b", 1.33), ("qwen2.5-7b", 1.89)])
+def test_instructions_are_those_of_the_models_heads(model: str, instructions: float) -> None:
+    """Seven query heads a kv head in the second."""
+    geometry = CATALOGUE[model].geometry
+    own = [schemes.named("inner-4", geometry)]
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, model, 1, 4096)
+    assert row.more["instructions_per_element"] == instructions
+
+
 def test_schemes_that_are_not_counted_have_no_projection() -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     own = replace(schemes.named("uniform-4", geometry), frame="pre_rope")

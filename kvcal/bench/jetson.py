@@ -123,7 +123,7 @@ def projected(
     for one in schemes:
         size = _size(one, values, length)
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
-        instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(one)
+        instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(case)
         if isinstance(instructions, str):
             rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions))
             continue
@@ -142,11 +142,11 @@ def _beyond(device: Device, size: float) -> str | None:
     return f"keys and values of one layer take {size / 2**30:.1f} GiB, the device has {device.memory:g}"
 
 
-def _instructions(one: Benched) -> float | str:
+def _instructions(case: Case) -> float | str:
     """An element, of a scheme that the fused kernel takes; else why they are not known."""
-    keys, values = one.codecs.key.fused(), one.codecs.value.fused()
+    keys, values = case.scheme.codecs.key.fused(), case.scheme.codecs.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
-    return roofline.counted(keys, values, one.frame == "pre_rope")
+    return roofline.counted(keys, values, case.scheme.frame == "pre_rope", case.group)
 
 
 def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:
