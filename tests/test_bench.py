@@ -19,6 +19,7 @@ from kvcal.bench import (
     caches,
     devices,
     filled,
+    fused,
     generation,
     jetson,
     kernels,
@@ -153,6 +154,97 @@ def test_ours_are_projected_on_the_orin_nano_and_refused_on_the_xavier() -> None
     assert full.microseconds is not None
     assert refused.microseconds is None
     assert "7.2" in str(refused.refused)
+
+
+def test_grids_of_two_bits_are_projected_faster_than_of_four() -> None:
+    """Bytes limit both on the Orin Nano: 1.67 and 2.35 instructions an element take less time."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = [schemes.named(f"higgs-{bits}", geometry) for bits in (2, 4)]
+    board = devices.device("jetson-orin-nano")
+    _, two, four = jetson.projected(board, own, geometry, "m", 1, 32768)
+    for row, count in ((two, 1.67), (four, 2.35)):
+        issuing = 2 * 32768 * 8 * 128 * count / (8 * 128 * 625e6) * 1e6
+        reading = row.bytes / (0.971 * 68e9) * 1e6  # type: ignore[operator]
+        assert row.more["bound"] == "bytes" and issuing < reading
+        assert row.microseconds == pytest.approx(2.73 + reading, rel=1e-3)
+
+
+@pytest.mark.parametrize(("model", "instructions"), [("llama-3.1-8b", 1.33), ("qwen2.5-7b", 1.89)])
+def test_instructions_are_those_of_the_models_heads(model: str, instructions: float) -> None:
+    """Seven query heads a kv head in the second."""
+    geometry = CATALOGUE[model].geometry
+    own = [schemes.named("inner-4", geometry)]
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, model, 1, 4096)
+    assert row.more["instructions_per_element"] == instructions
+
+
+def test_schemes_that_are_not_counted_have_no_projection() -> None:
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = replace(schemes.named("uniform-4", geometry), frame="pre_rope")
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), [own], geometry, "m", 1, 4096)
+    assert row.microseconds is None
+    assert row.refused == "instructions of the compiled kernel are not counted for asymmetric 4 before RoPE"
+
+
+@pytest.mark.parametrize("name", schemes.known())
+def test_presets_that_the_kernel_takes_are_counted(name: str) -> None:
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = case(name, 1, 4096, geometry)
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), [own.scheme], geometry, "m", 1, 4096)
+    assert row.refused == fused.refuses_anywhere(own)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "why"),
+    [
+        ("vqkv-4k", 4096, "no fused kernel reads residual-vq"),
+        ("aqua-kv-2", 4096, "no fused kernel reads predicted"),
+        ("fp8", 4096, "no fused kernel reads float8"),
+        ("exact", 4096, "no fused kernel reads exact"),
+        ("mixkvq", 4096, "tiers take another size in every block"),
+        ("kivi-2", 159, "nothing is packed: needs more than 159 tokens"),
+        ("mixkvq-16-16", 4096, None),
+        ("kivi-2", 160, None),
+    ],
+)
+def test_what_the_fused_kernel_does_not_take_has_no_projection(name: str, length: int, why: str | None) -> None:
+    """The answer is that of the measured rows."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = case(name, 1, length, geometry)
+    _, row = jetson.projected(devices.device("jetson-orin-nano"), [own.scheme], geometry, "m", 1, length)
+    assert row.refused == fused.refuses_anywhere(own)
+    assert (row.microseconds is None) == (row.ratio_to_fp16 is None) == (why is not None)
+    assert why is None or why in str(row.refused)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "missing"),
+    [
+        (63, 32768, ()),
+        (64, 32768, ("fp16",)),  # 8 GiB of 8: nothing else would fit
+        (1, 4096 * 1024, ("fp16",)),
+        (256, 32768, ("fp16", "inner-4")),
+        (1024, 32768, ("fp16", "inner-4", "higgs-2")),
+    ],
+)
+def test_layers_that_do_not_fit_the_device_have_no_projection(
+    batch: int, length: int, missing: tuple[str, ...]
+) -> None:
+    geometry, board = CATALOGUE["llama-3.1-8b"].geometry, devices.device("jetson-orin-nano")
+    own = [schemes.named(name, geometry) for name in ("inner-4", "higgs-2")]
+    found = jetson.projected(board, own, geometry, "m", batch, length)
+    assert tuple(row.scheme for row in found if row.microseconds is None) == missing
+    for row in found:
+        assert (row.scheme in missing) == (row.bytes >= 8 * 2**30)  # type: ignore[operator]
+        assert (row.ratio_to_fp16 is None) == bool(missing)
+        said = f"keys and values of one layer take {row.bytes / 2**30:.1f} GiB, the device has 8"  # type: ignore[operator]
+        assert row.refused == (said if row.scheme in missing else None)
+
+
+def test_a_projection_that_does_not_fit_is_shown() -> None:
+    done = kvcal("bench", "--device", "jetson-orin-nano", "--length", "4096k", "-p", "higgs-2")
+    line = next(line for line in done.out.splitlines() if line.startswith("decode-attention"))
+    assert done.code == 0 and "the device has 8" in line
 
 
 def test_every_fact_of_a_device_has_a_source() -> None:
@@ -474,6 +566,52 @@ def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
     assert ours["times_as_fast"] == pytest.approx(ours["earlier"] / ours["now"])
 
 
+@pytest.mark.parametrize("operation", ["vqkv-table-3", "longest-generation", "largest-batch"])
+def test_bytes_alone_are_of_the_model_of_all_other_operations(operation: str) -> None:
+    done = kvcal("bench", "--device", "cpu", "-o", operation, "-p", "vqkv-4k", "--memory", "80", "--json")
+    assert done.code == 0, done.err
+    assert {row["model"] for row in done.json["rows"]} == {"llama-3.1-8b"}
+    there = kvcal("bench", "--device", "h200", "-o", operation, "-p", "vqkv-4k", "--memory", "80", "--json").json
+    found = ([row.get("longest_length") or row["largest_batch"] for row in one["rows"]] for one in (done.json, there))
+    assert next(found) == next(found)
+
+
+def test_a_model_that_runs_on_a_cpu_is_tiny() -> None:
+    options = [
+        "-o",
+        "generate",
+        "-o",
+        "longest-generation",
+        "--memory",
+        "1",
+        "--length",
+        "160",
+        "-p",
+        "kivi-2",
+        "--json",
+    ]
+    done = kvcal("bench", "--device", "cpu", *options)
+    assert done.code == 0, done.err
+    assert {row["model"] for row in done.json["rows"]} == {"tiny"}
+
+
+def test_files_without_a_row_in_common_are_said_to_be(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    options = ["bench", "--length", "1k", "-p", "inner-4", "--compare", earlier, "--device"]
+    done = kvcal("bench", "--device", "h200", "-o", "fused-attention", "--length", "1k", "-p", "inner-4", "--json")
+    earlier.write_text(done.out)
+    for more in ((), ("--json",)):
+        other = kvcal(*options, "jetson-orin-nano", *more)
+        assert other.code == 0, other.err
+        (line,) = (line for line in other.err.splitlines() if "--compare" in line)
+        assert "no row in common" in line and "of h200, these of jetson-orin-nano" in line
+    assert other.json["compared"] == []
+    same = kvcal(*options, "h200")
+    assert "no row in common" not in same.err and "times as fast" in same.out
+    earlier.write_text('{"rows": []}')
+    assert "its rows are of no device, these of h200" in kvcal(*options, "h200").err
+
+
 def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
     bundle = tmp_path / "own.kvcal.safetensors"
     made = kvcal("preset", "innerq-base", "--model", "tiny", "--config-only", "--output", bundle)
@@ -497,7 +635,10 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--device", "cuda"], "not usable here"),
         (["--device", "jetson", "-o", "quantise"], "cannot be projected for jetson-orin-nano"),
         (["--device", "jetson", "-o", "no-such"], "allowed are fused-attention, largest-batch, longest-generation"),
-        (["-o", "innerq-table-4"], "--operation innerq-table-4: not known"),
+        (
+            ["-o", "innerq-table-4"],
+            "--operation innerq-table-4: is projected only, never measured on cpu; give --device jetson",
+        ),
         (
             ["-o", "quantize"],
             "--operation quantize: not known; did you mean quantise? `kvcal names operation` lists all",
@@ -530,6 +671,15 @@ def test_odd_input_is_one_line(options: list[str], said: str) -> None:
     assert done.code in (1, 2, 5)
     assert done.out == ""
     assert len(lines) == 1 and said in lines[0], done.err
+
+
+def test_on_a_jetson_projections_are_of_the_papers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There --device jetson measures."""
+    monkeypatch.setattr(devices, "board", lambda: "NVIDIA Jetson Orin Nano Developer Kit")
+    here = Target("jetson-orin-nano", torch.device("cuda"), devices.device("jetson-orin-nano"))
+    with pytest.raises(UsageError, match=r"projected only.*give --device jetson-xavier-nx"):
+        command._wanted(["innerq-table-4"], here)
+    assert command._wanted(["innerq-table-4"], target.target("jetson-xavier-nx")) == ["innerq-table-4"]
 
 
 def test_plots_of_projections(tmp_path: Path) -> None:

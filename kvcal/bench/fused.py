@@ -25,6 +25,11 @@ def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
     if case.device.type != "cuda" and not interpreted():
         return "needs a CUDA GPU"
+    return refuses_anywhere(case)
+
+
+def refuses_anywhere(case: Case) -> str | None:
+    """Why the kernel does not run for this case on any device; None if there is one on which it may."""
     return _unreadable(case.scheme) or needs_blocks(case)
 
 

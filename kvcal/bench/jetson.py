@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
+from kvcal_kernels.attention import Form
+
 from ..catalogue import CATALOGUE, Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
+from .fused import refuses_anywhere
+from .layer import Case
 from .roofline import Machine
 from .rows import Row
 from .schemes import Benched, named
@@ -90,7 +96,8 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
 def projected(
     device: Device, schemes: Sequence[Benched], geometry: Geometry, model: str, batch: int, length: int
 ) -> list[Row]:
-    """Fused decode attention of one layer on that device, FP16 first; where Triton has no code for it, rows say so.
+    """Fused decode attention of one layer on that device, FP16 first; rows say why where Triton has no code for it, the
+    fused kernel does not take the scheme, or the layer's own bytes do not fit its memory.
 
     Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
     """
@@ -98,10 +105,11 @@ def projected(
     machine = Machine(device, known.efficiency, known.launch)
     values = batch * geometry.kv_heads * geometry.head_dim
     size = 2.0 * values * length * 2
-    full = machine.time(size, 2 * values * length, roofline.COUNTED["16 bit"][0])
+    beyond = _beyond(device, size)
+    full = None if beyond else machine.time(size, 2 * values * length, roofline.FP16_LOOP)
 
     def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
-        ratio = None if microseconds is None else full / microseconds
+        ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
             operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
@@ -110,42 +118,35 @@ def projected(
             bytes=round(size), **more,
         )  # fmt: skip
 
-    rows = [
-        row(
-            "fp16",
-            FP16_BITS,
-            size,
-            full,
-            "projected: roofline",
-            more={"bound": _bound(machine, size, 2 * values * length, 1.38)},
-        )
-    ]
+    bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
+    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more={"bound": bound})]
     for one in schemes:
-        if device.why_no_triton is not None:
-            rows.append(
-                row(
-                    one.name,
-                    one.stored_bits,
-                    _size(one, values, length),
-                    None,
-                    "projected",
-                    refused=device.why_no_triton,
-                )
-            )
-            continue
         size = _size(one, values, length)
-        parts = [roofline.counted(codec) for codec in (one.codecs.key, one.codecs.value)]
-        instructions = sum(count for count, _ in parts) / 2
+        case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
+        instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(case)
+        if isinstance(instructions, str):
+            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions))
+            continue
         elements = 2 * values * length
-        more = {
-            "bound": _bound(machine, size, elements, instructions), "instructions_per_element": instructions,
-            "counted_for": "; ".join(dict.fromkeys(what for _, what in parts)),
-        }  # fmt: skip
+        bound = _bound(machine, size, elements, instructions)
+        more = {"bound": bound, "instructions_per_element": instructions}
         time = machine.time(size, elements, instructions)
-        rows.append(
-            row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel's design", more=more)
-        )
+        rows.append(row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel", more=more))
     return rows
+
+
+def _beyond(device: Device, size: float) -> str | None:
+    """Why so many bytes of keys and values, of one layer, are not on the device at a time; None if they can be."""
+    if size < device.memory * 2**30:
+        return None
+    return f"keys and values of one layer take {size / 2**30:.1f} GiB, the device has {device.memory:g}"
+
+
+def _instructions(case: Case) -> float | str:
+    """An element, of a scheme that the fused kernel takes; else why they are not known."""
+    keys, values = case.scheme.codecs.key.fused(), case.scheme.codecs.value.fused()
+    assert isinstance(keys, Form) and isinstance(values, Form)
+    return roofline.counted(keys, values, case.scheme.frame == "pre_rope", case.group)
 
 
 def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:

@@ -1,8 +1,7 @@
 """Time of a kernel from what it must read and what it must compute: launch + max(bytes / bandwidth, instructions / rate).
 
 Instructions are thread-instructions a key or value element, whole loop (loads, unpacking, softmax, matrix products), all query
-heads of the kv head together; counted in SASS for sm_90 with tiles of 128 or 256 tokens of head_dim 128. Other GPUs are
-assumed to need as many. They are counts of designs: `counted` says where each is from.
+heads of the kv head together.
 """
 
 from __future__ import annotations
@@ -10,18 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcal_artifacts.codecs import Codec, Exact, Higgs, MixKVQ, Predicted, Scaled, Squat, Uniform
+from kvcal_kernels.attention import Form
 
 from .devices import Device
 
-COUNTED: dict[str, tuple[float, str]] = {
-    "16 bit": (1.38, "FP16 loop"),
-    "4 bit": (1.68, "4 bit, two values a register"),
-    "3 bit": (2.5, "3 bit as planes of 2 and 1 bits"),
-    "2 bit": (1.52, "2 bit, two values a register"),
-    "8 bit": (4.2, "plain casts"),
-    "grid": (4.1, "16 levels by byte permute"),
-    "gather": (10.4, "centroids gathered from memory"),
+FP16_LOOP = 1.38  # of a decode kernel over FP16 keys and values, SASS for sm_90, tiles of 128 tokens of head_dim 128
+LONG, BEFORE = " G=128", " before RoPE"
+
+# Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by how
+# keys are stored, values alike (of tiers: "outer 2"). They are the ceilings of tests/test_attention_kernel.py BUDGET, counted
+# in SASS there, of sm_87 where it has a row, else sm_90; a test beside it holds the two together. Other GPUs, head_dims
+# and dtypes are taken to need as many.
+COUNTED: dict[str, float] = {
+    "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15,
+    "asymmetric 2": 1.59, "asymmetric 3": 1.87, "asymmetric 4": 1.61, "asymmetric 8": 1.43,
+    "outer 2": 1.98, "outer 2 G=128": 1.86, "outer 3": 2.42, "outer 4": 2.08, "outer 8": 2.04,
+    "tiers": 2.65, "tiers G=128": 2.30,
+    "grid 2 of 1": 1.61, "grid 3 of 1": 2.48, "grid 4 of 1": 2.32,
+    "grid 2 of 2": 1.67, "grid 3 of 2": 2.48, "grid 4 of 2": 2.35,
+    "symmetric 2 before RoPE": 3.25, "symmetric 3 before RoPE": 3.62, "symmetric 4 before RoPE": 3.35,
+    "outer 2 before RoPE": 3.38, "outer 2 G=128 before RoPE": 3.14, "outer 3 before RoPE": 3.79, "outer 4 before RoPE": 3.53,
+}  # fmt: skip
+
+# Where a kv head has five query heads or more: what BUDGET has "of 8 rows", in the place of the above, which other kinds keep
+# ("outer 2" and "tiers" need the same, HIGGS in 2 bits 2.2 in place of 1.7 and 40 bytes of stack on sm_87).
+COUNTED_OF_8 = {
+    "symmetric 2": 1.83,
+    "symmetric 3": 2.21,
+    "symmetric 4": 1.89,
+    "asymmetric 2": 2.37,
+    "outer 2 G=128": 1.72,
 }
 
 
@@ -59,16 +76,27 @@ def fit(device: Device, sizes: Sequence[float], microseconds: Sequence[float], l
     return Machine(device, 1e-3 / slope / device.bandwidth, (short - slope * small) / launches)
 
 
-def counted(codec: Codec) -> tuple[float, str]:
-    """Instructions an element of the fused decode kernel for this storage, and what they were counted for."""
-    if isinstance(codec, Scaled | Squat | Predicted):
-        return counted(codec.inner)
-    if isinstance(codec, Exact):
-        return COUNTED["16 bit"]
-    if isinstance(codec, Uniform):
-        return COUNTED.get(f"{codec.bits} bit", COUNTED["8 bit"])
-    if isinstance(codec, MixKVQ):
-        return COUNTED["4 bit"]
-    if isinstance(codec, Higgs) and codec.d == 1 and codec.n <= 16:
-        return COUNTED["grid"]
-    return COUNTED["gather"]
+def kind(form: Form) -> str:
+    """What instructions depend on: inner integers' symmetry and bits, outer ones' bits and whether 128 numbers or more share a
+    scale, grids' bits and numbers a code.
+    """
+    if form.vector:
+        return f"grid {form.bits} of {form.vector}"
+    if form.inner:
+        return f"{'symmetric' if form.symmetric else 'asymmetric'} {form.bits}"
+    return f"{'tiers' if form.tiered else f'outer {form.bits}'}{LONG if form.group >= 128 and form.bits == 2 else ''}"
+
+
+def counted(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> float | str:
+    """Instructions an element of the fused decode kernel, or why they are not known. turned: keys before RoPE. ratio: query
+    heads a kv head.
+
+    Values stored otherwise than keys take half the difference of their own schemes more.
+    """
+    known = COUNTED | COUNTED_OF_8 if ratio > 4 else COUNTED
+    own, other = kind(keys), kind(values)
+    plain = own.replace("tiers", "outer 2")
+    own += BEFORE if turned else ""
+    if missing := next((name for name in (own, plain, other) if name not in known), None):
+        return f"instructions of the compiled kernel are not counted for {missing}"
+    return known[own] + (known[other] - known[plain]) / 2

@@ -33,7 +33,12 @@ def bench(
         typer.Option(help="auto, cpu, cuda, jetson, or a profile as jetson-orin-nano: projected where it is not here."),
     ] = "auto",
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Whose geometry; no weights are read. Default: llama-3.1-8b.")
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Whose geometry; no weights are read. Default: llama-3.1-8b; tiny for `generate` on a CPU.",
+        ),
     ] = None,
     revision: Revision = None,
     preset: Names = None,

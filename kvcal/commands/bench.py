@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..bench import caches, devices, generation, jetson, measure, memory, paper,
 from ..bench.fused import require_fused
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
-from ..bench.rows import Row, compared, read_earlier, to_csv
+from ..bench.rows import KEY, Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
 from ..bench.tables import no_scheme
 from ..bench.target import Target, target
@@ -72,14 +73,26 @@ def run_bench(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[s
     rows = [row.as_dict() for row in found.pop("rows")]
     if not rows:
         raise UsageError("nothing to measure: no operation fits any scheme; the notes above say why")
+    beside = None if earlier is None else compared(rows, earlier)
+    if beside == []:
+        say(_nothing_common(o["compare"], earlier or [], rows))
     if o["csv"] is not None:
         write_atomically(o["csv"], to_csv(rows).encode())
     if o["plot"] is not None:
         plot_bench(rows, o["plot"])
     return {
         "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
-        "compared": None if earlier is None else compared(rows, earlier),
+        "compared": beside,
     }  # fmt: skip
+
+
+def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
+    """Names what must be alike, and the devices, in which files differ most often."""
+    then, this = (", ".join(sorted({str(row["device"]) for row in every})) or "no device" for every in (earlier, now))
+    return (
+        f"--compare {path}: no row in common, nothing is compared: its rows are of {then}, these of {this}; compared are rows "
+        f"that agree in {', '.join(KEY)}"
+    )
 
 
 def _check_numbers(o: dict[str, Any]) -> None:
@@ -164,6 +177,11 @@ def _wanted(given: Sequence[str] | None, where: Target) -> list[str]:
         )
     found: list[str] = []
     for name in given:
+        if name not in known and name in PROJECTED:
+            elsewhere = "jetson" if devices.board() is None else jetson.PAPER_DEVICE
+            raise UsageError(
+                f"--operation {name}: is projected only, never measured on {where.name}; give --device {elsewhere}"
+            )
         if name not in known:
             here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
             raise UsageError(f"--operation {name}: not known; {allowed(name, here, 'kvcal names operation')}")
@@ -367,7 +385,8 @@ def _generation(
 ) -> list[Row]:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    name = o["model"] if o["model"] is not None else MODEL if on_gpu else MODEL_CPU
+    runs_here = not on_gpu and "generate" in wanted  # else only bytes are counted, or a GPU runs it
+    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
     source = models.resolve(name, o["revision"])
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)

@@ -36,7 +36,7 @@ def tables(found: Found) -> Iterator[Table]:
 
 def _hidden(row: Found) -> bool:
     """A backend of torch that does not run here: said in --json, no line of a table."""
-    return row["operation"] == "decode-attention" and row["microseconds"] is None
+    return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
 
 
 def _number(value: float | None, digits: int = 1) -> str | None:

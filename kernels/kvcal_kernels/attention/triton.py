@@ -2431,8 +2431,8 @@ def _merged(
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
-    are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an instruction
-    for each number, and no weight NaN where its output is infinite.
+    are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an
+    instruction for each number, and no weight NaN where its output is infinite.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
