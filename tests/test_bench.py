@@ -648,6 +648,8 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["-p", "kivi-2", "-p", "kivi-2"], "two schemes would be called 'kivi-2'"),
         (["--length", "4q"], "'4q' is not a whole number from 1"),
         (["--batch", "0"], "'0' is not a whole number from 1"),
+        (["--batch", "99999999999999999999"], "'99999999999999999999' is more than 2147483647"),
+        (["--length", "2097152k"], "'2097152k' is more than 2147483647"),
         (["--length", "64", "-p", "kivi-2", "-o", "quantise"], "nothing to measure"),
         (["--csv", "/no/such/folder/x.csv"], "is not a folder"),
         (["--plot", "x.pdf"], "must end in .png"),

@@ -526,6 +526,9 @@ own = t.preflight.quantise.append
 t.preflight.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
 print(t.preflight.append_trial(*rules, torch.float16, torch.device("cpu"), 0))
 print(t.preflight.append_trial(*grids, torch.float16, torch.device("cpu"), 0))
+t.preflight.quantise.append, seen = own, t.preflight.quantise.observe
+t.preflight.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
+print(t.preflight.append_trial(*rules, torch.float16, torch.device("cpu"), 1))
 t.preflight.reference.attend = lambda q, *rest: q
 print(t.preflight.trial(*forms, 2, 2, *place))
 """
@@ -537,8 +540,8 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     apart = float(lines[0]), float(lines.pop(1))
     assert max(apart) < 2e-3 and lines[1] == "fused: Triton kernel", lines  # of float16
     assert lines[2:9] == ["None", "None", "None None", *["None"] * 4], lines
-    assert lines[9:11] == ["packed keys differ"] * 2, lines
-    assert lines[11].startswith("2 new tokens behind a ring: off by"), lines
+    assert lines[9:12] == ["packed keys differ"] * 2 + ["key factors differ"], lines
+    assert lines[12].startswith("2 new tokens behind a ring: off by"), lines
 
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

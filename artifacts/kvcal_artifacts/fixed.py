@@ -407,17 +407,17 @@ class FixedLayer(KVCalLayer):
                     steps.length.add_(k.shape[2])
                 return out.to(q.dtype)
             settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
-            seen = None
+            seen, k, v = None, k.to(dtype), v.to(dtype)
             if not settled:
-                seen = self._factors_seen(counts, k.to(dtype), by or quantise)
+                seen = self._factors_seen(counts, k, by or quantise)
                 self._factor = None
             # not kept where a replayed graph may change the statistics in place, nor in memory of a compiled forward's graphs
             factor, wide = self._key_factor(settled and uncompiled, seen)
             keys, values = self._as_blocks(room.packed)
             if by is not None and not isinstance(self._rules, str):
-                by.append(self._stored(room), counts, k.to(dtype), v.to(dtype), *self._rules, factor)
+                by.append(self._stored(room), counts, k, v, *self._rules, factor)
             else:
-                self._append(room, counts, [k.to(dtype), v.to(dtype)])
+                self._append(room, counts, [k, v])
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
                 (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,

@@ -430,22 +430,20 @@ def append_trial(
     heads = len(own[0][0].flags)
     factor = torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5
     seen = [
-        (torch.zeros(3, heads, key.form.dim, device=device), torch.zeros(3, dtype=torch.bool, device=device))
-        for _ in (0, 1)
+        (torch.zeros(3, heads, key.form.dim, device=where), torch.zeros(3, dtype=torch.bool, device=where))
+        for where in places
     ]
     for new in calls:
         fresh = [torch.randn(3, heads, max(new), key.form.dim, generator=generator).to(dtype) for _ in (0, 1)]
-        for (layer, counts), by, pair in zip(own, (quantise, quantise.fast()), pairs, strict=True):
+        factors = []
+        for (layer, counts), by, pair, held in zip(own, (quantise, quantise.fast()), pairs, seen, strict=True):
             where = counts.data.device
             by.advance(counts, torch.tensor(new, dtype=torch.int32, device=where))
             by.append(layer, counts, *(x.to(where) for x in fresh), *pair, factor.to(where))
-        if min(new) == max(new):  # of steps, on one device: roots of a CPU may be rounded otherwise
-            keys, (_, counts) = fresh[0].to(device), own[1]
-            made = [
-                by.observe(*held, counts, keys, 2) for by, held in zip((quantise, quantise.fast()), seen, strict=True)
-            ]
-            if not all(torch.equal(*pair) for both in (seen, made) for pair in zip(*both, strict=True)):
-                return "key factors differ"
+            if min(new) == max(new):  # a step: no row is padded
+                factors.append([x.cpu() for x in (*by.observe(*held, counts, fresh[0].to(where), 2), *held)])
+        if factors and not all(map(torch.equal, *factors)):
+            return "key factors differ"
     (wanted, counts), (found, own_counts) = own
     if not torch.equal(counts.data, own_counts.data.cpu()):
         return "counts of tokens differ"

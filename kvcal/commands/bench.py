@@ -148,6 +148,9 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     yield ("plot",), bool(wanted - untimed), "rows with a time", another
 
 
+MOST = 2**31 - 1  # rows, or tokens of one: kernels count them in 32 bits
+
+
 def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
     """Whole numbers from 1, as 512,4096 or 32k; UsageError names the option."""
     if text is None:
@@ -159,7 +162,9 @@ def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
         digits = word.removesuffix("k")
         if not digits.isdecimal() or int(digits) < 1:
             raise UsageError(f"{option} {text!r}: {part.strip()!r} is not a whole number from 1; as in 1,32 or 4k,32k")
-        found.append(int(digits) * scale)
+        if (number := int(digits) * scale) > MOST:
+            raise UsageError(f"{option} {text!r}: {part.strip()!r} is more than {MOST}, beyond any device's memory")
+        found.append(number)
     return found
 
 
