@@ -106,14 +106,45 @@ def _hears_control_c() -> None:
 
 def started(*arguments: object, folder: Path) -> subprocess.Popen[str]:
     """A command in a process of its own, with as many threads as this one: sums then have the same last bits."""
+    return _process("-m", "kvcal.cli", *arguments, folder=folder)
+
+
+def _process(*arguments: object, folder: Path) -> subprocess.Popen[str]:
     path = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "artifacts"), os.environ.get("PYTHONPATH", "")]
     threads = str(torch.get_num_threads())
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": threads}
     return subprocess.Popen(
-        [sys.executable, "-m", "kvcal.cli", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder, env=environment,
         preexec_fn=_hears_control_c,
     )  # fmt: skip
+
+
+_ENDS_ITSELF = """
+import fnmatch, os, runpy, signal, sys
+
+pattern, number, *rest = sys.argv[1:]
+left, rename = int(number), os.replace
+
+def replace(source, place):
+    global left
+    rename(source, place)
+    left -= fnmatch.fnmatch(str(place), pattern)
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.replace, sys.argv = replace, ["kvcal", *rest]
+runpy.run_module("kvcal.cli", run_name="__main__")
+"""
+
+
+def killed_at(pattern: str, *arguments: object, folder: Path, number: int = 1) -> None:
+    """A command in a process of its own, ended by SIGKILL as soon as that many files of such paths are whole.
+
+    It does that to itself: who watches from outside sees a file too late on a busy machine.
+    """
+    done = finished(_process("-c", _ENDS_ITSELF, pattern, number, *arguments, folder=folder))
+    assert done.code == -signal.SIGKILL, done
 
 
 def finished(process: subprocess.Popen[str]) -> Done:

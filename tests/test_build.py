@@ -21,7 +21,7 @@ from kvcal.commands.build import KINDS, RECORDS
 from kvcal.methods import METHODS
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.errors import UsageError
-from models_fixture import SUFFIX, Done, finished, kvcal, started, wait_until, write_model, write_text
+from models_fixture import SUFFIX, Done, finished, killed_at, kvcal, started, wait_until, write_model, write_text
 from pages import ROOT, run_page, sources
 from test_gates import failures, harm
 
@@ -180,10 +180,7 @@ def test_the_pipeline_from_recipe_to_gate(tmp_path: Path) -> None:
 
 def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(base: Path, usual: dict[str, str]) -> None:
     """Three bundles share a pass: each has layers done when the process is killed."""
-    process = started("build", base / "r.toml", folder=base)
-    wait_until(lambda: len(list((base / "out").glob(".small-kvtuner*.partial/layer-0001*"))) == 1, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+    killed_at(f"{base}/out/.small-kvtuner*.partial/layer-0001*", "build", base / "r.toml", folder=base)
     assert not list((base / "out").glob(f"*{SUFFIX}"))
     found = kvcal("build", base / "r.toml")
     assert found.code == 0, found.err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from kvcal import kept
 from kvcal.evaluate.perplexity import _Sums
 from kvcal.kept import Work, beside
-from models_fixture import SUFFIX, Done, denied, finished, kvcal, started, wait_until, write_model, write_text
+from models_fixture import SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 
 WINDOWS = 6  # one at a time: enough work that a process can be stopped between two of them
 TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1]
@@ -79,14 +78,6 @@ def pieces(cache: Path, name: str) -> list[Path]:
     return sorted(cache.glob(f"partial/*/{name}"))
 
 
-def killed(given: Given, name: str, wanted: tuple[Path, str], folder: Path, *options: object) -> None:
-    """The command in a process of its own, ended by SIGKILL once such a file is there."""
-    process = started(*given.command(name), *options, folder=folder)
-    wait_until(lambda: any(wanted[0].glob(wanted[1])), process)
-    process.kill()
-    assert finished(process).code == -signal.SIGKILL
-
-
 def windows_in(file: Path) -> int:
     return int(json.loads(file.read_text())["value"]["windows"])
 
@@ -94,7 +85,7 @@ def windows_in(file: Path) -> int:
 def test_a_killed_eval_goes_on_and_gives_the_same_figures(
     given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
-    killed(given, "eval", (cache, "partial/eval-*/windows-*.json"), tmp_path)
+    killed_at(f"{cache}/partial/eval-*/windows-*.json", *given.command("eval"), folder=tmp_path)
     [file] = pieces(cache, "windows-*.json")
     done = windows_in(file)
     assert 1 <= done < WINDOWS
@@ -113,7 +104,7 @@ def test_a_killed_comparison_goes_on_in_the_middle_of_a_row(
     given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any], what: str
 ) -> None:
     """Between windows, between the layers of a fit, and between a fit and its windows."""
-    killed(given, "compare", (cache, f"partial/compare-*/{what}"), tmp_path)
+    killed_at(f"{cache}/partial/compare-*/{what}", *given.command("compare"), folder=tmp_path)
     rows = len(pieces(cache, "row-*.json"))
     again = kvcal(*given.command("compare"), "--json")
     assert figures(good(again)) == figures(undisturbed["compare"])
@@ -147,7 +138,8 @@ def test_with_an_output_it_keeps_beside_it(
     given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     output = tmp_path / "rows.json"
-    killed(given, "compare", (beside(output), ".fit-*.partial/layer-0002*"), tmp_path, "--output", output)
+    layer = beside(output) / ".fit-*.partial/layer-0002*"
+    killed_at(str(layer), *given.command("compare"), "--output", output, folder=tmp_path)
     assert len(json.loads(output.read_text())["rows"]) == 4  # all but the one under predictors
     again = good(kvcal(*given.command("compare"), "--output", output, "--json"))
     assert (figures(again), again["resumed_rows"]) == (figures(undisturbed["compare"]), 4)
@@ -158,7 +150,7 @@ def test_with_an_output_it_keeps_beside_it(
 
 
 def test_a_killed_probe_goes_on(given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    killed(given, "probe", (cache, "partial/probe-*/row-*.json"), tmp_path)
+    killed_at(f"{cache}/partial/probe-*/row-*.json", *given.command("probe"), folder=tmp_path)
     layers = len(pieces(cache, "row-*.json"))
     again = kvcal(*given.command("probe"), "--json")
     assert figures(good(again)) == figures(undisturbed["probe"])
@@ -269,10 +261,7 @@ def places(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: list[str]) -> None:
     """What was measured is not measured again: the very times are there."""
     command = [*BENCH, *(word for name in operations for word in ("-o", name))]
-    process = started(*command, folder=tmp_path)
-    wait_until(lambda: any(cache.glob("partial/bench-*/rows-*.json")), process)
-    process.kill()
-    assert finished(process).code == -signal.SIGKILL
+    killed_at(f"{cache}/partial/bench-*/rows-*.json", *command, folder=tmp_path)
     known = [row for file in pieces(cache, "rows-*.json") for row in json.loads(file.read_text())["value"]]
     again = kvcal(*command, "--json")
     found = good(again)
