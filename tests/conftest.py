@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -36,6 +37,12 @@ def pytest_configure() -> None:
     torch.utils._device._device_constructors()  # cached by torch: else a meta context would not know the patched ones
     for owner, name in UNINITIALISED:
         _patches.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and 12,000 tests are no garbage: without them a test's own `gc.collect()` takes 0.02 in place of 0.3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -19,7 +19,8 @@ def interpreted(*arguments: str) -> list[str]:
     """What `python ARGUMENTS` prints, line by line."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "quick_interpreter", *arguments],
+        capture_output=True, text=True, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
