@@ -309,12 +309,17 @@ class Case:
 
 
 def cases(shapes: list[Shape]) -> list[Any]:
+    """Where there are several, keys and values take turns at the shapes, and the other half is slow."""
     return [
-        pytest.param(Case(make, s, role), id=f"{name}-{label}-{role}-{s.heads}x{s.dim}x{s.block}")
+        pytest.param(
+            Case(make, s, role),
+            id=f"{name}-{label}-{role}-{s.heads}x{s.dim}x{s.block}",
+            marks=pytest.mark.slow if len(shapes) > 1 and (turn + (role == "value")) % 2 else (),
+        )
         for name, made in CONFIGURATIONS.items()
         for label, make in made.items()
         for role in roles_of(name, label)
-        for s in shapes
+        for turn, s in enumerate(shapes)
         if not label.endswith(UNLISTED) or takes(make, s, role)
     ]
 

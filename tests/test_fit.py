@@ -43,7 +43,7 @@ from models_fixture import (
 )
 
 LAYERS, LONG_LAYERS = 4, 16
-LONG = ["--windows", "24", "--length", "260", "--block", "8"]
+LONG = ["--windows", "12", "--length", "260", "--block", "8"]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from kvcal.evaluate.perplexity import _Sums
 from kvcal.kept import Work, beside
 from models_fixture import SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 
-WINDOWS = 6  # one at a time: enough work that a process can be stopped between two of them
-TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1]
+WINDOWS = 6  # one at a time
+TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1, "--step", 33]
 ROWS = ["--preset", "kivi-2", "--preset", "higgs-2", "--preset", "uniform-4"]
 PAIRS = ["--keys", "higgs-2-wide", "--values", "higgs-2-wide", "--recent", 16, "--predict"]
 FIT = ["--fit-windows", 6, "--fit-length", 132]

@@ -194,7 +194,7 @@ def test_codebooks_of_points_that_repeat_are_exact() -> None:
 
 def test_codebooks_of_a_layer_of_zeros() -> None:
     k, q = usual()
-    codec = CodebookBackbone(2.0).learn(shown(k * 0, q))
+    codec = CodebookBackbone(2.0, 16).learn(shown(k * 0, q))
     assert float(codec.decode(codec.encode(coded(k) * 0)).abs().max()) == 0
 
 

@@ -104,6 +104,7 @@ def test_balanced_keys_have_the_plain_models_loss(tiny: Any, twin: Any, tmp_path
     assert said == [] and loss["twin"] < 1.5 * loss["plain"]
 
 
+@pytest.mark.slow
 def test_what_it_says_comes_true(tiny: Any, twin: Any, windows: torch.Tensor) -> None:
     """KL to full precision, on the model and on its twin."""
     presets = FRAGILE | STURDY | DEARER

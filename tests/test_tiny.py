@@ -72,6 +72,7 @@ def test_demo_fits_into_the_wheel() -> None:
     assert sum(path.stat().st_size for path in files) <= 12_000_000
 
 
+@pytest.mark.slow
 def test_bits_per_byte(tiny: Any, card: str) -> None:
     text = corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=None, length=1024)
     assert bool((text.ids[:, 0] == tiny.tokenizer.bos_token_id).all())
