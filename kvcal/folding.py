@@ -75,9 +75,8 @@ def row_factors(site: hf.AttentionSite, factor: Tensor, partners: Tensor) -> lis
     _check_shared(site.index, factor, partners)
     down = (1 / factor.double()).flatten()
     wide = _rows(site.query_source) if site.query_slice is None else site.query_slice.stop - site.query_slice.start
-    up = (
-        factor.double().repeat_interleave(wide // down.numel(), 0).flatten()
-    )  # kv head j serves query heads j*g to j*g+g-1
+    # Kv head j serves query heads j*g to j*g+g-1.
+    up = factor.double().repeat_interleave(wide // down.numel(), 0).flatten()
     if site.key_slice is not None and site.query_slice is not None:
         rows = torch.ones(_rows(site.key_source), dtype=torch.float64)
         rows[site.query_slice], rows[site.key_slice] = up, down

@@ -39,11 +39,8 @@ from .report.timing import PhaseTimer
 if TYPE_CHECKING:
     from .corpus import Windows
 
-HELD_PART, HELD_LEAST, HELD_MOST = (
-    32,
-    4096,
-    1 << 17,
-)  # held-out vectors: a 32nd of the training ones within these bounds
+# Held-out vectors: a 32nd of the training ones within these bounds.
+HELD_PART, HELD_LEAST, HELD_MOST = 32, 4096, 1 << 17
 DISK_PART = 0.5  # of the free disk that kept vectors may take: the bundle and other jobs need some, too
 Say = Callable[[str], None]
 Made = TypeVar("Made")
@@ -207,9 +204,8 @@ class Collection:
         self.parts.append(sample)
         if sample.rotary and not before:
             none = torch.zeros(taps.site.head_dim)
-            band_split(
-                none, none, self.method.high, sample.rotary, self.method.split
-            )  # refuses what does not fit its pairs
+            # Refuses what does not fit its pairs.
+            band_split(none, none, self.method.high, sample.rotary, self.method.split)
         if taps.index in probed_layers(self.layers):
             sample.probe = hf.key_probe(taps.site)
 

@@ -158,9 +158,8 @@ def test_an_error_where_no_query_looks_is_none(twin: Any, windows: torch.Tensor,
 def test_scores_by_hand() -> None:
     keys = torch.tensor([[[[1.0, 5.0], [3.0, 7.0]]]])  # less their mean: -1 and 1, twice
     queries = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]]]])  # two heads that share it: scores -2 and 2, -1 and 1
-    off = torch.tensor(
-        [[[[1.0, 0.0], [0.0, 0.0]]]]
-    )  # less its mean: 0.5 and -0.5 in the first channel, 1 and -1 in scores
+    # Less its mean: 0.5 and -0.5 in the first channel, 1 and -1 in scores.
+    off = torch.tensor([[[[1.0, 0.0], [0.0, 0.0]]]])
     assert score_error(queries, keys, keys + off) == pytest.approx(2 / (8 + 2))
     assert score_error(queries, keys, keys + 100) == 0  # a softmax does not see what all tokens have
     assert score_error(queries, keys * 0, keys * 0) == 0

@@ -45,9 +45,8 @@ def test_kivi_keys_per_channel_and_values_per_token(bits: int) -> None:
         assert isinstance(codec, Uniform)
         found, scale, low = codec.groups(packed)
         assert low is not None
-        codes = (
-            found[0] if role == "key" else found[0].transpose(-1, -2)
-        )  # (H, N, b, D) for keys, (H, N, D, b) for values
+        # (H, N, b, D) for keys, (H, N, D, b) for values.
+        codes = found[0] if role == "key" else found[0].transpose(-1, -2)
         for head in range(SHAPE.heads):
             for block in range(3):
                 part = x[0, head, 32 * block : 32 * block + 32].numpy()  # 32 tokens

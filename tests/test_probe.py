@@ -93,9 +93,8 @@ def by_least_squares(cached: dict[str, list[Tensor]], name: str, layer: int) -> 
 
 @pytest.mark.parametrize("frame", ["pre_rope", "post_rope"])
 def test_scores_are_those_of_least_squares_on_the_cache_of_transformers(given_model: Given, frame: str) -> None:
-    found = given_model.found(
-        "--frame", frame, *chosen(PROBES), "--batch", 3
-    )  # 20 training windows: cut within a batch
+    # 20 training windows: the last batch is cut.
+    found = given_model.found("--frame", frame, *chosen(PROBES), "--batch", 3)
     known = cached(given_model, frame)
     for row in found["rows"]:
         for layer, score in enumerate(row["layers"]):

@@ -1165,9 +1165,8 @@ class KVCalCache(Cache):
         assert self._mask is not None
         old, held = self._mask[:, :past].bool(), self._held_mask
         if not past or self.scheme.selection is not None or len(old) != self.ledger.batch:
-            return torch.ones(
-                (), dtype=torch.bool, device=old.device
-            )  # with selection the ledger hides what the mask does
+            # With selection the ledger hides what the mask does.
+            return torch.ones((), dtype=torch.bool, device=old.device)
         if held is None or held.shape != old.shape or held.device != old.device:
             held = self._held_mask = self.ledger.valid.to(old.device)
         return (old == held).all()

@@ -430,9 +430,8 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
-    return (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )  # is_available() asks the environment
+    # torch.cuda.is_available() would ask the environment.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Listener(Protocol):

@@ -169,9 +169,8 @@ class Ledger:
         """Of the columns that `plan` brought: note whether their positions (B, query) follow those of their row's tokens."""
         assert plan.seen is not None
         valid = torch.ones(new.shape, dtype=torch.bool) if plan.valid is None else plan.valid
-        start = new.to("cpu").long() - (
-            plan.seen[:, None] + valid.long().cumsum(1) - 1
-        )  # each says what the first's is
+        # Each says what the first's is.
+        start = new.to("cpu").long() - (plan.seen[:, None] + valid.long().cumsum(1) - 1)
         first = start.gather(1, valid.int().argmax(1, keepdim=True))[:, 0]
         first = first if self.starts is None else torch.where(plan.seen > 0, self.starts, first)
         if self.starts is None or not torch.equal(first, self.starts):  # the same tensor as long as it says the same

@@ -23,11 +23,10 @@ BACKENDS = {
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 PAGE = 64  # tokens a page of FlashInfer's cache
 WORKSPACE = 128 << 20
-TOLERANCE = 2.0  # times the error of plain products in the same dtype, plus so many of its units:
-UNITS, UNITS_OF_PEERS = (
-    1.0,
-    16.0,
-)  # ours in 16 bits; torch's own, whose float32 kernels sum in the order that a CPU likes best
+# Times the error of plain products in the same dtype, plus so many of its units: for ours in 16 bits, and for torch's own,
+# whose float32 kernels sum in the order that a CPU likes best.
+TOLERANCE = 2.0
+UNITS, UNITS_OF_PEERS = 1.0, 16.0
 
 
 @dataclass(frozen=True)

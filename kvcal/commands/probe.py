@@ -23,10 +23,8 @@ from ..spill import SpillStore
 from .calibration import Calibration, prepare
 from .common import Say, decided_by
 
-WINDOWS, HOLDOUT = (
-    32,
-    8,
-)  # of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32
+# Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
+WINDOWS, HOLDOUT = 32, 8
 
 
 def probe_settings(o: dict[str, Any]) -> Settings:

@@ -237,9 +237,8 @@ class Higgs(Codec):
             return None
         form, device = self._form, self.grid.device
         table, unit = _table(tuple(self.grid.flatten().tolist()), self.d, form.bits)
-        grids.order(
-            self.role, form.dim, form.bits, form.vector, device
-        )  # made now: no graph of a step may copy it there
+        # Made now: no graph of a step may copy it there.
+        grids.order(self.role, form.dim, form.bits, form.vector, device)
         return Grid(self.grid, self.sign.view(self.shape.heads, -1), on_device(table, device), unit)
 
     def as_blocks(self, packed: Packed) -> Blocks:

@@ -2603,9 +2603,8 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
         return Launch(warps=4, registers=128 if values.paired else 0)
     if keys.dim > 128 or rows > 8:
         return Launch()
-    if (
-        turned
-    ):  # at 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer with 208
+    if turned:
+        # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
     length = 96 if by_bytes(keys, values, rows, 1) else 60
     return Launch(registers=176 if keys.tiered else 168, length=length)

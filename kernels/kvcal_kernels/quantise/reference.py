@@ -164,9 +164,8 @@ def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
     """Symmetric ones first; the first is plain."""
     half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
     plain = x.abs().amax(-1) / half
-    limit = (
-        HALF_MAX / half if rule.mode == "hybrid" else HALF_MAX
-    )  # hybrid: what the lowest code stands for is stored too
+    # Hybrid: what the lowest code stands for is stored too.
+    limit = HALF_MAX / half if rule.mode == "hybrid" else HALF_MAX
     for factor, _ in rule._symmetric:
         size = (plain * abs(factor)).clamp(HALF_FLOOR, limit).half()
         scale = size if factor > 0 else -size

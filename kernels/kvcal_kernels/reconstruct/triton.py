@@ -469,9 +469,8 @@ def reconstruct(
     if turn is not None and turned is None:
         turned = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device)
     _check(coded, prepared, inputs, turn, out, turned, shape)
-    launch = launch or (
-        launch_for(out.device) if inputs else Launch(128)
-    )  # without products 128 hide more of the loads
+    if launch is None:  # without products 128 hide more of the loads
+        launch = launch_for(out.device) if inputs else Launch(128)
     d, rows = coded.grid.shape[1], batch * tokens
     if rows + launch.tokens >= 1 << 31:
         raise ValueError(f"reconstruct: {batch} rows of {tokens} tokens; 2^31 tokens at most, in one call")
