@@ -118,7 +118,7 @@ def test_packed_bytes_depend_on_the_tokens_only(name: str, frame: str, layout: t
 
 @every_frame
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("cuts", [(), range(1, 80), (30, 31, 64)], ids=["whole", "ones", "pieces"])
+@pytest.mark.parametrize("cuts", [(), range(1, 80)], ids=["whole", "ones"])
 def test_pads_are_never_encoded(name: str, frame: str, cuts: Any) -> None:
     """Pads that hold NaN: encoding one would raise or show."""
     rows, valid = Rows([70, 33, 4]), left_mask([70, 33, 4]).bool()
@@ -355,7 +355,7 @@ def operate(made: KVCalCache, model: Columns, name: str, *details: Any) -> KVCal
 
 @every_frame
 @pytest.mark.parametrize("windows", [(SINK, RECENT, BLOCK), (0, 0, 1), (0, 3, 16), (7, 0, 5)], ids=str)
-@settings(max_examples=75)
+@settings(max_examples=30)
 @given(first=st.integers(1, 3), operations=st.lists(OPERATIONS, min_size=2, max_size=12), seed=st.integers(0, 9))
 def test_exact_cache_is_a_list_of_columns(
     windows: tuple[int, int, int], frame: str, first: int, operations: list[Any], seed: int

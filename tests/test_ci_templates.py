@@ -207,7 +207,7 @@ def both(given: Mapping[str, str]) -> dict[str, tuple[dict[str, str], list[str]]
 
 
 @pytest.mark.parametrize("template", ["github", "gitlab"])
-@pytest.mark.parametrize("gate", ["given", "recipe"])
+@pytest.mark.parametrize("gate", ["given", pytest.param("recipe", marks=pytest.mark.slow)])
 def test_a_failed_gate_ends_the_job_before_it_publishes(template: str, gate: str, place: Place) -> None:
     """With the gates' own exit code, and a card and a report to read: the recipe's gates as those of the template.
 

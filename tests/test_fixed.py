@@ -126,7 +126,7 @@ def test_crop_select_copy_and_reset(name: str) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 5}], ids=["greedy", "beams", "lookup"]
 )
-@pytest.mark.parametrize("prompt", [90, 3])
+@pytest.mark.parametrize("prompt", [90, pytest.param(3, marks=pytest.mark.slow)])
 @FEW
 def test_generate(name: str, prompt: int, options: dict[str, Any], calls: list[int]) -> None:
     """Its masks have four dimensions for such caches."""

@@ -99,7 +99,9 @@ def test_a_killed_eval_goes_on_and_gives_the_same_figures(
     assert good(kvcal(*given.command("eval"), "--json"))["resumed_windows"] == 0
 
 
-@pytest.mark.parametrize("what", ["windows-*.json", ".fit-*.partial/layer-0002*", "fit-*.safetensors"])
+@pytest.mark.parametrize(
+    "what", [pytest.param("windows-*.json", marks=pytest.mark.slow), ".fit-*.partial/layer-0002*", "fit-*.safetensors"]
+)
 def test_a_killed_comparison_goes_on_in_the_middle_of_a_row(
     given: Given, cache: Path, tmp_path: Path, undisturbed: dict[str, Any], what: str
 ) -> None:
