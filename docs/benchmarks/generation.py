@@ -7,8 +7,8 @@ few blocks that repeat); every step runs through the whole model with greedy cho
 docs/benchmarks.md, "Whole models".
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
-written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own: with the device nearly full
-cuDNN failed inside of it and left a CUDA context in which nothing ran any more (H200).
+written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone:
+with the device nearly full cuDNN failed inside of it and left a CUDA context in which nothing ran any more (H200).
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ GIB = 2**30
 BUILD = "from optimum.quanto.library.extensions.extension import get_extension; get_extension('quanto_cuda').lib"
 BUILD_SECONDS = 240.0
 ALONE = 60.0  # seconds more for a process of its own: torch, a model, quanto's code from its cache
+ROOM = (
+    3 * GIB
+)  # of 141 that QuantizedCache's tensors may not take: cuDNN loads code, and breaks the process where it cannot
 
 
 def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
@@ -176,6 +179,8 @@ def main(given: Sequence[str] | None = None) -> None:
     if on_gpu:
         about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
+    if on_gpu and "quanto" in chosen.kind:
+        torch.cuda.set_per_process_memory_fraction(1 - ROOM / about["total_bytes"])
     ours_alone = bool(chosen.kind) and "quanto" not in chosen.kind
     building, quanto = None if ours_alone else quanto_building(on_gpu), ""
     every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
@@ -208,7 +213,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if "quanto" in kind.name:
             left = chosen.seconds + began - time.time()
             quanto = quanto or quanto_built(building, min(BUILD_SECONDS, left))
-            kind = replace(kind, path=kind.path + quanto)
+            kind = replace(kind, path=f"{kind.path}{quanto}, {ROOM // GIB} GiB left to libraries")
         take(f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, device))
     if apart:  # the model's memory is theirs; kinds hold it too
         del model, every, jobs, kind
