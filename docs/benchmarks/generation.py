@@ -43,9 +43,8 @@ GIB = 2**30
 BUILD = "from optimum.quanto.library.extensions.extension import get_extension; get_extension('quanto_cuda').lib"
 BUILD_SECONDS = 240.0
 ALONE = 60.0  # seconds more for a process of its own: torch, a model, quanto's code from its cache
-ROOM = (
-    3 * GIB
-)  # of 141 that QuantizedCache's tensors may not take: cuDNN loads code, and breaks the process where it cannot
+# Of 141 GiB, what QuantizedCache's tensors may not take: cuDNN loads code, and breaks the process where it cannot.
+ROOM = 3 * GIB
 
 
 def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
