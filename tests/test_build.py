@@ -692,6 +692,7 @@ def test_an_error_in_a_process_names_its_bundle(base: Path) -> None:
 # The page.
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
     (server := tmp_path / "server").mkdir()
     with forking(server, sources(server)) as tools:

@@ -214,7 +214,7 @@ def test_speculation_takes_tokens_back_and_keeps_some(mode: str) -> None:
 
 
 @pytest.mark.parametrize("frame", ["post_rope", "pre_rope"])
-@pytest.mark.parametrize("name", ["llama", "smollm3", "phi3-partial"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "smollm3", "phi3-partial"])
 def test_speculation_beyond_the_window(name: str, frame: str) -> None:
     """More wrong guesses than the recent window is long: they reach into packed blocks."""
     model = tiny(name)

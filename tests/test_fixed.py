@@ -81,7 +81,7 @@ def test_steps_give_what_a_growing_cache_gives(name: str, calls: list[int]) -> N
     assert calls == [q for q in [*[1] * 59, 16, 4] for _ in range(6)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@FEW
 def test_rows_of_all_lengths_step_together(name: str) -> None:
     """One has packed blocks, one packs its first, one none yet, one has not even its sink."""
     mask = torch.cat([left_mask([120, 60, 40, 2]), torch.ones(4, 60, dtype=torch.long)], 1)

@@ -333,7 +333,9 @@ def test_a_good_bundle_drifts_less(tiny: Path, tmp_path: Path) -> None:
     assert (code, message) == (0, None), complaint
 
 
-@pytest.mark.parametrize("name", HARM)
+@pytest.mark.parametrize(
+    "name", ["grid", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("key head", "values"))]
+)
 def test_harm_to_one_head_is_found_and_named(tiny: Path, tmp_path: Path, name: str) -> None:
     layer, role, tensor, change, who = HARM[name]
     harmed = altered(tiny, tmp_path / f"x{SUFFIX}", layer, role, tensor, change)

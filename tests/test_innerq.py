@@ -438,6 +438,7 @@ def test_the_twin_is_the_same_function(tmp_path: Path) -> None:
         assert torch.equal(loaded[0](ids).logits, loaded[1](ids).logits)
 
 
+@pytest.mark.slow
 def test_outliers_tell_schemes_apart(tmp_path: Path) -> None:
     """On the embedded model and its twin: factors and per-channel keys hold, rotated and per-token 2-bit keys break."""
     loaded = load_model(resolve("tiny"), dtype="float32", device="cpu")

@@ -189,7 +189,14 @@ def test_ctrl_c_keeps_what_was_done(given: Given, broken_off: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--step", 31], ["--keep", 0.5], ["--windows", 5], ["--batch", 2], ["--dtype", "bfloat16"]], ids=str
+    "options",
+    [
+        ["--step", 31],
+        ["--keep", 0.5],
+        ["--windows", 5],
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (["--batch", 2], ["--dtype", "bfloat16"])),
+    ],
+    ids=str,
 )
 def test_other_settings_begin_at_the_start(given: Given, broken_off: Path, options: list[object]) -> None:
     assert resumed(*given.command("eval"), *options) == 0
@@ -213,7 +220,7 @@ def test_another_model_or_code_begins_at_the_start(
     assert resumed(*given.command("eval")) == 0
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "other"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "other", pytest.param("empty", marks=pytest.mark.slow)])
 def test_damaged_work_is_done_again(given: Given, broken_off: Path, undisturbed: dict[str, Any], damage: str) -> None:
     whole = broken_off.read_text()
     at = whole.index('"nats": ') + 8

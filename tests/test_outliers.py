@@ -67,7 +67,7 @@ def test_the_guard_names_what_breaks_and_what_holds(twin: Any, windows: torch.Te
         assert "in 8 of 8 layers" in line and line.endswith(HOLD.format(name)), line
 
 
-@pytest.mark.parametrize("name", ["higgs-2", "uniform-4"])
+@pytest.mark.parametrize("name", [pytest.param("higgs-2", marks=pytest.mark.slow), "uniform-4"])
 def test_balanced_factors_are_named_only_where_they_hold(
     twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
