@@ -2435,7 +2435,8 @@ def _merged(
     instruction for each number, and no weight NaN where its output is infinite.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(D)
-    row, column = tl.arange(0, ROWS), tl.arange(0, WIDE)
+    row, number = tl.arange(0, ROWS), tl.arange(0, ROWS * WIDE)
+    column = number % WIDE
     b_m = tl.full([ROWS], LOW, tl.float32)
     b_l = tl.zeros([ROWS], tl.float32)
     b_o = tl.zeros([ROWS, WIDE], tl.float32)
@@ -2445,11 +2446,14 @@ def _merged(
         o_stat = part[:, None] * 2 * N + row[None, :]
         m = tl.load(p_stat + o_stat, cache_modifier=".cg")
         l = tl.load(p_stat + o_stat + N, cache_modifier=".cg")
-        o_part = (part[:, None] * N + row[None, :])[:, :, None] * D + column[None, None, :]
+        o_part = part[:, None] * (N * D) + (number // WIDE * D + column)[None, :]
         if WIDE > D:
-            o = tl.load(p_part + o_part, mask=column[None, None, :] + o_part * 0 < D, other=0.0, cache_modifier=".cg")
+            o = tl.load(p_part + o_part, mask=(column < D)[None, :] & (o_part >= 0), other=0.0, cache_modifier=".cg")
         else:
             o = tl.load(p_part + o_part, cache_modifier=".cg")
+        # rows and channels as one while they are read: lanes left over by 64 channels then take another row, not another part,
+        # with which both would hold, and write, the same sum
+        o = tl.reshape(o, [AT_ONCE, ROWS, WIDE])
         b_new = tl.maximum(b_m, tl.max(m, 0))
         copies = tl.maximum(begin + AT_ONCE - count + 1, 1).to(tl.float32)
         weight = tl.exp2(m - b_new[None, :]) * tl.where(i < count - 1, 1.0, 1.0 / copies)[:, None]
