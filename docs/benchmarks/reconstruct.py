@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,23 @@ def decoding(clock: Clock, batch: int, length: int, key: bool, rotation: str) ->
     return row
 
 
+def flash_kmeans(x: torch.Tensor, book: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """The assignment kernel of flash-kmeans, where it is installed: of vectors in float16, squares of lengths given."""
+    try:
+        from flash_kmeans.assign_euclid_triton import euclid_assign_triton
+    except ImportError:
+        return None
+    own, squares, lengths = x.half()[None], x.square().sum(1)[None], book.float().square().sum(1)[None]
+    out = torch.empty(1, len(x), dtype=torch.int32, device=x.device)
+    return lambda: euclid_assign_triton(own, book[None], squares, out, lengths)[0]
+
+
+def farther(x: torch.Tensor, book: torch.Tensor, chosen: torch.Tensor, best: torch.Tensor) -> float:
+    """By how much of the least distance a chosen codeword lies farther, at most."""
+    far, least = ((x.double() - book[c.long()].double()).norm(dim=1) for c in (chosen, best))
+    return float((far / least.clamp_min(1e-12)).max()) - 1
+
+
 def nearest(clock: Clock, n: int, d: int, k: int, launches: list[vq.Launch], until: float) -> Row:
     x, book = torch.randn(n, d, device="cuda"), torch.randn(k, d, device="cuda").half()
     tried: list[tuple[float, Any]] = []
@@ -205,10 +223,10 @@ def nearest(clock: Clock, n: int, d: int, k: int, launches: list[vq.Launch], unt
             print(f"  {launch}: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
     tried.sort(key=lambda each: each[0])
     taken, launch = tried[0]
-    some = x[:: max(1, n // 4096)]
-    chosen, best = vq.nearest(some, book, launch), vq_reference.nearest(some, book)
-    far, least = ((some.double() - book[c.long()].double()).norm(dim=1) for c in (chosen, best))
-    worst = float((far / least.clamp_min(1e-12)).max()) - 1
+    step = max(1, n // 4096)
+    some = x[::step]
+    best = vq_reference.nearest(some, book)
+    worst = farther(some, book, vq.nearest(some, book, launch), best)
     padded = sum(vq.chunks(d))
     row: Row = {"operation": "nearest", "vectors": n, "dimension": d, "codewords": k, "farther": worst}
     row |= {"launch": vars(launch), "tried": [[round(t, 1), *vars(each).values()] for t, each in tried]}
@@ -217,6 +235,12 @@ def nearest(clock: Clock, n: int, d: int, k: int, launches: list[vq.Launch], unt
     row["fraction_padded"] = row["fraction_of_matmul"] * padded / d
     said = f"{taken:.1f} us, {row['fraction_of_matmul']:.3f} of matmul, padded to {padded} {row['fraction_padded']:.3f}"
     said = said if row["microseconds"] else "WRONG"
+    if (peer := flash_kmeans(x, book)) is not None:
+        row["flash_kmeans_farther"] = farther(some, book, peer()[::step], best)
+        row["flash_kmeans_microseconds"] = clock.time(peer).microseconds
+        said += (
+            f", flash-kmeans {row['flash_kmeans_microseconds']:.1f} us, farther by {row['flash_kmeans_farther']:.1e}"
+        )
     print(f"nearest {n} x {d}, {k} codewords: {said}, farther by {worst:.1e}, {row['tried']}", flush=True)
     return row
 

@@ -32,6 +32,7 @@ THOR_QUERY = (
 A100_SHEET = "https://huggingface.co/RajBhope/gpu-runtime-predictor/blob/main/gpu_catalog.json (1555 GB/s)"
 A100_QUERY = "https://gist.github.com/gengwg/3520df2ebf8872e5ee4818367e3a4122 (deviceQuery)"
 H200_FACTS = "https://www.saulelectric.com/nvidia-h200.html (132 SMs, 4.8 TB/s, 141 GB)"
+H200_SEEN = "what CUDA says of one (docs/benchmarks/generation-ffe395f.json, total_bytes): 139.8 GiB, all for programs"
 H200_CLOCK = "https://geektopia.es/es/technology/2023/11/13/noticias/nvidia-anuncia-la-aceleradora-h200-tiene-141-gb-de-hbm3e.html"
 
 
@@ -107,8 +108,8 @@ _TABLE = (
         {"sms": A100_QUERY, "clock": A100_QUERY, "bandwidth": A100_SHEET, "memory": A100_SHEET}, jetson=False,
     ),
     Device(
-        "h200", "H200 (SXM, 141 GB)", (9, 0), 132, 1930, 4800, 131, ("H200",),
-        {"sms": H200_FACTS, "clock": H200_CLOCK, "bandwidth": H200_FACTS, "memory": H200_FACTS}, jetson=False,
+        "h200", "H200 (SXM, 141 GB)", (9, 0), 132, 1930, 4800, 139, ("H200",),
+        {"sms": H200_FACTS, "clock": H200_CLOCK, "bandwidth": H200_FACTS, "memory": H200_SEEN}, jetson=False,
     ),
 )  # fmt: skip
 
