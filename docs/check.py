@@ -3,7 +3,7 @@
     python docs/check.py            # check
     python docs/check.py --write    # renew docs/cli.md first
 
-Checked: docs/cli.md is what the help says; relative links in README.md and docs/*.md lead to a file and,
+Checked: docs/cli.md is what the help says; relative links in README.md, CHANGELOG.md and all of docs/ lead to a file and,
 with a `#heading`, to a heading; every `kvcal …` command line in a code block, and every one in backticks
 that has no placeholder (`…`, `<…>`, `[…]`), parses. Needs typer, not torch.
 """
@@ -27,7 +27,7 @@ from kvcal.cli.failure import EXIT_CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOT_COMMAND: Any = typer.main.get_command(app)
-CLI_PAGE = ROOT / "docs" / "cli.md"
+CLI_PAGE, CHANGELOG = ROOT / "docs" / "cli.md", ROOT / "CHANGELOG.md"
 WIDTH = 100
 
 INTRO = """\
@@ -62,7 +62,8 @@ def cli_page() -> str:
 
 
 def pages() -> list[Path]:
-    return [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.exists()]
+    own = [ROOT / "README.md", CHANGELOG]
+    return [page for page in [*own, *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
 
 
 def stale_cli_page() -> Iterator[str]:
@@ -105,7 +106,7 @@ def command_lines(text: str) -> Iterator[str]:
 
 
 def refused(page: Path) -> Iterator[str]:
-    if page == CLI_PAGE:  # its usage lines are the help's own
+    if page in (CLI_PAGE, CHANGELOG):  # usage lines are the help's own; old releases had other commands
         return
     for line in command_lines(page.read_text("utf-8")):
         problem = parse_problem(shlex.split(line, comments=True)[1:])
