@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from interpreted import interpreted, needs_triton
 from kvcal.bench import (
     caches,
     devices,
+    distortion,
     filled,
     fused,
     generation,
@@ -30,6 +32,7 @@ from kvcal.bench import (
     operations,
     paper,
     peers,
+    quantising,
     roofline,
     rows,
     schemes,
@@ -44,8 +47,28 @@ from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
+from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.codecs import (
+    CODECS,
+    Codec,
+    Exact,
+    Float8,
+    Higgs,
+    MixKVQ,
+    Predicted,
+    ResidualVQ,
+    Scaled,
+    Shape,
+    Squat,
+    Transform,
+    Uniform,
+)  # fmt: skip
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.ledger import Plan
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_kernels import quantise as quantise_kernels
+from kvcal_kernels.quantise import Layer, reference
 from models_fixture import Done, kvcal
 
 CPU = torch.device("cpu")
@@ -372,6 +395,133 @@ def test_a_wrong_packing_is_seen() -> None:
     assert "differs" in str(operation.misencoded(held))
 
 
+# What a check must see, and the unspoilt code beside it. A format's promise is computed without encode and decode.
+
+READS = ["decode-then-attend", "quantise", "append", "reconstruct", "quantise-step"]
+FORMATS: dict[str, type[Codec]] = {
+    "kivi-2": Uniform, "innerq-hybrid": Scaled, "higgs-2": Higgs, "squat-2": Squat, "mixkvq": MixKVQ, "fp8": Float8,
+    "bf16": Exact, "aqua-kv-2": Predicted, "vqkv-256": ResidualVQ,
+}  # fmt: skip
+
+
+def refusals(name: str, which: list[str]) -> dict[str, str | None]:
+    long = name in ("vqkv-256", "mixkvq")  # blocks of 128 tokens
+    found = measured([name], which, batch=1, length=300 if long else LENGTH)
+    return {row["operation"]: row["refused"] for row in found if row["scheme"] == name}
+
+
+@pytest.mark.parametrize("part", [0.05, 0.0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_decode_that_shrinks_numbers_is_refused(name: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FORMATS[name]
+    honest = own.decode
+    monkeypatch.setattr(own, "decode", lambda *given, **more: honest(*given, **more) * part)
+    found = refusals(name, READS)
+    assert list(found) == READS
+    assert all(why and why.startswith("check failed: ") for why in found.values()), found
+
+
+def test_a_shrunk_decode_of_hybrid_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Uniform.decode
+    assert refusals("innerq-hybrid", ["hybrid-50"]) == {"hybrid-50": None}
+    monkeypatch.setattr(Uniform, "decode", lambda *given, **more: honest(*given, **more) * 0.05)
+    assert "off by 0.95" in str(refusals("innerq-hybrid", ["hybrid-50"])["hybrid-50"])
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "mixkvq"])
+@pytest.mark.parametrize("old", [True, False])
+def test_an_append_that_stores_zeros_is_refused(name: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the old blocks, or of the new one."""
+    honest = store.append
+
+    def zeros(stored: store.Stored) -> store.Stored:
+        if isinstance(stored, store.Ragged):
+            return store.Ragged(torch.zeros_like(stored.data), stored.counts)
+        return torch.zeros_like(stored)
+
+    def spoilt(was: store.Stored, more: store.Stored, plan: Plan) -> store.Stored:
+        return honest(zeros(was), more, plan) if old else honest(was, zeros(more), plan)
+
+    monkeypatch.setattr(store, "append", spoilt)
+    found = refusals(name, ["append", "quantise"])
+    said = "differs from what it was before appending" if old else "differs from what was to be appended"
+    assert said in str(found["append"]) and found["quantise"] is None
+
+
+def test_one_block_that_decodes_to_another_is_seen() -> None:
+    held = layer.fill(case("inner-4", batch=2, length=32 * 20 + 128))
+    keys, values = held.decoded()
+    assert operation.misread(held, (keys, values)) is None
+    keys[1, :, 32:64] = keys[1, :, 64:96]
+    values[0, 0, 0, 0] = float("nan")
+    assert "misses keys" in str(distortion.misread(held, 0, keys))
+    assert "misses values" in str(distortion.misread(held, 1, values))
+    assert "decoding gives" in str(distortion.misread(held, 1, values[:, :, :32]))
+
+
+def scaled_scales(given: Layer) -> None:
+    given.keys.scale.mul_(1.1)
+
+
+def wrong_words(given: Layer) -> None:
+    given.values.words.bitwise_xor_(1)
+
+
+def lost_token(given: Layer) -> None:
+    given.recent[1][:, :, 96].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (None, None),
+        (scaled_scales, "scale of keys differ"),
+        (wrong_words, "words of values differ"),
+        (lost_token, "the window's token 96 of values"),
+    ],
+)
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2"])
+def test_an_append_kernel_that_stores_something_else_is_refused(
+    name: str, spoil: Callable[[Layer], None] | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's reference in its place, so that it runs without Triton."""
+
+    def append(given: Layer, *rest: Any) -> None:
+        reference.append(given, *rest)
+        if spoil is not None:
+            spoil(given)
+
+    stand_in = SimpleNamespace(append=append, advance=reference.advance)
+    monkeypatch.setattr(quantise_kernels, "triton", stand_in, raising=False)
+    monkeypatch.setattr(quantising, "interpreted", lambda: True)
+    made = kernels.append(case(name, geometry=replace(SMALL, head_dim=64), dtype=torch.float16))
+    why = made.check()
+    assert made.path == "triton: append"
+    assert why == said if said is None else said in str(why)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_has_a_promise(name: str) -> None:
+    """Of the transform codec, which no named scheme has: with tiers of every kind, over a basis that is no rotation."""
+    covered = {codec.name: scheme for scheme, codec in FORMATS.items()}
+    if name in covered:
+        held = layer.fill(case(covered[name], length=300))
+        assert operation.misread(held, held.decoded()) is None
+        return
+    assert name == "transform"
+    shape = Shape(2, 32, 32)
+    bits = [4] * 8 + [3] * 8 + [2] * 8 + [1] * 4 + [0] * 4
+    turn = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    for gain in ("mse", "debiased"):
+        pair = LayerCodecs(*(Transform(shape, role, bits, turn, gain=gain) for role in ("key", "value")))  # type: ignore[arg-type]
+        one = replace(case("kivi-2"), scheme=replace(case("kivi-2").scheme, codecs=pair))
+        held = layer.fill(one)
+        keys, values = held.decoded()
+        assert operation.misread(held, (keys, values)) is None
+        assert "miss the nearest codewords" in str(operation.misread(held, (keys * 0.05, values)))
+        assert "miss the nearest codewords" in str(operation.misread(held, (keys, values * 0)))
+
+
 def test_attention_in_plain_products_is_attention() -> None:
     one = case("kivi-2")
     queries, keys, values = one.queries(3), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
@@ -380,6 +530,9 @@ def test_attention_in_plain_products_is_attention() -> None:
     assert peers.wrong(wanted, queries, keys, values) is None
     assert peers.wrong(wanted + 1e-4, queries, keys, values) is not None
     assert peers.wrong(wanted * float("nan"), queries, keys, values) is not None
+    last = wanted.clone()
+    last[-1] += 1e-4
+    assert len(last) > 1 and peers.wrong(last, queries, keys, values) is not None
 
 
 def test_the_median_is_of_times_and_not_of_luck(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from kvcal_kernels.attention import rope as turning
 
 from ..catalogue import Geometry
 from .layer import Case, angles, fill
-from .operation import Prepared, needs_blocks
-from .peers import wrong
+from .operation import Prepared, misattended, needs_blocks
 from .schemes import Benched
 
 
@@ -83,6 +82,6 @@ def fused_attention(case: Case) -> Prepared:
         return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
 
     return Prepared(
-        run, filled.packed_bytes + filled.window_bytes, lambda: wrong(run(), queries, *filled.materialised()), "triton: fused",
+        run, filled.packed_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled), "triton: fused",
         more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes},
     )  # fmt: skip

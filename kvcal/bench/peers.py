@@ -47,17 +47,18 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | None = None) -> str | None:
-    """None if attention over these (first row) is as exact as it should be: at most twice the error that plain products in
-    the same dtype have against float64, and `units` of the dtype's rounding (UNITS, of float32 UNITS_OF_PEERS: it is
-    torch that attends there); else what was found.
+    """None if attention over these (first and last row) is as exact as it should be: at most twice the error that plain
+    products in the same dtype have against float64, and `units` of the dtype's rounding (UNITS, of float32 UNITS_OF_PEERS:
+    it is torch that attends there); else what was found.
     """
     if units is None:
         units = UNITS_OF_PEERS if queries.dtype == torch.float32 else UNITS
-    own = [x[:1] for x in (queries, keys, values)]
+    ends = sorted({0, len(queries) - 1})
+    own = [x[ends] for x in (queries, keys, values)]
     exact = attention(*(x.double() for x in own))
     plain = attention(*own).double()
     scale = float(exact.abs().max())
-    error, allowed = (float((x.double() - exact).abs().max()) for x in (found[:1], plain))
+    error, allowed = (float((x.double() - exact).abs().max()) for x in (found[ends], plain))
     allowed = TOLERANCE * allowed + units * float(torch.finfo(queries.dtype).eps) * scale
     if error <= allowed:  # False for NaN
         return None
