@@ -64,7 +64,7 @@ from kvcal_artifacts.codecs import (
     Transform,
     Uniform,
 )  # fmt: skip
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.ledger import Plan
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import quantise as quantise_kernels
@@ -589,6 +589,87 @@ for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
 @needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
     assert interpreted("-c", INTERPRETED) == ["None None"] * 4 + ["triton: quantise triton: append None None"] * 3
+
+
+class Unexpected(Exception):
+    """Of no module that the benchmark knows."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("queries of torch.float32: must be\nmore"), "ValueError: queries of torch.float32: must be"),
+        (RuntimeError("\n CUDA error: something\nadvice"), "CUDA error: something"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (KVCalError("codec 'x': cannot"), "codec 'x': cannot"),
+        (AssertionError(), "AssertionError"),
+        (Unexpected("y" * 1000), "Unexpected: " + "y" * 188),
+    ],
+)
+@pytest.mark.parametrize("where", ["build", "check", "run"])
+def test_an_operation_that_fails_is_a_row_and_the_others_go_on(where: str, error: Exception, said: str) -> None:
+    def fail() -> None:
+        raise error
+
+    def build(given: Case) -> operation.Prepared:
+        return fail() or good if where == "build" else replace(good, **{where: fail})  # type: ignore[func-returns-value]
+
+    good = kernels.quantise(case("kivi-2", 1))
+    which = [Operation("broken", "", build), OPERATIONS["quantise"]]
+    own = [schemes.named(name, SMALL) for name in ("kivi-2", "inner-4")]
+    found = measure.rows_of("s", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", lambda line: None)
+    assert [(row.operation, row.refused) for row in found] == [("broken", said), ("quantise", None)] * 2
+    assert all((row.microseconds is None) == (row.operation == "broken") for row in found)
+
+
+def test_an_interrupt_is_no_row() -> None:
+    def build(given: Case) -> operation.Prepared:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure.rows_of(
+            "s", SMALL, [], [Operation("broken", "", build, alone=True)], [(1, LENGTH)], clock(), torch.float32, "cpu",
+            lambda line: None,
+        )  # fmt: skip
+
+
+def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **more: Any) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(peers, "scaled_dot_product_attention", fail)
+    found = measured(["kivi-2"], ["decode-then-attend"])
+    assert {row["refused"] for row in found if row["scheme"] == "fp16"} == {"TypeError: no such argument"}
+    ours = found[-1]
+    assert ours["scheme"] == "kivi-2" and ours["microseconds"] and ours["ratio_to_fp16"] is None
+    monkeypatch.setattr(Case, "queries", fail)
+    without = peers.measure(case("kivi-2"), clock())
+    assert [(one.name, one.timed) for one in without] == [
+        (f"every backend {name}", None) for name in ("float16", "bfloat16", "float32")
+    ]
+
+
+def test_what_is_called_fp16_has_16_bits_on_a_gpu() -> None:
+    wide = case("kivi-2", dtype=torch.float32)
+    on_gpu = replace(wide, device=torch.device("cuda"))
+    assert peers.dtypes_of(on_gpu) == (torch.float16, torch.bfloat16)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert peers.dtypes_of(replace(on_gpu, dtype=dtype)) == (dtype,)
+    assert peers.dtypes_of(wide) == (torch.float16, torch.bfloat16, torch.float32)
+
+
+def test_fused_attention_in_float32_is_a_refused_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel could run; no Triton is needed to say so."""
+    monkeypatch.setattr(fused, "interpreted", lambda: True)
+    geometry = replace(SMALL, head_dim=64)
+    own = [schemes.named("inner-4", geometry)]
+    which = [OPERATIONS[name] for name in ("fused-attention", "reconstruct")]
+    found = measure.rows_of("s", geometry, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", lambda line: None)
+    assert [row.refused for row in found if row.operation == "fused-attention"] == [
+        "the fused kernel takes float16 and bfloat16, not float32; give --dtype float16"
+    ]
+    assert found[-1].operation == "reconstruct" and found[-1].microseconds
+    assert any(row.scheme == "fp16" and row.microseconds for row in found)
 
 
 def test_hybrid_shares_are_what_they_are_named_after() -> None:

@@ -45,8 +45,8 @@ FLOOR = 2.0**-22  # of the squares: float32 sums and products
 
 
 def misread(filled: Filled, role: int, found: Tensor) -> str | None:
-    """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every row lies
-    as near to the input as its format promises.
+    """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every row
+    lies as near to the input as its format promises.
     """
     codec, raw = filled.pair[role], filled.raw[role]
     if found.shape != raw.shape:
@@ -147,7 +147,7 @@ def _of_levels(x: Tensor, bits: int, group: int, axis: str, mode: str) -> Tensor
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         found.append(_to_nearest(groups, (high - low) / (2**bits - 1), low, bits))
     best = torch.stack([one.sum(-1) for one in found]).argmin(0)[..., None]
-    error = found[0] if len(found) == 1 else torch.where(best == 0, *found)
+    error: Tensor = found[0] if len(found) == 1 else torch.where(best == 0, found[0], found[1])
     flat = error.flatten(-2)
     return flat.transpose(-1, -2) if axis == "token" else flat
 
