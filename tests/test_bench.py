@@ -518,8 +518,8 @@ def test_every_codec_has_a_promise(name: str) -> None:
         held = layer.fill(one)
         keys, values = held.decoded()
         assert operation.misread(held, (keys, values)) is None
-        assert "miss the nearest codewords" in str(operation.misread(held, (keys * 0.05, values)))
-        assert "miss the nearest codewords" in str(operation.misread(held, (keys, values * 0)))
+        assert "of the nearest codewords" in str(operation.misread(held, (keys * 0.05, values)))
+        assert "of the nearest codewords" in str(operation.misread(held, (keys, values * 0)))
 
 
 def test_attention_in_plain_products_is_attention() -> None:
@@ -1063,6 +1063,44 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
     ours = [row for row in found if row.scheme != "fp16"]
     assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
     assert any(row.scheme == "fp16" and row.microseconds for row in found)
+
+
+@pytest.mark.gpu
+def test_rows_of_float32_on_a_gpu() -> None:
+    """FP16 has 16 bits there, and what the fused kernel does not take is a row."""
+    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    own = [schemes.named(name, geometry) for name in ("inner-4", "higgs-2", "vqkv-256")]
+    which = [operation for operation in OPERATIONS.values() if operation.by_default]
+    on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
+    found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, torch.float32, "gpu", lambda line: None)
+    peers_found = [row for row in found if row.scheme == "fp16"]
+    assert any(row.microseconds for row in peers_found)
+    assert not any(row.path.endswith("float32") or row.stored_bits != 16 for row in peers_found)
+    ours = {(row.operation, row.scheme): row.refused for row in found if row.scheme != "fp16"}
+    assert all("not float32" in str(ours["fused-attention", name]) for name in ("inner-4", "higgs-2"))
+    assert {key: why for key, why in ours.items() if why and key[0] != "fused-attention"} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["kivi-2", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
+def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcal_kernels.quantise import triton as kernel
+
+    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    one = Case(schemes.named(name, geometry), geometry, 3, 1024, torch.device("cuda"), dtype)
+    made = kernels.append(one)
+    assert made.path == "triton: append" and made.check() is None
+    honest = kernel.append
+
+    def spoilt(given: Layer, *rest: Any) -> None:
+        honest(given, *rest)
+        given.values.scale.mul_(1.1)
+
+    monkeypatch.setattr(kernel, "append", spoilt)
+    assert "scale of values differ" in str(kernels.append(one).check())
 
 
 @pytest.mark.gpu
