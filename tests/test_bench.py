@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from interpreted import interpreted, needs_triton
 from kvcal.bench import (
     caches,
     devices,
+    distortion,
     filled,
     fused,
     generation,
@@ -30,6 +32,7 @@ from kvcal.bench import (
     operations,
     paper,
     peers,
+    quantising,
     roofline,
     rows,
     schemes,
@@ -44,8 +47,28 @@ from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
+from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.codecs import (
+    CODECS,
+    Codec,
+    Exact,
+    Float8,
+    Higgs,
+    MixKVQ,
+    Predicted,
+    ResidualVQ,
+    Scaled,
+    Shape,
+    Squat,
+    Transform,
+    Uniform,
+)  # fmt: skip
+from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.ledger import Plan
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_kernels import quantise as quantise_kernels
+from kvcal_kernels.quantise import Layer, reference
 from models_fixture import Done, kvcal
 
 CPU = torch.device("cpu")
@@ -372,6 +395,133 @@ def test_a_wrong_packing_is_seen() -> None:
     assert "differs" in str(operation.misencoded(held))
 
 
+# What a check must see, and the unspoilt code beside it. A format's promise is computed without encode and decode.
+
+READS = ["decode-then-attend", "quantise", "append", "reconstruct", "quantise-step"]
+FORMATS: dict[str, type[Codec]] = {
+    "kivi-2": Uniform, "innerq-hybrid": Scaled, "higgs-2": Higgs, "squat-2": Squat, "mixkvq": MixKVQ, "fp8": Float8,
+    "bf16": Exact, "aqua-kv-2": Predicted, "vqkv-256": ResidualVQ,
+}  # fmt: skip
+
+
+def refusals(name: str, which: list[str]) -> dict[str, str | None]:
+    long = name in ("vqkv-256", "mixkvq")  # blocks of 128 tokens
+    found = measured([name], which, batch=1, length=300 if long else LENGTH)
+    return {row["operation"]: row["refused"] for row in found if row["scheme"] == name}
+
+
+@pytest.mark.parametrize("part", [0.05, 0.0])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_decode_that_shrinks_numbers_is_refused(name: str, part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FORMATS[name]
+    honest = own.decode
+    monkeypatch.setattr(own, "decode", lambda *given, **more: honest(*given, **more) * part)
+    found = refusals(name, READS)
+    assert list(found) == READS
+    assert all(why and why.startswith("check failed: ") for why in found.values()), found
+
+
+def test_a_shrunk_decode_of_hybrid_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = Uniform.decode
+    assert refusals("innerq-hybrid", ["hybrid-50"]) == {"hybrid-50": None}
+    monkeypatch.setattr(Uniform, "decode", lambda *given, **more: honest(*given, **more) * 0.05)
+    assert "off by 0.95" in str(refusals("innerq-hybrid", ["hybrid-50"])["hybrid-50"])
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "mixkvq"])
+@pytest.mark.parametrize("old", [True, False])
+def test_an_append_that_stores_zeros_is_refused(name: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the old blocks, or of the new one."""
+    honest = store.append
+
+    def zeros(stored: store.Stored) -> store.Stored:
+        if isinstance(stored, store.Ragged):
+            return store.Ragged(torch.zeros_like(stored.data), stored.counts)
+        return torch.zeros_like(stored)
+
+    def spoilt(was: store.Stored, more: store.Stored, plan: Plan) -> store.Stored:
+        return honest(zeros(was), more, plan) if old else honest(was, zeros(more), plan)
+
+    monkeypatch.setattr(store, "append", spoilt)
+    found = refusals(name, ["append", "quantise"])
+    said = "differs from what it was before appending" if old else "differs from what was to be appended"
+    assert said in str(found["append"]) and found["quantise"] is None
+
+
+def test_one_block_that_decodes_to_another_is_seen() -> None:
+    held = layer.fill(case("inner-4", batch=2, length=32 * 20 + 128))
+    keys, values = held.decoded()
+    assert operation.misread(held, (keys, values)) is None
+    keys[1, :, 32:64] = keys[1, :, 64:96]
+    values[0, 0, 0, 0] = float("nan")
+    assert "misses keys" in str(distortion.misread(held, 0, keys))
+    assert "misses values" in str(distortion.misread(held, 1, values))
+    assert "decoding gives" in str(distortion.misread(held, 1, values[:, :, :32]))
+
+
+def scaled_scales(given: Layer) -> None:
+    given.keys.scale.mul_(1.1)
+
+
+def wrong_words(given: Layer) -> None:
+    given.values.words.bitwise_xor_(1)
+
+
+def lost_token(given: Layer) -> None:
+    given.recent[1][:, :, 96].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (None, None),
+        (scaled_scales, "scale of keys differ"),
+        (wrong_words, "words of values differ"),
+        (lost_token, "the window's token 96 of values"),
+    ],
+)
+@pytest.mark.parametrize("name", ["kivi-2", "higgs-2"])
+def test_an_append_kernel_that_stores_something_else_is_refused(
+    name: str, spoil: Callable[[Layer], None] | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's reference in its place, so that it runs without Triton."""
+
+    def append(given: Layer, *rest: Any) -> None:
+        reference.append(given, *rest)
+        if spoil is not None:
+            spoil(given)
+
+    stand_in = SimpleNamespace(append=append, advance=reference.advance)
+    monkeypatch.setattr(quantise_kernels, "triton", stand_in, raising=False)
+    monkeypatch.setattr(quantising, "interpreted", lambda: True)
+    made = kernels.append(case(name, geometry=replace(SMALL, head_dim=64), dtype=torch.float16))
+    why = made.check()
+    assert made.path == "triton: append"
+    assert why == said if said is None else said in str(why)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_has_a_promise(name: str) -> None:
+    """Of the transform codec, which no named scheme has: with tiers of every kind, over a basis that is no rotation."""
+    covered = {codec.name: scheme for scheme, codec in FORMATS.items()}
+    if name in covered:
+        held = layer.fill(case(covered[name], length=300))
+        assert operation.misread(held, held.decoded()) is None
+        return
+    assert name == "transform"
+    shape = Shape(2, 32, 32)
+    bits = [4] * 8 + [3] * 8 + [2] * 8 + [1] * 4 + [0] * 4
+    turn = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(0))
+    for gain in ("mse", "debiased"):
+        pair = LayerCodecs(*(Transform(shape, role, bits, turn, gain=gain) for role in ("key", "value")))  # type: ignore[arg-type]
+        one = replace(case("kivi-2"), scheme=replace(case("kivi-2").scheme, codecs=pair))
+        held = layer.fill(one)
+        keys, values = held.decoded()
+        assert operation.misread(held, (keys, values)) is None
+        assert "of the nearest codewords" in str(operation.misread(held, (keys * 0.05, values)))
+        assert "of the nearest codewords" in str(operation.misread(held, (keys, values * 0)))
+
+
 def test_attention_in_plain_products_is_attention() -> None:
     one = case("kivi-2")
     queries, keys, values = one.queries(3), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
@@ -380,6 +530,9 @@ def test_attention_in_plain_products_is_attention() -> None:
     assert peers.wrong(wanted, queries, keys, values) is None
     assert peers.wrong(wanted + 1e-4, queries, keys, values) is not None
     assert peers.wrong(wanted * float("nan"), queries, keys, values) is not None
+    last = wanted.clone()
+    last[-1] += 1e-4
+    assert len(last) > 1 and peers.wrong(last, queries, keys, values) is not None
 
 
 def test_the_median_is_of_times_and_not_of_luck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +589,87 @@ for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
 @needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
     assert interpreted("-c", INTERPRETED) == ["None None"] * 4 + ["triton: quantise triton: append None None"] * 3
+
+
+class Unexpected(Exception):
+    """Of no module that the benchmark knows."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("queries of torch.float32: must be\nmore"), "ValueError: queries of torch.float32: must be"),
+        (RuntimeError("\n CUDA error: something\nadvice"), "CUDA error: something"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
+        (KVCalError("codec 'x': cannot"), "codec 'x': cannot"),
+        (AssertionError(), "AssertionError"),
+        (Unexpected("y" * 1000), "Unexpected: " + "y" * 188),
+    ],
+)
+@pytest.mark.parametrize("where", ["build", "check", "run"])
+def test_an_operation_that_fails_is_a_row_and_the_others_go_on(where: str, error: Exception, said: str) -> None:
+    def fail() -> None:
+        raise error
+
+    def build(given: Case) -> operation.Prepared:
+        return fail() or good if where == "build" else replace(good, **{where: fail})  # type: ignore[func-returns-value]
+
+    good = kernels.quantise(case("kivi-2", 1))
+    which = [Operation("broken", "", build), OPERATIONS["quantise"]]
+    own = [schemes.named(name, SMALL) for name in ("kivi-2", "inner-4")]
+    found = measure.rows_of("s", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", lambda line: None)
+    assert [(row.operation, row.refused) for row in found] == [("broken", said), ("quantise", None)] * 2
+    assert all((row.microseconds is None) == (row.operation == "broken") for row in found)
+
+
+def test_an_interrupt_is_no_row() -> None:
+    def build(given: Case) -> operation.Prepared:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure.rows_of(
+            "s", SMALL, [], [Operation("broken", "", build, alone=True)], [(1, LENGTH)], clock(), torch.float32, "cpu",
+            lambda line: None,
+        )  # fmt: skip
+
+
+def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any, **more: Any) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(peers, "scaled_dot_product_attention", fail)
+    found = measured(["kivi-2"], ["decode-then-attend"])
+    assert {row["refused"] for row in found if row["scheme"] == "fp16"} == {"TypeError: no such argument"}
+    ours = found[-1]
+    assert ours["scheme"] == "kivi-2" and ours["microseconds"] and ours["ratio_to_fp16"] is None
+    monkeypatch.setattr(Case, "queries", fail)
+    without = peers.measure(case("kivi-2"), clock())
+    assert [(one.name, one.timed) for one in without] == [
+        (f"every backend {name}", None) for name in ("float16", "bfloat16", "float32")
+    ]
+
+
+def test_what_is_called_fp16_has_16_bits_on_a_gpu() -> None:
+    wide = case("kivi-2", dtype=torch.float32)
+    on_gpu = replace(wide, device=torch.device("cuda"))
+    assert peers.dtypes_of(on_gpu) == (torch.float16, torch.bfloat16)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert peers.dtypes_of(replace(on_gpu, dtype=dtype)) == (dtype,)
+    assert peers.dtypes_of(wide) == (torch.float16, torch.bfloat16, torch.float32)
+
+
+def test_fused_attention_in_float32_is_a_refused_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel could run; no Triton is needed to say so."""
+    monkeypatch.setattr(fused, "interpreted", lambda: True)
+    geometry = replace(SMALL, head_dim=64)
+    own = [schemes.named("inner-4", geometry)]
+    which = [OPERATIONS[name] for name in ("fused-attention", "reconstruct")]
+    found = measure.rows_of("s", geometry, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", lambda line: None)
+    assert [row.refused for row in found if row.operation == "fused-attention"] == [
+        "the fused kernel takes float16 and bfloat16, not float32; give --dtype float16"
+    ]
+    assert found[-1].operation == "reconstruct" and found[-1].microseconds
+    assert any(row.scheme == "fp16" and row.microseconds for row in found)
 
 
 def test_hybrid_shares_are_what_they_are_named_after() -> None:
@@ -829,6 +1063,44 @@ def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
     ours = [row for row in found if row.scheme != "fp16"]
     assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
     assert any(row.scheme == "fp16" and row.microseconds for row in found)
+
+
+@pytest.mark.gpu
+def test_rows_of_float32_on_a_gpu() -> None:
+    """FP16 has 16 bits there, and what the fused kernel does not take is a row."""
+    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    own = [schemes.named(name, geometry) for name in ("inner-4", "higgs-2", "vqkv-256")]
+    which = [operation for operation in OPERATIONS.values() if operation.by_default]
+    on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
+    found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, torch.float32, "gpu", lambda line: None)
+    peers_found = [row for row in found if row.scheme == "fp16"]
+    assert any(row.microseconds for row in peers_found)
+    assert not any(row.path.endswith("float32") or row.stored_bits != 16 for row in peers_found)
+    ours = {(row.operation, row.scheme): row.refused for row in found if row.scheme != "fp16"}
+    assert all("not float32" in str(ours["fused-attention", name]) for name in ("inner-4", "higgs-2"))
+    assert {key: why for key, why in ours.items() if why and key[0] != "fused-attention"} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["kivi-2", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
+def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcal_kernels.quantise import triton as kernel
+
+    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    one = Case(schemes.named(name, geometry), geometry, 3, 1024, torch.device("cuda"), dtype)
+    made = kernels.append(one)
+    assert made.path == "triton: append" and made.check() is None
+    honest = kernel.append
+
+    def spoilt(given: Layer, *rest: Any) -> None:
+        honest(given, *rest)
+        given.values.scale.mul_(1.1)
+
+    monkeypatch.setattr(kernel, "append", spoilt)
+    assert "scale of values differ" in str(kernels.append(one).check())
 
 
 @pytest.mark.gpu

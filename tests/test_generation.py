@@ -22,6 +22,7 @@ from kvcal.bench.decoding import CHECKED, Ran, Stepper
 from kvcal.bench.generation import Search
 from kvcal.bench.rows import Row
 from kvcal.catalogue import Geometry
+from kvcal.report import bench as bench_report
 from kvcal_artifacts.fixed import FixedLayer
 from kvcal_artifacts.scheme import Windows
 
@@ -260,8 +261,39 @@ def test_what_cannot_be_had_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatc
     def broken(batch: int, length: int, steps: int) -> Start:
         raise RuntimeError("a mistake")
 
-    with pytest.raises(RuntimeError, match="a mistake"):
-        rows([replace(plain("full"), maker=broken)])
+    found = rows([replace(plain("full"), maker=broken), plain("full")])
+    assert [(row.refused, row.microseconds is None) for row in found] == [("a mistake", True), (None, False)]
+
+
+def test_a_mistake_is_no_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: Any, kind: Kind, batch: int, length: int, steps: int) -> Ran:
+        if batch == 8 and kind.path == "a":
+            raise ValueError("a mistake\nmore")
+        if batch > 8:
+            raise torch.OutOfMemoryError("out of memory")
+        return fake(bytes=100 * batch, graph=100.0 * batch, apart=0.0)
+
+    monkeypatch.setattr(decoding, "run", run)
+    monkeypatch.setattr(decoding, "capacity", lambda device: 900)
+    every = [replace(plain("full"), path=path) for path in ("a", "b")]
+    first, *others = generation.largest_batch_rows("m", model(), every, 99, "x")
+    assert (first.refused, first.microseconds, "largest_batch" in first.more) == ("ValueError: a mistake", None, False)
+    assert {row.more["largest_batch"] for row in others} == {8}
+
+
+def test_a_mistake_is_no_longest_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: Any, kind: Kind, batch: int, length: int, steps: int) -> Ran:
+        if kind.path == "a":
+            raise ValueError("a mistake\nmore")
+        if length > 2000:
+            raise torch.OutOfMemoryError("out of memory")
+        return fake()
+
+    monkeypatch.setattr(decoding, "run", run)
+    every = [replace(plain("full"), path=path) for path in ("a", "b")]
+    found = generation.longest_rows("m", model(), every, 1, 40, "x")
+    assert [(row.refused, row.more["longest_length"]) for row in found] == [("ValueError: a mistake", 0), (None, 1792)]
+    assert "a mistake" in str(bench_report._longest([row.as_dict() for row in found]).rows[0])
 
 
 def test_another_attention_is_put_back() -> None:

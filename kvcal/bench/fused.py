@@ -9,15 +9,15 @@ from torch import Tensor
 
 from kvcal_artifacts import reconstructed
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.fused import absence, queries_for, turn_refusal
+from kvcal_artifacts.fused import DTYPES_TAKEN, absence, queries_for, turn_refusal
 from kvcal_artifacts.preflight import interpreted
 from kvcal_kernels.attention import Rope
 from kvcal_kernels.attention import rope as turning
 
 from ..catalogue import Geometry
 from .layer import Case, angles, fill
-from .operation import Prepared, needs_blocks
-from .peers import wrong
+from .operation import Prepared, misattended, needs_blocks
+from .peers import DTYPE_NAMES, SIXTEEN
 from .schemes import Benched
 
 
@@ -62,7 +62,11 @@ def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.d
 
 
 def fused_attention(case: Case) -> Prepared:
-    """Scores, softmax and sums straight from packed codes; sink and recent tokens in the same launch."""
+    """Scores, softmax and sums straight from packed codes; sink and recent tokens in the same launch. KernelsUnavailable for
+    a dtype that the kernel does not take.
+    """
+    if case.dtype not in SIXTEEN:
+        raise KernelsUnavailable(f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}; give --dtype float16")
     from kvcal_kernels.attention import triton as kernel  # not installed everywhere
 
     filled, queries = fill(case), case.queries()
@@ -83,6 +87,6 @@ def fused_attention(case: Case) -> Prepared:
         return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
 
     return Prepared(
-        run, filled.packed_bytes + filled.window_bytes, lambda: wrong(run(), queries, *filled.materialised()), "triton: fused",
+        run, filled.packed_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled), "triton: fused",
         more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes},
     )  # fmt: skip

@@ -15,6 +15,7 @@ from . import decoding
 from .caches import Kind
 from .decoding import Ran, ran_out, released
 from .memory import vqkv_beside
+from .peers import first_line
 from .rows import Row
 
 LARGEST = 1 << 24  # where a search for a length or a batch ends
@@ -26,7 +27,7 @@ FP16 = ("fp16", "fp32")  # schemes that compress nothing
 
 
 def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS) -> Ran | str:
-    """How it ran; else why it did not: memory, or a backend that is not there."""
+    """How it ran; else why it did not: memory, or a backend that is not there. What else is raised goes on."""
     released(model.device)
     try:
         return decoding.run(model, kind, batch, length, steps)
@@ -52,7 +53,10 @@ def generate_rows(
     """
     for batch, length in shapes:
         for kind in every:
-            ran = str(kind.why_not) if kind.maker is None else tried(model, kind, batch, length, steps)
+            try:
+                ran = str(kind.why_not) if kind.maker is None else tried(model, kind, batch, length, steps)
+            except Exception as error:  # of this kind alone: the others go on
+                ran = first_line(error)
             yield from _timed(model_name, kind, batch, length, device, "generate", ran)
 
 
@@ -202,8 +206,12 @@ def largest_batch_rows(
             return estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
 
         search = Search(fits, trials=TRIALS, better=better)
-        start = found.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low
-        batch = search.run(start) if start else 0
+        try:
+            start = found.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low
+            batch = search.run(start) if start else 0
+        except Exception as error:  # of this kind alone, and not of memory: what fitted so far is no largest batch
+            yield _row(model_name, kind, 1, length, device, "largest-batch", None, first_line(error))
+            continue
         if not batch:
             why = next((str(one) for one in ran.values() if isinstance(one, str)), "out of memory")
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, why)
@@ -230,7 +238,12 @@ def longest_rows(
     for kind in every:
         if kind.maker is None:
             continue
-        found = Search(lambda length, kind=kind: _goes_on(model, kind, batch, length), 256).run(1024)  # type: ignore[misc]
+        try:
+            found = Search(lambda length, kind=kind: _goes_on(model, kind, batch, length), 256).run(1024)  # type: ignore[misc]
+        except Exception as error:  # of this kind alone, and not of memory
+            none = {"longest_length": 0, "memory_gib": memory}
+            rows.append(_row(model_name, kind, batch, 0, device, "longest-generation", None, first_line(error), none))
+            continue
         more = {
             "longest_length": found, "memory_gib": memory, **vqkv_beside(model_name, kind.name, memory, model.dtype.itemsize),
         }  # fmt: skip

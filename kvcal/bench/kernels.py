@@ -19,8 +19,7 @@ from kvcal_kernels import vq
 
 from . import quantising
 from .layer import Case, fill, nbytes, rope
-from .operation import Prepared, misencoded, misread, one_block, packed_blocks
-from .peers import wrong
+from .operation import Prepared, misappended, misattended, misencoded, misread, one_block, packed_blocks
 
 CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
 CHECKED = 2048  # vectors that its check looks at
@@ -40,7 +39,7 @@ def decode_then_attend(case: Case) -> Prepared:
         return scaled_dot_product_attention(rows, keys, values).view_as(queries)
 
     return Prepared(
-        run, filled.packed_bytes + filled.window_bytes, lambda: wrong(run(), queries, *filled.materialised()),
+        run, filled.packed_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
         "reference: decode, then SDPA", more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
     )  # fmt: skip
 
@@ -77,11 +76,7 @@ def append(case: Case) -> Prepared:
         ]
 
     def check() -> str | None:
-        grown = run()
-        counts = {int(t.shape[2]) for one in grown for t in one.values()}
-        if counts != {packed_blocks(case) + 1}:
-            return f"check failed: {sorted(counts)} blocks after appending to {packed_blocks(case)}"
-        return misencoded(new)
+        return misappended(filled, new, run()) or misread(filled, filled.decoded()) or misencoded(new)
 
     size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes) / block
     return Prepared(

@@ -12,7 +12,6 @@ from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
 from ..catalogue import Geometry
-from ..models import is_oom
 from . import peers
 from .layer import Case, fill
 from .operation import Operation, Prepared
@@ -106,11 +105,9 @@ def _row(model: str, case: Case, operation: Operation, best: Peer | None, clock:
             if why is not None:
                 return _figure(model, case, operation, device, prepared, refused=why)
             timed = clock.time(prepared.run)
-    except Exception as error:
-        if not is_oom(error):
-            raise
+    except Exception as error:  # of this operation alone: what the others gave, and will give, stays
         fill.cache_clear()
-        return _figure(model, case, operation, device, prepared, refused="out of memory")
+        return _figure(model, case, operation, device, prepared, refused=peers.first_line(error))
     taken = timed.microseconds / prepared.per
     more = _spread(timed, prepared.per) | dict(prepared.more)
     if prepared.flops:

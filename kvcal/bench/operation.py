@@ -12,7 +12,9 @@ from torch import Tensor
 from kvcal_artifacts import store
 from kvcal_artifacts.codecs.base import Packed
 
+from . import distortion
 from .layer import Case, Filled, nbytes
+from .peers import wrong
 
 Peer = Literal["attention"]
 
@@ -68,7 +70,7 @@ def one_block(case: Case) -> Case:
 
 
 def misencoded(filled: Filled) -> str | None:
-    """Packed bytes are those that the formula gives, they decode to something like the input, and do so block by block."""
+    """Packed bytes are those that the formula gives, the same block by block, and decode to what their format promises."""
     again = filled.encoded(filled.raw)
     for role, (codec, one) in enumerate(zip(filled.pair, again, strict=True)):
         blocks = filled.case.batch * int(next(iter(one.values())).shape[2])
@@ -82,13 +84,32 @@ def misencoded(filled: Filled) -> str | None:
 
 
 def misread(filled: Filled, made: Sequence[Tensor | None]) -> str | None:
-    """Keys and values as they were read are something like the input."""
-    for name, found, raw in zip(("keys", "values"), made, filled.raw, strict=False):
+    """Keys and values as they were read (the first two) are as near to the input as their formats promise."""
+    for role, found in enumerate(made[:2]):
         assert found is not None
-        exact = raw.float()
-        error = float((found.float() - exact).square().sum() / exact.square().sum())
-        if not error < 1:
-            return f"check failed: decoding misses {name} by {error:.2g} of their squares"
+        if why := distortion.misread(filled, role, found):
+            return why
+    return None
+
+
+def misattended(found: Tensor, queries: Tensor, filled: Filled) -> str | None:
+    """Attention as it was found is that over all tokens decoded, and these are what their formats promise."""
+    return wrong(found, queries, *filled.materialised()) or misread(filled, filled.decoded())
+
+
+def misappended(old: Filled, new: Filled, grown: Sequence[Packed]) -> str | None:
+    """Keys and values as appending left them are the old blocks, then the new ones, byte by byte."""
+    before = packed_blocks(old.case)
+    for codec, was, more, now in zip(old.pair, old.packed, new.packed, grown, strict=True):
+        for name, stored in now.items():
+            blocks = int(stored.shape[2])
+            added = int(more[name].shape[2])
+            if blocks != before + added:
+                return f"check failed: {blocks} blocks of {codec.role}s after appending {added} to {before}"
+            if not same(store.first_blocks(stored, before), was[name]):
+                return f"check failed: {name} of {codec.role}s differs from what it was before appending"
+            if not same(store.from_block(stored, before), more[name]):
+                return f"check failed: {name} of the appended {codec.role}s differs from what was to be appended"
     return None
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvcal_artifacts.errors import KVCalError
+
+from ..models import is_oom
 from .layer import Case
 from .timing import Clock, Timed
 
@@ -20,7 +23,9 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+SIXTEEN = (torch.float16, torch.bfloat16)
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+LINE = 200  # characters of why something did not run
 PAGE = 64  # tokens a page of FlashInfer's cache
 WORKSPACE = 128 << 20
 # Times the error of plain products in the same dtype, plus so many of its units: for ours in 16 bits, and for torch's own,
@@ -47,17 +52,18 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | None = None) -> str | None:
-    """None if attention over these (first row) is as exact as it should be: at most twice the error that plain products in
-    the same dtype have against float64, and `units` of the dtype's rounding (UNITS, of float32 UNITS_OF_PEERS: it is
-    torch that attends there); else what was found.
+    """None if attention over these (first and last row) is as exact as it should be: at most twice the error that plain
+    products in the same dtype have against float64, and `units` of the dtype's rounding (UNITS, of float32 UNITS_OF_PEERS:
+    it is torch that attends there); else what was found.
     """
     if units is None:
         units = UNITS_OF_PEERS if queries.dtype == torch.float32 else UNITS
-    own = [x[:1] for x in (queries, keys, values)]
+    ends = sorted({0, len(queries) - 1})
+    own = [x[ends] for x in (queries, keys, values)]
     exact = attention(*(x.double() for x in own))
     plain = attention(*own).double()
     scale = float(exact.abs().max())
-    error, allowed = (float((x.double() - exact).abs().max()) for x in (found[:1], plain))
+    error, allowed = (float((x.double() - exact).abs().max()) for x in (found[ends], plain))
     allowed = TOLERANCE * allowed + units * float(torch.finfo(queries.dtype).eps) * scale
     if error <= allowed:  # False for NaN
         return None
@@ -70,14 +76,25 @@ def best(peers: list[Peer]) -> Peer | None:
 
 
 def measure(case: Case, clock: Clock) -> list[Peer]:
-    """Every backend, in the model's 16-bit dtype and, on a CPU, in float32 too: there it may be the faster one."""
-    dtypes = [case.dtype] if case.device.type == "cuda" else [torch.float16, torch.bfloat16, torch.float32]
-    return [peer for dtype in dtypes for peer in _of_dtype(case, clock, dtype)]
+    """Every backend in every one of `dtypes_of`."""
+    return [peer for dtype in dtypes_of(case) for peer in _of_dtype(case, clock, dtype)]
+
+
+def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
+    """On a GPU the model's, or both of 16 bits beside a model of float32: what is called FP16 is never wider. On a CPU float32
+    too: there it may be the faster one.
+    """
+    if case.device.type != "cuda":
+        return (*SIXTEEN, torch.float32)
+    return (case.dtype,) if case.dtype in SIXTEEN else SIXTEEN
 
 
 def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
-    queries = case.queries().to(dtype)
-    keys, values = (case.random(case.geometry.kv_heads, case.length, salt=2 + role).to(dtype) for role in (0, 1))
+    try:
+        queries = case.queries().to(dtype)
+        keys, values = (case.random(case.geometry.kv_heads, case.length, salt=2 + role).to(dtype) for role in (0, 1))
+    except Exception as error:  # no memory for them: compressed ones may still fit
+        return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, first_line(error))]
     found = []
     for name, run in _candidates(queries, keys, values):
         found.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", run, clock, (queries, keys, values)))
@@ -85,7 +102,7 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
         try:
             run = _flashinfer(queries, keys, values)
         except Exception as error:  # another version's interface, no compiler: a peer less, and said
-            found.append(Peer("flashinfer", None, _first_line(error)))
+            found.append(Peer("flashinfer", None, first_line(error)))
         else:
             found.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", run, clock, (queries, keys, values)))
     return found
@@ -113,12 +130,18 @@ def _tried(name: str, run: Callable[[], Tensor], clock: Clock, given: tuple[Tens
     try:
         why = wrong(run(), *given, units=UNITS_OF_PEERS)
         return Peer(name, None, why) if why else Peer(name, clock.time(run))
-    except (RuntimeError, NotImplementedError) as error:  # "No viable backend", a shape it does not take, or no memory
-        return Peer(name, None, _first_line(error))
+    except Exception as error:  # "No viable backend", a shape it does not take, or no memory
+        return Peer(name, None, first_line(error))
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+def first_line(error: BaseException) -> str:
+    """What it says, in one line."""
+    if is_oom(error):
+        return "out of memory"
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    expected = isinstance(error, KVCalError | RuntimeError | NotImplementedError)
+    named = said if said and expected else f"{type(error).__name__}: {said}".removesuffix(": ")
+    return named[:LINE]
 
 
 def _flashinfer(queries: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:

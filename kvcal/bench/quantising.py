@@ -11,7 +11,7 @@ from kvcal_kernels.attention import BLOCK, Blocks
 from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
 
 from .layer import Case, Filled, fill, nbytes
-from .operation import Prepared, one_block
+from .operation import Prepared, misread, one_block
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
@@ -54,7 +54,7 @@ def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
                 for name, some in (("words", made.words), ("scale", made.scale)):
                     if not torch.equal(some[row, None], getattr(wanted, name)):
                         return f"check failed: {name} of {rule.form.role}s differ from the reference's"
-        return None
+        return misread(filled, filled.decoded())
 
     return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, "triton: quantise")
 
@@ -83,10 +83,17 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
         if said := reference.check(layer.flags, 0):
             return f"check failed: {said}"
         for codec, packed, made in zip(new.pair, new.packed, (layer.keys, layer.values), strict=True):
-            off = (codec.as_blocks(packed).words != made.words).sum()  # CUDA divides by a constant in its own way
-            if off > made.words.numel() // 1000:
-                return f"check failed: {int(off)} words of {codec.role}s differ from the codec's"
-        return None
+            wanted = codec.as_blocks(packed)
+            for name in ("words", "scale"):
+                one, other = getattr(made, name), getattr(wanted, name)
+                off = int((one != other).sum())  # CUDA divides by a constant in its own way
+                if off > one.numel() // 1000:
+                    return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
+        for what, ring, x in zip(("keys", "values"), layer.recent, (k, v), strict=True):
+            for slot in (windows.recent, windows.recent + block - 1):  # of `idle` and `due`
+                if not torch.equal(ring[:, :, slot], x[:, :, 0]):
+                    return f"check failed: the window's token {slot} of {what} is not the one that came"
+        return misread(new, new.decoded())
 
     size = sum(nbytes(x) for x in new.raw) + new.packed_bytes + 4 * block * (nbytes(k) + nbytes(v)) // 2
     return Prepared(

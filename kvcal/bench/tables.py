@@ -68,7 +68,7 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
             return weights @ values.decode(packed).to(case.dtype)
 
         def check() -> str | None:
-            found, exact = run().double(), weights.double() @ values.decode(packed).double()
+            found, exact = run().double(), weights.double() @ _hybrid_numbers(values, packed)
             off = float((found - exact).abs().max() / exact.abs().max())
             allowed = 8 * float(torch.finfo(case.dtype).eps)
             return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
@@ -95,6 +95,18 @@ def _with_share(values: Uniform, packed: Packed, percent: int, generator: torch.
         return torch.where(shifted, -scale, scale)
     lowest = -(2.0 ** (values.bits - 1)) * scale
     return pack_scales(scale, torch.where(shifted, lowest / 2, lowest), blocks.form).view_as(packed["scale"])
+
+
+def _hybrid_numbers(values: Uniform, packed: Packed) -> Tensor:
+    """What packed values stand for, from codes, scales and zero points: (B, H, T, D) float64."""
+    codes, scale, base = values.groups(packed)
+    assert base is not None
+    step, zero = (x.double().repeat_interleave(values.group, -1) for x in (scale, base))
+    if values.axis == "token":
+        step, zero = step.transpose(-1, -2), zero.transpose(-1, -2)
+    if not isinstance(values.fused(), Form):  # a set sign of the scale: asymmetric
+        zero = torch.where(torch.signbit(step), zero, zero - 2.0 ** (values.bits - 1) * step.abs())
+    return (codes.double() * step.abs() + zero).flatten(2, 3)
 
 
 def needs_hybrid(case: Case) -> str | None:
