@@ -235,6 +235,15 @@ def test_a_reader_that_left_is_no_error_message(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("argument", ["--version", "models"])
+def test_a_full_disk_under_stdout_is_one_line(argument: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvcal.cli", argument]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    line = "kvcal: stdout: cannot be written: No space left on device; send it where there is room\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
 @pytest.mark.transformers
 def test_transformers_is_a_supported_version() -> None:
     """So that `nox -s tests_oldest` shows which one it ran on."""

@@ -26,6 +26,7 @@ EXIT_CODES = {
 }
 
 
+NO_STDOUT = "stdout: cannot be written: {}; send it where there is room"
 LARGEST = 2**63 - 1  # whole numbers of 64 bits, as seeds are
 
 said: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command into a bare exit code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,11 @@ GROUP_MODEL = {"mixkvq-table-7": "r1-distill-qwen-7b"}
 MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
 
 
-def run_bench(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
-    """Measure, or project where the device is not this machine; rows, and how they compare with an earlier file's.
+def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None], said: Collection[str] = ()) -> None:
+    """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's, then
+    write the files asked for. What was measured is kept until all of that is out.
 
-    said: names of the options that somebody gave; UsageError for one that no row takes.
+    show: prints the result. said: names of the options that somebody gave; UsageError for one that no row takes.
     """
     _check_numbers(o)
     _check_files(o)
@@ -66,24 +68,36 @@ def run_bench(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[s
     model = o["model"]
     if model is None:
         model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
+    work: Work | None = None
     if where.device is None:
         found = _projected(o, where, model, wanted)
     else:
-        found = _measured(o, where, model, wanted, say)
+        found, work = _measured(o, where, model, wanted, say)
     rows = [row.as_dict() for row in found.pop("rows")]
     if not rows:
+        if work is not None:
+            work.remove()
         raise UsageError("nothing to measure: no operation fits any scheme; the notes above say why")
     beside = None if earlier is None else compared(rows, earlier)
     if beside == []:
         say(_nothing_common(o["compare"], earlier or [], rows))
-    if o["csv"] is not None:
-        write_atomically(o["csv"], to_csv(rows).encode())
-    if o["plot"] is not None:
-        plot_bench(rows, o["plot"])
-    return {
+    found = {
         "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
         "compared": beside,
     }  # fmt: skip
+    with nullcontext() if work is None else work.until_out():
+        _put_out(o, found, show)
+
+
+def _put_out(o: dict[str, Any], found: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    """The table first: of all that is asked for it is the least to fail. The files even where it does."""
+    try:
+        show(found)
+    finally:
+        if o["csv"] is not None:
+            write_atomically(o["csv"], to_csv(found["rows"]).encode())
+        if o["plot"] is not None:
+            plot_bench(found["rows"], o["plot"])
 
 
 def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
@@ -279,7 +293,8 @@ def _of_memory(
 # Measured.
 
 
-def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say) -> dict[str, Any]:
+def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say) -> tuple[dict[str, Any], Work]:
+    """The result, and what is kept of it."""
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
     source = models.resolve(model, o["revision"])
@@ -306,8 +321,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     if kernels:
         clock.read_bandwidth()
     ceilings = clock.ceilings
-    kept.work.remove()
-    return {
+    found = {
         "resumed_rows": kept.resumed,
         "dtype": str(dtype).removeprefix("torch."),
         "machine": machine(),
@@ -317,6 +331,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
         "threads": None if on_gpu else torch.get_num_threads(),
         "rows": rows,
     }
+    return found, kept.work
 
 
 def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
