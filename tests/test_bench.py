@@ -416,6 +416,29 @@ def test_fused_attention_is_left_out_with_the_reason() -> None:
     assert all("needs a CUDA GPU" in note for note in notes[-2:])
 
 
+def test_what_is_left_out_is_a_row_with_the_reason() -> None:
+    """A script that reads rows alone sees it; what has its row without a scheme, or one already, gets none."""
+    which = ["fused-attention", "append", "nearest", "mlp", "quantise"]
+    done = kvcal(
+        "bench", "--device", "cpu", "--model", "tiny", *(word for name in which for word in ("-o", name)),
+        "-p", "kivi-2", "-p", "kivi-2-g128", "--length", "160,260", "--repeats", "1", "--seconds", "0", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    every = [row for row in done.json["rows"] if row["scheme"] != "fp16"]
+    cells = [(row["operation"], row["scheme"], row["length"]) for row in every]
+    assert len(set(cells)) == len(cells) == 2 * (2 * 3 + 2)
+    refused = {cell: row for cell, row in zip(cells, every, strict=True) if row["refused"]}
+    short = {(name, "kivi-2-g128", 160) for name in ("append", "quantise")}
+    assert set(refused) == short | {
+        ("fused-attention", name, n) for name in ("kivi-2", "kivi-2-g128") for n in (160, 260)
+    }
+    assert {row["refused"] for cell, row in refused.items() if cell not in short} == {"needs a CUDA GPU"}
+    assert all("needs more than 255 tokens" in refused[cell]["refused"] for cell in short)
+    for row in refused.values():
+        assert row["microseconds"] is row["ratio_to_fp16"] is row["bytes"] is None and not row["projected"]
+        assert list(row)[: len(STABLE)] == STABLE
+
+
 INTERPRETED = """
 from dataclasses import replace
 import torch
@@ -650,7 +673,10 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--batch", "0"], "'0' is not a whole number from 1"),
         (["--batch", "99999999999999999999"], "'99999999999999999999' is more than 2147483647"),
         (["--length", "2097152k"], "'2097152k' is more than 2147483647"),
-        (["--length", "64", "-p", "kivi-2", "-o", "quantise"], "nothing to measure"),
+        (
+            ["--length", "64", "-p", "kivi-2", "-o", "quantise"],
+            "nothing to measure: quantise of kivi-2: nothing is packed",
+        ),
         (["--csv", "/no/such/folder/x.csv"], "is not a folder"),
         (["--plot", "x.pdf"], "must end in .png"),
         (["--compare", "/no/such/file"], "cannot be read"),

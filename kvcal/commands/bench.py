@@ -20,6 +20,7 @@ from kvcal_artifacts.scheme import Windows
 from .. import __version__, models
 from ..bench import caches, devices, generation, jetson, measure, memory, paper, schemes
 from ..bench.fused import require_fused
+from ..bench.left_out import left_out
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import KEY, Row, compared, read_earlier, to_csv
@@ -74,10 +75,6 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     else:
         found, work = _measured(o, where, model, wanted, say)
     rows = [row.as_dict() for row in found.pop("rows")]
-    if not rows:
-        if work is not None:
-            work.remove()
-        raise UsageError("nothing to measure: no operation fits any scheme; the notes above say why")
     beside = None if earlier is None else compared(rows, earlier)
     if beside == []:
         say(_nothing_common(o["compare"], earlier or [], rows))
@@ -311,17 +308,25 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     rows: list[Row] = []
     if o["require_kernels"]:
         require_fused(own, geometry, dtype, where.device)
-    once = _once(say)
+    once, generated = _once(say), bool(set(wanted) & set(GENERATION))
+    able = generated
     for shape in shapes if kernels else []:
         given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"]
-        rows += kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
+        found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
+        able |= bool(found)
+        rows += found
+        rows += left_out(found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name)
+    if not able:
+        kept.work.remove()
+        first = rows[0]
+        raise UsageError(f"nothing to measure: {first.operation} of {first.scheme}: {first.refused}")
     rows = _with_shares(rows)
-    if [name for name in wanted if name in GENERATION]:
+    if generated:
         rows += _generation(o, where, wanted, shapes, kept, say)
     if kernels:
         clock.read_bandwidth()
     ceilings = clock.ceilings
-    found = {
+    return {
         "resumed_rows": kept.resumed,
         "dtype": str(dtype).removeprefix("torch."),
         "machine": machine(),
@@ -330,8 +335,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
         "matmul_teraflops": ceilings["matmul"] / 1e12 if "matmul" in ceilings else None,
         "threads": None if on_gpu else torch.get_num_threads(),
         "rows": rows,
-    }
-    return found, kept.work
+    }, kept.work
 
 
 def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
