@@ -252,6 +252,18 @@ def test_transformers_is_a_supported_version() -> None:
     assert tuple(int(part) for part in version.split(".")[:2]) >= (5, 17)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["batch", "length"], "try a smaller --batch, or a smaller --length"),
+        (["length", "windows"], "try a smaller --length, or fewer --windows"),
+        ([], "try a smaller model, or a machine with more"),
+    ],
+)
+def test_out_of_memory_names_options_that_the_command_has(options: list[str], said: str) -> None:
+    assert failure.explain(MemoryError(), options) == (f"out of memory: the host's memory; {said}", 6)
+
+
 def subclasses(cls: type) -> Iterator[type]:
     yield cls
     for child in cls.__subclasses__():

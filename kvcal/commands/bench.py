@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import write_atomically
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 
 from .. import __version__, models
@@ -108,17 +109,33 @@ def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Seque
 
 def _check_numbers(o: dict[str, Any]) -> None:
     """What the command line's own ranges let through: NaN, infinity, no memory at all."""
-    if o["memory"] is not None and not 0 < o["memory"] < math.inf:
-        raise UsageError(f"--memory {o['memory']:g}: GiB, needs a finite number above 0")
+    if o["memory"] is not None and not 0 < o["memory"] <= MOST_GIB:
+        raise UsageError(
+            f"--memory {o['memory']:g}: GiB, needs a number above 0 and up to {MOST_GIB}, 64 bits of bytes"
+        )
     if not 0 <= o["seconds"] < math.inf:
         raise UsageError(f"--seconds {o['seconds']:g}: needs a finite number from 0")
 
 
 def _check_files(o: dict[str, Any]) -> None:
-    if o["plot"] is not None:
-        check_plot(o["plot"])
-    if o["csv"] is not None:
-        check_output(o["csv"], "--csv")
+    """UsageError where a file asked for cannot be written, or would replace another that is asked for or read."""
+    try:
+        if o["plot"] is not None:
+            check_plot(o["plot"])
+        if o["csv"] is not None:
+            check_output(o["csv"], "--csv")
+    except KVCalError as error:
+        raise UsageError(str(error)) from error
+    read = [("--compare", o["compare"]), *(("--bundle", path) for path in o["bundle"] or ())]
+    seen: dict[str, str] = {}
+    for option, path in (*read, ("--csv", o["csv"]), ("--plot", o["plot"])):
+        if path is None:
+            continue
+        before = seen.setdefault(os.path.realpath(path), option)
+        if option != before and option in ("--csv", "--plot"):
+            raise UsageError(
+                f"{option} {path}: is the file of {before} too, and would replace it; give another file name"
+            )
 
 
 def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: Collection[str]) -> None:
@@ -159,6 +176,7 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     yield ("plot",), bool(wanted - untimed), "rows with a time", another
 
 
+MOST_GIB = 2**33
 MOST = 2**31 - 1  # rows, or tokens of one: kernels count them in 32 bits
 
 
