@@ -34,6 +34,7 @@ from ..fit import check_output, cpu_record
 from ..kept import Work, short
 from ..near import allowed
 from ..report.plots import check_plot, plot_bench
+from ..room import check_room
 from .bundles import file_sha256
 from .common import Say, refuse_idle
 from .doctor import machine
@@ -327,6 +328,10 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     if o["require_kernels"]:
         require_fused(own, geometry, dtype, where.device)
     once, generated = _once(say), bool(set(wanted) & set(GENERATION))
+    if generated:  # before kernels are measured: a model that does not fit is known now
+        whole, kind, runs = _whole(o, on_gpu, wanted)
+        if runs:
+            check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
     able = generated
     for shape in shapes if kernels else []:
         given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"]
@@ -422,22 +427,27 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     return out
 
 
+def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[models.ModelSource, torch.dtype, bool]:
+    """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
+    runs_here = not on_gpu and "generate" in wanted
+    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
+    source = models.resolve(name, o["revision"])
+    return source, _dtype(o, torch.bfloat16 if on_gpu else torch.float32), on_gpu or runs_here
+
+
 def _generation(
     o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], kept: KeptRows, say: Say
 ) -> list[Row]:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    runs_here = not on_gpu and "generate" in wanted  # else only bytes are counted, or a GPU runs it
-    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
-    source = models.resolve(name, o["revision"])
+    source, dtype, runs = _whole(o, on_gpu, wanted)
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not on_gpu:  # a CPU has no memory of its own to fill
         rows += _of_memory(o, wanted, own, geometry, source.name, where)
-    if not on_gpu and "generate" not in wanted:
+    if not runs:
         return rows
-    dtype = _dtype(o, torch.bfloat16 if on_gpu else torch.float32)
     if on_gpu and o["memory"]:
         total = torch.cuda.get_device_properties(where.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), where.device)
