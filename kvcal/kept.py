@@ -133,6 +133,24 @@ class Work(Kept):
             raise
         self.remove()
 
+    @contextmanager
+    def until_out(self) -> Iterator[None]:
+        """Within, what all that is kept came to is written: afterwards nothing is left, nor where a reader left early
+        (`| head`). Any other failure leaves it for the same command, and says so.
+        """
+        try:
+            yield
+        except (BrokenPipeError, SystemExit):  # the second is what rich makes of the first
+            self.remove()
+            raise
+        except BaseException:
+            if self.folder.exists():
+                self._say(
+                    f"note: what was measured is kept in {self.folder}; the same command writes it without measuring"
+                )
+            raise
+        self.remove()
+
     def _tried(self, write: Callable[[], Path | None]) -> Path | None:
         if not self._able:
             return None

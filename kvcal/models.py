@@ -233,9 +233,11 @@ def load_model(
 
 def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
     from . import weights
+    from .room import check_room
 
     config = geometry_config(source)
     model = weights.empty_model(config, dtype)
+    check_room(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
     weights.fill(model, "", random_source(config, seed), device)
     weights.tie(model)
     revision = weights_revision(source, random_weights=True, seed=seed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -569,6 +571,29 @@ def test_fused_attention_is_left_out_with_the_reason() -> None:
     assert all("needs a CUDA GPU" in note for note in notes[-2:])
 
 
+def test_what_is_left_out_is_a_row_with_the_reason() -> None:
+    """A script that reads rows alone sees it; what has its row without a scheme, or one already, gets none."""
+    which = ["fused-attention", "append", "nearest", "mlp", "quantise"]
+    done = kvcal(
+        "bench", "--device", "cpu", "--model", "tiny", *(word for name in which for word in ("-o", name)),
+        "-p", "kivi-2", "-p", "kivi-2-g128", "--length", "160,260", "--repeats", "1", "--seconds", "0", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    every = [row for row in done.json["rows"] if row["scheme"] != "fp16"]
+    cells = [(row["operation"], row["scheme"], row["length"]) for row in every]
+    assert len(set(cells)) == len(cells) == 2 * (2 * 3 + 2)
+    refused = {cell: row for cell, row in zip(cells, every, strict=True) if row["refused"]}
+    short = {(name, "kivi-2-g128", 160) for name in ("append", "quantise")}
+    assert set(refused) == short | {
+        ("fused-attention", name, n) for name in ("kivi-2", "kivi-2-g128") for n in (160, 260)
+    }
+    assert {row["refused"] for cell, row in refused.items() if cell not in short} == {"needs a CUDA GPU"}
+    assert all("needs more than 255 tokens" in refused[cell]["refused"] for cell in short)
+    for row in refused.values():
+        assert row["microseconds"] is row["ratio_to_fp16"] is row["bytes"] is None and not row["projected"]
+        assert list(row)[: len(STABLE)] == STABLE
+
+
 INTERPRETED = """
 from dataclasses import replace
 import torch
@@ -884,14 +909,20 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--batch", "0"], "'0' is not a whole number from 1"),
         (["--batch", "99999999999999999999"], "'99999999999999999999' is more than 2147483647"),
         (["--length", "2097152k"], "'2097152k' is more than 2147483647"),
-        (["--length", "64", "-p", "kivi-2", "-o", "quantise"], "nothing to measure"),
+        (
+            ["--length", "64", "-p", "kivi-2", "-o", "quantise"],
+            "nothing to measure: quantise of kivi-2: nothing is packed",
+        ),
         (["--csv", "/no/such/folder/x.csv"], "is not a folder"),
+        (["--csv", ""], "--csv '' or . is a folder: give a file name"),
+        (["--compare", ""], "--compare '' or .: cannot be read (Is a directory)"),
         (["--plot", "x.pdf"], "must end in .png"),
         (["--compare", "/no/such/file"], "cannot be read"),
         (["--model", "no-such-model"], "unknown model"),
         (["--model", ""], "unknown model"),
         (["--model", "tiny", "-o", "longest-generation"], "on how much memory?"),
-        (["-o", "longest-generation", "--memory", "0"], "--memory 0: GiB, needs a finite number above 0"),
+        (["-o", "longest-generation", "--memory", "0"], "--memory 0: GiB, needs a number above 0 and up to 8589934592"),
+        (["--device", "jetson-orin-nano", "-o", "largest-batch", "--memory", "1e300"], "--memory 1e+300: GiB, needs a"),
         (["-o", "longest-generation", "--memory", "-3"], "--memory -3: GiB"),
         (["-o", "longest-generation", "--memory", "nan"], "--memory nan: GiB"),
         (["-o", "longest-generation", "--memory", "inf"], "--memory inf: GiB"),
@@ -924,11 +955,96 @@ def test_plots_of_projections(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"rows": [{"a": 1}]}', "no"])
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "x.json").write_text(content)
+def test_a_memory_as_large_as_allowed_has_figures() -> None:
+    options = [
+        "--memory",
+        str(command.MOST_GIB),
+        "-o",
+        "largest-batch",
+        "-o",
+        "longest-generation",
+        "-p",
+        "kivi-2",
+        "--json",
+    ]
+    done = kvcal("bench", "--device", "jetson-orin-nano", *options)
+    assert done.code == 0, done.err
+    assert [row["operation"] for row in done.json["rows"]] == ["largest-batch"] * 2 + ["longest-generation"] * 2
+
+
+def test_table_4_says_which_bits_are_not_the_papers(projected: Done) -> None:
+    """TurboQuant's, as InnerQ's own table heads its column; nothing else differs."""
+    lines = [line.split()[:5] for line in projected.out.splitlines() if "(paper " in line]
+    every = {"K": ("4.125", "4.25"), "V": ("3.125", "3.25"), "total": ("3.625", "3.75")}
+    wanted = [[part, "turboquant-4-3", ours, "(paper", f"{theirs})"] for part, (ours, theirs) in every.items()]
+    assert lines == [*wanted, *wanted, wanted[-1]]  # three tables, the last of totals alone
+
+
+EARLIER = {
+    "operation": "quantise", "scheme": "kivi-2", "model": "tiny", "batch": 1, "length": 200, "path": "x", "device": "cpu",
+    "projected": False, "microseconds": 2.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"operation": ["quantise"]}, "row 0: operation is a list, must be a text"),
+        ({"device": {}}, "row 0: device is an object, must be a text"),
+        ({"batch": "1"}, 'row 0: batch is "1", must be a whole number'),
+        ({"length": True}, "row 0: length is true, must be a whole number"),
+        ({"projected": None}, "row 0: projected is null, must be true or false"),
+        ({"microseconds": "12"}, 'row 0: microseconds is "12", must be a number from 0 to 1e+18, or null'),
+        ({"microseconds": float("nan")}, "row 0: microseconds is NaN"),
+        ({"microseconds": float("inf")}, "row 0: microseconds is Infinity"),
+        ({"microseconds": -1}, "row 0: microseconds is -1"),
+        ({"microseconds": True}, "row 0: microseconds is true"),
+        ({"microseconds": 10**400}, "row 0: microseconds is 1000000000000000000000000000000000000000…"),
+    ],
+)
+def test_an_earlier_row_that_is_none_of_ours_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"rows": [EARLIER, EARLIER | {"microseconds": None}]}))
+    assert len(rows.read_earlier(path)) == 2
+    path.write_text(json.dumps({"rows": [EARLIER | changed]}))
+    with pytest.raises(UsageError, match=re.escape(f"--compare {path}: {said}")):
+        rows.read_earlier(path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"rows": [{"a": 1}]}', "no", "[" * 100_000, b"\xff"])
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path, content: str | bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match="--compare"):
         rows.read_earlier(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--csv", "x.png", "--plot", "x.png"], "--plot x.png: is the file of --csv too, and would replace it"),
+        (["--csv", "link.png", "--plot", "x.png"], "--plot x.png: is the file of --csv too"),
+        (["--csv", "x.json", "--compare", "x.json"], "--csv x.json: is the file of --compare too"),
+        (["--csv", "./link.json", "--compare", "x.json"], "--csv link.json: is the file of --compare too"),
+        (["--plot", "y.png", "--compare", "x.json"], "--plot y.png: is the file of --compare too"),
+        (["--csv", "x.json", "--bundle", "x.json"], "--csv x.json: is the file of --bundle too"),
+    ],
+)
+def test_no_file_replaces_another(given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    earlier = json.dumps({"rows": [EARLIER]})
+    (tmp_path / "x.json").write_text(earlier)
+    for link, there in (("link.png", "x.png"), ("link.json", "x.json"), ("y.png", "x.json")):
+        (tmp_path / link).symlink_to(there)
+    done = kvcal("bench", "--device", "jetson", *given)
+    assert done.code == 2 and said in done.complaint
+    assert (tmp_path / "x.json").read_text() == earlier and not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    "option", [["--csv", "no/x.csv"], ["--plot", "no/x.png"], ["--plot", "x.pdf"], ["--compare", "no"]]
+)
+def test_files_that_cannot_be_are_one_exit_code(option: list[str]) -> None:
+    assert kvcal("bench", "--device", "jetson", *option).code == 2
 
 
 # An option that no row takes is refused. What it applies to depends on the device and the operations.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -638,6 +639,15 @@ def test_reset_and_used_again_is_fresh(name: str, frame: str) -> None:
     assert made.get_seq_length() == made.nbytes() == made.returned_tokens == 0
     feed(made, Rows([50, 31, 9]))
     assert same(schemes.snapshot(made), schemes.snapshot(fed_cache_of([50, 31, 9], name, frame)))
+
+
+@pytest.mark.parametrize("way", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
+def test_a_cache_is_copied_deeply_or_not_at_all(way: Callable[[Any], Any]) -> None:
+    made = fed_cache()
+    before = schemes.snapshot(made)
+    with pytest.raises(KVCalError, match=r"save the bundle and run the prompt again, or take copy\.deepcopy\(cache\)"):
+        way(made)
+    assert same(before, schemes.snapshot(made)) and same(before, schemes.snapshot(copy.deepcopy(made)))
 
 
 @pytest.mark.parametrize("name", ["higgs-2", "aqua-kv"])

@@ -527,4 +527,4 @@ def test_an_output_that_cannot_be_is_noticed_before_the_model_is_read(base: Path
     late = ["fit-predictors", "--model", base / "model", "--text", base / "words.txt", "--dtype", "int8"]
     fails(kvcal(*late, "--output", tmp_path / "none" / "x"), 1, "none is not a folder")
     fails(kvcal(*late, "--output", tmp_path), 1, "is a folder: give a file name")
-    fails(kvcal(*late, "--output", ""), 1, "--output . is a folder")
+    fails(kvcal(*late, "--output", ""), 1, "--output '' or . is a folder: give a file name")

@@ -684,9 +684,9 @@ def test_the_test_of_turned_steps_can_fail(monkeypatch: pytest.MonkeyPatch) -> N
         close(steps(both(KIVI), token_ids(1, 83), [80, 81, 82]))
 
 
-@pytest.mark.parametrize("length", [0, 67, 100.0, True])
+@pytest.mark.parametrize("length", [0, 67, 100.0, True, 2**31, 2**63])
 def test_lengths_that_make_no_sense(length: Any) -> None:
-    with pytest.raises(UsageError, match=r"max_length=.*must be a whole number from 68"):
+    with pytest.raises(UsageError, match=r"max_length=.*must be a whole number from 68, .* to 2147483647$"):
         fixed(length=length)
 
 

@@ -235,12 +235,33 @@ def test_a_reader_that_left_is_no_error_message(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("argument", ["--version", "models"])
+def test_a_full_disk_under_stdout_is_one_line(argument: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kvcal.cli", argument]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    line = "kvcal: stdout: cannot be written: No space left on device; send it where there is room\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
 @pytest.mark.transformers
 def test_transformers_is_a_supported_version() -> None:
     """So that `nox -s tests_oldest` shows which one it ran on."""
     version = importlib.metadata.version("transformers")
     print(f"transformers {version}")
     assert tuple(int(part) for part in version.split(".")[:2]) >= (5, 17)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["batch", "length"], "try a smaller --batch, or a smaller --length"),
+        (["length", "windows"], "try a smaller --length, or fewer --windows"),
+        ([], "try a smaller model, or a machine with more"),
+    ],
+)
+def test_out_of_memory_names_options_that_the_command_has(options: list[str], said: str) -> None:
+    assert failure.explain(MemoryError(), options) == (f"out of memory: the host's memory; {said}", 6)
 
 
 def subclasses(cls: type) -> Iterator[type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from kvcal import kept
+from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
 from kvcal.kept import Work, beside
-from models_fixture import SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
+from kvcal_artifacts.errors import KVCalError
+from models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 
 WINDOWS = 6  # one at a time
 TEXT = ["--length", 132, "--windows", WINDOWS, "--batch", 1, "--step", 33]
@@ -283,3 +286,69 @@ def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: lis
     assert anew["resumed_rows"] == 0
     assert places(anew["rows"]) == places(found["rows"])
     assert {row["batch"] for row in anew["rows"]} == {1, 2}
+
+
+SHORT = [*BENCH[:5], "-p", "kivi-2", "-o", "append", "--length", 160, "--repeats", 1, "--seconds", 0]
+
+
+def measured_times(rows: list[dict[str, Any]]) -> list[Any]:
+    return [row["microseconds"] for row in rows]
+
+
+def kept_times(cache: Path) -> list[Any]:
+    (file,) = pieces(cache, "rows-*.json")
+    return measured_times(json.loads(file.read_text())["value"])
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["table", "json"])
+def test_figures_that_stdout_has_no_room_for_are_kept(
+    cache: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/full takes nothing. The files asked for are written all the same."""
+    rows = tmp_path / "rows.csv"
+    full = open("/dev/full", "w")  # noqa: SIM115 (closing it writes what it holds back, and fails once more)
+    with contextlib.redirect_stdout(full), pytest.raises(SystemExit) as ended:
+        ROOT_COMMAND.main([str(a) for a in (*SHORT, *more, "--csv", rows)], prog_name="kvcal")
+    with contextlib.suppress(OSError):
+        full.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1
+    assert lines[-1] == "kvcal: stdout: cannot be written: No space left on device; send it where there is room"
+    assert f"is kept in {cache}" in lines[-2]
+    assert rows.read_text().count("append") == 1
+    known = kept_times(cache)
+    again = good(kvcal(*SHORT, "--json"))
+    assert again["resumed_rows"] == 1 and measured_times(again["rows"]) == known
+    assert list((cache / "partial").iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+def test_figures_of_a_file_that_fails_are_shown_and_kept(
+    cache: Path, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ("rows.csv" if option == "--csv" else "rows.png")
+
+    def fails(*given: Any) -> None:
+        raise KVCalError(f"{path}: cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "write_atomically" if option == "--csv" else "plot_bench", fails)
+        failed = kvcal(*SHORT, option, path, "--json")
+    assert failed.code == 1 and f"kvcal: {path}: cannot be written" in failed.err
+    assert measured_times(failed.json["rows"]) == kept_times(cache)
+    again = good(kvcal(*SHORT, option, path, "--json"))
+    assert again["rows"] == failed.json["rows"] and path.exists()
+    assert list((cache / "partial").iterdir()) == []
+
+
+def test_a_reader_that_left_wants_no_more(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kvcal bench --csv rows.csv | head -1`."""
+
+    def left(value: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("kvcal.cli.bench.print_json", left)
+    with contextlib.suppress(BrokenPipeError):
+        kvcal(*SHORT, "--csv", tmp_path / "rows.csv", "--json")
+    assert (tmp_path / "rows.csv").exists()
+    assert list((cache / "partial").iterdir()) == []

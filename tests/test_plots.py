@@ -45,6 +45,17 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+def test_crosses_are_in_the_legend_where_there_are_some() -> None:
+    from matplotlib.figure import Figure
+
+    for paper, labels in (({}, 0), ({"paper_microseconds": 4.0}, 1)):
+        axis = Figure().subplots()
+        plots._bench_lines(
+            axis, [BENCHED | {"length": n, "scheme": s} | paper for n in (1024, 2048) for s in ("a", "b")]
+        )
+        assert axis.get_legend_handles_labels()[1].count("the paper's figures") == labels
+
+
 def assert_untouched(path: Path) -> None:
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -214,6 +214,13 @@ KINDS = {
 }  # fmt: skip
 
 
+def named(path: Path) -> str:
+    """For messages. An empty path is the current folder to pathlib: nobody would find the option that an empty variable left
+    so in a message of `.` alone.
+    """
+    return "'' or ." if path == Path() else str(path)
+
+
 def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
@@ -221,7 +228,7 @@ def file_behind(path: Path, option: str = "") -> Path:
     file, which a rename would destroy, and for the file that standard output or standard error goes to, whose text it would
     lose.
     """
-    name = f"{option} {path}".lstrip()
+    name = f"{option} {named(path)}".lstrip()
     behind = Path(os.path.realpath(path))
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -1326,6 +1326,13 @@ class KVCalCache(Cache):
                 twin.layers[i] = copy.deepcopy(mine, memo)
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises KVCalError: a cache is hooks in one model, and a shallow copy would share its layers."""
+        raise KVCalError(
+            "a KVCalCache cannot be pickled nor copied by copy.copy: it belongs to the model in this process; save the bundle "
+            "and run the prompt again, or take copy.deepcopy(cache) for a second one on the same model"
+        )
+
     # What people ask for.
 
     def nbytes(self, part: str | None = None) -> int:
@@ -1416,13 +1423,17 @@ class KVCalCache(Cache):
         )
 
 
+MOST_COLUMNS = 2**31 - 1  # kernels count tokens in 32 bits
+
+
 def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
     if max_length is None:
         return
     least = scheme.windows.sink + scheme.windows.recent + scheme.windows.block
-    if type(max_length) is not int or max_length < least:
+    if type(max_length) is not int or not least <= max_length <= MOST_COLUMNS:
         raise UsageError(
-            f"max_length={max_length!r}: must be a whole number from {least}, sink, recent window and a block"
+            f"max_length={max_length!r}: must be a whole number from {least}, sink, recent window and a block, "
+            f"to {MOST_COLUMNS}"
         )
     if offload:
         raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")

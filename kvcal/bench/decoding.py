@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..models import is_oom
+from ..room import cuda_bytes
 from .caches import FLUSH_AT, Kind, Start, attention
 from .layer import fill
 
@@ -173,7 +174,7 @@ def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
     stepper.back()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    if room(device) < transient + MARGIN:
+    if cuda_bytes(device) < transient + MARGIN:
         raise torch.OutOfMemoryError("out of memory: a graph's own does not fit beside the cache")
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
@@ -250,16 +251,9 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def room(device: torch.device) -> float:
-    """Bytes that torch can still take of a CUDA device, or may (torch.cuda.set_per_process_memory_fraction)."""
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
-    return min(free, allowed - torch.cuda.memory_reserved(device))
-
-
 def capacity(device: torch.device) -> float:
     """Bytes in use, as the driver counts, when there is no more room."""
-    return peak_bytes(device) + room(device)
+    return peak_bytes(device) + cuda_bytes(device)
 
 
 def released(device: torch.device) -> None:

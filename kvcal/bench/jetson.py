@@ -79,6 +79,7 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
     implied = machine.implied(size, reported, launches)
     own = {"K": bits[0], "V": bits[1], "total": sum(bits) / 2}[part]
     elements = launches * geometry.heads * geometry.head_dim * length
+    beside = {"paper_bits": paper.TABLE_4_BITS[scheme][part]} if scheme in paper.TABLE_4_BITS else {}
     slots = (reported - launches * machine.launch) * 1e-6 * machine.device.issue_rate / elements
     return Row(
         operation=f"innerq-table-4 {part}", scheme=scheme, model=PAPER_MODEL, batch=1, length=length,
@@ -88,7 +89,7 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
         more={
             "paper_microseconds": reported, "off_by": microseconds / reported - 1, "paper_gb_per_s": implied,
             "paper_slots_per_element": slots, "shared_microseconds": shared,
-            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS,
+            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS, **beside,
         },
     )  # fmt: skip
 

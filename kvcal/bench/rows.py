@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from kvcal_artifacts.bundle import named
 from kvcal_artifacts.errors import UsageError
 
 
@@ -44,7 +45,13 @@ class Row:
         return own | dict(self.more)
 
 
-KEY = ("operation", "scheme", "model", "batch", "length", "path", "device", "projected")
+KEY = {
+    "operation": str, "scheme": str, "model": str, "batch": int, "length": int, "path": str, "device": str,
+    "projected": bool,
+}  # fmt: skip
+KINDS = {str: "a text", int: "a whole number", bool: "true or false"}
+LONGEST = 1e18  # µs, 31,700 years
+GIVE = "give what `kvcal bench --json` printed"
 
 
 def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -59,18 +66,41 @@ def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_earlier(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file that `kvcal bench --json` wrote; UsageError if it is not one."""
+    """Rows of a file that `kvcal bench --json` wrote; UsageError if it is not one, or a row of it is none of ours."""
+    name = f"--compare {named(path)}"
     try:
         found = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise UsageError(f"--compare {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UsageError(f"--compare {path}: not JSON; give what `kvcal bench --json` printed") from error
+        raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name}: not JSON; {GIVE}") from error
     rows = found.get("rows") if isinstance(found, dict) else None
     good = isinstance(rows, list) and all(isinstance(row, dict) and set(KEY) <= set(row) for row in rows)
     if not good:
-        raise UsageError(f"--compare {path}: no rows of `kvcal bench --json` in it")
+        raise UsageError(f"{name}: no rows of `kvcal bench --json` in it")
+    for number, row in enumerate(rows or ()):
+        _check_row(f"{name}: row {number}", row)
     return list(rows or ())
+
+
+def _check_row(name: str, row: Mapping[str, Any]) -> None:
+    """UsageError for a value by which rows are compared that `kvcal bench` never writes."""
+    for key, kind in KEY.items():
+        if type(row[key]) is not kind:
+            raise UsageError(f"{name}: {key} is {_short(row[key])}, must be {KINDS[kind]}; {GIVE}")
+    taken = row.get("microseconds")
+    if taken is not None and (type(taken) not in (int, float) or not 0 <= taken <= LONGEST):
+        raise UsageError(
+            f"{name}: microseconds is {_short(taken)}, must be a number from 0 to {LONGEST:g}, or null; {GIVE}"
+        )
+
+
+def _short(value: Any) -> str:
+    """As JSON, its beginning."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def compared(now: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

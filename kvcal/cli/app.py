@@ -113,9 +113,12 @@ def main() -> None:
             code = app(prog_name="kvcal", standalone_mode=False)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # `kvcal models | head -1`: the reader has left, and nothing is wrong
+    except OSError as error:  # of stdout: a command's other errors are a line and a code by now
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+        # `kvcal models | head -1`: the reader has left, and nothing is wrong
+        if not isinstance(error, BrokenPipeError) and not failure.said:
+            failure.say(failure.NO_STDOUT.format(error.strerror))
     except typer.Abort:
         code = INTERRUPTED
     except ClickError as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal.cli.options import Bundles, Json, RequireKernels, Resume, Revision, said_of
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, on_stdout, print_json, print_table
 
 Names = Annotated[
     list[str] | None,
@@ -69,27 +69,29 @@ def bench(
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.bench import run_bench
+
+    run_bench(options, note, print_json if json else _print_bench, said_of(context))
+
+
+def _print_bench(found: dict[str, Any]) -> None:
     from kvcal.report.bench import tables
 
-    found = run_bench(options, note, said_of(context))
-    if json:
-        print_json(found)
-        return
     if found["projected"]:
         note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
-        if found["assumed"]:
+    with on_stdout():
+        if found.get("assumed"):
             print(
                 f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch "
                 f"{found['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
             )
-    elif found["copy_gb_per_s"]:
-        print(
-            f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
-            f"{found['read_gb_per_s']:.1f} GB/s"
-        )
-    for table in tables(found):
-        print_table(table.columns, table.rows, title=table.title)
-        print()
+        elif found.get("copy_gb_per_s"):
+            print(
+                f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
+                f"{found['read_gb_per_s']:.1f} GB/s"
+            )
+        for table in tables(found):
+            print_table(table.columns, table.rows, title=table.title)
+            print()
 
 
 def doctor(json: Json = False) -> None:

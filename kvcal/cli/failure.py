@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import typer
@@ -26,6 +26,7 @@ EXIT_CODES = {
 }
 
 
+NO_STDOUT = "stdout: cannot be written: {}; send it where there is room"
 LARGEST = 2**63 - 1  # whole numbers of 64 bits, as seeds are
 
 said: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command into a bare exit code
@@ -49,7 +50,7 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
         except (Exception, KeyboardInterrupt) as error:
             if os.environ.get("KVCAL_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
-            line, code = explain(error)
+            line, code = explain(error, kwargs)
             say(line)
             raise typer.Exit(code) from error
 
@@ -63,15 +64,15 @@ def _check_sizes(options: dict[str, Any]) -> None:
             raise typer.BadParameter(f"--{name.replace('_', '-')} {value}: at most {LARGEST}")
 
 
-def explain(error: BaseException) -> tuple[str, int]:
-    """(one line, exit code)."""
+def explain(error: BaseException, options: Collection[str] = ()) -> tuple[str, int]:
+    """(one line, exit code). options: names of those that the command has."""
     kvcal_error = _loaded("kvcal_artifacts.errors", "KVCalError")
     if kvcal_error and isinstance(error, kvcal_error):
         return _one_line(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if _is_out_of_memory(error):
-        return f"out of memory: {_first_sentences(error)}; try a smaller --length, or fewer --windows", 6
+        return f"out of memory: {_first_sentences(error)}; try {_less(options)}", 6
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         return (f"{error.strerror}{where}" if error.strerror else _one_line(error)), 1
@@ -91,6 +92,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (device_oom and isinstance(error, device_oom)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)  # torch has no class for the host
+
+
+def _less(options: Collection[str]) -> str:
+    """What of these takes less memory."""
+    less = [f"a smaller --{name}" for name in ("batch", "length") if name in options]
+    less += ["fewer --windows"] if "windows" in options else []
+    return ", or ".join(less) or "a smaller model, or a machine with more"
 
 
 def _one_line(error: BaseException) -> str:

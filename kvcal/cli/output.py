@@ -7,20 +7,42 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
+
+from kvcal.cli.failure import NO_STDOUT
+from kvcal_artifacts.errors import KVCalError
 
 ANY_WIDTH = 10_000  # rich would fold cells to the terminal's width; whole cells can be read, copied and cut
 
 
+@contextmanager
+def on_stdout() -> Iterator[None]:
+    """What is printed within is there afterwards. Raises KVCalError, which names stdout, where it cannot be written; a reader
+    that has left stays a BrokenPipeError.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise KVCalError(NO_STDOUT.format(error.strerror)) from error
+
+
 def print_json(value: Any) -> None:
-    """One JSON document. A number that JSON does not have (NaN, infinity) is null."""
-    print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+    """One JSON document. A number that JSON does not have (NaN, infinity) is null. Raises KVCalError, as `on_stdout`."""
+    with on_stdout():
+        print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
-    """Numbers are aligned to the right; None is an empty cell. Format numbers before they come here."""
+    """Numbers are aligned to the right; None is an empty cell. Format numbers before they come here.
+
+    Raises KVCalError, as `on_stdout`.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -32,7 +54,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     for row in cells:
         table.add_row(*row)
-    Console(width=ANY_WIDTH, markup=False, highlight=False, emoji=False).print(table)
+    with on_stdout():
+        Console(width=ANY_WIDTH, markup=False, highlight=False, emoji=False).print(table)
 
 
 def note(message: str) -> None:

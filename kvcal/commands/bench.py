@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +15,13 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import write_atomically
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 
 from .. import __version__, models
 from ..bench import caches, devices, generation, jetson, measure, memory, paper, schemes
 from ..bench.fused import require_fused
+from ..bench.left_out import left_out
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import KEY, Row, compared, read_earlier, to_csv
@@ -31,6 +34,7 @@ from ..fit import check_output, cpu_record
 from ..kept import Work, short
 from ..near import allowed
 from ..report.plots import check_plot, plot_bench
+from ..room import check_room
 from .bundles import file_sha256
 from .common import Say, refuse_idle
 from .doctor import machine
@@ -52,10 +56,11 @@ GROUP_MODEL = {"mixkvq-table-7": "r1-distill-qwen-7b"}
 MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
 
 
-def run_bench(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
-    """Measure, or project where the device is not this machine; rows, and how they compare with an earlier file's.
+def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None], said: Collection[str] = ()) -> None:
+    """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's, then
+    write the files asked for. What was measured is kept until all of that is out.
 
-    said: names of the options that somebody gave; UsageError for one that no row takes.
+    show: prints the result. said: names of the options that somebody gave; UsageError for one that no row takes.
     """
     _check_numbers(o)
     _check_files(o)
@@ -66,24 +71,32 @@ def run_bench(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[s
     model = o["model"]
     if model is None:
         model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
+    work: Work | None = None
     if where.device is None:
         found = _projected(o, where, model, wanted)
     else:
-        found = _measured(o, where, model, wanted, say)
+        found, work = _measured(o, where, model, wanted, say)
     rows = [row.as_dict() for row in found.pop("rows")]
-    if not rows:
-        raise UsageError("nothing to measure: no operation fits any scheme; the notes above say why")
     beside = None if earlier is None else compared(rows, earlier)
     if beside == []:
         say(_nothing_common(o["compare"], earlier or [], rows))
-    if o["csv"] is not None:
-        write_atomically(o["csv"], to_csv(rows).encode())
-    if o["plot"] is not None:
-        plot_bench(rows, o["plot"])
-    return {
+    found = {
         "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
         "compared": beside,
     }  # fmt: skip
+    with nullcontext() if work is None else work.until_out():
+        _put_out(o, found, show)
+
+
+def _put_out(o: dict[str, Any], found: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+    """The table first: of all that is asked for it is the least to fail. The files even where it does."""
+    try:
+        show(found)
+    finally:
+        if o["csv"] is not None:
+            write_atomically(o["csv"], to_csv(found["rows"]).encode())
+        if o["plot"] is not None:
+            plot_bench(found["rows"], o["plot"])
 
 
 def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
@@ -97,17 +110,33 @@ def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Seque
 
 def _check_numbers(o: dict[str, Any]) -> None:
     """What the command line's own ranges let through: NaN, infinity, no memory at all."""
-    if o["memory"] is not None and not 0 < o["memory"] < math.inf:
-        raise UsageError(f"--memory {o['memory']:g}: GiB, needs a finite number above 0")
+    if o["memory"] is not None and not 0 < o["memory"] <= MOST_GIB:
+        raise UsageError(
+            f"--memory {o['memory']:g}: GiB, needs a number above 0 and up to {MOST_GIB}, 64 bits of bytes"
+        )
     if not 0 <= o["seconds"] < math.inf:
         raise UsageError(f"--seconds {o['seconds']:g}: needs a finite number from 0")
 
 
 def _check_files(o: dict[str, Any]) -> None:
-    if o["plot"] is not None:
-        check_plot(o["plot"])
-    if o["csv"] is not None:
-        check_output(o["csv"], "--csv")
+    """UsageError where a file asked for cannot be written, or would replace another that is asked for or read."""
+    try:
+        if o["plot"] is not None:
+            check_plot(o["plot"])
+        if o["csv"] is not None:
+            check_output(o["csv"], "--csv")
+    except KVCalError as error:
+        raise UsageError(str(error)) from error
+    read = [("--compare", o["compare"]), *(("--bundle", path) for path in o["bundle"] or ())]
+    seen: dict[str, str] = {}
+    for option, path in (*read, ("--csv", o["csv"]), ("--plot", o["plot"])):
+        if path is None:
+            continue
+        before = seen.setdefault(os.path.realpath(path), option)
+        if option != before and option in ("--csv", "--plot"):
+            raise UsageError(
+                f"{option} {path}: is the file of {before} too, and would replace it; give another file name"
+            )
 
 
 def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: Collection[str]) -> None:
@@ -148,6 +177,7 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     yield ("plot",), bool(wanted - untimed), "rows with a time", another
 
 
+MOST_GIB = 2**33
 MOST = 2**31 - 1  # rows, or tokens of one: kernels count them in 32 bits
 
 
@@ -279,7 +309,8 @@ def _of_memory(
 # Measured.
 
 
-def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say) -> dict[str, Any]:
+def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say) -> tuple[dict[str, Any], Work]:
+    """The result, and what is kept of it."""
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
     source = models.resolve(model, o["revision"])
@@ -296,17 +327,28 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     rows: list[Row] = []
     if o["require_kernels"]:
         require_fused(own, geometry, dtype, where.device)
-    once = _once(say)
+    once, generated = _once(say), bool(set(wanted) & set(GENERATION))
+    if generated:  # before kernels are measured: a model that does not fit is known now
+        whole, kind, runs = _whole(o, on_gpu, wanted)
+        if runs:
+            check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
+    able = generated
     for shape in shapes if kernels else []:
         given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"]
-        rows += kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
+        found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
+        able |= bool(found)
+        rows += found
+        rows += left_out(found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name)
+    if not able:
+        kept.work.remove()
+        first = rows[0]
+        raise UsageError(f"nothing to measure: {first.operation} of {first.scheme}: {first.refused}")
     rows = _with_shares(rows)
-    if [name for name in wanted if name in GENERATION]:
+    if generated:
         rows += _generation(o, where, wanted, shapes, kept, say)
     if kernels:
         clock.read_bandwidth()
     ceilings = clock.ceilings
-    kept.work.remove()
     return {
         "resumed_rows": kept.resumed,
         "dtype": str(dtype).removeprefix("torch."),
@@ -316,7 +358,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
         "matmul_teraflops": ceilings["matmul"] / 1e12 if "matmul" in ceilings else None,
         "threads": None if on_gpu else torch.get_num_threads(),
         "rows": rows,
-    }
+    }, kept.work
 
 
 def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
@@ -385,22 +427,27 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     return out
 
 
+def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[models.ModelSource, torch.dtype, bool]:
+    """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
+    runs_here = not on_gpu and "generate" in wanted
+    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
+    source = models.resolve(name, o["revision"])
+    return source, _dtype(o, torch.bfloat16 if on_gpu else torch.float32), on_gpu or runs_here
+
+
 def _generation(
     o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], kept: KeptRows, say: Say
 ) -> list[Row]:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    runs_here = not on_gpu and "generate" in wanted  # else only bytes are counted, or a GPU runs it
-    name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
-    source = models.resolve(name, o["revision"])
+    source, dtype, runs = _whole(o, on_gpu, wanted)
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not on_gpu:  # a CPU has no memory of its own to fill
         rows += _of_memory(o, wanted, own, geometry, source.name, where)
-    if not on_gpu and "generate" not in wanted:
+    if not runs:
         return rows
-    dtype = _dtype(o, torch.bfloat16 if on_gpu else torch.float32)
     if on_gpu and o["memory"]:
         total = torch.cuda.get_device_properties(where.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), where.device)

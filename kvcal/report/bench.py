@@ -91,7 +91,8 @@ def _table_4(rows: list[Found]) -> Iterator[Table]:
             for scheme in dict.fromkeys(row["scheme"] for row in rows):
                 own = [row for row in rows if row["scheme"] == scheme and row["operation"] == TABLE_4 + part]
                 cells = [cell.format(**row) for row in own]
-                made.append([part, scheme, f"{own[0]['stored_bits']:g}", *cells, "projected"])
+                beside = f" (paper {own[0]['paper_bits']:g})" if "paper_bits" in own[0] else ""
+                made.append([part, scheme, f"{own[0]['stored_bits']:g}{beside}", *cells, "projected"])
         return Table(title, columns, made)
 
     every = ("K", "V", "total")

@@ -161,6 +161,8 @@ def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
         paper = [(row["length"], row["paper_microseconds"]) for row in points if "paper_microseconds" in row]
         if paper:
             axis.plot(*zip(*paper, strict=True), "x", color=line[0].get_color(), markersize=4)
+    if any("paper_microseconds" in row for row in rows):
+        axis.plot([], [], "x", color="grey", markersize=4, label="the paper's figures")
 
 
 def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:

@@ -1,0 +1,41 @@
+"""Rows of what cannot be measured: a script that reads the rows sees what is missing and why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from ..catalogue import Geometry
+from .layer import Case
+from .operation import Operation
+from .rows import Row
+from .schemes import Benched
+
+
+def left_out(
+    measured: Collection[Row],
+    model: str,
+    geometry: Geometry,
+    schemes: Sequence[Benched],
+    operations: Sequence[Operation],
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    device_name: str,
+) -> Iterator[Row]:
+    """A row with `refused` and no figure for each scheme and operation that `measured`, of one shape (batch, length), has no
+    row of; none where an operation is `alone` and so has its row without a scheme.
+    """
+    there = {(row.operation, row.scheme) for row in measured}
+    for one in schemes:
+        case = Case(one, geometry, *shape, device, dtype)
+        for operation in operations:
+            if operation.alone or (operation.name, one.name) in there:
+                continue
+            if (why := operation.refuses(case)) is not None:
+                yield Row(
+                    operation=operation.name, scheme=one.name, model=model, batch=case.batch, length=case.length,
+                    microseconds=None, stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None,
+                    fp16_backend=None, projected=False, device=device_name, path="none", refused=why,
+                )  # fmt: skip
