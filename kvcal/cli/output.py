@@ -13,7 +13,6 @@ from os import PathLike
 from typing import Any
 
 from kvcal.cli.failure import NO_STDOUT
-from kvcal_artifacts.errors import KVCalError
 
 ANY_WIDTH = 10_000  # rich would fold cells to the terminal's width; whole cells can be read, copied and cut
 
@@ -29,6 +28,8 @@ def on_stdout() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        from kvcal_artifacts.errors import KVCalError  # not for the help, which needs the command line alone
+
         raise KVCalError(NO_STDOUT.format(error.strerror)) from error
 
 
