@@ -841,7 +841,13 @@ def test_layouts_of_grids_are_those_that_look_ups_count_on() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("key", ["symmetric 3", "asymmetric 3", "outer 2", "grid 3 of 2", "tiers 16 16"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(pytest.param(key, marks=pytest.mark.slow) for key in ("symmetric 3", "asymmetric 3")),
+        *("outer 2", "grid 3 of 2", "tiers 16 16"),
+    ],
+)
 def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
     """In loops over packed blocks every number stays in a product's layouts: another would cost shared memory and a barrier,
     and a warp of several would read blocks of others.

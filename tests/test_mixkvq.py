@@ -428,6 +428,7 @@ def test_killed_and_run_again_it_gives_the_same_bytes(
     assert not database.exists()
 
 
+@pytest.mark.slow
 def test_two_workers_share_a_storage_and_one_is_killed(given_options: list[str], tmp_path: Path) -> None:
     database = tmp_path / "shared.db"
     shared = [

@@ -90,6 +90,7 @@ def test_balanced_factors_alone(twin: Any, windows: torch.Tensor, monkeypatch: p
     )
 
 
+@pytest.mark.slow
 def test_balanced_keys_have_the_plain_models_loss(tiny: Any, twin: Any, tmp_path: Path) -> None:
     """The advice taken: 2 bits in a rotation behind factors that were learned from other text."""
     calibration = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=6, holdout=2, length=256)

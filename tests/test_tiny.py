@@ -86,6 +86,7 @@ def test_bits_per_byte(tiny: Any, card: str) -> None:
     assert all(fact in card for fact in (f"**{BITS_PER_BYTE}**", f"{full.tokens:,}", f"{count:,}"))
 
 
+@pytest.mark.slow
 def test_debiasing_brings_a_trained_model_closer_to_itself(tiny: Any) -> None:
     """Same codes, another factor a layer: 0.0096 against 0.0075 nats over 16 windows, measured with `kvcal eval`."""
     text = corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=2, length=1024)
