@@ -108,7 +108,7 @@ def check_rows_equal_alone(name: str, frame: str, batch: KVCalCache, rows: Rows)
 
 @every_frame
 @pytest.mark.parametrize("name", LOSSY)
-@settings(max_examples=6)
+@settings(max_examples=12)
 @given(layout=layouts())
 def test_packed_bytes_depend_on_the_tokens_only(name: str, frame: str, layout: tuple[Rows, Tensor, list[int]]) -> None:
     rows, valid, cuts = layout
@@ -119,7 +119,9 @@ def test_packed_bytes_depend_on_the_tokens_only(name: str, frame: str, layout: t
 
 @every_frame
 @pytest.mark.parametrize("name", LOSSY)
-@pytest.mark.parametrize("cuts", [(), range(1, 80)], ids=["whole", "ones"])
+@pytest.mark.parametrize(
+    "cuts", [(), range(1, 80), pytest.param((30, 31, 64), marks=pytest.mark.slow)], ids=["whole", "ones", "pieces"]
+)
 def test_pads_are_never_encoded(name: str, frame: str, cuts: Any) -> None:
     """Pads that hold NaN: encoding one would raise or show."""
     rows, valid = Rows([70, 33, 4]), left_mask([70, 33, 4]).bool()
@@ -356,7 +358,7 @@ def operate(made: KVCalCache, model: Columns, name: str, *details: Any) -> KVCal
 
 @every_frame
 @pytest.mark.parametrize("windows", [(SINK, RECENT, BLOCK), (0, 0, 1), (0, 3, 16), (7, 0, 5)], ids=str)
-@settings(max_examples=30)
+@settings(max_examples=75)
 @given(first=st.integers(1, 3), operations=st.lists(OPERATIONS, min_size=2, max_size=12), seed=st.integers(0, 9))
 def test_exact_cache_is_a_list_of_columns(
     windows: tuple[int, int, int], frame: str, first: int, operations: list[Any], seed: int

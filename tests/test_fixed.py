@@ -29,6 +29,9 @@ BEFORE = "before RoPE: "
 TURNED = [f"{BEFORE}{name}" for name in ("inner-4", "kivi-4")]
 FEW = pytest.mark.parametrize("name", ["inner-4", f"{BEFORE}kivi-4", "vectors"])
 NAMES = ["inner-4", "kivi-4", "innerq-prefill", "higgs-2", "turboquant-4-2", *TURNED, "vectors"]
+FEW_QUICK = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW.args[1] else pytest.mark.slow) for name in NAMES]
+)
 EVERY = {**PAIRS, "vectors": VECTORS}
 
 
@@ -81,7 +84,7 @@ def test_steps_give_what_a_growing_cache_gives(name: str, calls: list[int]) -> N
     assert calls == [q for q in [*[1] * 59, 16, 4] for _ in range(6)]
 
 
-@FEW
+@FEW_QUICK
 def test_rows_of_all_lengths_step_together(name: str) -> None:
     """One has packed blocks, one packs its first, one none yet, one has not even its sink."""
     mask = torch.cat([left_mask([120, 60, 40, 2]), torch.ones(4, 60, dtype=torch.long)], 1)

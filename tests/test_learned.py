@@ -192,9 +192,10 @@ def test_codebooks_of_points_that_repeat_are_exact() -> None:
     assert float((made - coded(k)).abs().max()) < 2e-3
 
 
-def test_codebooks_of_a_layer_of_zeros() -> None:
+@pytest.mark.parametrize("size", [16, pytest.param(256, marks=pytest.mark.slow)])
+def test_codebooks_of_a_layer_of_zeros(size: int) -> None:
     k, q = usual()
-    codec = CodebookBackbone(2.0, 16).learn(shown(k * 0, q))
+    codec = CodebookBackbone(2.0, size).learn(shown(k * 0, q))
     assert float(codec.decode(codec.encode(coded(k) * 0)).abs().max()) == 0
 
 

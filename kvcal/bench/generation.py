@@ -35,7 +35,7 @@ def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding
         if ran_out(error):
             return "out of memory"
         if kind.backend is not None and isinstance(error, RuntimeError):
-            return f"this backend of torch does not run here: {str(error).splitlines()[0][:120]}"
+            return f"this backend of torch does not run here: {first_line(error)}"
         raise
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal_artifacts.errors import KVCalError
 
+from ..hub import one_line
 from ..models import is_oom
 from .layer import Case
 from .timing import Clock, Timed
@@ -141,7 +142,7 @@ def first_line(error: BaseException) -> str:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     expected = isinstance(error, KVCalError | RuntimeError | NotImplementedError)
     named = said if said and expected else f"{type(error).__name__}: {said}".removesuffix(": ")
-    return named[:LINE]
+    return one_line(named, LINE)
 
 
 def _flashinfer(queries: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
