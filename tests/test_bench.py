@@ -628,7 +628,7 @@ class Unexpected(Exception):
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory"),
         (KVCalError("codec 'x': cannot"), "codec 'x': cannot"),
         (AssertionError(), "AssertionError"),
-        (Unexpected("y" * 1000), "Unexpected: " + "y" * 188),
+        (Unexpected("y" * 1000), "Unexpected: " + "y" * 187 + "…"),
     ],
 )
 @pytest.mark.parametrize("where", ["build", "check", "run"])
