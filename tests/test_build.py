@@ -601,14 +601,16 @@ def test_two_builds_do_not_meet(busy: Path) -> None:
     assert "another `kvcal build` is at work there; wait for it" in done.complaint
 
 
+LONG = '[bundles.long]\nmethod = "squat"\ngroup = 8\nlength = 9999\n'
+
+
 def test_an_error_names_its_bundle_and_keeps_the_rest(base: Path, usual: dict[str, str]) -> None:
     """A bundle that the text is too short for stands between those that can be built."""
-    long = '[bundles.long]\nmethod = "squat"\ngroup = 8\nlength = 9999\n'
-    edit(base, "[bundles.plain]", f"{long}[bundles.plain]")
+    edit(base, "[bundles.plain]", f"{LONG}[bundles.plain]")
     done = kvcal("build", base / "r.toml")
     assert done.code == 1
     assert done.err.splitlines()[-1].startswith("kvcal: small-long: ")
-    edit(base, long, "")
+    edit(base, LONG, "")
     assert actions(build(base)) == dict.fromkeys(NAMES) | {"small-plain": "it is new"}
     assert content(base / "out") == usual
 
@@ -681,7 +683,7 @@ def test_an_interrupted_build_does_not_wait_for_its_workers(base: Path, usual: d
 @pytest.mark.slow
 def test_an_error_in_a_process_names_its_bundle(base: Path) -> None:
     """And what ran beside it is kept."""
-    edit(base, "[bundles.plain]", '[bundles.long]\nmethod = "squat"\nlength = 9999\n[bundles.plain]')
+    edit(base, "[bundles.plain]", f"{LONG}[bundles.plain]")
     done = kvcal("build", base / "r.toml", "--jobs", 2)
     assert done.code == 1
     assert done.err.splitlines()[-1].startswith("kvcal: small-long: ")

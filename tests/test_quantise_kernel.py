@@ -360,12 +360,12 @@ def built(case: Case, capability: int, step: bool = False) -> Any:
 
 def instructions(made: Any, case: Case, folder: Path) -> list[float]:
     """Of a thread for each number of keys, then of values: loops over slices and, shared out, what a unit takes besides. Each
-    role has a loop over units and in it loops over slices: one, of values in inner groups one for the slices of each tile. A
-    slice of a half block is 8 numbers.
+    role has a loop over units and in it loops over slices: one, of values one for the slices of each tile. A slice of a half
+    block is 8 numbers.
     """
     found, made_of = [loop.total() for loop in loops(made, folder)], []
     for form in (case.rule("key").form, case.rule("value").form):
-        tiles = form.tiles if form.inner and form.role == "value" else 1
+        tiles = form.tiles if form.role == "value" else 1
         (outer, *inner), found = found[: 1 + tiles], found[1 + tiles :]
         per = 16 * form.scale_blocks if form.along_tokens else form.group
         assert len(inner) == tiles
