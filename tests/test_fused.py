@@ -596,6 +596,8 @@ class Card:
         monkeypatch.setenv("KVCAL_CACHE_DIR", str(folder))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Card 1")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
         monkeypatch.setattr(preflight, "triton_version", lambda: "3.7.1")
         monkeypatch.setattr(preflight, "trial", self._trial)
         monkeypatch.setattr(preflight, "append_trial", self._trial)

@@ -395,7 +395,7 @@ class FixedLayer(KVCalLayer):
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)
-        with without_autocast(q.device.type), fused.on(q.device):
+        with without_autocast(q.device.type):
             if self.index == steps.first:
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)

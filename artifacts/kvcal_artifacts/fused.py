@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Blocks, Form, Rope, fast, reference, rope
+from kvcal_kernels.device import on as on
 from kvcal_kernels.quantise import AnyRule
 
 from . import hf, preflight
@@ -139,9 +139,10 @@ def absence(
         assert isinstance(keys, Form) and isinstance(values, Form)
         why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
     if why:
-        why = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-        warn(why)
-    return why
+        said = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+        warn(said, verdict=why)
+        return said
+    return None
 
 
 def path(refused: str | None, kernels: str) -> str:
@@ -176,11 +177,15 @@ def require(refused: list[tuple[int, str]]) -> None:
 _WARNED: set[str] = set()
 
 
-def warn(line: str, instead: str = "packed blocks are decoded for the model's own attention instead") -> None:
-    """Once a process: a model has many layers, and a program many caches."""
+def warn(
+    line: str,
+    instead: str = "packed blocks are decoded for the model's own attention instead",
+    verdict: str | None = None,
+) -> None:
+    """Once a process: a model has many layers, and a program many caches. verdict: of preflight, which its file may keep."""
     if line not in _WARNED:
         _WARNED.add(line)
-        warnings.warn(f"{line}; {instead}", stacklevel=2)
+        warnings.warn(f"{line}; {instead}{preflight.remembered(verdict) if verdict else ''}", stacklevel=2)
 
 
 class Layer(Protocol):
@@ -244,19 +249,8 @@ def attention(
     packed_q, given = queries_for(q, factor), (q, keys, values, blocks, sink, recent, scaling)
     if kernels == "torch":
         return reference.attend(*given, packed_q, ring, turns)
-    with on(q.device):
-        out: Tensor = fast().attend(*given, None, workspace, packed_q, ring, turns)
+    out: Tensor = fast().attend(*given, None, workspace, packed_q, ring, turns)
     return out
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which a model spread over several does not change."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _THERE
-    return torch.cuda.device(device)
-
-
-_THERE = nullcontext()
 
 
 def workspace(kernels: str, device: torch.device) -> Any:
@@ -310,7 +304,7 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
             return f"{role}: {own}"
     key, value = (own for own in found if not isinstance(own, str))
     if not preflight.interpreted() and (why := preflight.append_verdict(key, value, dtype, device)):
-        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly")
+        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
         return f"the append kernel does not pass: {why}"
     return key, value
 
@@ -319,8 +313,7 @@ def quantise_by(
     rules: tuple[AnyRule, AnyRule], x: list[Tensor], factor: Tensor | None
 ) -> tuple[tuple[Blocks, Blocks], Tensor]:
     """Keys and values (B, H, T, D) of whole blocks, packed in one launch; and flags of quantise.check."""
-    with on(x[0].device):
-        keys, values, flags = quantise.fast().quantise(*x, *rules, None if factor is None else factor.contiguous())
+    keys, values, flags = quantise.fast().quantise(*x, *rules, None if factor is None else factor.contiguous())
     return (keys, values), flags
 
 
@@ -337,7 +330,7 @@ def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
     for codec in (pair.key, pair.value):
         own = codec.by_kernel()
         if own is not codec and not anywhere and (why := preflight.encode_verdict(codec, dtype, device)):
-            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly")
+            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly", why)
             own = codec
         made.append(own)
     return LayerCodecs(*made)

@@ -7,15 +7,18 @@ The file is preflight.json in $KVCAL_CACHE_DIR, else in kvcal/ of the user's cac
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import Tensor
 import kvcal_kernels
 from kvcal_kernels import attention, quantise, reconstruct, vq_append, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
+from kvcal_kernels.device import on
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
@@ -36,6 +40,7 @@ from .errors import KVCalError
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
+DRIVER = Path("/proc/driver/nvidia/version")
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
@@ -61,6 +66,22 @@ def triton_version() -> str | None:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def driver_version() -> str:
+    """Of NVIDIA's driver, as its kernel module says; where none does (Jetson, WSL, Windows) the CUDA that it offers."""
+    try:
+        if found := re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER.read_text("utf-8", "replace")):
+            return found[1]
+    except OSError:
+        pass
+    try:
+        cuda, number = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_int()
+        failed = cuda.cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return "unknown"
+    return "unknown" if failed else f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
 
 
 @cache
@@ -148,7 +169,10 @@ def vectors_append_verdict(
     return _found(parts, dtype, device, lambda: vectors_append_trial(keys, values, dtype, device))
 
 
-_TRIED: dict[str, str | None] = {}  # of this process
+# Of this process. A verdict, which is the kernel's on that kind of GPU, holds for all of them: (name, None). A check without
+# one, as there was no memory, say, is of the one device where it was made.
+_TRIED: dict[tuple[str, torch.device | None], str | None] = {}
+_ONE_AT_A_TIME = RLock()  # a second thread that asks waits, and makes no trial of its own
 
 
 def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:
@@ -156,23 +180,56 @@ def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Ca
     if why := unsupported(device):
         return why
     name = key_of(parts, dtype, device)
-    if name not in _TRIED:
-        _TRIED[name] = _kept(name, trial)
-    return _TRIED[name]
+    keys = (name, None), (name, device)
+    if not any(key in _TRIED for key in keys):
+        with _ONE_AT_A_TIME:
+            if not any(key in _TRIED for key in keys):
+                why, is_verdict = _kept(name, device, trial)
+                _TRIED[keys[0] if is_verdict else keys[1]] = why
+    return _TRIED[keys[0] if keys[0] in _TRIED else keys[1]]
 
 
-def _kept(name: str, trial: Callable[[], str | None]) -> str | None:
+def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> tuple[str | None, bool]:
+    """What is wrong with the kernel, and whether that is a verdict on it."""
     known = read()
     if name in known:
-        return known[name]
+        return known[name], True
     try:
-        why = trial()
+        with on(device):
+            why = trial()
     except torch.OutOfMemoryError as error:  # says nothing of the kernel
-        return f"its check ran out of memory: {error}"
+        return f"its check ran out of memory: {error}", False
     except Exception as error:  # no compiler, say, which may be there next time: not written down
-        return f"its check failed: {type(error).__name__}: {error}".splitlines()[0]
+        if fault := _fault(device):
+            write(read() | {name: f"its check ended in a CUDA fault: {fault}"})
+            raise KVCalError(_broken(name, device, fault)) from error
+        return f"its check failed: {type(error).__name__}: {error}".splitlines()[0], False
     write(read() | {name: why})
-    return why
+    return why, True
+
+
+def _fault(device: torch.device) -> str | None:
+    """What CUDA says of a process that an illegal access, say, has left without the GPU; None where it can still use it."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return None
+
+
+def _broken(name: str, device: torch.device, fault: str) -> str:
+    again = f"start again: {folder() / FILE} now keeps this kernel from being used"
+    if name not in read():
+        again = f"{folder() / FILE} cannot be written, so start again with kernels='off'"
+    return (
+        f"{name.split(' | ')[0]}: the check of this kernel ended in a CUDA fault on {torch.cuda.get_device_name(device)} "
+        f"({fault}), after which this process cannot use the GPU; {again}"
+    )
+
+
+def remembered(why: str) -> str:
+    """How to have a kernel tried again, where `why` is a verdict that the file has; else nothing: each process tries anew."""
+    return f"; to have it tried again delete {folder() / FILE}" if why in read().values() else ""
 
 
 def _said(form: Form) -> str:
@@ -183,16 +240,17 @@ def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
     """Everything that a verdict may depend on."""
     mode = "interpreted" if interpreted() else "compiled"
     own = [str(dtype), torch.cuda.get_device_name(device), mode, source_hash(), f"triton {triton_version()}"]
-    return " | ".join([*parts, *own, f"torch {torch.__version__}"])
+    return " | ".join([*parts, *own, f"torch {torch.__version__}", f"driver {driver_version()}"])
 
 
 def read() -> dict[str, str | None]:
-    """Known verdicts; nothing where the file is missing or not ours."""
+    """Known verdicts; nothing where the file is missing, damaged or not ours."""
     try:
         found = json.loads((folder() / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
         return {}
-    return found if isinstance(found, dict) else {}
+    ours = isinstance(found, dict) and all(why is None or isinstance(why, str) for why in found.values())
+    return found if ours else {}
 
 
 def write(verdicts: dict[str, str | None]) -> None:

@@ -36,9 +36,9 @@ def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
         return None
     for codec in (pair.key, pair.value):
         if why := preflight.reconstruct_verdict(codec, dtype, 0, device):
-            why = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-            fused.warn(why)
-            return why
+            said = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+            fused.warn(said, verdict=why)
+            return said
     return None
 
 
@@ -103,7 +103,7 @@ class Reader:
             if self._by == "auto" and (
                 why := preflight.reconstruct_verdict(self._pair.key, self._dtype, rotary, device)
             ):
-                fused.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch")
+                fused.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
                 return False
             self._turning = Reconstruction(self._pair.key, self._dtype, rotary, self._by)
         return True
@@ -126,16 +126,15 @@ class Reader:
         total = stop + like.shape[2] + new[0].shape[2]
         whole = [rooms.take(f"{what} {self._number}", total, like) for what in ("keys", "values")]
         keys, values = (x[:, :, start:stop] for x in whole)
-        with fused.on(like.device):
-            if turns is None:
-                made = keys
-                self._plain[0](packed[0], context, None, made)
-            else:
-                assert self._turning is not None
-                made = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
-                self._turning(packed[0], context, turns[0], made, keys)
-            self._plain[1](packed[1], replace(context, k0=made), None, values)
-            by = reconstruct if self._plain[0].path == "reference" else reconstruct.fast()
-            fresh = [x if x.dtype == like.dtype else x.to(like.dtype) for x in new]
-            by.place(whole, sink, window, fresh, stop, turns and turns[1])
+        if turns is None:
+            made = keys
+            self._plain[0](packed[0], context, None, made)
+        else:
+            assert self._turning is not None
+            made = rooms.take(f"keys before RoPE {self._number}", total, like)[:, :, start:stop]
+            self._turning(packed[0], context, turns[0], made, keys)
+        self._plain[1](packed[1], replace(context, k0=made), None, values)
+        by = reconstruct if self._plain[0].path == "reference" else reconstruct.fast()
+        fresh = [x if x.dtype == like.dtype else x.to(like.dtype) for x in new]
+        by.place(whole, sink, window, fresh, stop, turns and turns[1])
         return [x[:, :, :total] for x in whole], [made, values]

@@ -106,8 +106,7 @@ def attention(
     if kernels == "torch":
         packed = reference.attend(q, *held, blocks, scaling)
     else:
-        with fused.on(q.device):
-            packed = vq_attention.fast().attend(q, *held, blocks, scaling, space)
+        packed = vq_attention.fast().attend(q, *held, blocks, scaling, space)
     out, _ = reference.merge([reference.attend_exact(q, sink, recent, scaling, first), (packed[0].float(), packed[1])])
     return out.to(q.dtype)
 

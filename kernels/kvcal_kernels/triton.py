@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import compress
 from operator import or_
+from threading import RLock
 from typing import Any, TypeVar
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .device import on
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,7 +43,8 @@ class Ready:
 
     kernel: its tensors come first, then numbers, then constants. options: the constants by name, and num_warps and the like.
     examine: called once with each compiled kernel before it is launched. Made for tensors of one device, one dtype each, and
-    for numbers of one specialisation (Triton's: 1, a multiple of 16, or neither); who calls it answers for that.
+    for numbers of one specialisation (Triton's: 1, a multiple of 16, or neither); who calls it answers for that. It launches
+    on the tensors' device, whichever is the current one.
     """
 
     def __init__(
@@ -59,29 +62,27 @@ class Ready:
             self.kernel[self.grid](*tensors, *numbers, **self.options)
             return
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if reduce(or_, compress(pointers, self._told)) % ALIGNMENT:
-            self._compiled(tensors, numbers)
-            self.kernel[self.grid](*tensors, *numbers, **self.options)
-            return
-        if self._run is None:
-            self._run = self._compiled(tensors, numbers)[(*self.grid, 1, 1)[:3]]
-        self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
+        with on(tensors[0].device):
+            if reduce(or_, compress(pointers, self._told)) % ALIGNMENT:
+                self._compiled(tensors, numbers)
+                self.kernel[self.grid](*tensors, *numbers, **self.options)
+                return
+            if self._run is None:
+                self._run = self._compiled(tensors, numbers)[(*self.grid, 1, 1)[:3]]
+            self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
 
     def _compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
-        device = tensors[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            raise ValueError(
-                f"tensors on {device}, current device cuda:{torch.cuda.current_device()}: must be the same"
-            )
-        made = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
-        if self._examine is not None and id(made) not in _EXAMINED:
-            self._examine(made)
-            _EXAMINED[id(made)] = made
+        with _FIRST:
+            made = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
+            if self._examine is not None and id(made) not in _EXAMINED:
+                self._examine(made)
+                _EXAMINED[id(made)] = made
         return made
 
 
 ALIGNMENT = 16  # bytes: where pointers are multiples of it, Triton compiles for that
 _EXAMINED: dict[int, Any] = {}  # compiled kernels, which Triton keeps as long as the process
+_FIRST = RLock()  # a thread's first launch: Triton hands the same compiled kernel to a second one before it is examined
 
 
 class Prepared(dict[Any, Any]):

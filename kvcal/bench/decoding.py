@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_kernels.device import on
+
 from ..models import is_oom
 from ..room import cuda_bytes
 from .caches import FLUSH_AT, Kind, Start, attention
@@ -89,14 +91,17 @@ class Pass:
 
 @torch.no_grad()
 def run(model: Any, kind: Kind, batch: int, length: int, steps: int = STEPS) -> Ran:
-    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one."""
+    """A cache of `length` tokens a row is filled, steps are taken eagerly, then by a graph where there can be one; all on the
+    model's device, whose streams, events and graphs are the current ones meanwhile.
+    """
     assert kind.maker is not None
-    start = kind.maker(batch, length, WARM_UP + max(steps, CHECKED))
-    try:
-        with attention(model, kind):
-            return _run(Stepper(model, start, batch), steps)
-    finally:
-        start.close()
+    with on(model.device):
+        start = kind.maker(batch, length, WARM_UP + max(steps, CHECKED))
+        try:
+            with attention(model, kind):
+                return _run(Stepper(model, start, batch), steps)
+        finally:
+            start.close()
 
 
 def _run(stepper: Stepper, steps: int) -> Ran:

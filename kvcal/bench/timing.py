@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvcal_kernels.device import on
+
 WARM_UP = 3
 LEAST_REPEATS = 3
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
@@ -38,7 +40,8 @@ class Clock:
     """Times closures on one device, caches flushed before each. repeats: at most; seconds: at most a closure, from its warm-up
     on (LEAST_REPEATS are made whatever they take).
 
-    CPU: wall time. CUDA: events around the closure; the flush before it is long enough to hide its first launches.
+    CPU: wall time. CUDA: events around the closure on this device, which is the current one meanwhile; the flush before it is
+    long enough to hide its first launches.
     """
 
     device: torch.device
@@ -49,7 +52,10 @@ class Clock:
 
     def time(self, run: Run, repeats: int | None = None) -> Timed:
         """repeats: in the place of the clock's own."""
-        repeats = repeats or self.repeats
+        with on(self.device):
+            return self._time(run, repeats or self.repeats)
+
+    def _time(self, run: Run, repeats: int) -> Timed:
         self.spare()  # made before memory is short
         started = time.perf_counter()
         for _ in range(WARM_UP):

@@ -110,3 +110,5 @@ def doctor(json: Json = False) -> None:
     print(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}")
     for name, why in checked["verdicts"].items():
         print(f"  {'passes' if why is None else f'fails, {why}'}: {name}")
+    if any(checked["verdicts"].values()):
+        print("  to have those that fail tried again delete that file")

@@ -17,6 +17,7 @@ import torch
 from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
+from kvcal_kernels.device import on
 
 from .. import __version__, models
 from ..bench import caches, devices, generation, jetson, measure, memory, paper, schemes
@@ -75,7 +76,8 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     if where.device is None:
         found = _projected(o, where, model, wanted)
     else:
-        found, work = _measured(o, where, model, wanted, say)
+        with on(where.device):  # the current one for all that is measured: CUDA's events and streams are of that
+            found, work = _measured(o, where, model, wanted, say)
     rows = [row.as_dict() for row in found.pop("rows")]
     beside = None if earlier is None else compared(rows, earlier)
     if beside == []:

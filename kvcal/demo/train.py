@@ -176,12 +176,12 @@ def train(args: argparse.Namespace) -> None:
     step = -1
     while (step := step + 1) < args.steps:
         if args.budget_seconds and step == 80:  # compiled and warm since step 20: fit the schedule into the time
-            torch.cuda.synchronize() if device.type == "cuda" else None
+            torch.cuda.synchronize(device) if device.type == "cuda" else None
             rate = (time.time() - warm) / 60
             args.steps = min(args.steps, int((args.budget_seconds - (time.time() - started)) / (1.04 * rate)))
             print(f"{rate:.3f} s a step: {args.steps} steps", flush=True)
         if step == 20:
-            torch.cuda.synchronize() if device.type == "cuda" else None
+            torch.cuda.synchronize(device) if device.type == "cuda" else None
             warm = time.time()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)

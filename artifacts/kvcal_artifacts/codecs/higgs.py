@@ -145,12 +145,11 @@ class Higgs(Codec):
 
     def _encode_by_kernel(self, x: Tensor, how: Rotated, made: Tensor | None = None) -> Packed:
         """made: takes what is decoded."""
-        with torch.cuda.device_of(x):
-            codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, made=made)
-            norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
-            if isinstance(self._form, Form):
-                words = rotated.fast().pack(codes, self._form)
-                return {"words": words.flatten(2).unflatten(2, (norm.shape[2], -1)), "norm": norm}
+        codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, made=made)
+        norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
+        if isinstance(self._form, Form):
+            words = rotated.fast().pack(codes, self._form)
+            return {"words": words.flatten(2).unflatten(2, (norm.shape[2], -1)), "norm": norm}
         by_token = codes.unflatten(2, (-1, self.shape.block)).movedim(1, 3).flatten(3)
         return {"codes": pack(self._store_codes(by_token), self.code_bits), "norm": norm}
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import on
 from .reference import Moves, _bits
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
@@ -117,12 +118,13 @@ def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tenso
     if not own.weights:
         return x.float().contiguous()
     out = torch.empty(batch, heads, tokens, dim, dtype=torch.float32, device=x.device)
-    for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
-        given, fixed = out if i else x, settings(i, own.channels, heads, dim, bits, group, block)
-        correct_kernel[(-(-tokens // (block * fixed["BLOCKS"])), heads, batch)](
-            given, out, weight, unit, tokens, weight[0].numel(), *given.stride()[:3], int(len(unit) > 1),
-            **fixed, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+    with on(x.device):
+        for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
+            given, fixed = out if i else x, settings(i, own.channels, heads, dim, bits, group, block)
+            correct_kernel[(-(-tokens // (block * fixed["BLOCKS"])), heads, batch)](
+                given, out, weight, unit, tokens, weight[0].numel(), *given.stride()[:3], int(len(unit) > 1),
+                **fixed, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
+            )  # fmt: skip
     return out
 
 

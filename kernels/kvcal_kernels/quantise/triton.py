@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.reference import BLOCK, Blocks, about, field_number, together
+from ..device import on
 from ..rotated import triton as rotated
 from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from ..triton import Prepared, Ready, interpreted
@@ -776,9 +777,10 @@ def advance(counts: Counts, new: Tensor) -> None:
     batch, own = counts.data.shape[1], counts.windows
     if new.shape != (batch,) or new.dtype != torch.int32:
         raise ValueError(f"new tokens {tuple(new.shape)} {new.dtype}: must be ({batch},) torch.int32")
-    advance_kernel[(1,)](
-        counts.data, new, batch, own.sink, own.recent, own.block, triton.next_power_of_2(batch), num_warps=1
-    )
+    with on(counts.data.device):
+        advance_kernel[(1,)](
+            counts.data, new, batch, own.sink, own.recent, own.block, triton.next_power_of_2(batch), num_warps=1
+        )
 
 
 def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
@@ -793,10 +795,11 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
     own, windows = torch.empty_like(peak), counts.windows
     wide = torch.empty(batch, ratio * heads, dim, dtype=torch.float32, device=peak.device)
     sizes = (heads, ratio, dim, triton.next_power_of_2(heads), triton.next_power_of_2(dim))
-    observe_kernel[(batch,)](
-        keys.contiguous(), peak, fixed.view(torch.uint8), counts.data, own, wide,
-        batch, queries, windows.sink + windows.recent + windows.block, *sizes, num_warps=4,
-    )  # fmt: skip
+    with on(peak.device):
+        observe_kernel[(batch,)](
+            keys.contiguous(), peak, fixed.view(torch.uint8), counts.data, own, wide,
+            batch, queries, windows.sink + windows.recent + windows.block, *sizes, num_warps=4,
+        )  # fmt: skip
     return own[:, :, None], wide[:, :, None]
 
 

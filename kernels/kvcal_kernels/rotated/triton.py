@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..attention import grids
 from ..attention.reference import BLOCK, Form
+from ..device import on
 from ..triton import interpreted
 from . import reference
 from .reference import Rotated
@@ -256,11 +257,12 @@ def encode(
     if flags is None:
         flags = torch.zeros(heads, dtype=torch.int32, device=x.device)
     fixed = settings(how, heads, dim)
-    encode_kernel[(-(-tokens // fixed["ROWS"]), batch)](
-        x, how.sign, how.points, how.half, codes, norm, flags, norm if made is None else made, tokens, n, *x.stride()[:3],
-        fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=made is not None, ASM=not interpreted(),
-        num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    with on(x.device):
+        encode_kernel[(-(-tokens // fixed["ROWS"]), batch)](
+            x, how.sign, how.points, how.half, codes, norm, flags, norm if made is None else made, tokens, n,
+            *x.stride()[:3], fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=made is not None, ASM=not interpreted(),
+            num_warps=4, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return codes, norm, flags
 
 
@@ -288,10 +290,11 @@ def pack(codes: Tensor, form: Form) -> Tensor:
     if form.dim & (form.dim - 1):
         raise ValueError(f"head_dim {form.dim}: must be a power of two")
     words = torch.empty(batch, heads, tokens // BLOCK, form.words, dtype=torch.int16, device=codes.device)
-    pack_kernel[(words.shape[2], batch * heads)](
-        codes, words.view(torch.int32), words.shape[2],
-        DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value", num_warps=4,
-    )  # fmt: skip
+    with on(codes.device):
+        pack_kernel[(words.shape[2], batch * heads)](
+            codes, words.view(torch.int32), words.shape[2],
+            DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value", num_warps=4,
+        )  # fmt: skip
     return words
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import on
 from . import reference
 from .reference import Tiers
 
@@ -96,10 +97,11 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
     salience = torch.empty(batch, heads, blocks, dim, device=x.device)
     perm = torch.empty(batch, heads, blocks, dim, dtype=torch.uint8, device=x.device)
     first, second = (torch.empty(batch, heads, blocks, dtype=torch.int32, device=x.device) for _ in range(2))
-    select_kernel[(blocks, batch)](
-        x, salience if importance is None else importance, salience, perm, first, second, blocks, *x.stride()[:3],
-        *strides, how.low, how.high, HEADS=heads, DIM=dim, BLOCK=block, ROUND=how.round_up, FULL=how.full or 0,
-        FOUR=how.four or 0, FIXED=how.full is not None, MEDIAN=how.median and how.full is None,
-        WEIGHED=importance is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    with on(x.device):
+        select_kernel[(blocks, batch)](
+            x, salience if importance is None else importance, salience, perm, first, second, blocks, *x.stride()[:3],
+            *strides, how.low, how.high, HEADS=heads, DIM=dim, BLOCK=block, ROUND=how.round_up, FULL=how.full or 0,
+            FOUR=how.four or 0, FIXED=how.full is not None, MEDIAN=how.median and how.full is None,
+            WEIGHED=importance is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return perm, first, second

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import on
 from .reference import by_code
 
 WIDEST = 256  # dimensions: a tile of vectors stays in shared memory
@@ -203,12 +204,13 @@ def _nearest(
     scaled = torch.empty(n, d, dtype=torch.float16, device=x.device)
     unit = torch.empty(n, dtype=torch.float32, device=x.device)
     found = torch.empty(n, CANDIDATES, dtype=torch.int32, device=x.device)
-    scale_kernel[(triton.cdiv(n, 32),)](x, scaled, unit, n, d=d, BM=32, BD=wide, num_warps=4)
-    propose_kernel[(triton.cdiv(n, launch.rows),)](
-        scaled, unit, book, half, found, n, k, **settings, num_warps=launch.warps, num_stages=launch.stages
-    )
     settle = {"d": d, "BM": 32, "BD": wide, "CANDIDATES": CANDIDATES}
-    settle_kernel[(triton.cdiv(n, 32),)](x, book, found, codes, n, k, **settle, num_warps=4)
+    with on(x.device):
+        scale_kernel[(triton.cdiv(n, 32),)](x, scaled, unit, n, d=d, BM=32, BD=wide, num_warps=4)
+        propose_kernel[(triton.cdiv(n, launch.rows),)](
+            scaled, unit, book, half, found, n, k, **settings, num_warps=launch.warps, num_stages=launch.stages
+        )
+        settle_kernel[(triton.cdiv(n, 32),)](x, book, found, codes, n, k, **settle, num_warps=4)
 
 
 def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -216,5 +218,6 @@ def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     order, offsets = by_code(codes, k)
     added = torch.empty(k, x.shape[1], dtype=torch.float32, device=x.device)
     wide = triton.next_power_of_2(x.shape[1])
-    sums_kernel[(k,)](x.contiguous(), order, offsets, added, d=x.shape[1], BR=32, BD=wide, num_warps=4)
+    with on(x.device):
+        sums_kernel[(k,)](x.contiguous(), order, offsets, added, d=x.shape[1], BR=32, BD=wide, num_warps=4)
     return offsets.diff(), added

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import on
 from ..packing.triton import store_codes
 from ..quantise.reference import NONFINITE as NONFINITE_
 from ..quantise.reference import ROOM as ROOM_
@@ -229,13 +230,14 @@ def append(
     _check(keys, values, sink, ring, counts, flags, k, v)
     batch, heads, queries, dim = k.shape
     space = workspace or Workspace(k.device)
-    windows_kernel[(queries, heads, batch)](
-        k, v, *sink, *ring, counts.data, batch, queries, sink[0].shape[2], ring[0].shape[2], *k.stride()[:3],
-        *v.stride()[:3], H=heads, D=dim, BD=triton.next_power_of_2(dim), num_warps=1,
-    )  # fmt: skip
-    for coded, held, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
-        for band in coded.bands:
-            _encode(coded, band, held, counts, flags, shift, space)
+    with on(k.device):
+        windows_kernel[(queries, heads, batch)](
+            k, v, *sink, *ring, counts.data, batch, queries, sink[0].shape[2], ring[0].shape[2], *k.stride()[:3],
+            *v.stride()[:3], H=heads, D=dim, BD=triton.next_power_of_2(dim), num_warps=1,
+        )  # fmt: skip
+        for coded, held, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
+            for band in coded.bands:
+                _encode(coded, band, held, counts, flags, shift, space)
 
 
 def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.triton import _as
+from ..device import on
 from ..packing.triton import code_at
 from ..triton import interpreted
 from .reference import Band, Coded
@@ -358,25 +359,28 @@ def attend(
     log = torch.full((batch, query_heads, queries), -1e30, dtype=torch.float32, device=q.device)
     if not room:
         return out, log
-    tables = [_table(q, keys, band, groups, rows, wide, scaling, space, i) for i, band in enumerate(keys.bands)]
-    shared = [wide <= 4 and band.books.shape[1] * wide * 2 <= launch.shared for band in keys.bands]
-    tile, warps = (launch.tokens, max(1, launch.tokens // 128)) if all(shared) else (max(16, launch.few * 4 // wide), 4)
-    tiles = triton.cdiv(room * keys.block, tile)
-    scores = space.take("scores", groups * room * keys.block * wide, torch.float32)
-    stat = space.take("stat", groups * tiles * 2 * wide, torch.float32)
-    total = space.take("total", groups * wide, torch.float32)
-    first, second = keys.bands[0], keys.bands[-1]
-    fixed = {f"{name}0": value for name, value in band_settings(first).items()}
-    fixed |= {f"{name}1": value for name, value in band_settings(second).items()}
-    fixed |= {"S1": 0} if len(keys.bands) == 1 else {}
-    fixed |= {"SHARED0": all(shared), "SHARED1": all(shared)}
-    scores_kernel[(tiles, groups)](
-        first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat, room, tiles,
-        H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
-    )  # fmt: skip
-    total_kernel[(groups,)](stat, total, log, tiles, R=rows, RP=wide, AT_ONCE=64, num_warps=4)
-    for number, band in enumerate(values.bands):
-        _weighted(out, values, band, blocks, scores, total, (groups, rows, wide), launch, space, number)
+    with on(q.device):
+        tables = [_table(q, keys, band, groups, rows, wide, scaling, space, i) for i, band in enumerate(keys.bands)]
+        shared = [wide <= 4 and band.books.shape[1] * wide * 2 <= launch.shared for band in keys.bands]
+        tile, warps = (
+            (launch.tokens, max(1, launch.tokens // 128)) if all(shared) else (max(16, launch.few * 4 // wide), 4)
+        )
+        tiles = triton.cdiv(room * keys.block, tile)
+        scores = space.take("scores", groups * room * keys.block * wide, torch.float32)
+        stat = space.take("stat", groups * tiles * 2 * wide, torch.float32)
+        total = space.take("total", groups * wide, torch.float32)
+        first, second = keys.bands[0], keys.bands[-1]
+        fixed = {f"{name}0": value for name, value in band_settings(first).items()}
+        fixed |= {f"{name}1": value for name, value in band_settings(second).items()}
+        fixed |= {"S1": 0} if len(keys.bands) == 1 else {}
+        fixed |= {"SHARED0": all(shared), "SHARED1": all(shared)}
+        scores_kernel[(tiles, groups)](
+            first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat, room, tiles,
+            H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
+        )  # fmt: skip
+        total_kernel[(groups,)](stat, total, log, tiles, R=rows, RP=wide, AT_ONCE=64, num_warps=4)
+        for number, band in enumerate(values.bands):
+            _weighted(out, values, band, blocks, scores, total, (groups, rows, wide), launch, space, number)
     return out, log
 
 
@@ -454,15 +458,16 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None 
     batch, heads, room = coded.bands[0].codes.shape[:3]
     made = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=dtype, device=coded.bands[0].codes.device)
     out = made if out is None else out
-    for band in coded.bands:
-        width = band.books.shape[2]
-        channels = max(16, triton.next_power_of_2(width))
-        tile = 4096 // channels
-        decode_kernel[(triton.cdiv(coded.tokens, tile), batch * heads)](
-            band.codes, band.books, out if coded.scale is None else coded.scale, band.dims, out, room,
-            H=heads, BLOCK=coded.block, **band_settings(band), D=coded.dim, d=width, SCALED=coded.scale is not None,
-            BD=channels, BT=tile, UNROLL=4, ASM=not interpreted(), num_warps=4,
-        )  # fmt: skip
+    with on(out.device):
+        for band in coded.bands:
+            width = band.books.shape[2]
+            channels = max(16, triton.next_power_of_2(width))
+            tile = 4096 // channels
+            decode_kernel[(triton.cdiv(coded.tokens, tile), batch * heads)](
+                band.codes, band.books, out if coded.scale is None else coded.scale, band.dims, out, room,
+                H=heads, BLOCK=coded.block, **band_settings(band), D=coded.dim, d=width, SCALED=coded.scale is not None,
+                BD=channels, BT=tile, UNROLL=4, ASM=not interpreted(), num_warps=4,
+            )  # fmt: skip
     return out
 
 
