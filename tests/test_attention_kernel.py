@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import textwrap
 from collections.abc import Callable
@@ -648,8 +649,10 @@ TYPES = {
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
 
 
-def built(case: Case, capability: int, registers: int, launch: Any = None) -> Any:
-    """The kernel as it is usually launched, with at most so many registers (0: as many as it likes), for 8 kv heads."""
+def built(case: Case, capability: int, registers: int, launch: Any = None, long: bool = False) -> Any:
+    """The kernel as it is usually launched, with at most so many registers (0: as many as it likes), for 8 kv heads. long: for
+    rooms of as many blocks as there can be.
+    """
     from kvcal_kernels.attention import triton as fused
 
     case = replace(case, heads=8)
@@ -657,7 +660,7 @@ def built(case: Case, capability: int, registers: int, launch: Any = None) -> An
     launch = launch or replace(usual, registers=registers)
     forms, pairs = (case.form("key"), case.form("value")), case.rotary // 32
     fixed = fused.settings(*forms, 8, case.ratio, case.queries, launch.warps, pairs=pairs)
-    constants = {**fixed, "STAGES": launch.stages, "ASM": True, "RING": False}
+    constants = {**fixed, "STAGES": launch.stages, "ASM": True, "RING": False, "LONG": long}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")
     types = {name: types[name] for name in fused.attend_kernel.arg_names if name in types}
     options = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"maxnreg": registers} if registers else {})
@@ -915,15 +918,79 @@ def test_instructions_are_those_of_the_loop_over_packed_blocks(tmp_path: Path) -
 
 
 def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
-    """Nothing that `attend` takes from room, batch or splits is a compile-time constant."""
+    """Nothing that `attend` takes from room, batch or splits is a compile-time constant, but that a room is a very long one."""
     from kvcal_kernels.attention import triton as fused
 
     constants = {p.name for p in fused.attend_kernel.params if p.is_constexpr}
     form = Case().form
     fixed = fused.settings(form("key"), form("value"), 8, 4, 1, 4)
-    assert constants == {*fixed, "STAGES", "ASM", "RING"}
+    assert constants == {*fixed, "STAGES", "ASM", "RING", "LONG"}
     specialised = {p.name for p in fused.attend_kernel.params if not p.is_constexpr and not p.do_not_specialize}
     assert not specialised & set(COUNTS)
+
+
+def by_product(a: Tensor, b: Tensor, apart: int = 0) -> Tensor:
+    """What `_over` makes of whole numbers that are not LONG, where its reciprocal is so many float32 numbers from the nearest:
+    CUDA's full-range division, which Triton takes, may be 2 off.
+    """
+    inverse = 1 / b.float()
+    for _ in range(abs(apart)):
+        inverse = torch.nextafter(inverse, torch.tensor(torch.inf * apart))
+    return ((a.float() + 0.5) * inverse).to(torch.int32)
+
+
+@needs_triton
+def test_blocks_are_shared_out_exactly_by_products_of_float32() -> None:
+    """Every quotient that there is below SHORT, at both ends of the numbers that have it."""
+    from kvcal_kernels.attention import triton as fused
+
+    for programs in range(1, 2 * fused.PARTS):
+        last = torch.arange(programs - 1, fused.SHORT, programs, dtype=torch.int32)  # it and the next have other quotients
+        for a, apart in itertools.product((last, (last + 1)[last + 1 < fused.SHORT]), (-2, -1, 0, 1, 2)):
+            assert torch.equal(by_product(a, torch.tensor(programs), apart), a // programs), (programs, apart)
+    beyond = torch.arange(128 * 2**16 - 1, 2**26, 2**16, dtype=torch.int32)
+    assert not torch.equal(by_product(beyond, torch.tensor(128)), beyond // 128)
+
+
+@needs_triton
+@pytest.mark.parametrize("blocks", [1, 2**20 - 129, 2**20 - 1, 2**20, 2**26])
+def test_very_long_rooms_are_shared_out_by_whole_division(blocks: int) -> None:
+    """As many blocks as 2^31 - 1 tokens take at most."""
+    from kvcal_kernels.attention import triton as fused
+
+    def none(*size: int, dtype: torch.dtype = torch.float16) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    keys, values = (
+        Blocks(form, none(1, 1, blocks, form.words, dtype=torch.int16), none(1, 1, blocks, form.scales))
+        for form in (Case(dim=64).form("key"), Case(dim=64).form("value"))
+    )
+    exact = none(1, 1, 32, 64), none(1, 1, 32, 64), none(1, dtype=torch.int32)
+    ready, _, numbers = fused._prepared(none(1, 4, 1, 64), keys, values, exact, exact, None, False, False, None)
+    room, programs = numbers[0], numbers[3]
+    assert room == blocks and ready.options["LONG"] == (blocks + programs > 2**20)
+    assert ready.options["LONG"] or room + programs - 1 < fused.SHORT
+    assert fused.SHORT == 2**20 and programs <= fused.PARTS
+
+
+LONG_ROOMS = """
+import torch
+from attention_cases import Case, SCHEMES, made
+from kvcal_kernels.attention import triton
+for case in (Case(blocks=(9,)), Case(*SCHEMES["HIGGS 2"], 64, blocks=(7,), launch=(2, 3))):
+    given, outs = made(case), []
+    for short in (triton.SHORT, 0):
+        triton.SHORT = short
+        triton._PREPARED.clear()
+        outs.append(triton.attend(*given.arguments(), triton.Launch(case.launch[0], length=case.launch[1])))
+        options = [ready.options["LONG"] for ready, *_ in triton._PREPARED.values()]
+    print(torch.equal(*outs), options)
+"""
+
+
+@needs_triton
+def test_very_long_rooms_are_attended_to_as_short_ones_are() -> None:
+    assert interpreted("-c", LONG_ROOMS) == ["True [True]"] * 2
 
 
 @needs_triton

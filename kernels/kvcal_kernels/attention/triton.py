@@ -2060,12 +2060,12 @@ def attend_kernel(
     K_SCALES: tl.constexpr, K_PER: tl.constexpr, K_HELD: tl.constexpr,
     V_SCALES: tl.constexpr, V_PER: tl.constexpr, V_HELD: tl.constexpr, SLOTS: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, RING: tl.constexpr, PAIRS: tl.constexpr,
+    ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` tokens each, `sink_parts` of
     the sink and those of recent ones. The last program of each `fan` parts merges them, the last of those `fans` what they
     merged: one program alone, which waits for each few parts anew, took 25 of 70 us for the 100 parts of 1 x 131072 (H200).
-    factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables.
+    factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables. LONG: as of `_over`.
 
     Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
     how many runs of positions a row has in p_first, 0 where all rows share them.
@@ -2089,7 +2089,7 @@ def attend_kernel(
     norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    each = tl.cdiv(_over(blocks + splits - 1, splits), NW) * NW
+    each = tl.cdiv(_over(blocks + splits - 1, splits, LONG), NW) * NW
     start = tl.minimum(i_split * each, blocks)
     stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
     middle = start + (stop - start) // NW * NW
@@ -2381,9 +2381,13 @@ def attend_kernel(
 
 
 @triton.jit
-def _over(a, b):
-    """a // b, exact where a is below 2^20: 9 instructions, of which 4 wait for a, in place of 25."""
-    return ((a.to(tl.float32) + 0.5) * (1.0 / b.to(tl.float32))).to(tl.int32)
+def _over(a, b, LONG: tl.constexpr = False):
+    """a // b, exact: LONG for any a, else for those below SHORT: 9 instructions, of which 4 wait for a, in place of 25."""
+    if LONG:
+        out = a // b
+    else:
+        out = ((a.to(tl.float32) + 0.5) * (1.0 / b.to(tl.float32))).to(tl.int32)
+    return out
 
 
 @triton.jit
@@ -2535,6 +2539,7 @@ def settings(
 
 
 TOGETHER, PARTS = 9, 128
+SHORT = 1 << 20  # blocks and programs that `_over` divides by a product of float32
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 
 
@@ -2676,7 +2681,7 @@ def _prepared(
     groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
     parts = packed + exact
     fan = launch.fan or fan_of(parts, fixed["AT_ONCE"])
-    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring}
+    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": room + packed > SHORT}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
     grid = (parts, heads * fixed["CHUNKS"], batch)
