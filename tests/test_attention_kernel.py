@@ -918,7 +918,7 @@ def test_instructions_are_those_of_the_loop_over_packed_blocks(tmp_path: Path) -
 
 
 def test_one_compiled_kernel_serves_every_length_and_batch() -> None:
-    """Nothing that `attend` takes from room, batch or splits is a compile-time constant, but that a room is a very long one."""
+    """Nothing that `attend` takes from room, batch or splits is a compile-time constant, but that a room is very long."""
     from kvcal_kernels.attention import triton as fused
 
     constants = {p.name for p in fused.attend_kernel.params if p.is_constexpr}
@@ -945,7 +945,9 @@ def test_blocks_are_shared_out_exactly_by_products_of_float32() -> None:
     from kvcal_kernels.attention import triton as fused
 
     for programs in range(1, 2 * fused.PARTS):
-        last = torch.arange(programs - 1, fused.SHORT, programs, dtype=torch.int32)  # it and the next have other quotients
+        last = torch.arange(
+            programs - 1, fused.SHORT, programs, dtype=torch.int32
+        )  # it and the next have other quotients
         for a, apart in itertools.product((last, (last + 1)[last + 1 < fused.SHORT]), (-2, -1, 0, 1, 2)):
             assert torch.equal(by_product(a, torch.tensor(programs), apart), a // programs), (programs, apart)
     beyond = torch.arange(128 * 2**16 - 1, 2**26, 2**16, dtype=torch.int32)

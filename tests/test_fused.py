@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import json
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -734,19 +737,137 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     assert pair.key is PAIRS["turboquant-4-2"].key
 
 
-def test_files_that_cannot_be_read_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+DAMAGED = {
+    "cut": b"{", "a list": b"[1]", "empty": b"", "no UTF-8": b'{"a": "\xff"}', "brackets": b"[" * 100_000,
+    "objects": b'{"a":' * 100_000, "an object": b'{"a": {"b": 1}}', "a number": b'{"a": null, "b": 3}', "true": b'{"a": true}',
+    "a list of lines": b'{"a": ["off by 1"]}', "nothing": b"null",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_none(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tried again, and the file is whole then."""
     card = Card(monkeypatch, tmp_path)
-    for text in ("{", "[1]", ""):
-        card.file.write_text(text)
-        card.forget()
-        assert card.ask() is None
-    assert len(card.tried) == 3
+    card.file.write_bytes(DAMAGED[name])
+    done = kvcal("doctor")
+    assert (done.code, done.err) == (0, "") and "kernels checked on first use: 0 in" in done.out
+    assert card.ask() is None and len(card.tried) == 1
+    card.forget()
+    assert card.ask() is None and len(card.tried) == 1 and set(json.loads(card.file.read_text()).values()) == {None}
+
+
+def test_a_folder_that_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = Card(monkeypatch, tmp_path)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "file"))
     for _ in range(2):
         card.forget()
         assert card.ask() is None
-    assert len(card.tried) == 5
+    assert len(card.tried) == 2
+
+
+RELEASES = {
+    "open": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs)\nGCC 12.3.0 \n",
+    "closed": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Thu Feb 22 01:44:30\nGCC version:  gcc 9.4.0 (",
+}
+
+
+@pytest.mark.parametrize("kind", RELEASES)
+def test_another_driver_is_tried_again(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the kernel module names it; without one as CUDA does."""
+    card, file = Card(monkeypatch, tmp_path), tmp_path / "version"
+    monkeypatch.setattr(preflight, "DRIVER", file)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=_offers_12_8))
+    for text, said in ((RELEASES[kind], "570.124.06"), ("odd", "CUDA 12.8"), (None, "CUDA 12.8")):
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        preflight.driver_version.cache_clear()
+        card.forget()
+        assert card.ask() is None and preflight.driver_version() == said
+    kept = sorted(name.rsplit(" | ", 1)[1] for name in json.loads(card.file.read_text()))
+    assert len(card.tried) == 2 and kept == ["driver 570.124.06", "driver CUDA 12.8"]
+    monkeypatch.setattr(ctypes, "CDLL", _missing)
+    preflight.driver_version.cache_clear()
+    assert preflight.driver_version() == "unknown"
+    preflight.driver_version.cache_clear()
+
+
+def _offers_12_8(number: Any) -> int:
+    number._obj.value = 12080
+    return 0
+
+
+def _missing(name: str) -> Any:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def test_a_warning_says_how_a_kernel_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the file keeps it from being tried."""
+    card = Card(monkeypatch, tmp_path)
+    card.says = "1 new tokens: off by 0.3"
+    with pytest.warns(UserWarning, match="decoded for .* instead; to have it tried again delete .*/preflight.json$"):
+        assert card.ask() == "the fused kernel does not pass on Card 1: 1 new tokens: off by 0.3"
+    with pytest.warns(UserWarning, match="slowly; to have it tried again delete .*/preflight.json$"):
+        fused.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
+    assert "to have those that fail tried again delete that file" in kvcal("doctor").out
+    card.says = RuntimeError("no such instruction")
+    with pytest.warns(UserWarning, match="no such instruction; packed blocks are decoded .* instead$"):
+        card.ask("innerq")
+    card.file.unlink()
+    assert "tried again" not in kvcal("doctor").out
+
+
+def _illegal(device: Any = None) -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronous")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_check_that_ends_in_a_fault_of_cuda(kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The process has no GPU left: one line says so, and the next process goes another way if it can know."""
+    card = Card(monkeypatch, tmp_path if kept else tmp_path / "file")
+    if not kept:
+        (tmp_path / "file").write_text("")
+    card.says = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", _illegal)
+        with pytest.raises(KVCalError) as raised:
+            card.ask()
+    said = str(raised.value)
+    assert said.startswith(
+        "decode_attention: the check of this kernel ended in a CUDA fault on Card 1 (CUDA error: an il"
+    )
+    assert "\n" not in said and "asynchronous" not in said and raised.value.__cause__ is card.says
+    card.forget()
+    if not kept:
+        assert said.endswith("/file/preflight.json cannot be written, so start again with kernels='off'")
+        return
+    assert said.endswith(f"start again: {card.file} now keeps this kernel from being used")
+    with pytest.warns(UserWarning, match="its check ended in a CUDA fault: CUDA error: an illegal.*; to have it tried"):
+        assert "ended in a CUDA fault" in str(card.ask())
+    assert len(card.tried) == 1
+
+
+def test_two_threads_try_a_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    card = Card(monkeypatch, tmp_path)
+    begun, said = threading.Barrier(2), list[str | None]()
+
+    def trial(*given: Any) -> str | None:
+        card.tried.append(given)
+        time.sleep(0.2)
+        return None
+
+    def ask() -> None:
+        begun.wait(10)
+        said.append(card.ask())
+
+    monkeypatch.setattr(preflight, "trial", trial)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert said == [None, None] and len(card.tried) == 1
 
 
 def test_gpus_that_triton_does_not_support(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +81,40 @@ def test_a_kernel_that_fails_its_examination_is_never_started() -> None:
         with pytest.raises(RuntimeError, match="unknown layout"):
             ready((torch.zeros(4), torch.zeros(2, dtype=torch.int32)), 5)
     assert not kernel.started and not kernel.bound
+
+
+def test_two_threads_first_launches_are_examined_once() -> None:
+    """Triton gives both the same compiled kernel, which must not be loaded before it has been examined."""
+    from kvcal_kernels.triton import Ready
+
+    kernel, examined, failed = Kernel(), list[Any](), list[Exception]()
+    begun, compile_ = threading.Barrier(2), kernel.warmup
+
+    def warmup(*given: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        return compile_(*given, **options)
+
+    def examine(made: Any) -> None:
+        time.sleep(0.1)
+        if examined:
+            raise RuntimeError("was loaded before")
+        examined.append(made)
+
+    def launch(ready: Ready) -> None:
+        begun.wait(10)
+        try:
+            ready((torch.zeros(4), torch.zeros(2, dtype=torch.int32)), 5)
+        except Exception as error:
+            failed.append(error)
+
+    kernel.warmup = warmup  # type: ignore[method-assign]
+    own = [Ready(kernel, (3,), {"SIZE": 64}, examine) for _ in range(2)]
+    threads = [threading.Thread(target=launch, args=(ready,)) for ready in own]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not failed and examined == [kernel.made] and len(kernel.started) == 2
 
 
 def test_what_is_prepared_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
