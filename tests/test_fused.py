@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -846,6 +847,37 @@ def test_a_check_that_ends_in_a_fault_of_cuda(kept: bool, monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="its check ended in a CUDA fault: CUDA error: an illegal.*; to have it tried"):
         assert "ended in a CUDA fault" in str(card.ask())
     assert len(card.tried) == 1
+
+
+FAULT = """
+import torch
+from kvcal_artifacts import preflight
+from kvcal_artifacts.errors import KVCalError
+from test_fused import PAIRS, fused
+def fault(*given):
+    print("tried")
+    return str(torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item())
+preflight.trial = fault
+try:
+    print(fused.absence("auto", PAIRS["inner-4"], 2, torch.float16, torch.device("cuda", 0)))
+except KVCalError as error:
+    print(error)
+"""
+
+
+@pytest.mark.gpu
+def test_a_check_that_ends_in_a_fault_on_a_gpu(tmp_path: Path) -> None:
+    """Of a process of its own, whose GPU is gone; the next one's is not."""
+    environment = {**os.environ, "KVCAL_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    first, second = (
+        subprocess.run([sys.executable, "-c", FAULT], capture_output=True, text=True, env=environment, check=False)
+        for _ in range(2)
+    )
+    assert len(first.stdout.splitlines()) == 2, first.stdout + first.stderr
+    tried, said = first.stdout.splitlines()
+    assert tried == "tried" and "ended in a CUDA fault on" in said and "device-side assert" in said, said
+    assert said.endswith("preflight.json now keeps this kernel from being used")
+    assert len(second.stdout.splitlines()) == 1 and "its check ended in a CUDA fault" in second.stdout, second.stdout
 
 
 def test_two_threads_try_a_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -200,6 +203,30 @@ def test_tensors_like_none_before_are_checked(attention: Attention, change: dict
     with pytest.raises(ValueError, match=says):
         triton.attend(*replace(own, **{name: make(own) for name, make in change.items()}).arguments())
     assert len(attention.started) == 1
+
+
+THREADS = """
+import threading, torch
+from attention_cases import Case, SCHEMES, made
+from kvcal_kernels.attention import triton
+given, outs, begun = made(Case(*SCHEMES["HIGGS 2"], 64, blocks=(9,))).to("cuda"), [], threading.Barrier(4)
+def launch():
+    begun.wait(60)
+    outs.append(triton.attend(*given.arguments()))
+threads = [threading.Thread(target=launch) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+torch.cuda.synchronize()
+print(len(outs), all(torch.equal(out, triton.attend(*given.arguments())) for out in outs))
+"""
+
+
+@pytest.mark.gpu
+def test_threads_launch_a_grid_kernel_for_the_first_time_on_a_gpu() -> None:
+    """With a ring behind what Triton manages, for which a kernel is examined before it is loaded; in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.returncode) == ("4 True\n", 0), done.stderr
 
 
 @pytest.mark.gpu
