@@ -625,12 +625,12 @@ def test_prompts_are_packed_by_kernels_on_a_gpu(name: str) -> None:
     served = copy.deepcopy(model()).half().cuda()
     caches = [opened(scheme(PAIRS[name]), served, kernels=way) for way in ("auto", "off")]
     mask = left_mask([140, 75]).cuda()
-    for cache in caches:
+    for own in caches:
         with torch.no_grad():
-            served(token_ids(2, 140, seed=1).cuda(), attention_mask=mask, past_key_values=cache)
+            served(token_ids(2, 140, seed=1).cuda(), attention_mask=mask, past_key_values=own)
     for row in caches[0].describe()["layers"]:
         assert "Triton kernel" in row["packing"] and ("torch" in row["packing"]) == (name == "mixkvq"), row
-    both_packed = list(zip(*(packed_row(cache, 0) for cache in caches), strict=True))
+    both_packed = list(zip(*(packed_row(one, 0) for one in caches), strict=True))
     for own, other in both_packed[: len(both_packed) // 3]:  # later layers read what earlier ones' numbers gave
         assert float((own == other).double().mean()) > 0.999
 

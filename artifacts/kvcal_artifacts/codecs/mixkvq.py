@@ -210,8 +210,8 @@ class MixKVQ(Codec):
         size = (batch, self.shape.heads, blocks, self.shape.dim)
         return {name: torch.rand(size, generator=generator) for name in self.stats}
 
-    def _chosen(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """As `tiers` of x."""
+    def chosen(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """As `tiers` of the salience of x (B, H, T, D)."""
         if not self._kernel:
             return self.tiers(self.salience(x, context))
         own, keys = self._seen(context), x if x.stride(3) == 1 else x.contiguous()
@@ -222,7 +222,7 @@ class MixKVQ(Codec):
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         self.shape.blocks(x)  # refuses a wrong shape
-        perm, first, second = self._chosen(x, context)
+        perm, first, second = self.chosen(x, context)
         if isinstance(self._form, Form):
             return self._encode_words(x, perm, self._form)
         channels = self.shape.blocks(x.float()).transpose(-1, -2).reshape(-1, self.shape.block)
