@@ -68,6 +68,9 @@ class KVCalLayer(CacheLayerMixin):
         self.refused = fused.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
+        # whether its attention function is ours: a kernel's, or the model's own that gets a token more each step
+        plain = cache.kernels != "off" and cache.scheme.selection is None and hf.odd_attention(site) is None
+        self.seamed = self.readable or (plain and hf.implementation(site) == "sdpa")
         self.vectors = self.readable and vectors.both(codecs)
         self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
         self.least_tokens = vectors.least_tokens(codecs) if self.vectors else 0
@@ -186,6 +189,8 @@ class KVCalLayer(CacheLayerMixin):
             hf.turn_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
         out = self._materialise(plan, key_states, value_states)
+        if self.seamed and plan.past and plan.query == 1:  # prompts gain by cuDNN, and build a plan once
+            hf.hand(self.site, out[0])
         self._finish(plan, stored)
         return out
 
@@ -783,7 +788,7 @@ class KVCalCache(Cache):
         self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
         self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
-        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
+        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
         self.gives_weights = False  # whether attention weights are asked of the current forward
