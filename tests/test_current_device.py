@@ -286,6 +286,9 @@ FORMS = [Form(role, 64, 4) for role in ("key", "value")]  # type: ignore[arg-typ
 TRIALS: dict[str, Callable[[torch.device], str | None]] = {  # trial -> what asks for its verdict
     "trial": lambda d: preflight.verdict(*FORMS, 2, 4, torch.float16, d),
     "append_trial": lambda d: preflight.append_verdict(CASE.rule("key"), CASE.rule("value"), torch.float16, d),
+    "quantise_trial": lambda d: preflight.quantise_verdict(
+        CASE.rule("key"), CASE.rule("value"), (torch.float16, torch.float16), True, d
+    ),
     "reconstruct_trial": lambda d: preflight.reconstruct_verdict(HIGGS.for_decoding(), torch.float16, 0, d),
     "encode_trial": lambda d: preflight.encode_verdict(HIGGS, torch.float16, d),
     "vectors_trial": lambda d: preflight.vectors_verdict(*CODES, 4, torch.float16, d),
@@ -431,7 +434,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 @pytest.mark.gpu
 @two_gpus
 @pytest.mark.parametrize("longest", [None, 256], ids=["grows", "max_length"])
-@pytest.mark.parametrize("name", ["kivi-4", "innerq", "higgs-2", "turboquant-4-2", "vqkv", "aqua"])
+@pytest.mark.parametrize("name", ["kivi-4", "innerq", "squat", "mixkvq", "higgs-2", "turboquant-4-2", "vqkv", "aqua"])
 def test_a_cache_on_the_second_gpu_is_one_on_the_first(
     name: str, longest: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

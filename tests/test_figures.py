@@ -4,45 +4,372 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
+
+import pytest
 
 from pages import ROOT
 
 DOCS = ROOT / "docs"
-ATTENTION, MODELS = DOCS / "benchmarks" / "decode_attention.md", DOCS / "benchmarks.md"
+BENCHMARKS = DOCS / "benchmarks"
+MODELS = DOCS / "benchmarks.md"
+NUMBER = re.compile(r"(?<![\w.])[-−+]?\d+(?:\.(\d+))?(?:e([-+]?\d+))?")
 
 
-def run_of(page: Path, words: str) -> dict[str, Any]:
+def page(name: str) -> Path:
+    return BENCHMARKS / f"{name}.md"
+
+
+def text_of(path: Path) -> str:
+    """In one line."""
+    return " ".join(path.read_text("utf-8").split())
+
+
+def run_of(path: Path, words: str = "all of it") -> dict[str, Any]:
     """The file that the page's link of these words leads to."""
-    [name] = re.findall(rf"\[{words}\]\(([^)]+\.json)\)", page.read_text("utf-8"))
-    return dict(json.loads((page.parent / name).read_text()))
+    [name] = set(re.findall(rf"\[{words}\]\(([^)]+\.json)\)", path.read_text("utf-8")))
+    return dict(json.loads((path.parent / name).read_text()))
 
 
-def attention() -> list[dict[str, Any]]:
-    return list(run_of(ATTENTION, "What the script wrote")["rows"])
-
-
-def models() -> list[dict[str, Any]]:
-    return list(run_of(MODELS, "all rows")["rows"])
-
-
-def cells(page: Path, head: str) -> Iterator[list[str]]:
+def cells(path: Path, head: str) -> Iterator[list[str]]:
     """The rows of the table whose head begins so."""
-    _, _, table = page.read_text("utf-8").partition(f"\n| {head} |")
+    _, _, table = path.read_text("utf-8").partition(f"\n| {head} |")
+    assert table, f"{path.name} has no table that begins with | {head} |"
     for line in table.split("\n\n")[0].splitlines()[2:]:
         yield [cell.strip(" *") for cell in line.strip("|").split("|")]
 
 
+def holds(cell: str, *values: float) -> bool:
+    """Whether the numbers that a cell shows are these, to the digits that it shows. A percentage is of a hundredth."""
+    found = list(NUMBER.finditer(cell))
+    if len(found) != len(values):
+        return False
+    for number, value in zip(found, values, strict=True):
+        shown, percent = float(number[0].replace("−", "-")), cell[number.end() :].lstrip().startswith("%")
+        unit = 10.0 ** (int(number[2] or 0) - len(number[1] or ""))
+        if abs(shown - (100 * value if percent else value)) > 0.5 * unit * (1 + 1e-9):
+            return False
+    return True
+
+
+def shows(path: Path, head: str, wanted: Mapping[Any, Sequence[Any]], keys: int = 1) -> None:
+    """The table's rows are `wanted`, by what is in their first `keys` cells; of each other cell the numbers in it, or its
+    words. Where a row's first cell is empty, it is that of the row above.
+    """
+    left, above = dict(wanted), ""
+    for row in cells(path, head):
+        above = row[0] = row[0] or above
+        name = row[0] if keys == 1 else tuple(row[:keys])
+        assert name in left, f"{path.name}: {name} is not in the stored run"
+        own = left.pop(name)
+        assert len(row) >= keys + len(own), f"{path.name}: {row}"
+        for cell, numbers in zip(row[keys:], own, strict=False):
+            good = cell == numbers if isinstance(numbers, str) else holds(cell, *numbers)
+            assert good, f"{path.name}, {name}: {cell!r} where the stored run has {numbers}"
+    assert not left, f"{path.name} leaves out {list(left)}"
+
+
+@pytest.mark.parametrize(
+    ("cell", "values"),
+    [
+        ("282", [282.4]), ("0.50 (0.496)", [0.4958, 0.4958]), ("3.1e-4 (3.0e-4)", [3.14e-4, 2.96e-4]), ("−1.8 %", [-0.0182]),
+        ("2514 + 78", [2514.1, 77.7]), ("+14 %", [0.14]), ("–", []), ("2.2 to 4.5 ×", [2.21, 4.49]),
+    ],
+)  # fmt: skip
+def test_numbers_of_a_cell(cell: str, values: list[float]) -> None:
+    assert holds(cell, *values)
+    for i, value in enumerate(values):
+        assert not holds(cell, *values[:i], 1.1 * value, *values[i + 1 :])
+    assert not holds(cell, *values, 1.0) and not (values and holds(cell, *values[1:]))
+
+
+def test_a_table_that_differs_is_seen(tmp_path: Path) -> None:
+    made = tmp_path / "page.md"
+    made.write_text("# x\n\n| who | µs | of copy |\n|---|---|---|\n| a | 10.6 | **0.5** |\n| | 7 | – |\n\nend | b |\n")
+    table: dict[Any, Any] = {("a", "10.6"): [[0.52]], ("a", "7"): ["–"]}
+    shows(made, "who", table, keys=2)
+    for other in ({("a", "10.6"): [[0.62]]}, {("a", "7"): [[1.0]]}, {("b", "7"): []}):
+        with pytest.raises(AssertionError):
+            shows(made, "who", table | other, keys=2)
+    with pytest.raises(AssertionError, match="not in the stored run"):
+        shows(made, "who", {("a", "10.6"): [[0.52]]}, keys=2)
+    with pytest.raises(AssertionError, match="no table"):
+        list(cells(made, "whose"))
+
+
+# Decode attention.
+
+
+def attention() -> list[dict[str, Any]]:
+    return list(run_of(page("decode_attention"), "What the script wrote")["rows"])
+
+
+def at(batch: int, length: int) -> str:
+    return f"{batch} × {length}"
+
+
 def test_attention() -> None:
-    known = {(row["scheme"], row["batch"], row["length"]): row for row in attention()}
-    for scheme, bits, shape, taken, fraction, _, ratio, *_ in cells(ATTENTION, "scheme | stored bits"):
-        batch, length = map(int, shape.split(" × "))
-        row = known.pop((scheme, batch, length))
-        assert [bits, taken] == [f"{row['stored_bits']:.2f}", f"{row['microseconds']:.1f}"]
-        assert [fraction, ratio] == [f"{row[name]:.2f}" for name in ("fraction_of_copy", "ratio_to_fp16")]
-    assert known == {}, "rows of the run that the page leaves out"
+    wanted = {}
+    for row in attention():
+        taken, fraction, ratio = (row[name] for name in ("microseconds", "fraction_of_copy", "ratio_to_fp16"))
+        shape = at(row["batch"], row["length"])
+        wanted[row["scheme"], f"{row['stored_bits']:.2f}", shape] = (
+            taken,
+            fraction,
+            ratio,
+            row["error"],
+            row["error_fp16"],
+        )
+    for scheme, bits, shape, taken, fraction, _, ratio, _, errors in cells(
+        page("decode_attention"), "scheme | stored bits"
+    ):
+        own = wanted.pop((scheme, bits, shape))
+        assert holds(f"{taken} {fraction} {ratio}", *own[:3]) and holds(errors, *own[3:]), (scheme, shape)
+    assert not wanted, "rows of the run that the page leaves out"
+
+
+def test_short_contexts() -> None:
+    """Of the commits whose runs are stored."""
+    by = {}
+    for commit in ("241914a", "ffe395f"):
+        rows = json.loads((BENCHMARKS / f"decode_attention-{commit}.json").read_text())["rows"]
+        by[commit] = {
+            at(r["batch"], r["length"]): r
+            for r in rows
+            if r["scheme"] == "uniform 4/4" and r["length"] * r["batch"] < 2**20
+        }
+    seen = [row[0] for row in cells(page("decode_attention"), "batch × length | 241914a")]
+    assert sorted(seen) == sorted(by["ffe395f"])
+    for shape, old, _, new, _ in cells(page("decode_attention"), "batch × length | 241914a"):
+        own = by["ffe395f"][shape]
+        assert holds(old, by["241914a"][shape]["microseconds"])
+        assert holds(new, own["microseconds"], own["ratio_to_fp16"])
+
+
+def test_fp16_of_the_attention_run() -> None:
+    """Which backends it had, and what they took."""
+    said, stored = text_of(page("decode_attention")), run_of(page("decode_attention"), "What the script wrote")["fp16"]
+    listed = re.search(r"Their µs \(cuDNN; FlashInfer; flash\): (.*?)\. The wanted", said)
+    assert listed and all(set(taken) == {"sdpa cudnn", "sdpa flash", "flashinfer"} for taken in stored.values())
+    shapes = {shape.replace("x", "×"): taken for shape, taken in stored.items()}
+    for part in listed[1].split("; "):
+        shape, numbers = part.split(": ")
+        taken = shapes.pop(shape)
+        assert holds(numbers, *(taken[name] for name in ("sdpa cudnn", "flashinfer", "sdpa flash"))), part
+    assert not shapes
+
+
+# Quantise and append.
+
+QUANTISED = {  # rows of the page: operations and schemes
+    "KIVI 2/2, G = 32": ("quantise", "KIVI 2/2 G=32"),
+    "KIVI 2/2, G = 128": ("quantise", "KIVI 2/2 G=128"),
+    "HIGGS 2, 3, 4: rotate, nearest": ("rotate+nearest", "HIGGS 2 (2, 16)", "HIGGS 3 (2, 64)", "HIGGS 4 (2, 256)"),
+    "HIGGS 2, 3, 4: all of it, one launch": ("quantise", "HIGGS 2 (2, 16)", "HIGGS 3 (2, 64)", "HIGGS 4 (2, 256)"),
+    "SQuat's correction": ("correct", "SQuat"),
+    "MixKVQ's choice": ("select", "MixKVQ"),
+}
+TURBO = "TurboQuant 3 (1, 8)"
+APPENDED = {
+    "InnerQ Base": "InnerQ Base 3/3", "KIVI G = 32": "KIVI 2/2 G=32", "KIVI G = 128 (a block of 128 tokens)": "KIVI 2/2 G=128",
+    "HIGGS 2": "HIGGS 2 (2, 16)", "HIGGS 3": "HIGGS 3 (2, 64)", "HIGGS 4": "HIGGS 4 (2, 256)", "TurboQuant 3": TURBO,
+}  # fmt: skip
+
+
+def test_quantise() -> None:
+    left = {(row["operation"], row["scheme"]): row for row in run_of(page("quantise"))["rows"]}
+    for name, *shown in cells(page("quantise"), "32 rows of 4096 tokens"):
+        operation, *schemes = QUANTISED.get(name, ("quantise", name))
+        rows = [left.pop((operation, scheme)) for scheme in schemes if not name.startswith("TurboQuant")]
+        if name == "TurboQuant 3: rotate, nearest; all of it, one launch":
+            rows = [left.pop((operation, TURBO)) for operation in ("rotate+nearest", "quantise")]
+        names = ("stored_bits", "microseconds", "fraction_of_copy", "fraction_of_issue")
+        for cell, column in zip(shown, names, strict=True):
+            values = [row[column] for row in rows]
+            twice = column == "fraction_of_copy" and "(" in cell  # to two digits and to three
+            blank = column == "stored_bits" and not cell
+            assert holds(cell, *(values * 2 if twice else [] if blank else values)), (name, cell, values)
+    assert {operation for operation, _ in left} == {"append idle", "append due"}
+
+
+def test_append() -> None:
+    left = {(row["operation"], row["scheme"]): row["microseconds"] for row in run_of(page("quantise"))["rows"]}
+    left = {name: taken for name, taken in left.items() if name[0].startswith("append")}
+    for name, *shown in cells(page("quantise"), "append, 32 rows, one new token"):
+        idle, due = (left.pop((f"append {when}", APPENDED.get(name, name))) for when in ("idle", "due"))
+        block = 128 if "128 tokens" in name else 32
+        assert holds(" ".join(shown), idle, due, idle + (due - idle) / block), name
+    assert not left
+
+
+def test_warps_of_quantise() -> None:
+    """Of integers that were tried with one and four warps."""
+    ratios = {}
+    for row in run_of(page("quantise"))["rows"]:
+        by = {
+            warps: min(t for t, w, *_ in row.get("tried", ()) if w == warps)
+            for warps in {t[1] for t in row.get("tried", ())}
+        }
+        if 1 in by:
+            ratios[row["scheme"]] = by[4] / by[1]
+    least, most = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+    assert (least, most) == ("KIVI 2/2 G=128", "InnerQ Hybrid")
+    said = f"{ratios[least]:.1f} (KIVI, G = 128) to {ratios[most]:.1f} times (hybrid) as long"
+    assert said in text_of(page("quantise"))
+
+
+# Reconstruction, nearest codeword.
+
+
+def test_reconstruct() -> None:
+    run = run_of(page("reconstruct"))
+    wanted: dict[Any, Any] = {}
+    for rotation in ("head", "token"):
+        for dtype in ("float16", "bfloat16"):
+            own = {r["side"]: r for r in run["rows"] if (r.get("rotation"), r.get("dtype")) == (rotation, dtype)}
+            if own:
+                keys, values, both = (own[side] for side in ("keys", "values", "both"))
+                errors = [max(row[name] for row in (keys, values)) for name in ("error", "error_torch")]
+                shown = [keys["microseconds"]], [values["microseconds"]], [both["fraction_of_matmul"]], [0.5], errors
+                wanted[f"rotation over the {rotation}, {dtype}"] = shown
+        decodes = [r for r in run["rows"] if (r.get("rotation"), r.get("operation")) == (rotation, "decode")]
+        taken = [r["microseconds"] for r in decodes]
+        of_copy = sum(r["fraction_of_copy"] * r["microseconds"] for r in decodes) / sum(taken)
+        errors = [max(r[name] for r in decodes) for name in ("error", "error_torch")]
+        name = f"no predictor, rotation over the {rotation}, float16"
+        wanted[name] = [[taken[0]], [taken[1]], [of_copy], "–", errors]
+    shows(page("reconstruct"), "| keys, µs", wanted)
+
+
+def test_nearest() -> None:
+    rows = [row for row in run_of(page("reconstruct"))["rows"] if row.get("operation") == "nearest"]
+    wanted = {
+        str(row["dimension"]): [
+            [row["microseconds"]], [row["fraction_of_matmul"]], [0.6] if row["dimension"] == 128 else "–", [row["farther"]],
+        ]
+        for row in rows
+    }  # fmt: skip
+    shows(page("reconstruct"), "d | µs", wanted)
+
+
+def test_ceilings_and_bare_products() -> None:
+    run, said = run_of(page("reconstruct")), text_of(page("reconstruct"))
+    of = run["ceilings"]
+    assert f"product in that run {of['matmul'] / 1e12:.0f} TFLOP/s, copy {of['copy'] / 1e12:.2f} TB/s" in said
+    bare: dict[tuple[str, str], list[float]] = {}
+    for row in run["rows"]:
+        if "bare_product_microseconds" in row:
+            bare.setdefault((row["dtype"], row["side"]), []).append(row["bare_product_microseconds"])
+    [keys], [values] = bare["float16", "keys"], bare["float16", "values"]
+    ends = [f"{edge(bare['bfloat16', side]):.0f}" for side in ("keys", "values") for edge in (min, max)]
+    told = f"{keys:.0f} and {values:.0f} µs by torch ({ends[0]} to {ends[1]} and {ends[2]} to {ends[3]} in bfloat16)"
+    assert told in said
+
+
+# Vector codes.
+
+
+def test_vector_codes() -> None:
+    names = {"4k": "4096 codewords", "paper": "the paper's (65536, 16384)"}
+    rows, wanted = run_of(page("vq_attention"))["rows"], {}
+    for row in rows:
+        parts = [row["decode_microseconds"], row["sdpa_microseconds"]]
+        assert row["backend"] == "cudnn" and abs(row["ratio_to_one_pass"] - sum(parts) / row["microseconds"]) < 1e-3
+        goal: Any = [3.0] if row["scheme"] == "4k" else "–"
+        errors = [row["error"], row["error_float16"]]
+        wanted[names[row["scheme"]], at(row["batch"], row["length"])] = (
+            [row["microseconds"]], parts, [row["ratio_to_one_pass"]], goal, errors,
+        )  # fmt: skip
+    shows(page("vq_attention"), "codebooks | batch × length", wanted, keys=2)
+    said = text_of(page("vq_attention"))
+    for scheme, form in (
+        ("paper", "{:.0f} µs (tables alone) of {:.0f} at 8 × 8192"),
+        ("4k", "tables take {:.0f} of {:.0f} µs at 8 × 8192"),
+    ):
+        [row] = [r for r in rows if (r["scheme"], r["batch"], r["length"]) == (scheme, 8, 8192)]
+        assert form.format(row["parts"]["tables_kernel"], row["microseconds"]) in said
+    for form, ratios in (
+        ("torch's own decode takes {:.0f} to {:.0f} times our one-pass decode",
+         [r["torch_decode_microseconds"] / r["decode_microseconds"] for r in rows if "torch_decode_microseconds" in r]),
+        ("the fused kernel is {:.0f} to {:.0f} times slower", [r["microseconds"] / r["sdpa_microseconds"] for r in rows]),
+    ):  # fmt: skip
+        assert form.format(min(ratios), max(ratios)) in said
+
+
+# AQUA-KV's tokens a second.
+
+AQUA = "aqua-kv-2"
+CACHES = {
+    "AQUA-KV": AQUA, "HIGGS, decoded": "higgs-2, decoded", "HIGGS after RoPE, decoded": "higgs-2 after RoPE, decoded",
+    "HIGGS, fused, eager": "higgs-2, fused", "FP16, DynamicCache": "fp16",
+}  # fmt: skip
+
+
+def eager(run: dict[str, Any], length: int) -> dict[str, dict[str, Any]]:
+    return {r["scheme"]: r for r in run["rows"] if r["length"] == length and r["path"].endswith("; eager")}
+
+
+def test_steps_in_turn() -> None:
+    run = run_of(page("aqua_tokens"))
+    rows, taken = eager(run, 8192), run["in_turns"]["microseconds"]
+    wanted, own = {}, taken[AQUA]
+    for name, scheme in CACHES.items():
+        ms = [t / 1e3 for t in taken[scheme]]
+        deciles = quantiles(ms, n=10)
+        numbers: list[Any] = [deciles[0], median(ms), deciles[8], median(ms[:10]), median(ms[10::2]), median(ms[11::2])]
+        ratios = (
+            median(taken[scheme]) / median(own) - 1,
+            median(b / a for a, b in zip(own, taken[scheme], strict=True)) - 1,
+        )
+        rest: list[Any] = ["–", "–"] if scheme == AQUA else [[ratio] for ratio in ratios]
+        busy, kernel = (rows[scheme][what] / 1e3 for what in ("device_microseconds", "reconstruct_microseconds"))
+        wanted[name] = [*([number] for number in numbers), *rest, [busy], [kernel] if kernel else "–"]
+    shows(page("aqua_tokens"), "| first decile", wanted)
+
+
+def test_rows_of_aqua_kv() -> None:
+    run, said = run_of(page("aqua_tokens")), text_of(page("aqua_tokens"))
+    one, taken = eager(run, 8192), run["in_turns"]["microseconds"]
+    ms = {scheme: row["microseconds"] / 1e3 for scheme, row in one.items()}
+    assert f"{ms[AQUA]:.1f} against {ms['higgs-2, decoded']:.1f} ms, FP16 {ms['fp16']:.1f}" in said
+    [graph] = [r["microseconds"] / 1e3 for r in run["rows"] if r["path"].endswith("CUDA graph")]
+    assert f"as a CUDA graph {graph:.2f}" in said
+    rate, products = run["ceilings"]["matmul"], one[AQUA]["predictor_flops"]
+    bound = f"{products / 1e12:.2f} TFLOP, {products / rate * 1e3:.1f} ms at torch's own {rate / 1e12:.0f} TFLOP/s"
+    assert bound in said
+    readme = text_of(ROOT / "README.md")
+    both = [median(taken[scheme]) / 1e3 for scheme in (AQUA, "higgs-2, decoded")]
+    assert f"a median of {both[0]:.1f} ms a step against {both[1]:.1f}" in readme
+    odd = [median(taken[scheme][11::2]) / 1e3 for scheme in (AQUA, "higgs-2, decoded")]
+    assert f"{median(taken[AQUA][10::2]) / 1e3:.1f} where torch builds a plan" in readme
+    assert f"{odd[0]:.1f} against {odd[1]:.1f} where neither does" in readme
+
+
+def test_gpu_time_of_aqua_kv() -> None:
+    run = run_of(page("aqua_tokens"), "its file")
+    wanted = {}
+    for length in (2048, 8192, 32768):
+        rows = eager(run, length)
+        busy = [
+            rows[name]["device_microseconds"] / 1e3 for name in (AQUA, "higgs-2, decoded", "higgs-2, fused", "fp16")
+        ]
+        kernels = [rows[name]["reconstruct_microseconds"] / 1e3 for name in (AQUA, "higgs-2, decoded")]
+        wanted[str(length)] = [
+            [t] for t in (*busy, rows[AQUA]["flop_bound_microseconds"] / 1e3, kernels[0] - kernels[1])
+        ]
+    shows(page("aqua_tokens"), "tokens | AQUA-KV, GPU", wanted)
+    rounds = [", ".join(f"{t / 1e3:.1f}" for t in eager(run, 8192)[name]["rounds"]) for name in (AQUA, "fp16")]
+    assert "AQUA-KV {}, FP16 {}".format(*rounds) in text_of(page("aqua_tokens"))
+
+
+# Whole models, README.
+
+
+def models() -> list[dict[str, Any]]:
+    return list(run_of(MODELS, "all rows")["rows"])
 
 
 WHOLE = {"InnerQ Small": "innerq-small", "KIVI 2/2, G = 128": "kivi-2-g128", "uniform 4/4": "inner-4"}
@@ -68,7 +395,7 @@ def test_whole_models() -> None:
 
 
 def test_readme() -> None:
-    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    text = text_of(ROOT / "README.md")
     many = {row["scheme"]: row for row in attention() if (row["batch"], row["length"]) == (32, 32768)}
     for scheme in ("uniform 4/4", "uniform 2/2"):
         assert f"{many[scheme]['ratio_to_fp16']:.2f} ×" in text
@@ -86,3 +413,16 @@ def test_readme() -> None:
     ):
         found = [row[name] for row in grids]
         assert form.format(min(found), max(found)) in text
+
+
+def test_versions() -> None:
+    """README's table: what constraints.txt pins, and what the stored runs had."""
+    pinned = dict(
+        re.findall(r"^(torch|triton|transformers)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
+    without, on_a_gpu = (row[1:] for row in cells(ROOT / "README.md", "| torch"))
+    assert without == [pinned[name] for name in ("torch", "triton", "transformers")]
+    for path in sorted(BENCHMARKS.glob("*.json")):
+        run = json.loads(path.read_text())
+        had = [run[name] for name in ("torch", "triton", "transformers") if name in run]
+        assert all(seen.startswith(told + ".") for seen, told in zip(had, on_a_gpu, strict=False)), path.name

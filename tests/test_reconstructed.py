@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from transformers import DynamicCache
 
 from architectures import build, rope
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import preflight
+from kvcal_artifacts import hf, preflight
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec, Higgs, Predicted, Shape
 from kvcal_artifacts.codecs.predictors import Linear
@@ -201,6 +203,78 @@ def test_a_scheme_that_is_reconstructed_has_its_kernels(monkeypatch: pytest.Monk
     opened(chained(), model(), kernels="torch", require_kernels=True)
     with pytest.raises(KernelsUnavailable, match="layer 0 and 2 more: no fused kernel"):
         KVCalCache(chained(), model(), kernels="auto", require_kernels=True)
+
+
+def backends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether cuDNN may take each call of torch's attention, as if on a GPU that has flash."""
+    seen: list[bool] = []
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return own(query, *given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(hf, "has_flash", lambda query: True)
+    return seen
+
+
+@pytest.mark.parametrize("kernels", ["torch", "off"])
+def test_steps_of_growing_keys_leave_cudnn_out(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would build a plan for each number of keys. Prompts, a mask, and other caches of the model keep it."""
+    own, seen, ids = model(), backends(monkeypatch), token_ids(2, 84)
+    cache = opened(chained(), own, kernels=kernels)
+
+    def run(held: Any, start: int, stop: int, mask: Any = None) -> bool:
+        seen.clear()
+        with torch.no_grad():
+            own(ids[:, start:stop], past_key_values=held, attention_mask=mask)
+        assert torch.backends.cuda.cudnn_sdp_enabled() and len(seen) == 3 and len(set(seen)) == 1
+        return seen[0]
+
+    plain, pieces = DynamicCache(config=own.config), [(0, 80), (80, 81), (81, 83), (83, 84)]
+    assert [run(plain, *piece) for piece in pieces] == [True] * 4
+    assert [run(cache, *piece) for piece in pieces] == [True, kernels == "off", True, kernels == "off"]
+    cache.reset()
+    mask = torch.cat([left_mask([80, 60]), torch.ones(2, 1, dtype=torch.long)], 1)
+    assert run(cache, 0, 80, mask[:, :80]) and run(cache, 80, 81, mask)
+
+
+def test_cudnn_comes_back_behind_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, cache = model(), opened(chained(), model(), kernels="torch")
+    monkeypatch.setattr(hf, "has_flash", lambda query: True)
+    with torch.no_grad():
+        own(token_ids(1, 80), past_key_values=cache)
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            own(token_ids(1, 1), past_key_values=cache)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def kernels_of(own: Any, cache: Any, ids: torch.Tensor) -> str:
+    """Names of all kernels of a step behind `ids`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with torch.no_grad():
+        own(ids, past_key_values=cache)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            own(ids[:, :1], past_key_values=cache)
+            torch.cuda.synchronize()
+    return " ".join(event.key for event in seen.key_averages())
+
+
+@pytest.mark.gpu
+@HALVES
+def test_no_plan_of_cudnn_on_a_gpu(dtype: torch.dtype) -> None:
+    """Where torch prefers cuDNN, DynamicCache's step takes it (its kernels are named after flash, too); ours never does."""
+    served = copy.deepcopy(model()).to(dtype).cuda()
+    ids = token_ids(1, 80).cuda()
+    own = kernels_of(served, opened(chained(), served), ids)
+    assert "flash_fwd" in own and "cudnn" not in own
+    plain = kernels_of(served, DynamicCache(config=served.config), ids)
+    prefers = torch._C._get_sdp_priority_order()[0] == int(SDPBackend.CUDNN_ATTENTION)
+    assert "cudnn" in plain or not prefers
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.gpu

@@ -68,6 +68,9 @@ class KVCalLayer(CacheLayerMixin):
         self.refused = fused.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
         self.readable = self.refused is None  # whether a kernel may read it, wherever it is
+        # whether its attention function is ours: a kernel's, or the model's own that gets a token more each step
+        plain = cache.kernels != "off" and cache.scheme.selection is None and hf.odd_attention(site) is None
+        self.seamed = self.readable or (plain and hf.implementation(site) == "sdpa")
         self.vectors = self.readable and vectors.both(codecs)
         self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
         self.least_tokens = vectors.least_tokens(codecs) if self.vectors else 0
@@ -137,12 +140,22 @@ class KVCalLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _find_rules(self) -> None:
-        """How a kernel packs what leaves the window in calls that a kernel attends to; else why torch does."""
+        """How a kernel packs whole blocks of a layer whose steps a kernel attends to; else why the codecs do."""
         self._rules = self.refused or "vector codes"
         if self.refused is None and not self.vectors:
-            self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
+            self._rules = fused.block_rules(self._cache.kernels, self.codecs, self.dtype, self.device)
 
     _rules: tuple[AnyRule, AnyRule] | str = ""
+
+    @property
+    def packing(self) -> str:
+        """What packs whole blocks, those of prompts above all."""
+        own = [role for role, codec in zip(("keys", "values"), self._pair, strict=True) if codec.encodes_by_kernel]
+        helped = f"Triton kernels of the codecs of {' and '.join(own)}" if own else ""
+        if len(own) == 2:
+            return helped
+        rest = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
+        return f"{helped}, else {rest}" if own else rest
 
     @property
     def _cache(self) -> KVCalCache:
@@ -176,6 +189,8 @@ class KVCalLayer(CacheLayerMixin):
             hf.turn_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
         out = self._materialise(plan, key_states, value_states)
+        if self.seamed and plan.past and plan.query == 1:  # prompts gain by cuDNN, and build a plan once
+            hf.hand(self.site, out[0])
         self._finish(plan, stored)
         return out
 
@@ -464,7 +479,8 @@ class KVCalLayer(CacheLayerMixin):
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
-        made = self._encode_by(self._rules, leaving, stats) if by_kernel else self._encode(leaving, stats)
+        apart = not by_kernel and all(codec.encodes_by_kernel for codec in self._pair)
+        made = self._encode(leaving, stats) if apart else self._encode_by(self._rules, leaving, stats)
         self.packed = [
             {name: store.append(old[name], t, plan) for name, t in packed.items()}
             for old, packed in zip(before, made, strict=True)
@@ -475,11 +491,15 @@ class KVCalLayer(CacheLayerMixin):
     def _encode_by(
         self, rules: tuple[AnyRule, AnyRule] | str, leaving: list[Tensor], stats: dict[str, Tensor]
     ) -> list[Packed]:
-        """As _encode, of a layer that is neither predicted nor predicts, in one launch where there are rules."""
+        """As _encode, of a layer that is neither predicted nor predicts, in one launch where there are rules; in two where
+        keys are corrected first.
+        """
         if isinstance(rules, str):
             return self._encode(leaving, stats)
-        factor, block = self.codecs.key.key_factor(Context(self.index, stats=stats)), self._cache.scheme.windows.block
-        blocks, flags = fused.quantise_by(rules, [x.to(self.dtype) for x in leaving], factor)
+        context, block = Context(self.index, stats=stats), self._cache.scheme.windows.block
+        keys, values = (x.to(self.dtype) for x in leaving)
+        keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
+        blocks, flags = fused.quantise_by(rules, [keys, values], factor)
         self._cache.refusals.note(self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index)))
         made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]
         self._cache.leave_new(self.index, None, None)
@@ -768,7 +788,7 @@ class KVCalCache(Cache):
         self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
         self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
-        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.readable])
+        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
         self.gives_weights = False  # whether attention weights are asked of the current forward
@@ -1394,7 +1414,8 @@ class KVCalCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVCalLayer):
                 key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
-                rows.append({"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path})
+                row = {"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path}
+                rows.append(row | ({"packing": layer.packing} if layer.is_initialized else {}))
             else:
                 rows.append({"layer": index, "state": "skipped", "why": self.scheme.skipped[index]})
         return {

@@ -9,7 +9,8 @@ then puts ours in its place.
 
 Attention over packed blocks: a module finds its attention function by the name in its own `config`. A module whose cache
 may take the kernel gets a stand-in with our name (`SeamConfig`); our function is the model's own one, unless the cache has
-just left word (`Turn`) that this call's keys are not all there and the operator is to be called.
+just left word (`Turn`) that this call's keys are not all there and the operator is to be called. Where the cache hands all
+keys to the model's own one, a token more each step, it keeps torch from the backend that prepares for each number anew.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -289,6 +290,18 @@ class Turn:
             )
         return left[0], left[3]
 
+    def hand(self, key: Tensor) -> None:
+        """key: what update() gives back, all keys up to now, for the model's own attention."""
+        if not torch.compiler.is_compiling():
+            self._threads.handed = weakref.ref(key)
+
+    def handed(self, key: Tensor) -> bool:
+        """Whether attention is called with keys that were handed to it; not where it is compiled."""
+        if torch.compiler.is_compiling():
+            return False
+        held, self._threads.handed = getattr(self._threads, "handed", None), None
+        return held is not None and held() is key
+
 
 class SeamConfig:
     """The config of a module whose attention function is ours; in all else, also copied, pickled or written as JSON, and where
@@ -326,7 +339,10 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
         ):  # caches that compile have masks of their room
             attention_mask = attention_mask[..., : key.shape[2]]
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)(module, query, key, value, attention_mask, **given)
+        call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)
+        grown = turn is not None and turn.handed(key) and kind == "sdpa" and attention_mask is None
+        with without_plans() if grown and has_flash(query) else nullcontext():
+            return call(module, query, key, value, attention_mask, **given)
     unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
     if unseen and _weights_wanted(_plain(module.config), given):
         raise KVCalError(
@@ -349,6 +365,26 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
     out = decode(query, stored, value, float(given["scaling"]), handle, positions)
     return out.transpose(1, 2).contiguous(), None
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether torch's flash attention takes what cuDNN's would, given no mask: grouped heads, head_dim up to 256."""
+    own = torch.backends.cuda
+    return query.is_cuda and own.cudnn_sdp_enabled() and own.flash_sdp_enabled() and own.is_flash_attention_available()
+
+
+@contextmanager
+def without_plans() -> Iterator[None]:
+    """scaled_dot_product_attention without cuDNN, which torch prefers on Hopper and Blackwell: it builds a plan for every
+    number of keys that a thread has not seen (`MHAParams` in torch's cudnn/MHA.cpp), some 37 ms of the host on an H200,
+    in each step of a cache that grows (docs/benchmarks/aqua_tokens.md). flash builds nothing and takes 12 to 62 % longer on
+    the GPU (docs/benchmarks/decode_attention.md): 19 ms a step of 32 layers and 32 rows of 32768 tokens, 0.2 of one row's.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 def _weights_wanted(config: Any, given: dict[str, Any]) -> bool:
@@ -391,6 +427,14 @@ def turn_of(site: AttentionSite) -> Turn:
     module: Any = site.module
     turn: Turn = module.config.kvcal_turn
     return turn
+
+
+def hand(site: AttentionSite, keys: Tensor) -> None:
+    """Leaves word that the model's own attention gets these keys of a cache that grows; nothing where there is no seam."""
+    module: Any = site.module
+    turn = getattr(module.config, "kvcal_turn", None)
+    if turn is not None:
+        turn.hand(keys)
 
 
 def output_projection(site: AttentionSite) -> Tensor | None:

@@ -3,7 +3,9 @@
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/decode_attention.py [--out DIR] [--all-launches] [--schemes 2/2,Base]
 
 Every cell is compared with the float32 reference before it is timed; a kernel that fails gets no time. Random data, L2
-flushed before each run, CUDA events, medians; copy bandwidth and the FP16 peers are measured in the same run.
+flushed before each run, CUDA events, medians of 21; copy bandwidth and the FP16 peers are measured in the same run: all
+backends of torch, with grouped heads and with a kv head's query heads as rows, and FlashInfer where it is installed
+(kvcal.bench.peers). A minute on an H200.
 
 bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
 copy bandwidth: bytes read plus bytes written, over the time of a large copy.
@@ -34,14 +36,18 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvcal.bench.layer import angles
+from kvcal import models
+from kvcal.bench import peers
+from kvcal.bench.layer import Case, angles
+from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
 from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, reference, rope
 from kvcal_kernels.attention import triton as fused
 
-HEADS, RATIO, D = 8, 4, 128
+GEOMETRY = models.geometry(models.resolve("llama-3.1-8b"))
+HEADS, RATIO, D = GEOMETRY.kv_heads, GEOMETRY.heads // GEOMETRY.kv_heads, GEOMETRY.head_dim
+REPEATS = 21
 SINK, RECENT = 32, 96
 SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key and value form, fraction wanted
     "uniform 4/4": ((4, 32, True, True), (4, 32, True, True), 0.92),
@@ -179,47 +185,16 @@ def turned(keys: Tensor) -> Tensor:
     return keys * angle.cos().to(keys.dtype) + torch.cat([-high, low], -1) * angle.sin().to(keys.dtype)
 
 
-def peers(clock: Clock, batch: int, length: int) -> dict[str, float]:
-    """Microseconds of FP16 attention by each backend that runs, printed as they come."""
-    q = torch.randn(batch, HEADS * RATIO, 1, D, device="cuda", dtype=torch.float16)
-    k, v = (torch.randn(batch, HEADS, length, D, device="cuda", dtype=torch.float16) for _ in range(2))
-    found = {}
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    for name, backend in backends.items():  # "efficient" takes no grouped heads, "math" repeats them: ten times slower
-        try:
-            with sdpa_kernel(backend), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # why other backends do not run
-                found[f"sdpa {name}"] = clock.time(
-                    lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), 5
-                ).microseconds
-        except RuntimeError as error:
-            print(f"  sdpa {name}: {str(error).splitlines()[0][:80]}", file=sys.stderr)
-    try:
-        import flashinfer
-    except ImportError as error:
-        print(f"  flashinfer is not there: {error}", file=sys.stderr)
-        return found
-    try:
-        found["flashinfer"] = flashinfer_time(flashinfer, clock, q, k, v)
-    except Exception as error:  # no compiler there, or another version's interface: a peer less, and said
-        print(f"  flashinfer: {type(error).__name__} {str(error)[:120]}", file=sys.stderr)
-    return found
-
-
-def flashinfer_time(flashinfer: Any, clock: Clock, q: Tensor, k: Tensor, v: Tensor) -> float:
-    batch, _, length, _ = k.shape
-    page = 64
-    pages = batch * length // page
-    cache = tuple(
-        x.unflatten(2, (-1, page)).permute(0, 2, 3, 1, 4).reshape(pages, page, HEADS, D).contiguous() for x in (k, v)
-    )
-    work = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD", use_tensor_cores=True)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * (length // page)
-    index = torch.arange(pages, dtype=torch.int32, device="cuda")
-    last = torch.full((batch,), page, dtype=torch.int32, device="cuda")
-    wrapper.plan(starts, index, last, HEADS * RATIO, HEADS, D, page, q_data_type=q.dtype, kv_data_type=k.dtype)
-    return clock.time(lambda: wrapper.run(q[:, :, 0], cache)).microseconds
+def peers_of(clock: Clock, batch: int, length: int) -> tuple[dict[str, float], dict[str, str]]:
+    """Microseconds of FP16 attention by each backend that `kvcal bench` knows, and why others have none."""
+    case = Case(fp16_scheme(GEOMETRY), GEOMETRY, batch, length, clock.device, torch.float16)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # why other backends do not run
+        found = peers.measure(case, clock)
+    if not any(peer.name.startswith("flashinfer") for peer in found):
+        found.append(peers.Peer("flashinfer", None, "not installed"))
+    taken = {peer.name: peer.timed.microseconds for peer in found if peer.timed}
+    return taken, {peer.name: str(peer.why_not) for peer in found if not peer.timed}
 
 
 def compile_one(job: tuple[str, fused.Launch]) -> str:
@@ -270,7 +245,7 @@ def measure(
     if not row["error"] <= 2 * row["error_fp16"]:
         row["microseconds"] = None
         return row
-    row["microseconds"] = clock.time(partial(cell.run, usual), 21).microseconds
+    row["microseconds"] = clock.time(partial(cell.run, usual)).microseconds
     row["fraction_of_copy"] = cell.bytes / copy * 1e6 / row["microseconds"]
     row["wanted"] = cell.wanted
     row["launch"] = vars(usual)
@@ -316,7 +291,7 @@ def main() -> None:
     wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]
     compile_all(wanted, chosen.all_launches)
     print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
-    clock = Clock(torch.device("cuda"), repeats=15)
+    clock = Clock(torch.device("cuda"), repeats=REPEATS)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result["triton"] = triton.__version__
     result["copy_bandwidth"] = copy = clock.copy_bandwidth()
@@ -327,7 +302,7 @@ def main() -> None:
     if chosen.programs:
         by_programs(clock, wanted[0], [int(count) for count in chosen.programs.split(",")])
         return
-    result["fp16"], result["rows"] = {}, []
+    result["fp16"], result["fp16_refused"], result["rows"] = {}, {}, []
     cells = [(scheme, 32, 32768) for scheme in wanted] + [(wanted[0], b, n) for b, n in CELLS]
     for scheme, batch, length in cells:
         name = f"{batch} x {length}"
@@ -336,8 +311,9 @@ def main() -> None:
             continue
         torch.cuda.empty_cache()
         if name not in result["fp16"]:
-            result["fp16"][name] = found = peers(clock, batch, length)
+            result["fp16"][name], result["fp16_refused"][name] = found, refused = peers_of(clock, batch, length)
             print(f"{'FP16':16} {name}: " + ", ".join(f"{who} {t:.1f} us" for who, t in found.items()), flush=True)
+            print("".join(f"  {who}: {why}\n" for who, why in refused.items()), end="", file=sys.stderr)
         best = min(result["fp16"][name].items(), key=lambda item: item[1], default=("none", float("nan")))
         try:
             launches = launches_of(scheme, chosen.all_launches)

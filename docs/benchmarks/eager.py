@@ -10,6 +10,9 @@ ms: median and mean of --steps steps; the mean has its share of the steps that p
 over that of as many steps of DynamicCache, half of them right before and half right after, as a machine's processors are not
 equally fast all the time. launches: kernels and copies of one step that packs nothing, by torch.profiler.
 
+Each step of DynamicCache attends to a number of keys that is new, for which cuDNN's attention, where torch prefers it, builds
+a plan (docs/benchmarks/aqua_tokens.md): that is in to_fp16, and no cost of a fused step.
+
 Torch's allocator is given POOL bytes first: each step DynamicCache wants tensors a little larger than those it gives back, and
 would wait for the driver's memory instead of the host.
 """
