@@ -20,6 +20,7 @@ from architectures import TINY
 from interpreted import interpreted, needs_triton
 from kvcal.bench import (
     caches,
+    decoding,
     devices,
     distortion,
     filled,
@@ -903,7 +904,6 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
             "--operation quantize: not known; did you mean quantise? `kvcal names operation` lists all",
         ),
         (["-p", "no-such"], "scheme 'no-such' is not known; `kvcal names` lists all, or KEYCODEC+VALUECODEC"),
-        (["-p", "kivi-2+no-such"], "codec 'no-such' is not known"),
         (["-p", "kivi-2", "-p", "kivi-2"], "two schemes would be called 'kivi-2'"),
         (["--length", "4q"], "'4q' is not a whole number from 1"),
         (["--batch", "0"], "'0' is not a whole number from 1"),
@@ -914,6 +914,11 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
             "nothing to measure: quantise of kivi-2: nothing is packed",
         ),
         (["--csv", "/no/such/folder/x.csv"], "is not a folder"),
+        (["-p", "innerq-base+"], "scheme 'innerq-base+': no codec behind the +; give KEYCODEC+VALUECODEC"),
+        (["-p", "+kivi-2"], "scheme '+kivi-2': no codec before the +"),
+        (["-p", "kivi-2+no-such"], "scheme 'kivi-2+no-such': codec 'no-such' is not known"),
+        (["--device", ""], "--device '': no such device; `kvcal names device` lists all"),
+        (["--csv", "/proc/x"], "/proc: no file can be made in this folder; give another --csv"),
         (["--csv", ""], "--csv '' or . is a folder: give a file name"),
         (["--compare", ""], "--compare '' or .: cannot be read (Is a directory)"),
         (["--plot", "x.pdf"], "must end in .png"),
@@ -1038,6 +1043,24 @@ def test_no_file_replaces_another(given: list[str], said: str, tmp_path: Path, m
     done = kvcal("bench", "--device", "jetson", *given)
     assert done.code == 2 and said in done.complaint
     assert (tmp_path / "x.json").read_text() == earlier and not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+def test_a_folder_that_goes_during_the_run_is_named_by_its_option(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    honest = command.compared
+
+    def gone(*given: Any) -> list[dict[str, Any]]:
+        folder.rmdir()
+        return honest(*given)
+
+    (tmp_path / "x.json").write_text(json.dumps({"rows": [EARLIER]}))
+    monkeypatch.setattr(command, "compared", gone)
+    done = kvcal("bench", "--device", "jetson", "--compare", tmp_path / "x.json", option, folder / "x.png")
+    assert done.code != 0 and f"is not a folder; create it or give another {option}" in done.err
 
 
 @pytest.mark.parametrize(
@@ -1217,6 +1240,16 @@ def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
 
     monkeypatch.setattr(kernel, "append", spoilt)
     assert "scale of values differ" in str(kernels.append(one).check())
+
+
+@pytest.mark.gpu
+def test_a_step_that_fails_without_a_message_is_not_recorded() -> None:
+    def step() -> None:
+        raise AssertionError
+
+    model = SimpleNamespace(device=torch.device("cuda"))
+    stepper: Any = SimpleNamespace(model=model, step=step, back=lambda: None)
+    assert decoding._record(stepper) == "cannot be recorded: AssertionError"
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from ..models import is_oom
 from ..room import cuda_bytes
 from .caches import FLUSH_AT, Kind, Start, attention
 from .layer import fill
+from .peers import first_line
 
 WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
 CHECKED = FLUSH_AT + 3  # steps of which logits are compared
@@ -183,7 +184,7 @@ def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
     except Exception as error:
         if ran_out(error):
             raise
-        return f"cannot be recorded: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"cannot be recorded: {first_line(error)}"
     finally:
         torch.cuda.set_stream(current)  # a recording that fails leaves its own behind
     return graph.replay, logits

@@ -145,6 +145,7 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
     elif isinstance(method, Preset):
         block, frame, make, made_up = method.block, method.rope, _pair(method.key, method.value), None
     elif name.count("+") == 1:
+        _check_pair(name)
         block, frame, make, made_up = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
     else:
         said = allowed(name, known(), "kvcal names")
@@ -155,6 +156,20 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
     except KVCalError as error:
         raise UsageError(f"scheme {name}: does not fit head_dim {geometry.head_dim} ({error})") from error
     return Benched(name, codecs, Windows(sink, recent, block), frame, made_up)
+
+
+def _check_pair(name: str) -> None:
+    """UsageError where a side of KEYCODEC+VALUECODEC is no codec by name."""
+    for side, codec in zip(("before", "behind"), name.split("+"), strict=True):
+        if not codec:
+            raise UsageError(
+                f"scheme {name!r}: no codec {side} the +; give KEYCODEC+VALUECODEC (`kvcal names codec`), or a scheme "
+                "without a +"
+            )
+        try:
+            backbone(codec)
+        except UsageError as error:
+            raise UsageError(f"scheme {name!r}: {error}") from error
 
 
 def from_bundle(path: Path, geometry: Geometry) -> Benched:

@@ -42,12 +42,17 @@ from .doctor import machine
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
 GPU_SCHEMES = (
     "inner-4", "innerq-base", "innerq-hybrid", "innerq-small", "inner-2", "kivi-2", "kivi-2-g128", "squat-2",
-    "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq", "mixkvq-g128",
+    "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq-16-16", "mixkvq-16-16-g128",
 )  # fmt: skip
 SIZED = ("largest-batch", "longest-generation")  # how far a memory goes
-GENERATION = ("generate", *SIZED)
-PROJECTED = ("fused-attention", "innerq-table-4", "largest-batch", "longest-generation")  # where the device is not here
-GROUPS = {"generation": GENERATION, "vqkv-table-3": ("longest-generation",), **TABLES}
+GENERATION = {  # of whole models, and what they are
+    "generate": "decode steps of a whole model: tokens a second, peak memory",
+    "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second",
+    "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
+}
+PROJECTED_ONLY = {"innerq-table-4": "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"}
+PROJECTED = ("fused-attention", *PROJECTED_ONLY, *SIZED)  # where the device is not here
+GROUPS = {"generation": tuple(GENERATION), "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
     "innerq-table-5": PAPER_SCHEMES, "innerq-table-6": ("innerq-hybrid",), "mixkvq-table-7": ("mixkvq",),
     "vqkv-table-3": ("vqkv-4k",),
@@ -94,7 +99,7 @@ def _put_out(o: dict[str, Any], found: dict[str, Any], show: Callable[[dict[str,
         show(found)
     finally:
         if o["csv"] is not None:
-            write_atomically(o["csv"], to_csv(found["rows"]).encode())
+            write_atomically(o["csv"], to_csv(found["rows"]).encode(), "--csv")
         if o["plot"] is not None:
             plot_bench(found["rows"], o["plot"])
 
