@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from architectures import TINY
 from interpreted import interpreted, needs_triton
@@ -50,7 +53,7 @@ from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
-from kvcal_artifacts import store
+from kvcal_artifacts import preflight, store, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
@@ -67,12 +70,15 @@ from kvcal_artifacts.codecs import (
     Transform,
     Uniform,
 )  # fmt: skip
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 from kvcal_kernels import quantise as quantise_kernels
+from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
 from models_fixture import Done, kvcal
+from pages import ROOT
+from test_fused import Card
 
 CPU = torch.device("cpu")
 SMALL = replace(CATALOGUE["tiny"].geometry, heads=4, kv_heads=2, head_dim=32, hidden=64, intermediate=96)
@@ -212,19 +218,21 @@ def test_schemes_that_are_not_counted_have_no_projection() -> None:
     assert row.refused == "instructions of the compiled kernel are not counted for asymmetric 4 before RoPE"
 
 
+UNCOUNTED = "instructions of the compiled kernels are not counted for vector codes"
+
+
 @pytest.mark.parametrize("name", schemes.known())
 def test_presets_that_the_kernel_takes_are_counted(name: str) -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     own = case(name, 1, 4096, geometry)
     _, row = jetson.projected(devices.device("jetson-orin-nano"), [own.scheme], geometry, "m", 1, 4096)
-    assert row.refused == fused.refuses_anywhere(own)
+    assert row.refused == (UNCOUNTED if name.startswith("vqkv") else fused.refuses_anywhere(own))
 
 
 @pytest.mark.parametrize(
     ("name", "length", "why"),
     [
-        ("vqkv-4k", 4096, "no fused kernel reads residual-vq"),
-        ("aqua-kv-2", 4096, "no fused kernel reads predicted"),
+        ("aqua-kv-2", 4096, "layers are predicted from reconstructions of others"),
         ("fp8", 4096, "no fused kernel reads float8"),
         ("exact", 4096, "no fused kernel reads exact"),
         ("mixkvq", 4096, "tiers take another size in every block"),
@@ -598,9 +606,10 @@ def test_what_is_left_out_is_a_row_with_the_reason() -> None:
 INTERPRETED = """
 from dataclasses import replace
 import torch
-from kvcal.bench import fused, kernels, schemes
+from kvcal.bench import fused, kernels, schemes, tables
 from kvcal.bench.layer import Case
 from kvcal.catalogue import CATALOGUE
+from test_bench import of_few_codewords
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
@@ -609,12 +618,209 @@ for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
     made = kernels.quantise(case), kernels.append(case)
     print(*(one.path for one in made), *(one.check() for one in made))
+for dtype in (torch.float16, torch.bfloat16):
+    case = of_few_codewords(geometry, dtype)
+    made = fused.fused_attention(case), kernels.append(case)
+    print(fused.refuses_fused(case), *(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("aqua-kv-2", geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
+steps = [tables.quantise_step_of(role)(case) for role in (0, 1)]
+made = [kernels.quantise(case), kernels.append(case), tables.quantise_step(case), *steps]
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("kivi-2-g128", geometry), geometry, 2, 400, torch.device("cpu"), torch.float16)
+made = tables.quantise_step(case), kernels.append(case)
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
 """
+ENCODED = ["triton: encode", "triton: encode, then copy the store", *["triton: encode"] * 3]
 
 
 @needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
-    assert interpreted("-c", INTERPRETED) == ["None None"] * 4 + ["triton: quantise triton: append None None"] * 3
+    found = interpreted("-c", INTERPRETED)
+    assert found[:4] == ["None None"] * 4
+    assert found[4:7] == ["triton: quantise triton: append None None"] * 3
+    assert (
+        found[7:9] == ["None; triton: fused, exact tokens by torch; triton: append to vector codes; None; None"] * 2
+    )  # the kernels that a cache runs
+    assert found[9] == "; ".join([*ENCODED, *["None"] * 5])
+    assert found[10:] == ["triton: quantise; triton: append; None; None"]
+
+
+def of_few_codewords(geometry: Geometry, dtype: torch.dtype) -> Case:
+    """Vector codes as vqkv-256 has them, in few stages of few codewords; two blocks in each of two rows."""
+    shape = Shape(geometry.kv_heads, geometry.head_dim, 128)
+    one = replace(schemes.named("vqkv-256", geometry), codecs=schemes._vqkv(64, (3, 4, 3))(shape))
+    return Case(one, geometry, 2, 128 + 2 * 128 + 30, CPU, dtype)
+
+
+class Kernels:
+    """The references of vector codes where Triton's kernels are looked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spoilt: Callable[[Any], None] | None = None
+        for module in (fused, quantising):
+            monkeypatch.setattr(module, "interpreted", lambda: True)
+        stand_in = SimpleNamespace(attend=self._attend, append=self._append, Workspace=lambda *given: None)
+        for package in (vectors.vq_attention, vectors.vq_append):
+            monkeypatch.setattr(package, "fast", lambda: stand_in)
+        monkeypatch.setattr(quantise_kernels, "triton", SimpleNamespace(advance=reference.advance), raising=False)
+
+    def _attend(self, q: torch.Tensor, keys: Any, values: Any, blocks: Any, scaling: float, space: Any) -> Any:
+        if self.spoilt is not None:
+            self.spoilt(blocks)
+        return vectors.reference.attend(q, keys, values, blocks, scaling)
+
+    def _append(self, keys: Any, values: Any, sink: Any, ring: Any, counts: Any, flags: Any, *rest: Any) -> None:
+        vq_append.append(keys, values, sink, ring, counts, flags, *rest[:2])
+        if self.spoilt is not None:
+            self.spoilt((values.bands[0].codes, ring[1]))
+
+
+VECTORS = replace(SMALL, head_dim=64)
+
+
+def test_attention_over_vector_codes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it must read: codes, each codebook once, exact tokens; the check sees one token too few."""
+    kernels_found, one = Kernels(monkeypatch), of_few_codewords(VECTORS, torch.float16)
+    made = fused.fused_attention(one)
+    assert made.check() is None and made.path.startswith("triton: fused")
+    codes = 2 * 2 * 2 * 128 * 6 * (3 + 4 + 3) / 8  # rows, heads, blocks, tokens, bits, stages
+    high = 24  # of 64 dimensions
+    books = 64 * 2 * (3 * 64 + 4 * (64 - high) + 3 * high)
+    exact = 2 * 2 * 2 * (32 + 96 + 30) * 64 * 2
+    assert (made.more["codec_bytes"], made.more["codebook_bytes"], made.more["window_bytes"]) == (codes, books, exact)
+    assert made.bytes == codes + books + exact
+    assert kernels.decode_then_attend(one).bytes == made.bytes
+    assert "note" not in made.more
+    monkeypatch.setattr(vectors, "CODEWORDS", 32)
+    assert "decodes up to 600 packed tokens" in fused.fused_attention(one).more["note"]
+    kernels_found.spoilt = lambda blocks: blocks.clamp_(max=1)
+    assert "check failed: off by" in str(made.check())
+
+
+def wrong_codes(given: Any) -> None:
+    given[0][0].bitwise_xor_(1)
+
+
+def wrong_token(given: Any) -> None:
+    given[1][:, :, 96 + 127].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (None, None),
+        (wrong_codes, "times that of the codec's own codes"),
+        (wrong_token, "the window's token 223 of values is not the one that came"),
+    ],
+)
+def test_appending_to_vector_codes_is_measured(
+    spoil: Callable[[Any], None] | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kernels(monkeypatch).spoilt = spoil
+    made = kernels.append(of_few_codewords(VECTORS, torch.float16))
+    assert made.path == "triton: append to vector codes"
+    why = made.check()
+    assert why == said if said is None else said in str(why)
+
+
+def test_vector_codes_in_float32_are_appended_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch: the cache takes no kernel for them."""
+    Kernels(monkeypatch)
+    assert kernels.append(of_few_codewords(VECTORS, torch.float32)).path.startswith("reference")
+
+
+# What --require-kernels accepts is what a cache accepts.
+
+
+WIDE = replace(CATALOGUE["tiny"].geometry, layers=3, hidden=256, heads=4, kv_heads=2, head_dim=128, intermediate=64)
+
+
+@pytest.fixture(scope="module")
+def wide_model() -> Any:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=256, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).half()
+
+
+@needs_triton
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", schemes.known())
+def test_required_kernels_are_those_of_the_cache(
+    name: str, fails: bool, wide_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a pretended GPU whose kernels pass all their checks, or none."""
+    card = Card(monkeypatch, tmp_path)
+    card.says = "off by 0.3" if fails else None
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+    for trial in ("vectors_trial", "vectors_append_trial", "reconstruct_trial", "encode_trial"):
+        monkeypatch.setattr(preflight, trial, card._trial)
+    one = schemes.named(name, WIDE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
+            layer_of = cache.own_layers[-1]
+            refused, reader = layer_of.refused, layer_of.reader
+            place = torch.float16, CPU
+            assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.readable
+            takes = not refused or reader is not None
+        given = [one], WIDE, *place
+        if takes:
+            fused.require_fused(*given)
+            KVCalCache(filled.scheme_of(wide_model, one), wide_model, require_kernels=True).close()
+            return
+        with pytest.raises(KernelsUnavailable) as ours:
+            fused.require_fused(*given)
+        with pytest.raises(KernelsUnavailable) as theirs:
+            KVCalCache(filled.scheme_of(wide_model, one), wide_model, require_kernels=True)
+    assert f"--require-kernels, scheme {name}: {refused}; use" in str(ours.value)
+    assert str(refused) in str(theirs.value)
+
+
+def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = Card(monkeypatch, tmp_path)
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+    monkeypatch.setattr(preflight, "vectors_trial", card._trial)
+    codes, plain = schemes.named("vqkv-256", WIDE), schemes.named("fp8", WIDE)
+    given = WIDE, torch.float16, CPU
+    fused.require_fused([codes], *given)
+    assert len(card.tried) == 1
+    eight = LayerCodecs(*(Float8(codes.codecs.key.shape, role) for role in ("key", "value")))  # type: ignore[arg-type]
+    assert type(eight.key) is type(plain.codecs.key)
+    whole = Scheme(codes.windows, "post_rope", (codes.codecs, codes.codecs, eight))
+    with pytest.raises(KernelsUnavailable, match="scheme vqkv-256: keys: no fused kernel reads float8"):
+        fused.require_fused([replace(codes, whole=whole)], *given)
+    kept = Scheme(codes.windows, "post_rope", (codes.codecs,) * 2, selection=HeavyHitters(0.5))
+    with pytest.raises(KernelsUnavailable, match="token selection"):
+        fused.require_fused([replace(codes, whole=kept)], *given)
+
+
+# Default schemes.
+
+
+@needs_triton
+def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
+    """None is refused; each form of the page's table is there, but for keys before RoPE and the mixed pair."""
+    geometry = CATALOGUE[command.MODEL].geometry
+    assert [fused.refuses_anywhere(case(name, 1, 4096, geometry)) for name in command.GPU_SCHEMES] == [None] * 15
+    pairs = [schemes.named(name, geometry).codecs for name in command.GPU_SCHEMES]
+    found = {(_behind(pair.key).fused(), _behind(pair.value).fused()) for pair in pairs}
+    script = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "decode_attention.py"), run_name="decode_attention")
+    wanted = {
+        name: (script["form"]("key", key), script["form"]("value", value))
+        for name, (key, value, _) in script["SCHEMES"].items()
+    }
+    left_out = {"HIGGS 3, InnerQ 3"}
+    assert {name for name, forms in wanted.items() if forms not in found} == left_out
+
+
+def _behind(codec: Codec) -> Codec:
+    return codec.inner if isinstance(codec, Scaled) else codec
 
 
 class Unexpected(Exception):

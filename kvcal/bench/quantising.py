@@ -1,17 +1,30 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise, where they run and know the format."""
+"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and vq_append, where they run and know the format;
+else by the codecs, with the kernels that they have of their own.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.fused import rule_of
+from kvcal_artifacts import fixed, vectors
+from kvcal_artifacts.codecs import Codec, ResidualVQ
+from kvcal_artifacts.fused import packing, rule_of
 from kvcal_artifacts.preflight import interpreted
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_kernels import vq
 from kvcal_kernels.attention import BLOCK, Blocks
 from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
 
+from . import distortion
+from .fused import unreadable
 from .layer import Case, Filled, fill, nbytes
-from .operation import Prepared, misread, one_block
+from .operation import APART, Prepared, misread, one_block
+from .peers import SIXTEEN
+
+VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the codec's own
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
@@ -25,6 +38,24 @@ def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
             return rule
         made.append(rule)
     return made[0], made[1]
+
+
+def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
+    """The codecs as a cache packs with them where the case is, on its device; and which code encodes."""
+    made = packing("triton" if interpreted() else "auto", codecs, case.dtype, case.device)
+    by = [encodes(one, own, case.device) for one, own in ((codecs.key, made.key), (codecs.value, made.value))]
+    return made, by[0] if by[0] == by[1] else f"keys {by[0]}, values {by[1]}"
+
+
+def encodes(codec: Codec, own: Codec, device: torch.device) -> str:
+    """Which code encodes. own: what packing made of the codec."""
+    if own is not codec:
+        return "triton: encode"
+    if isinstance(codec, ResidualVQ):
+        like = torch.empty(0, device=device)
+        if all(vq.backend(like, book) == "triton" for book in codec.codebooks):
+            return "triton: nearest codeword, stage by stage"
+    return "reference"
 
 
 def factor_of(filled: Filled) -> Tensor | None:
@@ -64,41 +95,110 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
     from kvcal_kernels.quantise import triton as kernel
 
     new, windows = fill(one_block(case)), _windows(case)
-    block, factor = windows.block, factor_of(new)
-    idle, due = (Counts(case.batch, windows, case.device) for _ in range(2))
-    one = torch.ones(case.batch, dtype=torch.int32, device=case.device)
-    for counts, waiting in ((idle, 0), (due, block - 1)):
-        counts.data[4], counts.data[6] = windows.sink, windows.recent + waiting
-        kernel.advance(counts, one)
+    factor = factor_of(new)
     layer = _filled_layer(case, new, windows, own)
-    k, v = (x[:, :, :1].contiguous() for x in new.window)
 
-    def run() -> None:
-        for _ in range(block - 1):
-            kernel.append(layer, idle, k, v, *own, factor)
-        kernel.append(layer, due, k, v, *own, factor)
-
-    def check() -> str | None:
-        run()
-        if said := reference.check(layer.flags, 0):
-            return f"check failed: {said}"
+    def differing() -> str | None:
         for codec, packed, made in zip(new.pair, new.packed, (layer.keys, layer.values), strict=True):
             wanted = codec.as_blocks(packed)
             for name in ("words", "scale"):
                 one, other = getattr(made, name), getattr(wanted, name)
-                off = int((one != other).sum())  # CUDA divides by a constant in its own way
-                if off > one.numel() // 1000:
+                off = int((one != other).sum())
+                if off > APART * one.numel():
                     return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
-        for what, ring, x in zip(("keys", "values"), layer.recent, (k, v), strict=True):
-            for slot in (windows.recent, windows.recent + block - 1):  # of `idle` and `due`
-                if not torch.equal(ring[:, :, slot], x[:, :, 0]):
+        return None
+
+    def step(counts: Counts, k: Tensor, v: Tensor) -> None:
+        kernel.append(layer, counts, k, v, *own, factor)
+
+    return _steps(case, new, windows, layer.recent, layer.flags, step, differing, "triton: append")
+
+
+def appends_vectors(case: Case) -> bool:
+    """Whether a cache with max_length appends steps to this case's codes by the kernels of vq_append."""
+    pair = case.scheme.codecs
+    runs = case.device.type == "cuda" or interpreted()
+    if not runs or case.dtype not in SIXTEEN or not vectors.both(pair):
+        return False
+    return unreadable(case.scheme, pair, case.group) is None and fixed.refusal(pair, False) is None
+
+
+def append_vectors(case: Case) -> Prepared:
+    """As append_by_kernel, of vector codes: windows, then for each band codewords and codes, programs that return at once
+    where no block is due.
+    """
+    new, windows = fill(one_block(case)), _windows(case)
+    made = [codec.empty(case.batch, case.device) for codec in new.pair]
+    made = [{n: t.new_zeros(*t.shape[:2], 1, *t.shape[3:]) for n, t in one.items()} for one in made]
+    held, space = vectors.coded(new.codecs, made), vectors.workspace("triton", case.device, False)
+    sink, ring = _exact(case, new, windows)
+    flags = torch.zeros(case.geometry.kv_heads, dtype=torch.int32, device=case.device)
+
+    def differing() -> str | None:
+        """Codes may part at near ties, and numbers with them, not in how near they are."""
+        for codec, packed, raw in zip(new.pair, made, new.raw, strict=True):
+            found, wanted = (codec.decode(one, new.decoding) for one in (packed, codec.encode(raw, new.encoding)))
+            off, least = (float((x - raw.float()).square().sum()) for x in (found, wanted))
+            if not off <= least * (1 + VECTORS_APART):
+                return f"check failed: squared error of {codec.role}s {off / least:.3g} times that of the codec's own codes"
+            if why := distortion.misread(new, new.pair.index(codec), found):
+                return why
+        return None
+
+    def step(counts: Counts, k: Tensor, v: Tensor) -> None:
+        vectors.append("triton", held, sink, ring, counts, flags, (k, v), space)
+
+    return _steps(case, new, windows, ring, flags, step, differing, "triton: append to vector codes")
+
+
+def _steps(
+    case: Case,
+    new: Filled,
+    windows: Windows,
+    ring: tuple[Tensor, Tensor],
+    flags: Tensor,
+    step: Callable[[Counts, Tensor, Tensor], None],
+    differing: Callable[[], str | None],
+    path: str,
+) -> Prepared:
+    """The steps of a block by `step`(counts, k, v). differing: what is wrong with the block that they leave, or None.
+
+    New tokens are those that the ring has at their slots, which are emptied: where a block is longer than the window, they
+    are of the block that is packed.
+    """
+    from kvcal_kernels.quantise import triton as kernel
+
+    block, one = windows.block, torch.ones(case.batch, dtype=torch.int32, device=case.device)
+    calls: list[tuple[Counts, int, list[Tensor]]] = []
+    for waiting in (0, block - 1):  # a step that only writes its token, and one that packs
+        counts, slot = Counts(case.batch, windows, case.device), windows.recent + waiting
+        counts.data[4], counts.data[6] = windows.sink, slot
+        kernel.advance(counts, one)
+        calls.append((counts, slot, [held[:, :, slot : slot + 1].clone() for held in ring]))
+        for held in ring:
+            held[:, :, slot] = 0
+    (idle, _, first), (due, _, last) = calls
+
+    def run() -> None:
+        for _ in range(block - 1):
+            step(idle, *first)
+        step(due, *last)
+
+    def check() -> str | None:
+        run()
+        if said := reference.check(flags, 0):
+            return f"check failed: {said}"
+        if why := differing():
+            return why
+        for role, what in enumerate(("keys", "values")):
+            for _, slot, new_tokens in calls:
+                if not torch.equal(ring[role][:, :, slot], new_tokens[role][:, :, 0]):
                     return f"check failed: the window's token {slot} of {what} is not the one that came"
         return misread(new, new.decoded())
 
-    size = sum(nbytes(x) for x in new.raw) + new.packed_bytes + 4 * block * (nbytes(k) + nbytes(v)) // 2
-    return Prepared(
-        run, round(size / block), check, "triton: append", per=block, more={"calls": f"one packs in {block} steps"}
-    )
+    written = 2 * sum(nbytes(x) for x in first) * block  # a step reads its token and writes it
+    size = sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes + written
+    return Prepared(run, round(size / block), check, path, per=block, more={"calls": f"one packs in {block} steps"})
 
 
 def _windows(case: Case) -> Windows:
@@ -107,14 +207,18 @@ def _windows(case: Case) -> Windows:
 
 
 def _filled_layer(case: Case, new: Filled, windows: Windows, own: tuple[AnyRule, AnyRule]) -> Layer:
-    """Room for one block; its tokens are the ring's oldest, with the others behind them."""
-    shape = (case.batch, case.geometry.kv_heads)
-    room = windows.room(1)
-    rings, sinks, stored = [], [], []
-    for raw, window, rule in zip(new.raw, new.window, own, strict=True):
+    """Room for one block."""
+    heads = case.geometry.kv_heads
+    stored = [blocks_for(rule, case.batch, heads, windows.block // BLOCK, case.device) for rule in own]
+    flags = torch.zeros(heads, dtype=torch.int32, device=case.device)
+    return Layer(stored[0], stored[1], *_exact(case, new, windows), flags)
+
+
+def _exact(case: Case, new: Filled, windows: Windows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Sinks of keys and values, and rings: the tokens of the block that is due, with the others behind them."""
+    rings, sinks = [], []
+    for raw, window in zip(new.raw, new.window, strict=True):
         ring = torch.cat([raw, window], 2)
-        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, room - ring.shape[2])).contiguous())
-        sinks.append(torch.zeros(*shape, max(windows.sink, 1), raw.shape[3], dtype=case.dtype, device=case.device))
-        stored.append(blocks_for(rule, *shape, windows.block // BLOCK, case.device))
-    flags = torch.zeros(shape[1], dtype=torch.int32, device=case.device)
-    return Layer(stored[0], stored[1], (sinks[0], sinks[1]), (rings[0], rings[1]), flags)
+        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, windows.room(1) - ring.shape[2])).contiguous())
+        sinks.append(raw.new_zeros(*raw.shape[:2], max(windows.sink, 1), raw.shape[3]))
+    return (sinks[0], sinks[1]), (rings[0], rings[1])

@@ -42,6 +42,11 @@ class Benched:
     def stored_bits(self) -> float:
         return self.codecs.bits_per_value()
 
+    @property
+    def scheme(self) -> Scheme:
+        """All layers of a bundle; else this one alone."""
+        return self.whole or Scheme(self.windows, self.frame, (self.codecs,))
+
 
 Maker = Callable[[Shape], LayerCodecs]
 
@@ -155,7 +160,10 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
         codecs = make(shape)
     except KVCalError as error:
         raise UsageError(f"scheme {name}: does not fit head_dim {geometry.head_dim} ({error})") from error
-    return Benched(name, codecs, Windows(sink, recent, block), frame, made_up)
+    own_windows = Windows(sink, recent, block)
+    (stored,) = Scheme(own_windows, frame, (codecs,)).layers  # as a cache stores them
+    assert stored is not None
+    return Benched(name, stored, own_windows, frame, made_up)
 
 
 def _check_pair(name: str) -> None:

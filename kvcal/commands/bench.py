@@ -50,7 +50,9 @@ GENERATION = {  # of whole models, and what they are
     "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second",
     "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
 }
-PROJECTED_ONLY = {"innerq-table-4": "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"}
+PROJECTED_ONLY = {
+    "innerq-table-4": "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"
+}
 PROJECTED = ("fused-attention", *PROJECTED_ONLY, *SIZED)  # where the device is not here
 GROUPS = {"generation": tuple(GENERATION), "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
