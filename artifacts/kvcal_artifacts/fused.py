@@ -46,19 +46,24 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
     """
     if kernels == "off":
         return "kernels='off'"
-    why = format_refusal(scheme, pair, site.ratio, rotary)
-    return why or (_odd_pairs(site, rotary) if rotary else None) or hf.odd_attention(site)
+    why = format_refusal(scheme, pair, rotary) or (_odd_pairs(site, rotary) if rotary else None)
+    return why or hf.odd_attention(site) or ratio_refusal(site.ratio)
 
 
-def format_refusal(scheme: Scheme, pair: LayerCodecs, ratio: int, rotary: int = 0) -> str | None:
-    """`refusal` as far as formats and sizes decide, whatever model they are of. ratio: query heads a kv head."""
+def format_refusal(scheme: Scheme, pair: LayerCodecs, rotary: int = 0) -> str | None:
+    """`refusal` as far as the scheme decides, whatever the model."""
     if scheme.selection is not None:
         return "token selection needs the weights of the model's own attention"
     if scheme.chained:
         return "layers are predicted from reconstructions of others, which decoding makes"
     if rotary and (why := turn_refusal(pair, rotary)):
         return why
-    return shape_refusal(pair) or (None if ratio <= RATIO else f"{ratio} {MANY_HEADS}")
+    return shape_refusal(pair)
+
+
+def ratio_refusal(ratio: int) -> str | None:
+    """Of query heads a kv head."""
+    return None if ratio <= RATIO else f"{ratio} {MANY_HEADS}"
 
 
 def shape_refusal(pair: LayerCodecs) -> str | None:

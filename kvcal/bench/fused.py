@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvcal_artifacts import reconstructed, vectors
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for
+from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for, ratio_refusal
 from kvcal_artifacts.preflight import interpreted
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.attention import Rope
@@ -41,7 +41,7 @@ def unreadable(one: Benched, pair: LayerCodecs, ratio: int) -> str | None:
     """Why a cache of the scheme decodes blocks of these codecs wherever it is, of a model whose attention is the usual one:
     the answer of fused.refusal.
     """
-    return format_refusal(one.scheme, pair, ratio, _rotary(one))
+    return format_refusal(one.scheme, pair, _rotary(one)) or ratio_refusal(ratio)
 
 
 def _rotary(one: Benched) -> int:
