@@ -53,6 +53,7 @@ from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
+from kvcal.report import bench as report
 from kvcal_artifacts import preflight, store, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
@@ -1030,6 +1031,17 @@ def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
     assert again.code == 0, again.err
     ours = next(row for row in again.json["compared"] if row["scheme"] == "kivi-2")
     assert ours["times_as_fast"] == pytest.approx(ours["earlier"] / ours["now"])
+
+
+def test_rates_are_said_to_be_of_the_run_that_measured_them() -> None:
+    now = "measured in this run: copy 4000.0 GB/s read and written, read 4500.0 GB/s"
+    before = "3 rows are of a run before this one, beside its copy: 3900.0 GB/s read and written"
+    both = {"copy_gb_per_s": 4000.0, "read_gb_per_s": 4500.0}
+    resumed = {"resumed_rows": 3, "resumed_copy_gb_per_s": [3900.0]}
+    assert list(report.rates(both)) == [now]
+    assert list(report.rates(both | resumed)) == [now, before]
+    assert list(report.rates({"copy_gb_per_s": None, **resumed})) == [before]
+    assert list(report.rates({"resumed_rows": 0, "resumed_copy_gb_per_s": []})) == []
 
 
 @pytest.mark.parametrize("operation", ["vqkv-table-3", "longest-generation", "largest-batch"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..models import is_oom
 from ..room import cuda_bytes
-from .caches import FLUSH_AT, Kind, Start, attention
+from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
 from .layer import fill
 from .peers import first_line
 
@@ -39,7 +39,8 @@ MARGIN = 1 << 28  # bytes that recording takes besides what an eager step took
 class Ran:
     """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no graph.
     flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident size (CPU).
-    no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step.
+    no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step. read: bytes of weights and
+    cache that this step must read; None where they are not known.
     """
 
     length: int
@@ -50,6 +51,7 @@ class Ran:
     eager_flush: float | None = None
     graph_flush: float | None = None
     apart: float | None = None  # relative error of the graph's logits against eager ones
+    read: int | None = None
 
 
 class Stepper:
@@ -118,7 +120,9 @@ def _run(stepper: Stepper, steps: int) -> Ran:
             used = max(used, peak_bytes(device))
     times = [_typical(one, start) if one else (None, None) for one in (eager.times, graph)]
     assert times[0][0] is not None
-    return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart)
+    weights = weight_bytes(stepper.model)
+    read = None if weights is None or start.bytes is None else weights + start.bytes
+    return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart, read)
 
 
 def _typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:

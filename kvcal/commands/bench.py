@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -329,7 +329,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     shapes = [(batch, length) for batch in batches for length in lengths]
     clock = Clock(where.device, o["repeats"], o["seconds"])
     dtype = _dtype(o, torch.float16)
-    kept = KeptRows(Work("bench", _record(o, source), output=None, resume=o["resume"], say=say), say)
+    kept = KeptRows(Work("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock)
     kernels: list[Operation] = [OPERATIONS[name] for name in wanted if name in OPERATIONS]
     rows: list[Row] = []
     if o["require_kernels"]:
@@ -351,13 +351,17 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
         first = rows[0]
         raise UsageError(f"nothing to measure: {first.operation} of {first.scheme}: {first.refused}")
     rows = _with_shares(rows)
+    if generated and runs:
+        clock.copy_bandwidth()
+    if "copy" in clock.ceilings:
+        clock.read_bandwidth()
+    clock.release()
     if generated:
         rows += _generation(o, where, wanted, shapes, kept, say)
-    if kernels:
-        clock.read_bandwidth()
     ceilings = clock.ceilings
     return {
         "resumed_rows": kept.resumed,
+        "resumed_copy_gb_per_s": [rate / 1e9 for rate in dict.fromkeys(kept.copies)],
         "dtype": str(dtype).removeprefix("torch."),
         "machine": machine(),
         "copy_gb_per_s": ceilings["copy"] / 1e9 if "copy" in ceilings else None,
@@ -383,22 +387,27 @@ def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
 @dataclass
 class KeptRows:
     """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16 of the
-    same; of whole models each scheme. resumed: how many rows were taken over.
+    same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that the runs which
+    measured them copied at.
     """
 
     work: Work
     say: Say
+    clock: Clock
     resumed: int = 0
+    copies: list[float] = field(default_factory=list)
 
     def rows(self, of: str, measured: Callable[[], Iterable[Row]]) -> list[Row]:
         name = f"rows-{short(of)}"
-        known: list[dict[str, Any]] | None = self.work.read(name)
+        known: dict[str, Any] | None = self.work.read(name)
         if known is not None:
-            self.resumed += len(known)
+            self.resumed += len(known["rows"])
+            self.copies += known["copy"]
             self.say(f"resuming: {of}, measured by a run before, from {self.work.folder}")
-            return [Row(**row) for row in known]
-        rows = list(measured())
-        self.work.keep(name, [asdict(row) for row in rows])
+            return [Row(**row) for row in known["rows"]]
+        rows, ceilings = list(measured()), self.clock.ceilings
+        copies = [ceilings["copy"]] if "copy" in ceilings else []
+        self.work.keep(name, {"rows": [asdict(row) for row in rows], "copy": copies})
         return rows
 
 
@@ -446,7 +455,7 @@ def _generation(
     o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], kept: KeptRows, say: Say
 ) -> list[Row]:
     assert where.device is not None
-    on_gpu = where.device.type == "cuda"
+    on_gpu, copy = where.device.type == "cuda", kept.clock.ceilings.get("copy")
     source, dtype, runs = _whole(o, on_gpu, wanted)
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
@@ -467,7 +476,7 @@ def _generation(
         for shape, kind in itertools.product(shapes, every):
             measured += kept.rows(
                 f"generate {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}",
-                partial(generation.generate_rows, source.name, model, [kind], [shape], where.name),
+                partial(generation.generate_rows, source.name, model, [kind], [shape], where.name, copy=copy),
             )
     if on_gpu and "largest-batch" in wanted:
         for length in dict.fromkeys(length for _, length in shapes):
@@ -476,7 +485,7 @@ def _generation(
             for kind in every:
                 rows_now = kept.rows(
                     f"largest-batch {kind.name} ({kind.path}), length {length}",
-                    partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found),
+                    partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found, copy),
                 )
                 if sizes := [row.more["largest_batch"] for row in rows_now if "largest_batch" in row.more]:
                     found[kind.path] = sizes[0]

@@ -34,6 +34,18 @@ def tables(found: Found) -> Iterator[Table]:
         yield _compared(found["compared"])
 
 
+def rates(found: Found) -> Iterator[str]:
+    """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some rows."""
+    if found.get("copy_gb_per_s"):
+        yield (
+            f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
+            f"{found['read_gb_per_s']:.1f} GB/s"
+        )
+    if found.get("resumed_copy_gb_per_s"):
+        copies = ", ".join(f"{rate:.1f}" for rate in found["resumed_copy_gb_per_s"])
+        yield f"{found['resumed_rows']} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
+
+
 def _hidden(row: Found) -> bool:
     """A backend of torch that does not run here: said in --json, no line of a table."""
     return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
