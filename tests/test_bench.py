@@ -564,6 +564,21 @@ def test_nothing_packed_is_left_out_and_said() -> None:
     assert "needs more than 159 tokens" in notes[-1]
 
 
+def test_tables_of_papers_say_where_torch_is_measured() -> None:
+    which = ["hybrid-50", "quantise-step", "quantise"]
+    found = measured(["innerq-hybrid"], which, batch=1)
+    [table] = report.tables({"rows": found})
+    said = "; of InnerQ Table 6 and InnerQ Table 5, rows of reference are torch's times, no kernel's"
+    assert table.title.endswith(said)
+    for row in found:
+        row["path"] = "triton: quantise"
+    assert "torch" not in next(iter(report.tables({"rows": found}))).title
+    [plain] = report.tables({"rows": found[-1:]})
+    assert plain.title == "small on cpu, measured"
+    shares = measured(["mixkvq"], list(operations.TABLES["mixkvq-table-7"]), length=300)
+    assert "of MixKVQ Table 7, rows of reference" in next(iter(report.tables({"rows": shares}))).title
+
+
 def test_parts_of_table_5() -> None:
     found = measured(["innerq-small"], list(operations.TABLES["innerq-table-5"]), batch=1)
     assert [row["paper_microseconds"] for row in found] == [17.3, 0.9, 18.2]
@@ -1409,17 +1424,56 @@ def test_bench_help_imports_no_torch() -> None:
 # On a GPU.
 
 
+ON_GPU = {  # scheme: what attends to it, what appends to it
+    "innerq-hybrid": ("triton: fused", "triton: append"),
+    "kivi-2": ("triton: fused", "triton: append"),
+    "kivi-2-g128": ("triton: fused", "triton: append"),
+    "higgs-2": ("triton: fused", "triton: append"),
+    "turboquant-4-3": ("triton: fused", "triton: append"),
+    "squat-2": ("triton: fused", None),
+    "squat-pre-2": ("triton: fused", None),
+    "mixkvq-16-16": ("triton: fused", None),
+    "vqkv-256": ("triton: fused, exact tokens by torch", "triton: append to vector codes"),
+    "aqua-kv-2": (None, "triton: encode, then copy the store"),
+    "mixkvq": (None, None),
+}
+
+
+def test_what_is_looked_for_on_a_gpu_is_what_kernels_take() -> None:
+    """At head_dim 64 none reads 3 bits: the table must be of 128."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    taken = {name for name in ON_GPU if fused.refuses_anywhere(case(name, 2, 1024, geometry)) is None}
+    assert taken == {name for name, (path, _) in ON_GPU.items() if path}
+    small = CATALOGUE["llama-3.2-1b"].geometry
+    assert "3 bits at head_dim 64" in str(fused.refuses_anywhere(case("innerq-hybrid", 2, 1024, small)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
-    geometry = CATALOGUE["llama-3.2-1b"].geometry
-    own = [schemes.named(name, geometry) for name in ("innerq-hybrid", "mixkvq", "squat-2", "aqua-kv-2", "vqkv-256")]
+    """Figures by the kernels, of each scheme that has one: no row is refused, and none left out."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = [schemes.named(name, geometry) for name in ON_GPU]
     which = [operation for operation in OPERATIONS.values() if operation.by_default]
     on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
     found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, dtype, "gpu", lambda line: None)
     ours = [row for row in found if row.scheme != "fp16"]
     assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
     assert any(row.scheme == "fp16" and row.microseconds for row in found)
+    by = {(row.operation, row.scheme): row for row in ours}
+    attended = {name: row.path for (operation, name), row in by.items() if operation == "fused-attention"}
+    assert attended == {name: path for name, (path, _) in ON_GPU.items() if path}
+    for name in attended:
+        row = by["fused-attention", name]
+        assert row.microseconds and row.fraction_of_copy and row.ratio_to_fp16 and row.fp16_backend
+    wanted = {name: path for name, (_, path) in ON_GPU.items() if path}
+    assert {name: by["append", name].path for name in wanted} == wanted
+    assert {by["quantise", name].path for name in ("innerq-hybrid", "kivi-2-g128", "higgs-2")} == {"triton: quantise"}
+    assert by["quantise", "aqua-kv-2"].path == "triton: encode" and by["reconstruct", "aqua-kv-2"].path == "triton"
+    assert by["quantise", "vqkv-256"].path == "triton: nearest codeword, stage by stage"
+    assert {operation for operation, name in by if name == "mixkvq"} == {
+        "decode-then-attend", "quantise", "append", "reconstruct"
+    }  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -1434,19 +1488,19 @@ def test_rows_of_float32_on_a_gpu() -> None:
     assert any(row.microseconds for row in peers_found)
     assert not any(row.path.endswith("float32") or row.stored_bits != 16 for row in peers_found)
     ours = {(row.operation, row.scheme): row.refused for row in found if row.scheme != "fp16"}
-    assert all("not float32" in str(ours["fused-attention", name]) for name in ("inner-4", "higgs-2"))
+    assert all("not float32" in str(ours["fused-attention", one.name]) for one in own)
     assert {key: why for key, why in ours.items() if why and key[0] != "fused-attention"} == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["kivi-2", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
+@pytest.mark.parametrize("name", ["kivi-2", "kivi-2-g128", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
 def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvcal_kernels.quantise import triton as kernel
 
-    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    geometry = CATALOGUE["llama-3.1-8b"].geometry  # at head_dim 64 no kernel stores 3 bits
     one = Case(schemes.named(name, geometry), geometry, 3, 1024, torch.device("cuda"), dtype)
     made = kernels.append(one)
     assert made.path == "triton: append" and made.check() is None
@@ -1458,6 +1512,32 @@ def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
 
     monkeypatch.setattr(kernel, "append", spoilt)
     assert "scale of values differ" in str(kernels.append(one).check())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["vqkv-256", "vqkv-4k"])
+def test_vector_codes_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels, with checks that see wrong codes; --require-kernels accepts them."""
+    geometry, gpu = CATALOGUE["llama-3.1-8b"].geometry, torch.device("cuda", torch.cuda.current_device())
+    one = Case(schemes.named(name, geometry), geometry, 3, 128 + 4 * 128 + 5, gpu, dtype)
+    fused.require_fused([one.scheme], geometry, dtype, gpu)
+    attended, appended = fused.fused_attention(one), kernels.append(one)
+    assert (attended.check(), appended.check()) == (None, None)
+    assert (attended.path, appended.path) == ON_GPU["vqkv-256"]
+    honest = vectors.vq_attention.fast().attend
+    monkeypatch.setattr(
+        vectors.vq_attention.fast(), "attend", lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest)
+    )
+    assert "check failed: off by" in str(attended.check())
+    honest_append = vectors.vq_append.fast().append
+
+    def spoilt(keys: Any, *rest: Any) -> None:
+        honest_append(keys, *rest)
+        keys.bands[0].codes.bitwise_xor_(1)
+
+    monkeypatch.setattr(vectors.vq_append.fast(), "append", spoilt)
+    assert "times that of the codec's own codes" in str(appended.check())
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ from . import paper, quantising
 from .layer import Case, fill, nbytes
 from .operation import APART, Prepared, alike, bytes_of, misencoded, needs_blocks, one_block, packed_blocks
 
+MIXKVQ = "MixKVQ Table 7"
+
 
 def quantise_step(case: Case) -> Prepared:
     """One block of every row, over the tokens of a block: what a decode step spends on quantising (InnerQ Table 5)."""
@@ -52,7 +54,7 @@ def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
 def _per_step(case: Case, made: Prepared, roles: slice) -> Prepared:
     """made: of a block. roles: of the paper's columns."""
     block = case.scheme.windows.block
-    more: dict[str, Any] = {"calls": f"one in {block} steps"}
+    more: dict[str, Any] = {"calls": f"one in {block} steps", "paper_table": "InnerQ Table 5"}
     if case.scheme.name in paper.TABLE_5 and case.batch == 1:
         more["paper_microseconds"] = round(sum(paper.TABLE_5[case.scheme.name][roles]), 1)
         more["paper_device"] = "Jetson Xavier NX"
@@ -84,7 +86,7 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
             return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
 
         share = 100 * values.symmetric_share(packed)
-        more: dict[str, Any] = {"symmetric_percent": round(share, 2)}
+        more: dict[str, Any] = {"symmetric_percent": round(share, 2), "paper_table": "InnerQ Table 6"}
         if case.length in paper.TABLE_6[percent] and case.batch == 1:
             more |= {"paper_microseconds": paper.TABLE_6[percent][case.length], "paper_device": "Jetson Xavier NX"}
         size = sum(nbytes(t) for t in packed.values())
@@ -146,7 +148,8 @@ def channel_selection(case: Case) -> Prepared:
         return None if same else "check failed: channels are in other tiers than torch finds"
 
     path = quantising.encodes(plain, codec, case.device)
-    return Prepared(run, round(nbytes(keys) / block), check, path, per=block, more={"calls": f"one in {block} steps"})
+    more = {"calls": f"one in {block} steps", "paper_table": MIXKVQ}
+    return Prepared(run, round(nbytes(keys) / block), check, path, per=block, more=more)
 
 
 def mlp(case: Case) -> Prepared:

@@ -26,7 +26,7 @@ from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import KEY, Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
-from ..bench.tables import no_scheme
+from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
 from ..build import code_identity
@@ -437,7 +437,7 @@ def _with_shares(rows: list[Row]) -> list[Row]:
             and row.microseconds
         ):
             share, calls = paper.MIXKVQ_SHARES[names[row.operation]]
-            beside = {"paper_share_percent": share, "paper_calls_percent": calls}
+            beside = {"paper_table": MIXKVQ, "paper_share_percent": share, "paper_calls_percent": calls}
             row = replace(row, more={**row.more, "share_percent": 100 * row.microseconds / sum(times), **beside})
         out.append(row)
     return out

@@ -73,7 +73,16 @@ def _timed(rows: list[Found]) -> Table:
         )  # fmt: skip
     models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
     places = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
-    return Table(f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}", columns, made)
+    title = f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}"
+    return Table(title + _by_torch(rows), columns, made)
+
+
+def _by_torch(rows: list[Found]) -> str:
+    """Which papers' tables the rows have times of torch for, where the papers' are of kernels."""
+    tables = [row["paper_table"] for row in rows if row.get("paper_table") and row["path"].startswith("reference")]
+    if not tables:
+        return ""
+    return f"; of {' and '.join(dict.fromkeys(tables))}, rows of reference are torch's times, no kernel's"
 
 
 def _remark(row: Found) -> str:
