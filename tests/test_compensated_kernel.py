@@ -92,10 +92,13 @@ def test_interpreted_kernel_agrees_with_the_reference() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda x, own, block: (x[:, :, :40], own, block), "40 tokens in blocks of 32"),
+        (lambda x, own, block: (x[:, :, :40], own, block), "40 tokens: must be whole blocks of 32"),
         (lambda x, own, block: (x.double(), own, block), "torch.float64"),
         (lambda x, own, block: (x.repeat(2, 1, 1, 1), Moves(64, [own.weights[0][:, :1]], own.units), block), "step 0"),
-        (lambda x, own, block: (x, Moves(48, [own.weights[0][:, :, :48]], own.units), block), "step 0"),
+        (
+            lambda x, own, block: (x, Moves(48, [own.weights[0][:, :, :48]], own.units), block),
+            "48 channels at a time of 128",
+        ),
     ],
 )
 def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> None:

@@ -29,7 +29,7 @@ from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels.attention import Form, decode
 from models_fixture import file_size_limit, kvcal
-from schemes import Fed, close_all, left_mask, numbers, opened, token_ids
+from schemes import Fed, close_all, left_mask, numbers, opened, packed_row, token_ids
 
 WINDOWS = Windows(4, 32, 32)
 SHAPE = Shape(2, 64, 32)
@@ -534,6 +534,57 @@ print(t.preflight.trial(*forms, 2, 2, *place))
 """
 
 
+PROMPTS = """
+import json, torch
+import test_fused as t
+from kvcal_kernels import compensated, quantise, salience
+from schemes import packed_row
+own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
+kernels = {"quantise": quantise.fast(), "corrected": compensated.fast(), "select": salience.fast()}
+launched = []
+for name, kernel in kernels.items():
+    setattr(kernel, name, lambda *a, _name=name, _once=getattr(kernel, name), **k: (launched.append(_name), _once(*a, **k))[1])
+pairs = {name: t.PAIRS[name] for name in t.PACKED_BY}
+for name, pair in pairs.items():
+    caches = [t.opened(t.scheme(pair, 1), own, kernels=way) for way in ("triton", "off")]
+    for cache in caches:
+        launched.clear() if cache is caches[0] else None
+        own(t.token_ids(2, 109), attention_mask=t.left_mask([109, 75]), past_key_values=cache)
+    same = all(torch.equal(a, b) for row in (0, 1) for a, b in zip(*(packed_row(c, row) for c in caches), strict=True))
+    said = [cache.describe()["layers"][0]["packing"] for cache in caches]
+    print(json.dumps([name, same, caches[0].ledger.blocks.tolist(), sorted(set(launched)), *said]))
+place = torch.float16, torch.device("cpu")
+keys = pairs["squat"].key, pairs["mixkvq"].key, t.MixKVQ(t.SHAPE, "key")
+print(*(t.preflight.encode_trial(key, *place, 2) for key in keys))
+t.Squat._moves = lambda self, basis, _own=t.Squat._moves: _own(self, basis * 1.5)
+print(t.preflight.encode_trial(pairs["squat"].key, *place, 1))
+rules = [t.fused.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
+given = (torch.float32, torch.float16), True, place[1]
+print(t.preflight.quantise_trial(*rules, *given))
+exact = t.preflight.quantise.quantise
+t.preflight.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
+print(t.preflight.quantise_trial(*rules, *given))
+"""
+# What packs a prompt, and the kernels that do.
+PACKED_BY = {
+    "kivi-4": ("the Triton kernel", ["quantise"]),
+    "innerq": ("the Triton kernel", ["quantise"]),
+    "innerq-prefill": ("the Triton kernel", ["quantise"]),
+    "squat": ("Triton kernels of the codecs of keys, else the Triton kernel", ["corrected", "quantise"]),
+    "mixkvq": ("Triton kernels of the codecs of keys, else torch: keys: no kernel quantises for mixkvq", ["select"]),
+}
+
+
+@needs_triton
+def test_prompts_are_packed_by_kernels_bit_for_bit() -> None:
+    lines = interpreted("-c", PROMPTS)
+    for line, (name, (said, launched)) in zip(lines, PACKED_BY.items(), strict=False):
+        found = json.loads(line)
+        assert found[:2] == [name, True] and min(found[2]) > 0, found
+        assert found[3] == launched and found[4] == said and found[5].startswith("torch: "), found
+    assert lines[5:] == ["None None None", "words of packed keys differ", "None", "words of packed keys differ"], lines
+
+
 @needs_triton
 def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     lines = interpreted("-c", INTERPRETED)
@@ -565,6 +616,23 @@ def on_a_gpu(made: Scheme, dtype: torch.dtype, wanted: str, **options: Any) -> N
 @pytest.mark.parametrize("name", PAIRS)
 def test_logits_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     on_a_gpu(scheme(PAIRS[name]), dtype, "fused: Triton kernel", require_kernels=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_prompts_are_packed_by_kernels_on_a_gpu(name: str) -> None:
+    """As torch packs them there, but for what a division by a number that is no tensor moves, one code in some thousands."""
+    served = copy.deepcopy(model()).half().cuda()
+    caches = [opened(scheme(PAIRS[name]), served, kernels=way) for way in ("auto", "off")]
+    mask = left_mask([140, 75]).cuda()
+    for own in caches:
+        with torch.no_grad():
+            served(token_ids(2, 140, seed=1).cuda(), attention_mask=mask, past_key_values=own)
+    for row in caches[0].describe()["layers"]:
+        assert "Triton kernel" in row["packing"] and ("torch" in row["packing"]) == (name == "mixkvq"), row
+    both_packed = list(zip(*(packed_row(one, 0) for one in caches), strict=True))
+    for own, other in both_packed[: len(both_packed) // 3]:  # later layers read what earlier ones' numbers gave
+        assert float((own == other).double().mean()) > 0.999
 
 
 # The check before the first use.
@@ -599,6 +667,7 @@ class Card:
         monkeypatch.setattr(preflight, "triton_version", lambda: "3.7.1")
         monkeypatch.setattr(preflight, "trial", self._trial)
         monkeypatch.setattr(preflight, "append_trial", self._trial)
+        monkeypatch.setattr(preflight, "quantise_trial", self._trial)
         monkeypatch.setattr(fused, "_WARNED", set())
         self.tried: list[Any] = []
         self.says: Any = None

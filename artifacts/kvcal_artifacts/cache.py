@@ -137,12 +137,22 @@ class KVCalLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _find_rules(self) -> None:
-        """How a kernel packs what leaves the window in calls that a kernel attends to; else why torch does."""
+        """How a kernel packs whole blocks of a layer whose steps a kernel attends to; else why the codecs do."""
         self._rules = self.refused or "vector codes"
         if self.refused is None and not self.vectors:
-            self._rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
+            self._rules = fused.block_rules(self._cache.kernels, self.codecs, self.dtype, self.device)
 
     _rules: tuple[AnyRule, AnyRule] | str = ""
+
+    @property
+    def packing(self) -> str:
+        """What packs whole blocks, those of prompts above all."""
+        own = [role for role, codec in zip(("keys", "values"), self._pair, strict=True) if codec.encodes_by_kernel]
+        helped = f"Triton kernels of the codecs of {' and '.join(own)}" if own else ""
+        if len(own) == 2:
+            return helped
+        rest = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
+        return f"{helped}, else {rest}" if own else rest
 
     @property
     def _cache(self) -> KVCalCache:
@@ -464,7 +474,8 @@ class KVCalLayer(CacheLayerMixin):
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
-        made = self._encode_by(self._rules, leaving, stats) if by_kernel else self._encode(leaving, stats)
+        apart = not by_kernel and all(codec.encodes_by_kernel for codec in self._pair)
+        made = self._encode(leaving, stats) if apart else self._encode_by(self._rules, leaving, stats)
         self.packed = [
             {name: store.append(old[name], t, plan) for name, t in packed.items()}
             for old, packed in zip(before, made, strict=True)
@@ -475,11 +486,15 @@ class KVCalLayer(CacheLayerMixin):
     def _encode_by(
         self, rules: tuple[AnyRule, AnyRule] | str, leaving: list[Tensor], stats: dict[str, Tensor]
     ) -> list[Packed]:
-        """As _encode, of a layer that is neither predicted nor predicts, in one launch where there are rules."""
+        """As _encode, of a layer that is neither predicted nor predicts, in one launch where there are rules; in two where
+        keys are corrected first.
+        """
         if isinstance(rules, str):
             return self._encode(leaving, stats)
-        factor, block = self.codecs.key.key_factor(Context(self.index, stats=stats)), self._cache.scheme.windows.block
-        blocks, flags = fused.quantise_by(rules, [x.to(self.dtype) for x in leaving], factor)
+        context, block = Context(self.index, stats=stats), self._cache.scheme.windows.block
+        keys, values = (x.to(self.dtype) for x in leaving)
+        keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
+        blocks, flags = fused.quantise_by(rules, [keys, values], factor)
         self._cache.refusals.note(self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index)))
         made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]
         self._cache.leave_new(self.index, None, None)
@@ -1394,7 +1409,8 @@ class KVCalCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, KVCalLayer):
                 key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
-                rows.append({"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path})
+                row = {"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path}
+                rows.append(row | ({"packing": layer.packing} if layer.is_initialized else {}))
             else:
                 rows.append({"layer": index, "state": "skipped", "why": self.scheme.skipped[index]})
         return {

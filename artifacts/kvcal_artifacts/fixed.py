@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form, Rope, rope
-from kvcal_kernels.quantise import Counts
+from kvcal_kernels.quantise import AnyRule, Counts
 
 from . import fused, hf, vectors
 from .cache import KVCalLayer
@@ -162,6 +162,14 @@ class FixedLayer(KVCalLayer):
             if why is not None:
                 self._cache.grow(f"layer {self.index}: {why}")
 
+    def _find_rules(self) -> None:
+        super()._find_rules()
+        self._step_rules = self._rules
+        if self.refused is None and not self.vectors:
+            self._step_rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
+
+    _step_rules: tuple[AnyRule, AnyRule] | str = ""
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As KVCalLayer.update; of a decode step only the new keys and values, as the operator takes them."""
         if not torch.compiler.is_compiling():
@@ -205,7 +213,7 @@ class FixedLayer(KVCalLayer):
         """As KVCalLayer.path; then what appends the tokens of steps."""
         if self.room is None:
             return super().path
-        by = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
+        by = f"torch: {self._step_rules}" if isinstance(self._step_rules, str) else "the Triton kernel"
         if self.vectors:
             kernels = self._cache.kernels != "torch"
             by = (
@@ -414,8 +422,8 @@ class FixedLayer(KVCalLayer):
             # not kept where a replayed graph may change the statistics in place, nor in memory of a compiled forward's graphs
             factor, wide = self._key_factor(settled and uncompiled, seen)
             keys, values = self._as_blocks(room.packed)
-            if by is not None and not isinstance(self._rules, str):
-                by.append(self._stored(room), counts, k, v, *self._rules, factor)
+            if by is not None and not isinstance(self._step_rules, str):
+                by.append(self._stored(room), counts, k, v, *self._step_rules, factor)
             else:
                 self._append(room, counts, [k, v])
             out = fused.attention(

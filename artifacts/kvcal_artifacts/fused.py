@@ -16,7 +16,7 @@ from kvcal_kernels.attention import BLOCK, Blocks, Form, Rope, fast, reference, 
 from kvcal_kernels.quantise import AnyRule
 
 from . import hf, preflight
-from .codecs import Codec, Higgs, Scaled, Uniform
+from .codecs import Codec, Higgs, Scaled, Squat, Uniform
 from .errors import KernelsUnavailable, KVCalError, UsageError
 from .scheme import LayerCodecs, Scheme
 
@@ -310,17 +310,41 @@ def rule_of(codec: Codec) -> AnyRule | str:
 
 def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
     """How the append kernel packs keys and values of steps; why torch does where no kernel can or passes its check."""
+    found = _rules(kernels, pair.key, pair.value)
+    if isinstance(found, str) or preflight.interpreted():
+        return found
+    if why := preflight.append_verdict(*found, dtype, device):
+        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly")
+        return f"the append kernel does not pass: {why}"
+    return found
+
+
+def block_rules(
+    kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device
+) -> tuple[AnyRule, AnyRule] | str:
+    """As `rules`, of whole blocks, a prompt's or those that steps push out of a window that grows; of keys as their codec's
+    `before_rounding` leaves them.
+    """
+    corrected = isinstance(pair.key, Squat)
+    found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
+    if isinstance(found, str) or preflight.interpreted():
+        return found
+    given = torch.float32 if corrected else dtype, dtype
+    if why := preflight.quantise_verdict(*found, given, isinstance(pair.key, Scaled), device):
+        warn(f"quantise kernel: {why}", "blocks are packed by torch instead, slowly")
+        return f"the quantise kernel does not pass: {why}"
+    return found
+
+
+def _rules(kernels: str, key: Codec, value: Codec) -> tuple[AnyRule, AnyRule] | str:
     if kernels == "torch":
         return "kernels='torch'"
-    found = [rule_of(codec) for codec in (pair.key, pair.value)]
+    found = [rule_of(codec) for codec in (key, value)]
     for own, role in zip(found, ("keys", "values"), strict=True):
         if isinstance(own, str):
             return f"{role}: {own}"
-    key, value = (own for own in found if not isinstance(own, str))
-    if not preflight.interpreted() and (why := preflight.append_verdict(key, value, dtype, device)):
-        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly")
-        return f"the append kernel does not pass: {why}"
-    return key, value
+    rule, other = (own for own in found if not isinstance(own, str))
+    return rule, other
 
 
 def quantise_by(

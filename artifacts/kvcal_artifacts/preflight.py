@@ -29,10 +29,11 @@ from kvcal_kernels.reconstruct import Turn
 
 from . import codecs
 from .bundle import write_atomically
-from .codecs import Codec, Context, Predicted, ResidualVQ, Scaled
+from .codecs import Codec, Context, Higgs, MixKVQ, Predicted, ResidualVQ, Scaled, Squat, Uniform
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 from .errors import KVCalError
+from .store import Ragged, Stored
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
@@ -107,6 +108,16 @@ def append_verdict(key: AnyRule, value: AnyRule, dtype: torch.dtype, device: tor
     return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device))
 
 
+def quantise_verdict(
+    key: AnyRule, value: AnyRule, given: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernel that packs whole blocks. given: dtypes of keys and values; scaled: keys are divided by
+    factors.
+    """
+    parts = ["quantise", rule_said(key), rule_said(value), f"d{key.form.dim}", f"keys of {given[0]}, scaled {scaled}"]
+    return _found(parts, given[1], device, lambda: quantise_trial(key, value, given, scaled, device))
+
+
 def rule_said(rule: AnyRule) -> str:
     """In the name of a verdict."""
     if isinstance(rule, Rule):
@@ -121,10 +132,27 @@ def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: t
 
 
 def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `verdict`, of the kernel that encodes HIGGS. dtype: of what is encoded, float32 behind factors and predictors."""
+    """As `verdict`, of the kernels of a codec that encodes by some. dtype: of what is encoded, float32 behind factors and
+    predictors.
+    """
     while isinstance(codec, Scaled | Predicted):
         codec, dtype = codec.inner, torch.float32
-    return _found(["encode", kind(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
+    return _found(["encode", _encoding(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
+
+
+def _encoding(codec: Codec) -> str:
+    """What the code of a codec's kernels depends on."""
+    if isinstance(codec, Higgs):
+        return kind(codec)
+    shape = f"{codec.name}, {codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
+    if isinstance(codec, Squat) and isinstance(codec.inner, Uniform):
+        return (
+            f"{shape}, {codec.channels} channels, {codec.inner.bits} bits, group {codec.inner.group}, {codec.subspace}"
+        )
+    if isinstance(codec, MixKVQ):
+        how = f"{codec.normalise} {codec.importance} {codec.full} {codec.four}"
+        return f"{shape}, {how}, rounded to {codec.round_up}, group {codec.group}, {codec.dtype}"
+    return f"{shape}, {codec.describe()}"
 
 
 def vectors_verdict(
@@ -334,18 +362,56 @@ def encode_trial(codec: Codec, dtype: torch.dtype, device: torch.device, blocks:
     x = 3 * torch.randn(2, shape.heads, blocks * shape.block, shape.dim, generator=generator)
     x[..., ::9] *= 20
     x[0, :, 3] = 0
-    x = x.to(dtype)
+    x, stats = x.to(dtype), codec.example_stats(2, blocks, generator)
+    seen = [Context(stats={name: one.to(where) for name, one in stats.items()}) for where in (device, x.device)]
+    pair = codec.to(device).by_kernel(), codec.to(x.device)
     if isinstance(codec.fused(), Form):
-        found, wanted = codec.to(device).by_kernel().encode(x.to(device)), codec.to(torch.device("cpu")).encode(x)
+        found, wanted = (
+            own.encode(x.to(where), now) for own, where, now in zip(pair, (device, x.device), seen, strict=True)
+        )
     else:  # as layers that are predicted from it need it, too
         (found, here), (wanted, there) = (
-            own.encode_decode(x.to(where))
-            for own, where in ((codec.to(device).by_kernel(), device), (codec.to(x.device), x.device))
+            own.encode_decode(x.to(where), now) for own, where, now in zip(pair, (device, x.device), seen, strict=True)
         )
         if not torch.equal(here.cpu(), there):
             return f"what packed {codec.role}s decode to differs"
-    apart = [name for name, one in wanted.items() if not torch.equal(found[name].cpu(), one)]
+    apart = [name for name, one in wanted.items() if not _same(found[name], one)]
     return f"{apart[0]} of packed {codec.role}s differ" if apart else None
+
+
+def _same(found: Stored, wanted: Stored) -> bool:
+    """Bit by bit, wherever they lie."""
+    if isinstance(found, Ragged) and isinstance(wanted, Ragged):
+        return torch.equal(found.counts.cpu(), wanted.counts) and torch.equal(found.data.cpu(), wanted.data)
+    assert isinstance(found, Tensor) and isinstance(wanted, Tensor)
+    return torch.equal(found.cpu(), wanted)
+
+
+def quantise_trial(
+    key: AnyRule, value: AnyRule, given: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
+) -> str | None:
+    """The kernel on random tokens, one of them nothing, against the reference on the CPU, bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    heads = next((rule.heads for rule in (key, value) if isinstance(rule, GridRule)), 2)
+    tokens = 2 * BLOCK * max(key.form.scale_blocks, value.form.scale_blocks)
+    inputs = []
+    for dtype in given:
+        x = 3 * torch.randn(2, heads, tokens, key.form.dim, generator=generator)
+        x[..., ::9] *= 20
+        x[0, :, 3] = 0
+        inputs.append(x.to(dtype))
+    factor = torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5 if scaled else None
+    pair = _rule_on(key, device), _rule_on(value, device)
+    there = None if factor is None else factor.to(device)
+    *found, flags = quantise.fast().quantise(*(x.to(device) for x in inputs), *pair, there)
+    rules = [_rule_on(rule, torch.device("cpu")) for rule in (key, value)]
+    for name, made, x, rule, by in zip(("keys", "values"), found, inputs, rules, (factor, None), strict=True):
+        wanted = quantise.quantise(x, rule, by)[0]
+        if not torch.equal(made.words.cpu(), wanted.words):
+            return f"words of packed {name} differ"
+        if not torch.equal(made.scale.cpu().view(torch.int16), wanted.scale.view(torch.int16)):
+            return f"scales of packed {name} differ"
+    return "finite tokens are refused" if bool(flags.any()) else None
 
 
 def vectors_trial(

@@ -138,6 +138,19 @@ class Codec(ABC):
         """The same codec, encoding by a Triton kernel where there is one for it: itself where there is none."""
         return self
 
+    @property
+    def encodes_by_kernel(self) -> bool:
+        """Whether it is what `by_kernel` made, wherever it lies."""
+        return False
+
+    def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
+        """What `encode` rounds, (B, H, T, D): x, unless a codec corrects it first."""
+        return x
+
+    def example_stats(self, batch: int, blocks: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Random run-time statistics, as a Context has them, of so many rows and blocks: what a trial of `encode` needs."""
+        return {}
+
     def key_factor(self, context: Context = EMPTY) -> Tensor | None:
         """What decoded keys are multiplied by after as_blocks, (H, 1, D) or (B, H, 1, D) float32: the query takes it."""
         return None

@@ -165,6 +165,10 @@ class Higgs(Codec):
         _ = twin._how.half  # made now: no graph of a step may wait for it
         return twin
 
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return self._how is not None
+
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         if isinstance(self._form, Form):
             return attention.decode(self.as_blocks(packed))

@@ -11,14 +11,16 @@ tier. With `full` and `four` given, tiers go by rank, every block has one size, 
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention
+from kvcal_kernels import attention, salience
 from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.salience import Tiers
 
 from ..errors import KVCalError
 from ..store import Ragged
@@ -68,6 +70,7 @@ class MixKVQ(Codec):
         self.expected = None if expected is None else (float(expected[0]), float(expected[1]))
         self._check()
         self._form = self._find_form()
+        self._kernel = False  # whether one chooses channels
 
     def _check(self) -> None:
         dim, block = self.shape.dim, self.shape.block
@@ -150,16 +153,20 @@ class MixKVQ(Codec):
         """A = I * S of Eq. 8: x (B, H, T, D) -> (B, H, N, D) float32; Eq. 7 with the lowest tier's 2 bits."""
         blocks = self.shape.blocks(x.float())
         spread: Tensor = (blocks.amax(3) - blocks.amin(3)) / (2 ** BITS[1] - 1)
+        seen = self._seen(context)
+        return spread if seen is None else spread * seen
+
+    def _seen(self, context: Context) -> Tensor | None:
+        """I of Eq. 6, (B, H, N or 1, D) float32; None: 1."""
         name = STATISTIC[self.importance]
         if not name:
-            return spread
+            return None
         if name not in context.stats:
             raise KVCalError(
                 f"layer {context.layer}: mixkvq needs the run-time statistic {name} (mean |q| of a row's channels), which "
                 'a cache gives and this caller does not; use importance "none" (error-only selection) without queries'
             )
-        seen: Tensor = context.stats[name]
-        return spread * seen.float()
+        return context.stats[name].float().contiguous()
 
     def tiers(self, salience: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Salience (B, H, N, D) -> channels tier by tier, int64 (B, H, N, D); where the second and the third tier begin,
@@ -187,8 +194,35 @@ class MixKVQ(Codec):
 
     # Bytes.
 
+    def by_kernel(self) -> MixKVQ:
+        """Its channels chosen by a Triton kernel, which takes torch's choices; kv heads and head_dim powers of two."""
+        if salience.refusal(self.shape.heads, self.shape.dim):
+            return self
+        twin = copy.copy(self)
+        twin._kernel = True
+        return twin
+
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return self._kernel
+
+    def example_stats(self, batch: int, blocks: int, generator: torch.Generator) -> dict[str, Tensor]:
+        size = (batch, self.shape.heads, blocks, self.shape.dim)
+        return {name: torch.rand(size, generator=generator) for name in self.stats}
+
+    def chosen(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """As `tiers` of the salience of x (B, H, T, D)."""
+        if not self._kernel:
+            return self.tiers(self.salience(x, context))
+        own, keys = self._seen(context), x if x.stride(3) == 1 else x.contiguous()
+        how = Tiers(self.tau_low, self.tau_high, self.round_up, self.normalise == "median", self.full, self.four)
+        with torch.cuda.device_of(x):
+            perm, first, second = salience.fast().select(keys, own, how, self.shape.block)
+        return perm.long(), first.long(), second.long()
+
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
-        perm, first, second = self.tiers(self.salience(x, context))
+        self.shape.blocks(x)  # refuses a wrong shape
+        perm, first, second = self.chosen(x, context)
         if isinstance(self._form, Form):
             return self._encode_words(x, perm, self._form)
         channels = self.shape.blocks(x.float()).transpose(-1, -2).reshape(-1, self.shape.block)

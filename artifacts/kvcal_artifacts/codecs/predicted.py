@@ -101,6 +101,10 @@ class Predicted(Codec):
         twin.inner = inner
         return twin
 
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return self.inner.encodes_by_kernel
+
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         out, weights = self.inner.decode(packed, context), self.predictor.working()
         step = max(self.shape.block, DECODE_TOKENS // max(1, out.shape[0]))

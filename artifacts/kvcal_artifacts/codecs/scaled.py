@@ -84,6 +84,10 @@ class Scaled(Codec):
         inner = self.inner.by_kernel()
         return self if inner is self.inner else self._around(inner, self.factor)
 
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return self.inner.encodes_by_kernel
+
     def key_factor(self, context: Context = EMPTY) -> Tensor:
         below = self.inner.key_factor(context)
         return self._factor(context) if below is None else self._factor(context) * below

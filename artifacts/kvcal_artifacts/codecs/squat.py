@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from kvcal_kernels import compensated
 from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.compensated import Moves
 from kvcal_kernels.hadamard import tree_sum
 
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .uniform import Uniform
 
 if TYPE_CHECKING:
     from ..scheme import Scheme
@@ -65,6 +68,7 @@ class Squat(Codec):
         self.inner, self.rank, self.strength, self.channels = inner, rank, strength, channels
         self.subspace, self.normalise, self.queries, self.calibrated = subspace, normalise, queries, calibrated
         self._memo: tuple[Tensor, list[Tensor]] | None = None
+        self._kernel: tuple[list[Tensor], Moves] | bool = False  # whether one corrects, and the last moves it took
         self._check()
 
     def _check(self) -> None:
@@ -101,12 +105,40 @@ class Squat(Codec):
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         return self.inner.encode(self.corrected(x, context), context)
 
+    def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
+        return self.corrected(x, context)
+
+    def by_kernel(self) -> Squat:
+        """Its corrections by a Triton kernel, bit for bit those of torch: of plain uniform integers at shapes that
+        `compensated.refusal` lets through.
+        """
+        own, dim, block = self.inner, self.shape.dim, self.shape.block
+        if not isinstance(own, Uniform) or own.mode != "asymmetric" or own.search:
+            return self
+        if compensated.refusal(dim, self.channels, own.group, block):
+            return self
+        twin = copy.copy(self)
+        twin._kernel = True
+        return twin
+
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return self._kernel is not False
+
+    def example_stats(self, batch: int, blocks: int, generator: torch.Generator) -> dict[str, Tensor]:
+        if self.subspace == "calibrated":
+            return {}
+        size = (batch, self.shape.heads, blocks, self.rank, self.shape.dim)
+        return {self.statistic: torch.randn(size, generator=generator)}
+
     def corrected(self, x: Tensor, context: Context) -> Tensor:
         """Keys as they are rounded in the end (B, H, T, D) float32: the first channels unchanged, each later block with the
         corrections of those before it.
         """
+        if self._kernel is not False:
+            return self._corrected_by_kernel(x, context)
         keys = self.shape.blocks(x.float()).clone()
-        parts = [(blocks, self._responses(basis)) for blocks, basis in self._bases(context, keys)]
+        parts = [(blocks, self._responses(basis)) for blocks, basis in self._bases(context, keys.shape[2])]
         for i, here in enumerate(self._steps):
             error = self._rounded(keys[..., here]) - keys[..., here]
             rest = keys[..., here.stop :]
@@ -114,6 +146,27 @@ class Squat(Codec):
                 change = exact_product(error[:, :, blocks], moves[i])
                 rest[:, :, blocks] = (rest[:, :, blocks].double() - change).float()
         return keys.flatten(2, 3)
+
+    def _corrected_by_kernel(self, x: Tensor, context: Context) -> Tensor:
+        """Queued run by run; each launch reads x where it lies."""
+        count, block = self.shape.blocks(x).shape[2], self.shape.block
+        x = x if x.stride(3) == 1 else x.contiguous()
+        assert isinstance(self.inner, Uniform)
+        made = []
+        with torch.cuda.device_of(x):
+            for run, basis in self._bases(context, count):
+                first, last, _ = run.indices(count)
+                part = x[:, :, first * block : last * block]
+                given = self.inner.bits, self.inner.group, block
+                made.append(compensated.fast().corrected(part, self._moves(basis), *given))
+        return torch.cat(made, 2) if len(made) != 1 else made[0]
+
+    def _moves(self, basis: Tensor) -> Moves:
+        """Of `_responses`, remembered with them."""
+        found, last = self._responses(basis), self._kernel
+        if isinstance(last, bool) or last[0] is not found:
+            last = self._kernel = found, compensated.moves(found, self.channels)
+        return last[1]
 
     @property
     def _steps(self) -> list[slice]:
@@ -135,7 +188,7 @@ class Squat(Codec):
             last = self._memo = basis, responses(basis, self._steps)
         return last[1]
 
-    def _bases(self, context: Context, keys: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    def _bases(self, context: Context, count: int) -> Iterator[tuple[slice, Tensor]]:
         """Runs of blocks with the same subspace in every row, and what M - I is the square of: (B or 1, H, R, D) float64."""
         root, fixed = self.strength**0.5, []
         if self.subspace != "prompt":
@@ -147,10 +200,10 @@ class Squat(Codec):
         own = context.stats.get(self.statistic)
         if own is None:
             raise KVCalError(f"layer {context.layer}: run-time statistic {self.statistic} is missing")
-        own = own.expand(-1, -1, keys.shape[2], -1, -1)
+        own = own.expand(-1, -1, count, -1, -1)
         changes = (own[:, :, 1:] != own[:, :, :-1]).flatten(3).any(3).any(1).any(0).nonzero().flatten() + 1
         fixed = [basis.expand(len(own), -1, -1, -1) for basis in fixed]
-        for start, stop in pairwise([0, *changes.tolist(), keys.shape[2]]):
+        for start, stop in pairwise([0, *changes.tolist(), count]):
             if start < stop:
                 yield slice(start, stop), torch.cat([own[:, :, start].double() * root, *fixed], 2)
 
@@ -199,6 +252,7 @@ class Squat(Codec):
             return self
         twin = copy.copy(self)
         twin.inner, twin.calibrated, twin._memo = inner, None if own is None else own.to(device), None
+        twin._kernel = self._kernel is not False
         return twin
 
     def choose(self, subspace: str) -> Squat:

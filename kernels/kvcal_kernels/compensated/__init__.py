@@ -1,5 +1,17 @@
 """Error-compensated rounding (SQuat)."""
 
-from .reference import Moves, corrected, moves
+from __future__ import annotations
 
-__all__ = ["Moves", "corrected", "moves"]
+from types import ModuleType
+
+from .reference import Moves, corrected, moves, refusal
+
+
+def fast() -> ModuleType:
+    """The Triton kernel's `corrected`; ImportError without triton."""
+    from . import triton
+
+    return triton
+
+
+__all__ = ["Moves", "corrected", "fast", "moves", "refusal"]

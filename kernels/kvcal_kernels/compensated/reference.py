@@ -58,6 +58,16 @@ def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tenso
     return keys.flatten(2, 3)
 
 
+def refusal(dim: int, channels: int, group: int, block: int) -> str | None:
+    """Why the Triton kernel does not correct keys of these channels at a time, groups and blocks of tokens."""
+    if not 16 <= block <= 128 or block & (block - 1) or group & (group - 1) or block % group:
+        return f"blocks of {block} tokens, groups of {group}: must be powers of two, blocks of 16 to 128, whole groups"
+    for behind in range(dim - channels, 0, -channels):
+        if channels & (channels - 1) or min(channels, behind & -behind) < 16:
+            return f"{channels} channels at a time of {dim}: must be a power of two, and what is left a multiple of 16"
+    return None
+
+
 def _bits(channels: int) -> int:
     """Of each factor: the sum of `channels` products stays below 2^53."""
     return (53 - (channels - 1).bit_length()) // 2

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import Moves, _bits
+from .reference import Moves, _bits, refusal
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 ROUND64 = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52
@@ -100,10 +100,10 @@ def correct_kernel(
 def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tensor:
     """As reference.corrected, for any strides but that of channels, which is 1. One launch for each of `own.weights`."""
     batch, heads, tokens, dim = x.shape
-    if tokens % block or block % group or block & (block - 1) or not 16 <= block <= 128 or group & (group - 1):
-        raise ValueError(
-            f"{tokens} tokens in blocks of {block} and groups of {group}: must be whole blocks, powers of two, 16 to 128"
-        )
+    if why := refusal(dim, own.channels, group, block):
+        raise ValueError(why)
+    if tokens % block:
+        raise ValueError(f"{tokens} tokens: must be whole blocks of {block}")
     if x.stride(3) != 1 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(
             f"keys of {x.dtype}, strides {x.stride()}: float16, bfloat16 or float32 with contiguous channels"
@@ -127,13 +127,9 @@ def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tenso
 
 
 def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: int, block: int) -> dict[str, Any]:
-    """Compile-time constants of correct_kernel. ValueError where channels cannot be cut into powers of two."""
+    """Compile-time constants of correct_kernel."""
     rest = dim - (step + 1) * channels
     chunk = min(64, rest & -rest)
-    if channels & (channels - 1) or min(channels, chunk) < 16:
-        raise ValueError(
-            f"{channels} channels at a time of {dim}: must be a power of two, and what is left a multiple of 16"
-        )
     made: dict[str, Any] = {"HEADS": heads, "DIM": dim, "START": step * channels, "CHANNELS": channels, "CHUNK": chunk}
     made |= {"BLOCK": block, "BLOCKS": max(1, ROWS // block), "GROUP": group, "TOP": 2.0**bits - 1}
     return made | {"BITS": _bits(channels)}

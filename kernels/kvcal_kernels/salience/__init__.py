@@ -1,5 +1,17 @@
 """Which channels of a key block are worth more bits (MixKVQ)."""
 
-from .reference import Tiers, select
+from __future__ import annotations
 
-__all__ = ["Tiers", "select"]
+from types import ModuleType
+
+from .reference import Tiers, refusal, select
+
+
+def fast() -> ModuleType:
+    """The Triton kernel's `select`; ImportError without triton."""
+    from . import triton
+
+    return triton
+
+
+__all__ = ["Tiers", "fast", "refusal", "select"]

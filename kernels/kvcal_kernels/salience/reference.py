@@ -50,6 +50,13 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
     return perm.to(torch.uint8), first.int(), second.int()
 
 
+def refusal(heads: int, dim: int) -> str | None:
+    """Why the Triton kernel does not choose channels of so many kv heads of these."""
+    if heads & (heads - 1) or dim & (dim - 1) or not 16 <= dim <= 256:
+        return f"{heads} kv heads of {dim}: must be powers of two, head_dim 16 to 256"
+    return None
+
+
 def _median(salience: Tensor) -> Tensor:
     """Lower median of all kv heads' positive saliences of a block, (B, 1, N, 1); 0 where there are none."""
     flat = salience.transpose(1, 2).flatten(2).sort(-1).values

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import reference
-from .reference import Tiers
+from .reference import Tiers, refusal
 
 STEPS = tl.constexpr(reference.STEPS)
 
@@ -76,8 +76,8 @@ def select_kernel(
 def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.select, for any strides but that of channels, which is 1; kv heads and head_dim powers of two."""
     batch, heads, tokens, dim = x.shape
-    if heads & (heads - 1) or dim & (dim - 1) or not 16 <= dim <= 256:
-        raise ValueError(f"{heads} kv heads of {dim}: must be powers of two, head_dim 16 to 256")
+    if why := refusal(heads, dim):
+        raise ValueError(why)
     if x.stride(3) != 1 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(
             f"keys of {x.dtype}, strides {x.stride()}: float16, bfloat16 or float32 with contiguous channels"
