@@ -49,7 +49,7 @@ def decode_then_attend(case: Case) -> Prepared:
 
 def quantise(case: Case) -> Prepared:
     """All packed tokens from keys and values to packed blocks in one call: a prefill's."""
-    own = quantising.rules(case)
+    own = quantising.block_rules(case)
     if not isinstance(own, str):
         return quantising.by_kernel(case, own)
     filled = fill(case)

@@ -5,12 +5,13 @@ else by the codecs, with the kernels that they have of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts import fixed, vectors
-from kvcal_artifacts.codecs import Codec, ResidualVQ
+from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.fused import packing, rule_of
 from kvcal_artifacts.preflight import interpreted
 from kvcal_artifacts.scheme import LayerCodecs
@@ -24,15 +25,26 @@ from .layer import Case, Filled, fill, nbytes
 from .operation import APART, Prepared, misread, one_block
 from .peers import SIXTEEN
 
+KERNELS = {Squat.name: "correct, then torch", MixKVQ.name: "choose channels, then torch"}  # of the rest "encode"
 VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the codec's own
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """Of keys and values; else why the reference path is measured."""
+    """Of keys and values that steps append; else why the reference path is measured."""
+    return _rules(case, case.scheme.codecs.key, case.scheme.codecs.value)
+
+
+def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
+    """As `rules`, of whole blocks: of keys as `before_rounding` leaves them."""
+    key = case.scheme.codecs.key
+    return _rules(case, key.inner if isinstance(key, Squat) else key, case.scheme.codecs.value)
+
+
+def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
     if case.device.type != "cuda" and not interpreted():
         return "the kernel needs a CUDA GPU"
     made = []
-    for codec in (case.scheme.codecs.key, case.scheme.codecs.value):
+    for codec in codecs:
         rule = rule_of(codec.to(case.device))
         if isinstance(rule, str):
             return rule
@@ -43,14 +55,14 @@ def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
 def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
     """The codecs as a cache packs with them where the case is, on its device; and which code encodes."""
     made = packing("triton" if interpreted() else "auto", codecs, case.dtype, case.device)
-    by = [encodes(one, own, case.device) for one, own in ((codecs.key, made.key), (codecs.value, made.value))]
+    by = [encodes(codec, case.device) for codec in (made.key, made.value)]
     return made, by[0] if by[0] == by[1] else f"keys {by[0]}, values {by[1]}"
 
 
-def encodes(codec: Codec, own: Codec, device: torch.device) -> str:
-    """Which code encodes. own: what packing made of the codec."""
-    if own is not codec:
-        return "triton: encode"
+def encodes(codec: Codec, device: torch.device) -> str:
+    """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
+    if codec.encodes_by_kernel:
+        return f"triton: {KERNELS.get(codec.name, 'encode')}"
     if isinstance(codec, ResidualVQ):
         like = torch.empty(0, device=device)
         if all(vq.backend(like, book) == "triton" for book in codec.codebooks):
@@ -65,21 +77,27 @@ def factor_of(filled: Filled) -> Tensor | None:
 
 
 def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
-    """A prefill's packed tokens in one launch."""
+    """A prefill's packed tokens in one launch; SQuat's keys behind its correction."""
     from kvcal_kernels.quantise import triton as kernel  # not installed everywhere
 
     filled = fill(case)
     raw, factor = [x.contiguous() for x in filled.raw], factor_of(filled)
+    encoder = encoders(case, filled.codecs)[0].key
+
+    def rounded() -> Tensor:
+        return encoder.before_rounding(raw[0], filled.encoding)
 
     def run() -> tuple[Blocks, Blocks, Tensor]:
-        return kernel.quantise(raw[0], raw[1], *own, factor)
+        return kernel.quantise(rounded(), raw[1], *own, factor)
 
     def check() -> str | None:
         keys, values, flags = run()
         if said := reference.check(flags, 0):
             return f"check failed: {said}"
+        if why := _unlike(filled, (keys, values)):
+            return why
         for row in {0, case.batch - 1}:
-            for x, rule, made, by in zip(raw, own, (keys, values), (factor, None), strict=True):
+            for x, rule, made, by in zip((rounded(), raw[1]), own, (keys, values), (factor, None), strict=True):
                 by = by[row, None] if by is not None and by.ndim == 4 else by
                 wanted, _ = reference.quantise(x[row, None], rule, by)
                 for name, some in (("words", made.words), ("scale", made.scale)):
@@ -87,7 +105,21 @@ def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
                         return f"check failed: {name} of {rule.form.role}s differ from the reference's"
         return misread(filled, filled.decoded())
 
-    return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, "triton: quantise")
+    path = "triton: quantise"
+    if isinstance(filled.codecs.key, Squat):
+        path = f"{'triton: correct' if encoder.encodes_by_kernel else 'torch: correct'}, {path}"
+    return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, path)
+
+
+def _unlike(filled: Filled, made: tuple[Blocks, Blocks]) -> str | None:
+    """Where blocks of a kernel are not those that the codecs packed."""
+    for codec, packed, found in zip(filled.pair, filled.packed, made, strict=True):
+        wanted = codec.as_blocks(packed)
+        for name in ("words", "scale"):
+            one, other = getattr(found, name), getattr(wanted, name)
+            if (off := int((one != other).sum())) > APART * one.numel():
+                return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
+    return None
 
 
 def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
@@ -97,21 +129,12 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
     new, windows = fill(one_block(case)), _windows(case)
     factor = factor_of(new)
     layer = _filled_layer(case, new, windows, own)
-
-    def differing() -> str | None:
-        for codec, packed, made in zip(new.pair, new.packed, (layer.keys, layer.values), strict=True):
-            wanted = codec.as_blocks(packed)
-            for name in ("words", "scale"):
-                one, other = getattr(made, name), getattr(wanted, name)
-                off = int((one != other).sum())
-                if off > APART * one.numel():
-                    return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
-        return None
+    blocks = layer.keys, layer.values
 
     def step(counts: Counts, k: Tensor, v: Tensor) -> None:
         kernel.append(layer, counts, k, v, *own, factor)
 
-    return _steps(case, new, windows, layer.recent, layer.flags, step, differing, "triton: append")
+    return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), "triton: append")
 
 
 def appends_vectors(case: Case) -> bool:

@@ -23,7 +23,7 @@ MIXKVQ = "MixKVQ Table 7"
 def quantise_step(case: Case) -> Prepared:
     """One block of every row, over the tokens of a block: what a decode step spends on quantising (InnerQ Table 5)."""
     block = one_block(case)
-    own = quantising.rules(block)
+    own = quantising.block_rules(block)
     if not isinstance(own, str):
         return _per_step(case, quantising.by_kernel(block, own), slice(0, 2))
     filled = fill(block)
@@ -43,7 +43,7 @@ def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
         if "k0" in filled.pair[role].needs:
             context = replace(context, k0=filled.decoded()[0])
         codec, raw = (by.key, by.value)[role], filled.raw[role]
-        path = quantising.encodes(filled.pair[role], codec, case.device)
+        path = quantising.encodes(codec, case.device)
         size = nbytes(raw) + bytes_of(filled.packed[role]) + filled.book_bytes_of(role)
         made = Prepared(lambda: codec.encode(raw, context), size, lambda: misencoded(filled, by), path)
         return _per_step(case, made, slice(role, role + 1))
@@ -136,7 +136,7 @@ def channel_selection(case: Case) -> Prepared:
     keys = filled.raw[0]
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        return codec.tiers(codec.salience(keys, filled.encoding))
+        return codec.chosen(keys, filled.encoding)
 
     def check() -> str | None:
         perm, first, second = found = run()
@@ -147,7 +147,7 @@ def channel_selection(case: Case) -> Prepared:
         same = all(alike(a, b, APART) for a, b in zip(found, wanted, strict=True))
         return None if same else "check failed: channels are in other tiers than torch finds"
 
-    path = quantising.encodes(plain, codec, case.device)
+    path = "triton: select" if codec.encodes_by_kernel else "reference"
     more = {"calls": f"one in {block} steps", "paper_table": MIXKVQ}
     return Prepared(run, round(nbytes(keys) / block), check, path, per=block, more=more)
 
