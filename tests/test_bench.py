@@ -645,7 +645,15 @@ print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
 case = Case(schemes.named("kivi-2-g128", geometry), geometry, 2, 400, torch.device("cpu"), torch.float16)
 made = tables.quantise_step(case), kernels.append(case)
 print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("squat-2", geometry), geometry, 2, 170, torch.device("cpu"), torch.float16)
+made = kernels.quantise(case), kernels.append(case), tables.quantise_step_of(0)(case)
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("mixkvq-16-16", geometry), geometry, 2, 170, torch.device("cpu"), torch.float16)
+made = kernels.append(case), tables.channel_selection(case)
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
 """
+CORRECTED = "triton: correct, triton: quantise"
+CHOSEN = "keys triton: choose channels, then torch, values reference, then copy the store"
 ENCODED = ["triton: encode", "triton: encode, then copy the store", *["triton: encode"] * 3]
 
 
@@ -658,7 +666,11 @@ def test_kernels_in_the_interpreter_pass_their_checks() -> None:
         found[7:9] == ["None; triton: fused, exact tokens by torch; triton: append to vector codes; None; None"] * 2
     )  # the kernels that a cache runs
     assert found[9] == "; ".join([*ENCODED, *["None"] * 5])
-    assert found[10:] == ["triton: quantise; triton: append; None; None"]
+    assert found[10:] == [
+        "triton: quantise; triton: append; None; None",
+        f"{CORRECTED}; {CORRECTED}, then copy the store; triton: correct, then torch; None; None; None",
+        f"{CHOSEN}; triton: select; None; None",
+    ]
 
 
 def of_few_codewords(geometry: Geometry, dtype: torch.dtype) -> Case:
@@ -1430,12 +1442,12 @@ ON_GPU = {  # scheme: what attends to it, what appends to it
     "kivi-2-g128": ("triton: fused", "triton: append"),
     "higgs-2": ("triton: fused", "triton: append"),
     "turboquant-4-3": ("triton: fused", "triton: append"),
-    "squat-2": ("triton: fused", None),
-    "squat-pre-2": ("triton: fused", None),
-    "mixkvq-16-16": ("triton: fused", None),
+    "squat-2": ("triton: fused", f"{CORRECTED}, then copy the store"),
+    "squat-pre-2": ("triton: fused", f"{CORRECTED}, then copy the store"),
+    "mixkvq-16-16": ("triton: fused", CHOSEN),
     "vqkv-256": ("triton: fused, exact tokens by torch", "triton: append to vector codes"),
     "aqua-kv-2": (None, "triton: encode, then copy the store"),
-    "mixkvq": (None, None),
+    "mixkvq": (None, CHOSEN),
 }
 
 

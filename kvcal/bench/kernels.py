@@ -71,10 +71,10 @@ def append(case: Case) -> Prepared:
     ledger.begin(case.batch, case.length, None)
     plan = ledger.begin(case.batch, block, None)
 
-    by, path = quantising.encoders(case, new.codecs)
+    pack, by, path = quantising.packer(one_block(case))
 
     def run() -> list[Packed]:
-        packed = new.encoded(new.raw, by)
+        packed = pack()
         return [
             {name: store.append(old[name], one[name], plan) for name in one}
             for old, one in zip(filled.packed, packed, strict=True)

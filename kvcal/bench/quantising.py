@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts import fixed, vectors
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
+from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.fused import packing, rule_of
 from kvcal_artifacts.preflight import interpreted
 from kvcal_artifacts.scheme import LayerCodecs
@@ -22,7 +24,7 @@ from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, 
 from . import distortion
 from .fused import unreadable
 from .layer import Case, Filled, fill, nbytes
-from .operation import APART, Prepared, misread, one_block
+from .operation import APART, Prepared, misread, one_block, packed_blocks
 from .peers import SIXTEEN
 
 KERNELS = {Squat.name: "correct, then torch", MixKVQ.name: "choose channels, then torch"}  # of the rest "encode"
@@ -74,6 +76,23 @@ def factor_of(filled: Filled) -> Tensor | None:
     """What keys are divided by."""
     factor = filled.codecs.key.key_factor(filled.encoding)
     return None if factor is None else factor.contiguous()
+
+
+def packer(case: Case) -> tuple[Callable[[], list[Packed]], LayerCodecs, str]:
+    """Blocks packed as a cache packs those that leave a window on the host; the codecs that do so, and which code it is."""
+    filled = fill(case)
+    by, path = encoders(case, filled.codecs)
+    own = block_rules(case)
+    if isinstance(own, str):
+        return partial(filled.encoded, filled.raw, by), by, path
+    made = by_kernel(case, own)
+
+    def packed() -> list[Packed]:
+        found = cast("tuple[Blocks, Blocks, Tensor]", made.run())
+        count = packed_blocks(case)
+        return [codec.from_blocks(x, count) for codec, x in zip(filled.pair, found[:2], strict=True)]
+
+    return packed, by, made.path
 
 
 def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
