@@ -751,6 +751,26 @@ def test_appending_to_vector_codes_is_measured(
     assert why == said if said is None else said in str(why)
 
 
+def test_a_gpu_without_triton_has_the_times_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the paper's own device: Table 5 is measured there, by torch."""
+    Card(monkeypatch, tmp_path, (7, 2))
+    for name in ("innerq-small", "squat-2"):
+        xavier = replace(case(name, 1, LENGTH), device=torch.device("cuda"))
+        assert "7.2; Triton needs 8.0" in str(fused.refuses_fused(xavier))
+        assert all("7.2" in str(find(xavier)) for find in (quantising.rules, quantising.block_rules))
+        assert quantising.encoders(xavier, xavier.scheme.codecs)[1] == "reference"
+    assert not quantising.appends_vectors(
+        replace(of_few_codewords(VECTORS, torch.float16), device=torch.device("cuda"))
+    )
+    Card(monkeypatch, tmp_path, (8, 7))
+    assert (
+        fused.refuses_fused(
+            replace(case("inner-4", 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry), device=torch.device("cuda"))
+        )
+        is None
+    )
+
+
 def test_vector_codes_in_float32_are_appended_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch: the cache takes no kernel for them."""
     Kernels(monkeypatch)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcal_artifacts import reconstructed, vectors
 from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for, ratio_refusal
-from kvcal_artifacts.preflight import interpreted
+from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.attention import Rope
 from kvcal_kernels.attention import rope as turning
@@ -27,8 +27,8 @@ from .schemes import Benched
 
 def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
-    if case.device.type != "cuda" and not interpreted():
-        return "needs a CUDA GPU"
+    if not interpreted() and (why := unsupported(case.device)):
+        return why if case.device.type == "cuda" else "needs a CUDA GPU"
     return refuses_anywhere(case)
 
 

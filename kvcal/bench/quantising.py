@@ -15,7 +15,7 @@ from kvcal_artifacts import fixed, vectors
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.fused import packing, rule_of
-from kvcal_artifacts.preflight import interpreted
+from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import vq
 from kvcal_kernels.attention import BLOCK, Blocks
@@ -43,8 +43,8 @@ def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
 
 
 def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
-    if case.device.type != "cuda" and not interpreted():
-        return "the kernel needs a CUDA GPU"
+    if not interpreted() and (why := unsupported(case.device)):
+        return why
     made = []
     for codec in codecs:
         rule = rule_of(codec.to(case.device))
@@ -159,7 +159,7 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
 def appends_vectors(case: Case) -> bool:
     """Whether a cache with max_length appends steps to this case's codes by the kernels of vq_append."""
     pair = case.scheme.codecs
-    runs = case.device.type == "cuda" or interpreted()
+    runs = interpreted() or unsupported(case.device) is None
     if not runs or case.dtype not in SIXTEEN or not vectors.both(pair):
         return False
     return unreadable(case.scheme, pair, case.group) is None and fixed.refusal(pair, False) is None
