@@ -380,6 +380,8 @@ def check_output(output: Path, option: str = "--output") -> None:
         raise KVCalError(f"{folder} is not a folder; create it or give another {option}")
     try:
         tempfile.TemporaryFile(dir=folder).close()
+    except FileNotFoundError as error:  # the folder is there: a file system of the kernel's own
+        raise KVCalError(f"{folder}: no file can be made in this folder; give another {option}") from error
     except OSError as error:
         raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another {option}") from error
 

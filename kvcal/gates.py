@@ -208,10 +208,10 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
     $GITHUB_STEP_SUMMARY names holds already.
     """
     if junit is not None:
-        write_atomically(junit, junit_xml(checks))
+        write_atomically(junit, junit_xml(checks), "--junit")
     text = markdown(checks)
     if summary is not None:
-        write_atomically(summary, text.encode())
+        write_atomically(summary, text.encode(), "--summary")
     if checks and (step := os.environ.get(SUMMARY_VARIABLE)):
         try:
             _append(Path(step), text + "\n")

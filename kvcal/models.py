@@ -408,7 +408,7 @@ def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def to_device(device: torch.device | str) -> torch.device:
     import torch
 
-    allowed = "allowed are cpu, cuda, cuda:N and auto"
+    allowed, device = "allowed are cpu, cuda, cuda:N and auto", device or "''"
     try:
         target = torch.device(device)
     except RuntimeError:

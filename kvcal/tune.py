@@ -225,7 +225,7 @@ def tune(
     result = _measured(best, job, settings, {"provenance": record, "metrics": seen})
     pairs = [(point.cost, point.quality) for point in found.points]
     picture = front_png(pairs, front, number, settings.max_bits, goal.label, "stored bits a value")
-    write_atomically(job.plot, picture)
+    write_atomically(job.plot, picture, "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
     return Tuned(result, best, found, front, number)
 

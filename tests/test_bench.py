@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from architectures import TINY
 from interpreted import interpreted, needs_triton
 from kvcal.bench import (
     caches,
+    decoding,
     devices,
     distortion,
     filled,
@@ -49,7 +53,8 @@ from kvcal.bench.timing import Clock
 from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
-from kvcal_artifacts import store
+from kvcal.report import bench as report
+from kvcal_artifacts import preflight, store, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
@@ -66,12 +71,15 @@ from kvcal_artifacts.codecs import (
     Transform,
     Uniform,
 )  # fmt: skip
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 from kvcal_kernels import quantise as quantise_kernels
+from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
 from models_fixture import Done, kvcal
+from pages import ROOT
+from test_fused import Card
 
 CPU = torch.device("cpu")
 SMALL = replace(CATALOGUE["tiny"].geometry, heads=4, kv_heads=2, head_dim=32, hidden=64, intermediate=96)
@@ -211,19 +219,21 @@ def test_schemes_that_are_not_counted_have_no_projection() -> None:
     assert row.refused == "instructions of the compiled kernel are not counted for asymmetric 4 before RoPE"
 
 
+UNCOUNTED = "instructions of the compiled kernels are not counted for vector codes"
+
+
 @pytest.mark.parametrize("name", schemes.known())
 def test_presets_that_the_kernel_takes_are_counted(name: str) -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     own = case(name, 1, 4096, geometry)
     _, row = jetson.projected(devices.device("jetson-orin-nano"), [own.scheme], geometry, "m", 1, 4096)
-    assert row.refused == fused.refuses_anywhere(own)
+    assert row.refused == (UNCOUNTED if name.startswith("vqkv") else fused.refuses_anywhere(own))
 
 
 @pytest.mark.parametrize(
     ("name", "length", "why"),
     [
-        ("vqkv-4k", 4096, "no fused kernel reads residual-vq"),
-        ("aqua-kv-2", 4096, "no fused kernel reads predicted"),
+        ("aqua-kv-2", 4096, "layers are predicted from reconstructions of others"),
         ("fp8", 4096, "no fused kernel reads float8"),
         ("exact", 4096, "no fused kernel reads exact"),
         ("mixkvq", 4096, "tiers take another size in every block"),
@@ -554,6 +564,21 @@ def test_nothing_packed_is_left_out_and_said() -> None:
     assert "needs more than 159 tokens" in notes[-1]
 
 
+def test_tables_of_papers_say_where_torch_is_measured() -> None:
+    which = ["hybrid-50", "quantise-step", "quantise"]
+    found = measured(["innerq-hybrid"], which, batch=1)
+    [table] = report.tables({"rows": found})
+    said = "; of InnerQ Table 6 and InnerQ Table 5, rows of reference are torch's times, no kernel's"
+    assert table.title.endswith(said)
+    for row in found:
+        row["path"] = "triton: quantise"
+    assert "torch" not in next(iter(report.tables({"rows": found}))).title
+    [plain] = report.tables({"rows": found[-1:]})
+    assert plain.title == "small on cpu, measured"
+    shares = measured(["mixkvq"], list(operations.TABLES["mixkvq-table-7"]), length=300)
+    assert "of MixKVQ Table 7, rows of reference" in next(iter(report.tables({"rows": shares}))).title
+
+
 def test_parts_of_table_5() -> None:
     found = measured(["innerq-small"], list(operations.TABLES["innerq-table-5"]), batch=1)
     assert [row["paper_microseconds"] for row in found] == [17.3, 0.9, 18.2]
@@ -597,9 +622,10 @@ def test_what_is_left_out_is_a_row_with_the_reason() -> None:
 INTERPRETED = """
 from dataclasses import replace
 import torch
-from kvcal.bench import fused, kernels, schemes
+from kvcal.bench import fused, kernels, schemes, tables
 from kvcal.bench.layer import Case
 from kvcal.catalogue import CATALOGUE
+from test_bench import of_few_codewords
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
@@ -608,12 +634,241 @@ for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
     made = kernels.quantise(case), kernels.append(case)
     print(*(one.path for one in made), *(one.check() for one in made))
+for dtype in (torch.float16, torch.bfloat16):
+    case = of_few_codewords(geometry, dtype)
+    made = fused.fused_attention(case), kernels.append(case)
+    print(fused.refuses_fused(case), *(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("aqua-kv-2", geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
+steps = [tables.quantise_step_of(role)(case) for role in (0, 1)]
+made = [kernels.quantise(case), kernels.append(case), tables.quantise_step(case), *steps]
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("kivi-2-g128", geometry), geometry, 2, 400, torch.device("cpu"), torch.float16)
+made = tables.quantise_step(case), kernels.append(case)
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("squat-2", geometry), geometry, 2, 170, torch.device("cpu"), torch.float16)
+made = kernels.quantise(case), kernels.append(case), tables.quantise_step_of(0)(case)
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
+case = Case(schemes.named("mixkvq-16-16", geometry), geometry, 2, 170, torch.device("cpu"), torch.float16)
+made = kernels.append(case), tables.channel_selection(case)
+print(*(one.path for one in made), *(one.check() for one in made), sep="; ")
 """
+CORRECTED = "triton: correct, triton: quantise"
+CHOSEN = "keys triton: choose channels, then torch, values reference, then copy the store"
+ENCODED = ["triton: encode", "triton: encode, then copy the store", *["triton: encode"] * 3]
 
 
 @needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
-    assert interpreted("-c", INTERPRETED) == ["None None"] * 4 + ["triton: quantise triton: append None None"] * 3
+    found = interpreted("-c", INTERPRETED)
+    assert found[:4] == ["None None"] * 4
+    assert found[4:7] == ["triton: quantise triton: append None None"] * 3
+    assert (
+        found[7:9] == ["None; triton: fused, exact tokens by torch; triton: append to vector codes; None; None"] * 2
+    )  # the kernels that a cache runs
+    assert found[9] == "; ".join([*ENCODED, *["None"] * 5])
+    assert found[10:] == [
+        "triton: quantise; triton: append; None; None",
+        f"{CORRECTED}; {CORRECTED}, then copy the store; triton: correct, then torch; None; None; None",
+        f"{CHOSEN}; triton: select; None; None",
+    ]
+
+
+def of_few_codewords(geometry: Geometry, dtype: torch.dtype) -> Case:
+    """Vector codes as vqkv-256 has them, in few stages of few codewords; two blocks in each of two rows."""
+    shape = Shape(geometry.kv_heads, geometry.head_dim, 128)
+    one = replace(schemes.named("vqkv-256", geometry), codecs=schemes._vqkv(64, (3, 4, 3))(shape))
+    return Case(one, geometry, 2, 128 + 2 * 128 + 30, CPU, dtype)
+
+
+class Kernels:
+    """The references of vector codes where Triton's kernels are looked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spoilt: Callable[[Any], None] | None = None
+        for module in (fused, quantising):
+            monkeypatch.setattr(module, "interpreted", lambda: True)
+        stand_in = SimpleNamespace(attend=self._attend, append=self._append, Workspace=lambda *given: None)
+        for package in (vectors.vq_attention, vectors.vq_append):
+            monkeypatch.setattr(package, "fast", lambda: stand_in)
+        monkeypatch.setattr(quantise_kernels, "triton", SimpleNamespace(advance=reference.advance), raising=False)
+
+    def _attend(self, q: torch.Tensor, keys: Any, values: Any, blocks: Any, scaling: float, space: Any) -> Any:
+        if self.spoilt is not None:
+            self.spoilt(blocks)
+        return vectors.reference.attend(q, keys, values, blocks, scaling)
+
+    def _append(self, keys: Any, values: Any, sink: Any, ring: Any, counts: Any, flags: Any, *rest: Any) -> None:
+        vq_append.append(keys, values, sink, ring, counts, flags, *rest[:2])
+        if self.spoilt is not None:
+            self.spoilt((values.bands[0].codes, ring[1]))
+
+
+VECTORS = replace(SMALL, head_dim=64)
+
+
+def test_attention_over_vector_codes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it must read: codes, each codebook once, exact tokens; the check sees one token too few."""
+    kernels_found, one = Kernels(monkeypatch), of_few_codewords(VECTORS, torch.float16)
+    made = fused.fused_attention(one)
+    assert made.check() is None and made.path.startswith("triton: fused")
+    codes = 2 * 2 * 2 * 128 * 6 * (3 + 4 + 3) / 8  # rows, heads, blocks, tokens, bits, stages
+    high = 24  # of 64 dimensions
+    books = 64 * 2 * (3 * 64 + 4 * (64 - high) + 3 * high)
+    exact = 2 * 2 * 2 * (32 + 96 + 30) * 64 * 2
+    assert (made.more["codec_bytes"], made.more["codebook_bytes"], made.more["window_bytes"]) == (codes, books, exact)
+    assert made.bytes == codes + books + exact
+    assert kernels.decode_then_attend(one).bytes == made.bytes
+    assert "note" not in made.more
+    monkeypatch.setattr(vectors, "CODEWORDS", 32)
+    assert "decodes up to 600 packed tokens" in fused.fused_attention(one).more["note"]
+    kernels_found.spoilt = lambda blocks: blocks.clamp_(max=1)
+    assert "check failed: off by" in str(made.check())
+
+
+def wrong_codes(given: Any) -> None:
+    given[0][0].bitwise_xor_(1)
+
+
+def wrong_token(given: Any) -> None:
+    given[1][:, :, 96 + 127].zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (None, None),
+        (wrong_codes, "times that of the codec's own codes"),
+        (wrong_token, "the window's token 223 of values is not the one that came"),
+    ],
+)
+def test_appending_to_vector_codes_is_measured(
+    spoil: Callable[[Any], None] | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kernels(monkeypatch).spoilt = spoil
+    made = kernels.append(of_few_codewords(VECTORS, torch.float16))
+    assert made.path == "triton: append to vector codes"
+    why = made.check()
+    assert why == said if said is None else said in str(why)
+
+
+def test_a_gpu_without_triton_has_the_times_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the paper's own device: Table 5 is measured there, by torch."""
+    Card(monkeypatch, tmp_path, (7, 2))
+    for name in ("innerq-small", "squat-2"):
+        xavier = replace(case(name, 1, LENGTH), device=torch.device("cuda"))
+        assert "7.2; Triton needs 8.0" in str(fused.refuses_fused(xavier))
+        assert all("7.2" in str(find(xavier)) for find in (quantising.rules, quantising.block_rules))
+        assert quantising.encoders(xavier, xavier.scheme.codecs)[1] == "reference"
+    assert not quantising.appends_vectors(
+        replace(of_few_codewords(VECTORS, torch.float16), device=torch.device("cuda"))
+    )
+    Card(monkeypatch, tmp_path, (8, 7))
+    assert (
+        fused.refuses_fused(
+            replace(case("inner-4", 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry), device=torch.device("cuda"))
+        )
+        is None
+    )
+
+
+def test_vector_codes_in_float32_are_appended_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch: the cache takes no kernel for them."""
+    Kernels(monkeypatch)
+    assert kernels.append(of_few_codewords(VECTORS, torch.float32)).path.startswith("reference")
+
+
+# What --require-kernels accepts is what a cache accepts.
+
+
+WIDE = replace(CATALOGUE["tiny"].geometry, layers=3, hidden=256, heads=4, kv_heads=2, head_dim=128, intermediate=64)
+
+
+@pytest.fixture(scope="module")
+def wide_model() -> Any:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=256, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).half()
+
+
+@needs_triton
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", schemes.known())
+def test_required_kernels_are_those_of_the_cache(
+    name: str, fails: bool, wide_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a pretended GPU whose kernels pass all their checks, or none."""
+    card = Card(monkeypatch, tmp_path)
+    card.says = "off by 0.3" if fails else None
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+    for trial in ("vectors_trial", "vectors_append_trial", "reconstruct_trial", "encode_trial"):
+        monkeypatch.setattr(preflight, trial, card._trial)
+    one = schemes.named(name, WIDE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
+            layer_of = cache.own_layers[-1]
+            refused, reader = layer_of.refused, layer_of.reader
+            place = torch.float16, CPU
+            assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.readable
+            takes = not refused or reader is not None
+        given = [one], WIDE, *place
+        if takes:
+            fused.require_fused(*given)
+            KVCalCache(filled.scheme_of(wide_model, one), wide_model, require_kernels=True).close()
+            return
+        with pytest.raises(KernelsUnavailable) as ours:
+            fused.require_fused(*given)
+        with pytest.raises(KernelsUnavailable) as theirs:
+            KVCalCache(filled.scheme_of(wide_model, one), wide_model, require_kernels=True)
+    assert f"--require-kernels, scheme {name}: {refused}; use" in str(ours.value)
+    assert str(refused) in str(theirs.value)
+
+
+def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    card = Card(monkeypatch, tmp_path)
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+    monkeypatch.setattr(preflight, "vectors_trial", card._trial)
+    codes, plain = schemes.named("vqkv-256", WIDE), schemes.named("fp8", WIDE)
+    given = WIDE, torch.float16, CPU
+    fused.require_fused([codes], *given)
+    assert len(card.tried) == 1
+    eight = LayerCodecs(*(Float8(codes.codecs.key.shape, role) for role in ("key", "value")))  # type: ignore[arg-type]
+    assert type(eight.key) is type(plain.codecs.key)
+    whole = Scheme(codes.windows, "post_rope", (codes.codecs, codes.codecs, eight))
+    with pytest.raises(KernelsUnavailable, match="scheme vqkv-256: keys: no fused kernel reads float8"):
+        fused.require_fused([replace(codes, whole=whole)], *given)
+    kept = Scheme(codes.windows, "post_rope", (codes.codecs,) * 2, selection=HeavyHitters(0.5))
+    with pytest.raises(KernelsUnavailable, match="token selection"):
+        fused.require_fused([replace(codes, whole=kept)], *given)
+
+
+# Default schemes.
+
+
+@needs_triton
+def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
+    """None is refused; each form of the page's table is there, but for keys before RoPE and the mixed pair."""
+    geometry = CATALOGUE[command.MODEL].geometry
+    assert [fused.refuses_anywhere(case(name, 1, 4096, geometry)) for name in command.GPU_SCHEMES] == [None] * 15
+    pairs = [schemes.named(name, geometry).codecs for name in command.GPU_SCHEMES]
+    found = {(_behind(pair.key).fused(), _behind(pair.value).fused()) for pair in pairs}
+    script = runpy.run_path(str(ROOT / "docs" / "benchmarks" / "decode_attention.py"), run_name="decode_attention")
+    wanted = {
+        name: (script["form"]("key", key), script["form"]("value", value))
+        for name, (key, value, _) in script["SCHEMES"].items()
+    }
+    left_out = {"HIGGS 3, InnerQ 3"}
+    assert {name for name, forms in wanted.items() if forms not in found} == left_out
+
+
+def _behind(codec: Codec) -> Codec:
+    return codec.inner if isinstance(codec, Scaled) else codec
 
 
 class Unexpected(Exception):
@@ -825,6 +1080,17 @@ def test_bench_writes_json_csv_and_plot_and_compares(tmp_path: Path) -> None:
     assert ours["times_as_fast"] == pytest.approx(ours["earlier"] / ours["now"])
 
 
+def test_rates_are_said_to_be_of_the_run_that_measured_them() -> None:
+    now = "measured in this run: copy 4000.0 GB/s read and written, read 4500.0 GB/s"
+    before = "3 rows are of a run before this one, beside its copy: 3900.0 GB/s read and written"
+    both = {"copy_gb_per_s": 4000.0, "read_gb_per_s": 4500.0}
+    resumed = {"resumed_rows": 3, "resumed_copy_gb_per_s": [3900.0]}
+    assert list(report.rates(both)) == [now]
+    assert list(report.rates(both | resumed)) == [now, before]
+    assert list(report.rates({"copy_gb_per_s": None, **resumed})) == [before]
+    assert list(report.rates({"resumed_rows": 0, "resumed_copy_gb_per_s": []})) == []
+
+
 @pytest.mark.parametrize("operation", ["vqkv-table-3", "longest-generation", "largest-batch"])
 def test_bytes_alone_are_of_the_model_of_all_other_operations(operation: str) -> None:
     done = kvcal("bench", "--device", "cpu", "-o", operation, "-p", "vqkv-4k", "--memory", "80", "--json")
@@ -903,7 +1169,6 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
             "--operation quantize: not known; did you mean quantise? `kvcal names operation` lists all",
         ),
         (["-p", "no-such"], "scheme 'no-such' is not known; `kvcal names` lists all, or KEYCODEC+VALUECODEC"),
-        (["-p", "kivi-2+no-such"], "codec 'no-such' is not known"),
         (["-p", "kivi-2", "-p", "kivi-2"], "two schemes would be called 'kivi-2'"),
         (["--length", "4q"], "'4q' is not a whole number from 1"),
         (["--batch", "0"], "'0' is not a whole number from 1"),
@@ -914,6 +1179,11 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
             "nothing to measure: quantise of kivi-2: nothing is packed",
         ),
         (["--csv", "/no/such/folder/x.csv"], "is not a folder"),
+        (["-p", "innerq-base+"], "scheme 'innerq-base+': no codec behind the +; give KEYCODEC+VALUECODEC"),
+        (["-p", "+kivi-2"], "scheme '+kivi-2': no codec before the +"),
+        (["-p", "kivi-2+no-such"], "scheme 'kivi-2+no-such': codec 'no-such' is not known"),
+        (["--device", ""], "--device '': no such device; `kvcal names device` lists all"),
+        (["--csv", "/proc/x"], "/proc: no file can be made in this folder; give another --csv"),
         (["--csv", ""], "--csv '' or . is a folder: give a file name"),
         (["--compare", ""], "--compare '' or .: cannot be read (Is a directory)"),
         (["--plot", "x.pdf"], "must end in .png"),
@@ -1038,6 +1308,24 @@ def test_no_file_replaces_another(given: list[str], said: str, tmp_path: Path, m
     done = kvcal("bench", "--device", "jetson", *given)
     assert done.code == 2 and said in done.complaint
     assert (tmp_path / "x.json").read_text() == earlier and not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+def test_a_folder_that_goes_during_the_run_is_named_by_its_option(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "there"
+    folder.mkdir()
+    honest = command.compared
+
+    def gone(*given: Any) -> list[dict[str, Any]]:
+        folder.rmdir()
+        return honest(*given)
+
+    (tmp_path / "x.json").write_text(json.dumps({"rows": [EARLIER]}))
+    monkeypatch.setattr(command, "compared", gone)
+    done = kvcal("bench", "--device", "jetson", "--compare", tmp_path / "x.json", option, folder / "x.png")
+    assert done.code != 0 and f"is not a folder; create it or give another {option}" in done.err
 
 
 @pytest.mark.parametrize(
@@ -1168,17 +1456,56 @@ def test_bench_help_imports_no_torch() -> None:
 # On a GPU.
 
 
+ON_GPU = {  # scheme: what attends to it, what appends to it
+    "innerq-hybrid": ("triton: fused", "triton: append"),
+    "kivi-2": ("triton: fused", "triton: append"),
+    "kivi-2-g128": ("triton: fused", "triton: append"),
+    "higgs-2": ("triton: fused", "triton: append"),
+    "turboquant-4-3": ("triton: fused", "triton: append"),
+    "squat-2": ("triton: fused", f"{CORRECTED}, then copy the store"),
+    "squat-pre-2": ("triton: fused", f"{CORRECTED}, then copy the store"),
+    "mixkvq-16-16": ("triton: fused", CHOSEN),
+    "vqkv-256": ("triton: fused, exact tokens by torch", "triton: append to vector codes"),
+    "aqua-kv-2": (None, "triton: encode, then copy the store"),
+    "mixkvq": (None, CHOSEN),
+}
+
+
+def test_what_is_looked_for_on_a_gpu_is_what_kernels_take() -> None:
+    """At head_dim 64 none reads 3 bits: the table must be of 128."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    taken = {name for name in ON_GPU if fused.refuses_anywhere(case(name, 2, 1024, geometry)) is None}
+    assert taken == {name for name, (path, _) in ON_GPU.items() if path}
+    small = CATALOGUE["llama-3.2-1b"].geometry
+    assert "3 bits at head_dim 64" in str(fused.refuses_anywhere(case("innerq-hybrid", 2, 1024, small)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
-    geometry = CATALOGUE["llama-3.2-1b"].geometry
-    own = [schemes.named(name, geometry) for name in ("innerq-hybrid", "mixkvq", "squat-2", "aqua-kv-2", "vqkv-256")]
+    """Figures by the kernels, of each scheme that has one: no row is refused, and none left out."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = [schemes.named(name, geometry) for name in ON_GPU]
     which = [operation for operation in OPERATIONS.values() if operation.by_default]
     on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
     found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, dtype, "gpu", lambda line: None)
     ours = [row for row in found if row.scheme != "fp16"]
     assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
     assert any(row.scheme == "fp16" and row.microseconds for row in found)
+    by = {(row.operation, row.scheme): row for row in ours}
+    attended = {name: row.path for (operation, name), row in by.items() if operation == "fused-attention"}
+    assert attended == {name: path for name, (path, _) in ON_GPU.items() if path}
+    for name in attended:
+        row = by["fused-attention", name]
+        assert row.microseconds and row.fraction_of_copy and row.ratio_to_fp16 and row.fp16_backend
+    wanted = {name: path for name, (_, path) in ON_GPU.items() if path}
+    assert {name: by["append", name].path for name in wanted} == wanted
+    assert {by["quantise", name].path for name in ("innerq-hybrid", "kivi-2-g128", "higgs-2")} == {"triton: quantise"}
+    assert by["quantise", "aqua-kv-2"].path == "triton: encode" and by["reconstruct", "aqua-kv-2"].path == "triton"
+    assert by["quantise", "vqkv-256"].path == "triton: nearest codeword, stage by stage"
+    assert {operation for operation, name in by if name == "mixkvq"} == {
+        "decode-then-attend", "quantise", "append", "reconstruct"
+    }  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -1193,19 +1520,19 @@ def test_rows_of_float32_on_a_gpu() -> None:
     assert any(row.microseconds for row in peers_found)
     assert not any(row.path.endswith("float32") or row.stored_bits != 16 for row in peers_found)
     ours = {(row.operation, row.scheme): row.refused for row in found if row.scheme != "fp16"}
-    assert all("not float32" in str(ours["fused-attention", name]) for name in ("inner-4", "higgs-2"))
+    assert all("not float32" in str(ours["fused-attention", one.name]) for one in own)
     assert {key: why for key, why in ours.items() if why and key[0] != "fused-attention"} == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["kivi-2", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
+@pytest.mark.parametrize("name", ["kivi-2", "kivi-2-g128", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
 def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvcal_kernels.quantise import triton as kernel
 
-    geometry = CATALOGUE["llama-3.2-1b"].geometry
+    geometry = CATALOGUE["llama-3.1-8b"].geometry  # at head_dim 64 no kernel stores 3 bits
     one = Case(schemes.named(name, geometry), geometry, 3, 1024, torch.device("cuda"), dtype)
     made = kernels.append(one)
     assert made.path == "triton: append" and made.check() is None
@@ -1217,6 +1544,42 @@ def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
 
     monkeypatch.setattr(kernel, "append", spoilt)
     assert "scale of values differ" in str(kernels.append(one).check())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["vqkv-256", "vqkv-4k"])
+def test_vector_codes_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels, with checks that see wrong codes; --require-kernels accepts them."""
+    geometry, gpu = CATALOGUE["llama-3.1-8b"].geometry, torch.device("cuda", torch.cuda.current_device())
+    one = Case(schemes.named(name, geometry), geometry, 3, 128 + 4 * 128 + 5, gpu, dtype)
+    fused.require_fused([one.scheme], geometry, dtype, gpu)
+    attended, appended = fused.fused_attention(one), kernels.append(one)
+    assert (attended.check(), appended.check()) == (None, None)
+    assert (attended.path, appended.path) == ON_GPU["vqkv-256"]
+    honest = vectors.vq_attention.fast().attend
+    monkeypatch.setattr(
+        vectors.vq_attention.fast(), "attend", lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest)
+    )
+    assert "check failed: off by" in str(attended.check())
+    honest_append = vectors.vq_append.fast().append
+
+    def spoilt(keys: Any, *rest: Any) -> None:
+        honest_append(keys, *rest)
+        keys.bands[0].codes.bitwise_xor_(1)
+
+    monkeypatch.setattr(vectors.vq_append.fast(), "append", spoilt)
+    assert "times that of the codec's own codes" in str(appended.check())
+
+
+@pytest.mark.gpu
+def test_a_step_that_fails_without_a_message_is_not_recorded() -> None:
+    def step() -> None:
+        raise AssertionError
+
+    model = SimpleNamespace(device=torch.device("cuda"))
+    stepper: Any = SimpleNamespace(model=model, step=step, back=lambda: None)
+    assert decoding._record(stepper) == "cannot be recorded: AssertionError"
 
 
 @pytest.mark.gpu

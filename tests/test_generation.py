@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from architectures import build
-from kvcal.bench import caches, decoding, generation, layer, schemes
+from kvcal.bench import caches, decoding, filled, generation, layer, schemes
 from kvcal.bench.caches import FLUSH_AT, Kind, Start
 from kvcal.bench.decoding import CHECKED, Ran, Stepper
 from kvcal.bench.generation import Search
@@ -211,7 +211,20 @@ def test_packing_is_shared_out_over_its_period() -> None:
 
 
 def rows(every: list[Kind]) -> list[Row]:
-    return list(generation.generate_rows("m", model(), every, [(2, LENGTH)], "cpu"))
+    return list(generation.generate_rows("m", model(), every, [(2, LENGTH)], "cpu", copy=1e9))
+
+
+def test_weights_that_a_step_reads() -> None:
+    """Of the table of inputs a row a token; of one that is the output's, too, all. Of experts no one knows."""
+    own = build("Llama")
+    every = sum(p.nbytes for p in own.parameters())
+    table = own.get_input_embeddings().weight
+    assert own.get_output_embeddings().weight.data_ptr() != table.data_ptr()
+    assert caches.weight_bytes(own) == every - table.nbytes
+    tied = build("Llama", tie_word_embeddings=True)
+    assert caches.weight_bytes(tied) == sum(p.nbytes for p in tied.parameters())
+    own.config.num_local_experts = 4
+    assert caches.weight_bytes(own) is None
 
 
 def test_generation_rows() -> None:
@@ -223,6 +236,15 @@ def test_generation_rows() -> None:
         assert row.path.endswith("; eager") and row.more["tokens_per_second"] == pytest.approx(2e6 / row.microseconds)  # type: ignore[operator]
         assert row.fp16_backend == best.path
         assert row.ratio_to_fp16 == pytest.approx(best.microseconds / row.microseconds)  # type: ignore[operator]
+    tokens = [row.more["tokens"] for row in found]
+    full = model().dtype.itemsize * 2 * geometry().layers * geometry().kv_heads * geometry().head_dim
+    weights = caches.weight_bytes(model())
+    assert [row.bytes for row in found[:3]] == [weights + 2 * LENGTH * full] * 3
+    for row, name in zip(found[3:], ("inner-4", "fp8"), strict=True):
+        with filled.filled_cache(model(), geometry(), schemes.named(name, geometry()), 2, row.more["tokens"]) as cache:
+            held = cache.nbytes("packed") + cache.nbytes("window")  # of storage that grows: no room
+            assert row.bytes == weights + held + cache.scheme.resident_bytes() < weights + 2 * tokens[0] * full
+    assert all(row.fraction_of_copy == row.bytes / 1e9 * 1e6 / row.microseconds for row in found)  # type: ignore[operator]
     why = [row.more["no_graph"] for row in found]
     assert why[:2] == [why[3]] * 2 == ["needs a CUDA GPU"] * 2 and why[2] == caches.GROWS
     assert "no fused kernel reads float8" in why[4]

@@ -279,16 +279,18 @@ def test_a_killed_benchmark_goes_on(cache: Path, tmp_path: Path, operations: lis
     """What was measured is not measured again: the very times are there."""
     command = [*BENCH, *operations]
     killed_at(f"{cache}/partial/bench-*/rows-*.json", *command, folder=tmp_path)
-    known = [row for file in pieces(cache, "rows-*.json") for row in json.loads(file.read_text())["value"]]
+    kept = [json.loads(file.read_text())["value"] for file in pieces(cache, "rows-*.json")]
+    known = [row for value in kept for row in value["rows"]]
     again = kvcal(*command, "--json")
     found = good(again)
     assert found["resumed_rows"] == len(known) > 0
+    assert found["resumed_copy_gb_per_s"] == [rate / 1e9 for rate in dict.fromkeys(kept[0]["copy"])] != []
     assert "measured by a run before, from" in again.err
     times = {place: row["microseconds"] for place, row in zip(places(found["rows"]), found["rows"], strict=True)}
     assert [times[place] for place in places(known)] == [row["microseconds"] for row in known]
     assert list((cache / "partial").iterdir()) == []
     anew = good(kvcal(*command, "--json"))
-    assert anew["resumed_rows"] == 0
+    assert anew["resumed_rows"] == 0 and anew["resumed_copy_gb_per_s"] == []
     assert places(anew["rows"]) == places(found["rows"])
     assert {row["batch"] for row in anew["rows"]} == {1, 2}
 
@@ -302,7 +304,7 @@ def measured_times(rows: list[dict[str, Any]]) -> list[Any]:
 
 def kept_times(cache: Path) -> list[Any]:
     (file,) = pieces(cache, "rows-*.json")
-    return measured_times(json.loads(file.read_text())["value"])
+    return measured_times(json.loads(file.read_text())["value"]["rows"])
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=["table", "json"])

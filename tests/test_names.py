@@ -48,6 +48,15 @@ def test_names_of_the_bench_are_taken_by_it() -> None:
         assert row["about"] == "measured here" or device(row["name"]).name == row["name"]
 
 
+def test_operations_say_what_they_are() -> None:
+    """Each in words of its own, or by what it stands for."""
+    about = {row["name"]: row["about"] for row in run_names("operation", "tiny")}
+    assert len(set(about.values())) == len(about) and min(map(len, about.values())) > 10
+    assert about["append"] == "a decode step's share of packing and storing a block"
+    assert about["generation"] == "generate, largest-batch, longest-generation"
+    assert about["innerq-table-4"].endswith("(InnerQ Table 4); projected only")
+
+
 @pytest.mark.parametrize(
     ("name", "bits"),
     [

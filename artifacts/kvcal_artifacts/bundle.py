@@ -255,24 +255,24 @@ def _status(path: Path) -> os.stat_result | None:
         raise
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
     """All of `data` under `path`, or nothing. As `write_together`."""
-    write_together({path: data})
+    write_together({path: data}, option)
 
 
-def write_together(files: Mapping[Path, bytes]) -> None:
+def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
     """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
     all of them are whole, so that a full disk or an interrupt changes none.
 
-    A symlink stays one: the file it leads to is replaced. Raises KVCalError where one cannot be written, and as
-    `file_behind`.
+    A symlink stays one: the file it leads to is replaced. option: which names the paths, for messages. Raises KVCalError
+    where one cannot be written, and as `file_behind`.
     """
     with ExitStack() as waiting:
         ready: list[tuple[Path, Path, Path]] = []
         for path, data in files.items():
             place = file_behind(path)
             if not place.parent.is_dir():
-                raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
+                raise KVCalError(f"{place.parent} is not a folder; create it or give another {option}")
             with _explained(path):
                 handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp")
                 temporary = Path(name)

@@ -46,12 +46,24 @@ def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionS
     """
     if kernels == "off":
         return "kernels='off'"
+    why = format_refusal(scheme, pair, rotary) or (_odd_pairs(site, rotary) if rotary else None)
+    return why or hf.odd_attention(site) or ratio_refusal(site.ratio)
+
+
+def format_refusal(scheme: Scheme, pair: LayerCodecs, rotary: int = 0) -> str | None:
+    """`refusal` as far as the scheme decides, whatever the model."""
     if scheme.selection is not None:
         return "token selection needs the weights of the model's own attention"
     if scheme.chained:
         return "layers are predicted from reconstructions of others, which decoding makes"
-    why = turn_refusal(pair, rotary) or _odd_pairs(site, rotary) if rotary else None
-    return why or shape_refusal(pair) or hf.odd_attention(site) or _odd_ratio(site)
+    if rotary and (why := turn_refusal(pair, rotary)):
+        return why
+    return shape_refusal(pair)
+
+
+def ratio_refusal(ratio: int) -> str | None:
+    """Of query heads a kv head."""
+    return None if ratio <= RATIO else f"{ratio} {MANY_HEADS}"
 
 
 def shape_refusal(pair: LayerCodecs) -> str | None:
@@ -90,10 +102,6 @@ def _odd_pairs(site: hf.AttentionSite, rotary: int) -> str | None:
     if by_halves(site, rotary):
         return None
     return f"{DECODED}: RoPE does not pair channels of two halves here"
-
-
-def _odd_ratio(site: hf.AttentionSite) -> str | None:
-    return None if site.ratio <= RATIO else f"{site.ratio} {MANY_HEADS}"
 
 
 def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: str) -> None:

@@ -6,11 +6,11 @@ They start with `length` random tokens a row, written where they stay, so that f
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ class Start:
 
     again: brings it back there, in the same storage if `no_graph` is None; else nothing needs to happen. flush: the step,
     from 0, in which blocks are packed, None if none is; period: steps from one to the next. witness: what two runs of the same
-    steps must agree on besides logits. no_graph: why a CUDA graph cannot hold its step.
+    steps must agree on besides logits. no_graph: why a CUDA graph cannot hold its step. bytes: of the cache, that a step must
+    read; None where it is not known.
     """
 
     cache: Any
@@ -55,6 +56,7 @@ class Start:
     period: int = 1
     witness: Callable[[], list[Tensor]] = _no_tensors
     no_graph: str | None = GROWS
+    bytes: int | None = None
 
     def close(self) -> None:
         if isinstance(self.cache, KVCalCache):
@@ -101,6 +103,22 @@ def attention(model: Any, kind: Kind) -> Iterator[None]:
             model.set_attn_implementation(kind.implementation)
             stack.callback(model.set_attn_implementation, own)
         yield
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # as configs call how many there are
+
+
+def weight_bytes(model: Any) -> int | None:
+    """Of the parameters that a decode step must read: all but the table of input embeddings, of which it reads a row a token,
+    unless the output's is the same. None with experts: which ones are read depends on the tokens.
+    """
+    config = hf.config_of(model)
+    if any(getattr(config, name, None) for name in EXPERTS):
+        return None
+    own = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    table, out = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = out is not None and out.weight.data_ptr() == table.data_ptr()
+    return int(sum(own.values()) - (0 if tied else table.nbytes))
 
 
 def installed(module: str) -> bool:
@@ -198,7 +216,23 @@ def _packed(
 
     again()
     flush = FLUSH_AT if blocks_of(own, start + FLUSH_AT + 1) > blocks_of(own, start + FLUSH_AT) else None
-    return Start(cache, start, again, flush, own.block, partial(_witness, cache), cache.why_not_compileable)
+    found = partial(_witness, cache)
+    return Start(cache, start, again, flush, own.block, found, cache.why_not_compileable, packed_bytes(cache))
+
+
+def packed_bytes(cache: KVCalCache) -> int:
+    """Of what rows hold, room left out: packed blocks, windows, layers left to Transformers; and constants of the codecs."""
+    blocks, exact = int(cache.ledger.blocks.sum()), int((cache.ledger.sink + cache.ledger.window).sum())
+    plain = [layer for layer, pair in zip(cache.layers, cache.scheme.layers, strict=True) if pair is None]
+    total, model = cache.scheme.resident_bytes() + _held_bytes(plain), cast(Any, cache.model)
+    for pair in filter(None, cache.scheme.layers):
+        shape, width = pair.key.shape, 2 * model.dtype.itemsize
+        total += blocks * (pair.key.block_bytes() + pair.value.block_bytes()) + exact * shape.heads * shape.dim * width
+    return total
+
+
+def _held_bytes(layers: Iterable[Any]) -> int:
+    return int(sum(layer.keys.nbytes + layer.values.nbytes for layer in layers))
 
 
 def _witness(cache: KVCalCache) -> list[Tensor]:
@@ -223,7 +257,8 @@ def _updated(cache: Any, model: Any, geometry: Geometry, batch: int, length: int
 
 
 def _dynamic(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -> Start:
-    return _updated(DynamicCache(config=model.config), model, geometry, batch, length)
+    start = _updated(DynamicCache(config=model.config), model, geometry, batch, length)
+    return replace(start, bytes=_held_bytes(start.cache.layers))
 
 
 def _quanto(model: Any, geometry: Geometry, bits: int, batch: int, length: int, steps: int) -> Start:
@@ -247,7 +282,8 @@ def _static(model: Any, geometry: Geometry, batch: int, length: int, steps: int)
             layer.cumulative_length.fill_(length)
 
     again()
-    return Start(cache, length, again, no_graph=None)
+    used = _held_bytes(layers) * length // (length + steps)
+    return Start(cache, length, again, no_graph=None, bytes=used)
 
 
 class FullLayer(DynamicLayer):
@@ -275,4 +311,4 @@ def _full(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -
         FullLayer(*(tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1)))
         for layer in range(geometry.layers)
     ]
-    return Start(cache, length, no_graph=None)
+    return Start(cache, length, no_graph=None, bytes=_held_bytes(cache.layers))

@@ -23,8 +23,9 @@ from kvcal_kernels.device import on
 
 from ..models import is_oom
 from ..room import cuda_bytes
-from .caches import FLUSH_AT, Kind, Start, attention
+from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
 from .layer import fill
+from .peers import first_line
 
 WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
 CHECKED = FLUSH_AT + 3  # steps of which logits are compared
@@ -40,7 +41,8 @@ MARGIN = 1 << 28  # bytes that recording takes besides what an eager step took
 class Ran:
     """Microseconds of a decode step, packing shared out over the steps from one to the next; None where there is no graph.
     flush: of a step that packs. bytes: what the driver reports as used (CUDA), or this process's peak resident size (CPU).
-    no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step.
+    no_graph: why there is no graph, or no figure of one. length: tokens a row at the first step. read: bytes of weights and
+    cache that this step must read; None where they are not known.
     """
 
     length: int
@@ -51,6 +53,7 @@ class Ran:
     eager_flush: float | None = None
     graph_flush: float | None = None
     apart: float | None = None  # relative error of the graph's logits against eager ones
+    read: int | None = None
 
 
 class Stepper:
@@ -122,7 +125,9 @@ def _run(stepper: Stepper, steps: int) -> Ran:
             used = max(used, peak_bytes(device))
     times = [_typical(one, start) if one else (None, None) for one in (eager.times, graph)]
     assert times[0][0] is not None
-    return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart)
+    weights = weight_bytes(stepper.model)
+    read = None if weights is None or start.bytes is None else weights + start.bytes
+    return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart, read)
 
 
 def _typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
@@ -188,7 +193,7 @@ def _record(stepper: Stepper) -> tuple[Callable[[], None], Tensor] | str:
     except Exception as error:
         if ran_out(error):
             raise
-        return f"cannot be recorded: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        return f"cannot be recorded: {first_line(error)}"
     finally:
         torch.cuda.set_stream(current)  # a recording that fails leaves its own behind
     return graph.replay, logits

@@ -121,7 +121,7 @@ def device(name: str) -> Device:
     """The profile of that name; UsageError with what is allowed."""
     if name not in DEVICES:
         raise UsageError(
-            f"--device {name}: no such device; {allowed(name, [*MEASURED, *DEVICES], 'kvcal names device')}"
+            f"--device {name or repr(name)}: no such device; {allowed(name, [*MEASURED, *DEVICES], 'kvcal names device')}"
         )
     return DEVICES[name]
 

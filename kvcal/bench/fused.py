@@ -1,43 +1,47 @@
-"""Fused decode attention of kvcal_kernels.attention over what codecs store in its order, as an operation."""
+"""Fused decode attention over what codecs store in its order, as an operation: the kernel that a cache of the scheme runs,
+of kvcal_kernels.attention or, for vector codes, of kvcal_kernels.vq_attention.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts import reconstructed
+from kvcal_artifacts import reconstructed, vectors
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.fused import DTYPES_TAKEN, absence, queries_for, turn_refusal
-from kvcal_artifacts.preflight import interpreted
+from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for, ratio_refusal
+from kvcal_artifacts.preflight import interpreted, unsupported
+from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.attention import Rope
 from kvcal_kernels.attention import rope as turning
 
 from ..catalogue import Geometry
-from .layer import Case, angles, fill
-from .operation import Prepared, misattended, needs_blocks
+from .layer import Case, Filled, angles, fill
+from .operation import Prepared, misattended, needs_blocks, packed_blocks
 from .peers import DTYPE_NAMES, SIXTEEN
 from .schemes import Benched
 
 
 def refuses_fused(case: Case) -> str | None:
     """Why the kernel does not run for this case; None if it does."""
-    if case.device.type != "cuda" and not interpreted():
-        return "needs a CUDA GPU"
+    if not interpreted() and (why := unsupported(case.device)):
+        return why if case.device.type == "cuda" else "needs a CUDA GPU"
     return refuses_anywhere(case)
 
 
 def refuses_anywhere(case: Case) -> str | None:
     """Why the kernel does not run for this case on any device; None if there is one on which it may."""
-    return _unreadable(case.scheme) or needs_blocks(case)
+    return unreadable(case.scheme, case.scheme.codecs, case.group) or needs_blocks(case)
 
 
-def _unreadable(one: Benched) -> str | None:
-    for codec in (one.codecs.key, one.codecs.value):
-        if isinstance(why := codec.fused(), str):
-            return f"{codec.role}s: {why}"
-    return turn_refusal(one.codecs, _rotary(one)) if one.frame == "pre_rope" else None
+def unreadable(one: Benched, pair: LayerCodecs, ratio: int) -> str | None:
+    """Why a cache of the scheme decodes blocks of these codecs wherever it is, of a model whose attention is the usual one:
+    the answer of fused.refusal.
+    """
+    return format_refusal(one.scheme, pair, _rotary(one)) or ratio_refusal(ratio)
 
 
 def _rotary(one: Benched) -> int:
@@ -53,30 +57,51 @@ def turns(case: Case, sink: int, blocks: int, recent: int) -> Rope:
 
 
 def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises KernelsUnavailable naming the first scheme that no kernel attends to or reconstructs on this device."""
+    """Raises KernelsUnavailable naming the first scheme with a layer that no kernel attends to or reconstructs on this
+    device: where a cache of it with require_kernels does.
+    """
+    ratio = geometry.heads // geometry.kv_heads
     for one in schemes:
-        ratio = geometry.heads // geometry.kv_heads
-        why = _unreadable(one) or absence("auto", one.codecs, ratio, dtype, device, _rotary(one))
-        if why and reconstructed.refusal("auto", one.codecs, dtype, device):
-            raise KernelsUnavailable(f"--require-kernels, scheme {one.name}: {why}; use another scheme or device")
+        for pair in one.scheme.layers:
+            if pair is not None and (why := _absent(one, pair, ratio, dtype, device)):
+                raise KernelsUnavailable(f"--require-kernels, scheme {one.name}: {why}; use another scheme or device")
+
+
+def _absent(one: Benched, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    why = unreadable(one, pair, ratio) or absence("auto", pair, ratio, dtype, device, _rotary(one))
+    decoded = one.scheme.selection is None and not reconstructed.refusal("auto", pair, dtype, device) if why else False
+    return None if decoded else why
 
 
 def fused_attention(case: Case) -> Prepared:
-    """Scores, softmax and sums straight from packed codes; sink and recent tokens in the same launch. KernelsUnavailable for
-    a dtype that the kernel does not take.
+    """Scores, softmax and sums straight from packed codes, sink and recent tokens beside them. KernelsUnavailable for a dtype
+    that the kernel does not take.
     """
     if case.dtype not in SIXTEEN:
         raise KernelsUnavailable(f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}; give --dtype float16")
+    filled, queries = fill(case), case.queries()
+    sink, recent = ((k.contiguous(), v.contiguous(), _rows(case, k.shape[2])) for k, v in (filled.sink, filled.window))
+    over = _over_vectors if vectors.both(case.scheme.codecs) else _over_blocks
+    run, path, more = over(case, filled, queries, sink, recent)
+    return Prepared(
+        run, filled.packed_bytes + filled.book_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
+        path, more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes, **more},
+    )  # fmt: skip
+
+
+Run = tuple[Callable[[], Tensor], str, dict[str, Any]]  # what runs, which code it is, what only such rows have
+
+
+def _rows(case: Case, count: int) -> Tensor:
+    return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
+
+
+def _over_blocks(case: Case, filled: Filled, queries: Tensor, sink: Exact, recent: Exact) -> Run:
+    """All tokens in one launch, and the one that merges."""
     from kvcal_kernels.attention import triton as kernel  # not installed everywhere
 
-    filled, queries = fill(case), case.queries()
     keys, values = (codec.as_blocks(packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
-
-    def rows(count: int) -> Tensor:
-        return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
-
-    sink, recent = ((k.contiguous(), v.contiguous(), rows(k.shape[2])) for k, v in (filled.sink, filled.window))
-    blocks, space = rows(keys.words.shape[2]), kernel.Workspace(case.device)
+    blocks, space = _rows(case, keys.words.shape[2]), kernel.Workspace(case.device)
     scaling, factor = case.geometry.head_dim**-0.5, filled.codecs.key.key_factor(filled.decoding)
     own = None
     if case.scheme.frame == "pre_rope":
@@ -86,7 +111,22 @@ def fused_attention(case: Case) -> Prepared:
         packed_q = queries_for(queries, factor)
         return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
 
-    return Prepared(
-        run, filled.packed_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled), "triton: fused",
-        more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes},
-    )  # fmt: skip
+    return run, "triton: fused", {}
+
+
+def _over_vectors(case: Case, filled: Filled, queries: Tensor, sink: Exact, recent: Exact) -> Run:
+    """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many tokens
+    on a cache does so.
+    """
+    held = vectors.coded(filled.codecs, filled.packed)
+    count = packed_blocks(case)
+    blocks, space = _rows(case, count), vectors.workspace("triton", case.device, False)
+    scaling, least = case.geometry.head_dim**-0.5, vectors.least_tokens(filled.codecs)
+    more: dict[str, Any] = {"codebook_bytes": filled.book_bytes}
+    if count * case.scheme.windows.block <= least:
+        more["note"] = f"a cache decodes up to {least} packed tokens of a row: with such codebooks that is faster"
+
+    def run() -> Tensor:
+        return vectors.attention("triton", queries, held, blocks, sink, recent, scaling, space)
+
+    return run, "triton: fused, exact tokens by torch", more

@@ -46,10 +46,11 @@ def generate_rows(
     shapes: Sequence[tuple[int, int]],
     device: str,
     steps: int = decoding.STEPS,
+    copy: float | None = None,
 ) -> Iterator[Row]:
     """Tokens a second of each kind at each (batch, length), as they are measured: one row eager, one of a graph.
 
-    steps: timed ones, at most.
+    steps: timed ones, at most. copy: bytes a second of a large copy, for the rows' fraction of it.
     """
     for batch, length in shapes:
         for kind in every:
@@ -57,11 +58,19 @@ def generate_rows(
                 ran = str(kind.why_not) if kind.maker is None else tried(model, kind, batch, length, steps)
             except Exception as error:  # of this kind alone: the others go on
                 ran = first_line(error)
-            yield from _timed(model_name, kind, batch, length, device, "generate", ran)
+            yield from _timed(model_name, kind, batch, length, device, "generate", ran, copy)
 
 
 def _timed(
-    model: str, kind: Kind, batch: int, length: int, device: str, operation: str, ran: Ran | str, **more: Any
+    model: str,
+    kind: Kind,
+    batch: int,
+    length: int,
+    device: str,
+    operation: str,
+    ran: Ran | str,
+    copy: float | None,
+    **more: Any,
 ) -> Iterator[Row]:
     """An eager row, and one of a graph where one could be recorded; where it was refused, it says so."""
     if isinstance(ran, str):
@@ -73,7 +82,9 @@ def _timed(
         if taken is not None:
             own = {"tokens_per_second": batch * 1e6 / taken, "flush_microseconds": flush, **own}
         at = replace(kind, path=f"{kind.path}; {mode}")
-        return _row(model, at, batch, length, device, operation, taken, refused, more={**own, **shared})
+        made = _row(model, at, batch, length, device, operation, taken, refused, more={**own, **shared})
+        known = ran.read is not None and copy is not None and taken is not None
+        return replace(made, bytes=ran.read, fraction_of_copy=ran.read / copy * 1e6 / taken if known else None)  # type: ignore[operator]
 
     failed = ran.no_graph is not None and ran.apart is not None
     yield row(EAGER, ran.eager, ran.eager_flush, no_graph=None if failed else ran.no_graph)
@@ -184,11 +195,12 @@ def largest_batch_rows(
     length: int,
     device: str,
     found: dict[str, int] | None = None,
+    copy: float | None = None,
 ) -> Iterator[Row]:
     """Measured: the largest batch at that length, and the tokens a second there, as they are found.
 
     A batch fits where its steps run, under a graph if there can be one. Small batches give an estimate, which is tried with
-    its neighbours. found: of earlier calls, by path; is added to.
+    its neighbours. found: of earlier calls, by path; is added to. copy: as of generate_rows.
     """
     found = {} if found is None else found
     for kind in every:
@@ -218,7 +230,7 @@ def largest_batch_rows(
             continue
         found[kind.path] = batch
         more = {"largest_batch": batch, "one_more_fails": search.proven}
-        yield from _timed(model_name, kind, batch, length, device, "largest-batch", ran[batch], **more)
+        yield from _timed(model_name, kind, batch, length, device, "largest-batch", ran[batch], copy, **more)
 
 
 def _probed(search: Search) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvcal_artifacts import vectors
 from kvcal_kernels.attention import Form
 
 from ..catalogue import CATALOGUE, Geometry
@@ -145,6 +146,8 @@ def _beyond(device: Device, size: float) -> str | None:
 
 def _instructions(case: Case) -> float | str:
     """An element, of a scheme that the fused kernel takes; else why they are not known."""
+    if vectors.both(case.scheme.codecs):
+        return "instructions of the compiled kernels are not counted for vector codes"
     keys, values = case.scheme.codecs.key.fused(), case.scheme.codecs.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
     return roofline.counted(keys, values, case.scheme.frame == "pre_rope", case.group)

@@ -39,7 +39,7 @@ def decode_then_attend(case: Case) -> Prepared:
         return scaled_dot_product_attention(rows, keys, values).view_as(queries)
 
     return Prepared(
-        run, filled.packed_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
+        run, filled.packed_bytes + filled.book_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
         "reference: decode, then SDPA", more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
     )  # fmt: skip
 
@@ -49,12 +49,13 @@ def decode_then_attend(case: Case) -> Prepared:
 
 def quantise(case: Case) -> Prepared:
     """All packed tokens from keys and values to packed blocks in one call: a prefill's."""
-    own = quantising.rules(case)
+    own = quantising.block_rules(case)
     if not isinstance(own, str):
         return quantising.by_kernel(case, own)
     filled = fill(case)
-    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes
-    return Prepared(lambda: filled.encoded(filled.raw), size, lambda: misencoded(filled), "reference")
+    by, path = quantising.encoders(case, filled.codecs)
+    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes + filled.book_bytes
+    return Prepared(lambda: filled.encoded(filled.raw, by), size, lambda: misencoded(filled, by), path)
 
 
 def append(case: Case) -> Prepared:
@@ -62,31 +63,33 @@ def append(case: Case) -> Prepared:
     own = quantising.rules(case)
     if not isinstance(own, str):
         return quantising.append_by_kernel(case, own)
+    if quantising.appends_vectors(case):
+        return quantising.append_vectors(case)
     filled, block = fill(case), case.scheme.windows.block
     new = fill(one_block(case))
     ledger = Ledger(case.scheme.windows)
     ledger.begin(case.batch, case.length, None)
     plan = ledger.begin(case.batch, block, None)
 
+    pack, by, path = quantising.packer(one_block(case))
+
     def run() -> list[Packed]:
-        packed = new.encoded(new.raw)
+        packed = pack()
         return [
             {name: store.append(old[name], one[name], plan) for name in one}
             for old, one in zip(filled.packed, packed, strict=True)
         ]
 
     def check() -> str | None:
-        return misappended(filled, new, run()) or misread(filled, filled.decoded()) or misencoded(new)
+        found = misappended(filled, new, run(), by)
+        return found or misread(filled, filled.decoded()) or misencoded(new, by)
 
-    size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes) / block
+    size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes) / block
+    path = "reference: quantise" if path == "reference" else path
     return Prepared(
-        run,
-        round(size),
-        check,
-        "reference: quantise, then copy the store",
-        per=block,
+        run, round(size), check, f"{path}, then copy the store", per=block,
         more={"calls": f"one in {block} steps"},
-    )
+    )  # fmt: skip
 
 
 # Reading without attention.
@@ -122,7 +125,7 @@ def reconstruct(case: Case) -> Prepared:
         return misread(filled, made)
 
     written = 2 * case.batch * tokens * filled.codecs.key.shape.heads * dim * case.dtype.itemsize
-    size = filled.packed_bytes + written + len(below) * written // 2 + pre_rope * written // 2
+    size = filled.packed_bytes + filled.book_bytes + written + len(below) * written // 2 + pre_rope * written // 2
     flops = sum(predictor_flops(codec, written / 2 / case.dtype.itemsize) for codec in filled.pair)
     path = keys.path if keys.path == values.path else f"keys {keys.path}, values {values.path}"
     return Prepared(run, size, check, path, flops=flops)

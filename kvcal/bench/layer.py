@@ -77,23 +77,34 @@ class Filled:
         return sum(nbytes(stored) for one in self.packed for stored in one.values())
 
     @property
+    def book_bytes(self) -> int:
+        """Codebooks: what reads or writes vector codes reads each of them once at least. 0 for other formats."""
+        return self.book_bytes_of(0) + self.book_bytes_of(1)
+
+    def book_bytes_of(self, role: int) -> int:
+        """Of keys (0) or values (1)."""
+        return sum(nbytes(t) for name, t in self.pair[role].tensors().items() if "codebooks." in name)
+
+    @property
     def window_bytes(self) -> int:
         return sum(nbytes(t) for t in (*self.sink, *self.window))
 
-    def decoded(self) -> tuple[Tensor, Tensor]:
-        """Packed blocks only: (B, H, N * b, D) float32."""
-        keys = self.codecs.key.decode(self.packed[0], self.decoding)
-        values = self.codecs.value.decode(self.packed[1], replace(self.decoding, k0=keys))
+    def decoded(self, packed: Sequence[Packed] | None = None) -> tuple[Tensor, Tensor]:
+        """Packed blocks only, this layer's or others: (B, H, N * b, D) float32."""
+        stored = self.packed if packed is None else packed
+        keys = self.codecs.key.decode(stored[0], self.decoding)
+        values = self.codecs.value.decode(stored[1], replace(self.decoding, k0=keys))
         return keys, values
 
-    def encoded(self, raw: Sequence[Tensor]) -> list[Packed]:
-        """Keys and values (B, H, N * b, D) as this layer packs them."""
+    def encoded(self, raw: Sequence[Tensor], by: LayerCodecs | None = None) -> list[Packed]:
+        """Keys and values (B, H, N * b, D) as this layer packs them; by: the same codecs, encoding by other code."""
+        codecs = by or self.codecs
         keys, made = (
-            self.codecs.key.encode_decode(raw[0], self.encoding)
-            if "k0" in self.codecs.value.needs
-            else (self.codecs.key.encode(raw[0], self.encoding), None)
+            codecs.key.encode_decode(raw[0], self.encoding)
+            if "k0" in codecs.value.needs
+            else (codecs.key.encode(raw[0], self.encoding), None)
         )
-        return [keys, self.codecs.value.encode(raw[1], replace(self.encoding, k0=made))]
+        return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=made))]
 
     def materialised(self) -> tuple[Tensor, Tensor]:
         """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to."""

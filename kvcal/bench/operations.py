@@ -34,8 +34,8 @@ _ALL = (
     Operation("nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True),
     Operation("reconstruct", "packed blocks to keys and values", reconstruct, needs_blocks),
     Operation("quantise-step", "a decode step's share of quantising (InnerQ Table 5)", quantise_step, by_default=False),
-    Operation("quantise-step-keys", "of its keys", quantise_step_of(0), by_default=False),
-    Operation("quantise-step-values", "of its values", quantise_step_of(1), by_default=False),
+    Operation("quantise-step-keys", "quantise-step of keys alone", quantise_step_of(0), by_default=False),
+    Operation("quantise-step-values", "quantise-step of values alone", quantise_step_of(1), by_default=False),
     *(
         Operation(
             f"hybrid-{percent}", f"product with hybrid values, {percent} % of groups symmetric (InnerQ Table 6)",

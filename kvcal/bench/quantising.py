@@ -1,30 +1,75 @@
-"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise, where they run and know the format."""
+"""Quantise-and-pack and append by the kernels of kvcal_kernels.quantise and vq_append, where they run and know the format;
+else by the codecs, with the kernels that they have of their own.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.fused import rule_of
-from kvcal_artifacts.preflight import interpreted
+from kvcal_artifacts import fixed, vectors
+from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
+from kvcal_artifacts.codecs.base import Packed
+from kvcal_artifacts.fused import packing, rule_of
+from kvcal_artifacts.preflight import interpreted, unsupported
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_kernels import vq
 from kvcal_kernels.attention import BLOCK, Blocks
 from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
 
+from . import distortion
+from .fused import unreadable
 from .layer import Case, Filled, fill, nbytes
-from .operation import Prepared, misread, one_block
+from .operation import APART, Prepared, misread, one_block, packed_blocks
+from .peers import SIXTEEN
+
+KERNELS = {Squat.name: "correct, then torch", MixKVQ.name: "choose channels, then torch"}  # of the rest "encode"
+VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the codec's own
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """Of keys and values; else why the reference path is measured."""
-    if case.device.type != "cuda" and not interpreted():
-        return "the kernel needs a CUDA GPU"
+    """Of keys and values that steps append; else why the reference path is measured."""
+    return _rules(case, case.scheme.codecs.key, case.scheme.codecs.value)
+
+
+def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
+    """As `rules`, of whole blocks: of keys as `before_rounding` leaves them."""
+    key = case.scheme.codecs.key
+    return _rules(case, key.inner if isinstance(key, Squat) else key, case.scheme.codecs.value)
+
+
+def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
+    if not interpreted() and (why := unsupported(case.device)):
+        return why
     made = []
-    for codec in (case.scheme.codecs.key, case.scheme.codecs.value):
+    for codec in codecs:
         rule = rule_of(codec.to(case.device))
         if isinstance(rule, str):
             return rule
         made.append(rule)
     return made[0], made[1]
+
+
+def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
+    """The codecs as a cache packs with them where the case is, on its device; and which code encodes."""
+    made = packing("triton" if interpreted() else "auto", codecs, case.dtype, case.device)
+    by = [encodes(codec, case.device) for codec in (made.key, made.value)]
+    return made, by[0] if by[0] == by[1] else f"keys {by[0]}, values {by[1]}"
+
+
+def encodes(codec: Codec, device: torch.device) -> str:
+    """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
+    if codec.encodes_by_kernel:
+        return f"triton: {KERNELS.get(codec.name, 'encode')}"
+    if isinstance(codec, ResidualVQ):
+        like = torch.empty(0, device=device)
+        if all(vq.backend(like, book) == "triton" for book in codec.codebooks):
+            return "triton: nearest codeword, stage by stage"
+    return "reference"
 
 
 def factor_of(filled: Filled) -> Tensor | None:
@@ -33,22 +78,45 @@ def factor_of(filled: Filled) -> Tensor | None:
     return None if factor is None else factor.contiguous()
 
 
+def packer(case: Case) -> tuple[Callable[[], list[Packed]], LayerCodecs, str]:
+    """Blocks packed as a cache packs those that leave a window on the host; the codecs that do so, and which code it is."""
+    filled = fill(case)
+    by, path = encoders(case, filled.codecs)
+    own = block_rules(case)
+    if isinstance(own, str):
+        return partial(filled.encoded, filled.raw, by), by, path
+    made = by_kernel(case, own)
+
+    def packed() -> list[Packed]:
+        found = cast("tuple[Blocks, Blocks, Tensor]", made.run())
+        count = packed_blocks(case)
+        return [codec.from_blocks(x, count) for codec, x in zip(filled.pair, found[:2], strict=True)]
+
+    return packed, by, made.path
+
+
 def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
-    """A prefill's packed tokens in one launch."""
+    """A prefill's packed tokens in one launch; SQuat's keys behind its correction."""
     from kvcal_kernels.quantise import triton as kernel  # not installed everywhere
 
     filled = fill(case)
     raw, factor = [x.contiguous() for x in filled.raw], factor_of(filled)
+    encoder = encoders(case, filled.codecs)[0].key
+
+    def rounded() -> Tensor:
+        return encoder.before_rounding(raw[0], filled.encoding)
 
     def run() -> tuple[Blocks, Blocks, Tensor]:
-        return kernel.quantise(raw[0], raw[1], *own, factor)
+        return kernel.quantise(rounded(), raw[1], *own, factor)
 
     def check() -> str | None:
         keys, values, flags = run()
         if said := reference.check(flags, 0):
             return f"check failed: {said}"
+        if why := _unlike(filled, (keys, values)):
+            return why
         for row in {0, case.batch - 1}:
-            for x, rule, made, by in zip(raw, own, (keys, values), (factor, None), strict=True):
+            for x, rule, made, by in zip((rounded(), raw[1]), own, (keys, values), (factor, None), strict=True):
                 by = by[row, None] if by is not None and by.ndim == 4 else by
                 wanted, _ = reference.quantise(x[row, None], rule, by)
                 for name, some in (("words", made.words), ("scale", made.scale)):
@@ -56,7 +124,21 @@ def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
                         return f"check failed: {name} of {rule.form.role}s differ from the reference's"
         return misread(filled, filled.decoded())
 
-    return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, "triton: quantise")
+    path = "triton: quantise"
+    if isinstance(filled.codecs.key, Squat):
+        path = f"{'triton: correct' if encoder.encodes_by_kernel else 'torch: correct'}, {path}"
+    return Prepared(run, sum(nbytes(x) for x in raw) + filled.packed_bytes, check, path)
+
+
+def _unlike(filled: Filled, made: tuple[Blocks, Blocks]) -> str | None:
+    """Where blocks of a kernel are not those that the codecs packed."""
+    for codec, packed, found in zip(filled.pair, filled.packed, made, strict=True):
+        wanted = codec.as_blocks(packed)
+        for name in ("words", "scale"):
+            one, other = getattr(found, name), getattr(wanted, name)
+            if (off := int((one != other).sum())) > APART * one.numel():
+                return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
+    return None
 
 
 def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
@@ -64,41 +146,101 @@ def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
     from kvcal_kernels.quantise import triton as kernel
 
     new, windows = fill(one_block(case)), _windows(case)
-    block, factor = windows.block, factor_of(new)
-    idle, due = (Counts(case.batch, windows, case.device) for _ in range(2))
-    one = torch.ones(case.batch, dtype=torch.int32, device=case.device)
-    for counts, waiting in ((idle, 0), (due, block - 1)):
-        counts.data[4], counts.data[6] = windows.sink, windows.recent + waiting
-        kernel.advance(counts, one)
+    factor = factor_of(new)
     layer = _filled_layer(case, new, windows, own)
-    k, v = (x[:, :, :1].contiguous() for x in new.window)
+    blocks = layer.keys, layer.values
+
+    def step(counts: Counts, k: Tensor, v: Tensor) -> None:
+        kernel.append(layer, counts, k, v, *own, factor)
+
+    return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), "triton: append")
+
+
+def appends_vectors(case: Case) -> bool:
+    """Whether a cache with max_length appends steps to this case's codes by the kernels of vq_append."""
+    pair = case.scheme.codecs
+    runs = interpreted() or unsupported(case.device) is None
+    if not runs or case.dtype not in SIXTEEN or not vectors.both(pair):
+        return False
+    return unreadable(case.scheme, pair, case.group) is None and fixed.refusal(pair, False) is None
+
+
+def append_vectors(case: Case) -> Prepared:
+    """As append_by_kernel, of vector codes: windows, then for each band codewords and codes, programs that return at once
+    where no block is due.
+    """
+    new, windows = fill(one_block(case)), _windows(case)
+    made = [codec.empty(case.batch, case.device) for codec in new.pair]
+    made = [{n: t.new_zeros(*t.shape[:2], 1, *t.shape[3:]) for n, t in one.items()} for one in made]
+    held, space = vectors.coded(new.codecs, made), vectors.workspace("triton", case.device, False)
+    sink, ring = _exact(case, new, windows)
+    flags = torch.zeros(case.geometry.kv_heads, dtype=torch.int32, device=case.device)
+
+    def differing() -> str | None:
+        """Codes may part at near ties, and numbers with them, not in how near they are."""
+        for codec, packed, raw in zip(new.pair, made, new.raw, strict=True):
+            found, wanted = (codec.decode(one, new.decoding) for one in (packed, codec.encode(raw, new.encoding)))
+            off, least = (float((x - raw.float()).square().sum()) for x in (found, wanted))
+            if not off <= least * (1 + VECTORS_APART):
+                return f"check failed: squared error of {codec.role}s {off / least:.3g} times that of the codec's own codes"
+            if why := distortion.misread(new, new.pair.index(codec), found):
+                return why
+        return None
+
+    def step(counts: Counts, k: Tensor, v: Tensor) -> None:
+        vectors.append("triton", held, sink, ring, counts, flags, (k, v), space)
+
+    return _steps(case, new, windows, ring, flags, step, differing, "triton: append to vector codes")
+
+
+def _steps(
+    case: Case,
+    new: Filled,
+    windows: Windows,
+    ring: tuple[Tensor, Tensor],
+    flags: Tensor,
+    step: Callable[[Counts, Tensor, Tensor], None],
+    differing: Callable[[], str | None],
+    path: str,
+) -> Prepared:
+    """The steps of a block by `step`(counts, k, v). differing: what is wrong with the block that they leave, or None.
+
+    New tokens are those that the ring has at their slots, which are emptied: where a block is longer than the window, they
+    are of the block that is packed.
+    """
+    from kvcal_kernels.quantise import triton as kernel
+
+    block, one = windows.block, torch.ones(case.batch, dtype=torch.int32, device=case.device)
+    calls: list[tuple[Counts, int, list[Tensor]]] = []
+    for waiting in (0, block - 1):  # a step that only writes its token, and one that packs
+        counts, slot = Counts(case.batch, windows, case.device), windows.recent + waiting
+        counts.data[4], counts.data[6] = windows.sink, slot
+        kernel.advance(counts, one)
+        calls.append((counts, slot, [held[:, :, slot : slot + 1].clone() for held in ring]))
+        for held in ring:
+            held[:, :, slot] = 0
+    (idle, _, first), (due, _, last) = calls
 
     def run() -> None:
         for _ in range(block - 1):
-            kernel.append(layer, idle, k, v, *own, factor)
-        kernel.append(layer, due, k, v, *own, factor)
+            step(idle, *first)
+        step(due, *last)
 
     def check() -> str | None:
         run()
-        if said := reference.check(layer.flags, 0):
+        if said := reference.check(flags, 0):
             return f"check failed: {said}"
-        for codec, packed, made in zip(new.pair, new.packed, (layer.keys, layer.values), strict=True):
-            wanted = codec.as_blocks(packed)
-            for name in ("words", "scale"):
-                one, other = getattr(made, name), getattr(wanted, name)
-                off = int((one != other).sum())  # CUDA divides by a constant in its own way
-                if off > one.numel() // 1000:
-                    return f"check failed: {off} of {one.numel()} {name} of {codec.role}s differ from the codec's"
-        for what, ring, x in zip(("keys", "values"), layer.recent, (k, v), strict=True):
-            for slot in (windows.recent, windows.recent + block - 1):  # of `idle` and `due`
-                if not torch.equal(ring[:, :, slot], x[:, :, 0]):
+        if why := differing():
+            return why
+        for role, what in enumerate(("keys", "values")):
+            for _, slot, new_tokens in calls:
+                if not torch.equal(ring[role][:, :, slot], new_tokens[role][:, :, 0]):
                     return f"check failed: the window's token {slot} of {what} is not the one that came"
         return misread(new, new.decoded())
 
-    size = sum(nbytes(x) for x in new.raw) + new.packed_bytes + 4 * block * (nbytes(k) + nbytes(v)) // 2
-    return Prepared(
-        run, round(size / block), check, "triton: append", per=block, more={"calls": f"one packs in {block} steps"}
-    )
+    written = 2 * sum(nbytes(x) for x in first) * block  # a step reads its token and writes it
+    size = sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes + written
+    return Prepared(run, round(size / block), check, path, per=block, more={"calls": f"one packs in {block} steps"})
 
 
 def _windows(case: Case) -> Windows:
@@ -107,14 +249,18 @@ def _windows(case: Case) -> Windows:
 
 
 def _filled_layer(case: Case, new: Filled, windows: Windows, own: tuple[AnyRule, AnyRule]) -> Layer:
-    """Room for one block; its tokens are the ring's oldest, with the others behind them."""
-    shape = (case.batch, case.geometry.kv_heads)
-    room = windows.room(1)
-    rings, sinks, stored = [], [], []
-    for raw, window, rule in zip(new.raw, new.window, own, strict=True):
+    """Room for one block."""
+    heads = case.geometry.kv_heads
+    stored = [blocks_for(rule, case.batch, heads, windows.block // BLOCK, case.device) for rule in own]
+    flags = torch.zeros(heads, dtype=torch.int32, device=case.device)
+    return Layer(stored[0], stored[1], *_exact(case, new, windows), flags)
+
+
+def _exact(case: Case, new: Filled, windows: Windows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Sinks of keys and values, and rings: the tokens of the block that is due, with the others behind them."""
+    rings, sinks = [], []
+    for raw, window in zip(new.raw, new.window, strict=True):
         ring = torch.cat([raw, window], 2)
-        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, room - ring.shape[2])).contiguous())
-        sinks.append(torch.zeros(*shape, max(windows.sink, 1), raw.shape[3], dtype=case.dtype, device=case.device))
-        stored.append(blocks_for(rule, *shape, windows.block // BLOCK, case.device))
-    flags = torch.zeros(shape[1], dtype=torch.int32, device=case.device)
-    return Layer(stored[0], stored[1], (sinks[0], sinks[1]), (rings[0], rings[1]), flags)
+        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, windows.room(1) - ring.shape[2])).contiguous())
+        sinks.append(raw.new_zeros(*raw.shape[:2], max(windows.sink, 1), raw.shape[3]))
+    return (sinks[0], sinks[1]), (rings[0], rings[1])

@@ -42,6 +42,11 @@ class Benched:
     def stored_bits(self) -> float:
         return self.codecs.bits_per_value()
 
+    @property
+    def scheme(self) -> Scheme:
+        """All layers of a bundle; else this one alone."""
+        return self.whole or Scheme(self.windows, self.frame, (self.codecs,))
+
 
 Maker = Callable[[Shape], LayerCodecs]
 
@@ -145,6 +150,7 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
     elif isinstance(method, Preset):
         block, frame, make, made_up = method.block, method.rope, _pair(method.key, method.value), None
     elif name.count("+") == 1:
+        _check_pair(name)
         block, frame, make, made_up = WINDOWS.block, "post_rope", _pair(*name.split("+")), None
     else:
         said = allowed(name, known(), "kvcal names")
@@ -154,7 +160,24 @@ def named(name: str, geometry: Geometry, windows: Windows | None = None) -> Benc
         codecs = make(shape)
     except KVCalError as error:
         raise UsageError(f"scheme {name}: does not fit head_dim {geometry.head_dim} ({error})") from error
-    return Benched(name, codecs, Windows(sink, recent, block), frame, made_up)
+    own_windows = Windows(sink, recent, block)
+    (stored,) = Scheme(own_windows, frame, (codecs,)).layers  # as a cache stores them
+    assert stored is not None
+    return Benched(name, stored, own_windows, frame, made_up)
+
+
+def _check_pair(name: str) -> None:
+    """UsageError where a side of KEYCODEC+VALUECODEC is no codec by name."""
+    for side, codec in zip(("before", "behind"), name.split("+"), strict=True):
+        if not codec:
+            raise UsageError(
+                f"scheme {name!r}: no codec {side} the +; give KEYCODEC+VALUECODEC (`kvcal names codec`), or a scheme "
+                "without a +"
+            )
+        try:
+            backbone(codec)
+        except UsageError as error:
+            raise UsageError(f"scheme {name!r}: {error}") from error
 
 
 def from_bundle(path: Path, geometry: Geometry) -> Benched:

@@ -13,40 +13,52 @@ from kvcal_artifacts.codecs import MixKVQ, Uniform
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_kernels.attention import Form, pack_scales, unpack_scales
 
-from . import paper
-from .layer import Case, Filled, fill, nbytes
-from .operation import Prepared, bytes_of, misencoded, needs_blocks, one_block, packed_blocks
+from . import paper, quantising
+from .layer import Case, fill, nbytes
+from .operation import APART, Prepared, alike, bytes_of, misencoded, needs_blocks, one_block, packed_blocks
+
+MIXKVQ = "MixKVQ Table 7"
 
 
 def quantise_step(case: Case) -> Prepared:
     """One block of every row, over the tokens of a block: what a decode step spends on quantising (InnerQ Table 5)."""
-    filled = fill(one_block(case))
-    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes
-    return _per_step(case, filled, lambda: filled.encoded(filled.raw), size, slice(0, 2))
+    block = one_block(case)
+    own = quantising.block_rules(block)
+    if not isinstance(own, str):
+        return _per_step(case, quantising.by_kernel(block, own), slice(0, 2))
+    filled = fill(block)
+    by, path = quantising.encoders(block, filled.codecs)
+    size = sum(nbytes(x) for x in filled.raw) + filled.packed_bytes + filled.book_bytes
+    made = Prepared(lambda: filled.encoded(filled.raw, by), size, lambda: misencoded(filled, by), path)
+    return _per_step(case, made, slice(0, 2))
 
 
 def quantise_step_of(role: int) -> Callable[[Case], Prepared]:
-    """Its keys (0) or its values (1) alone."""
+    """Its keys (0) or its values (1) alone, by the codec: the kernel that quantises both does so in one launch."""
 
     def build(case: Case) -> Prepared:
         filled = fill(one_block(case))
+        by, _ = quantising.encoders(filled.case, filled.codecs)
         context = filled.encoding
         if "k0" in filled.pair[role].needs:
             context = replace(context, k0=filled.decoded()[0])
-        codec, raw = filled.pair[role], filled.raw[role]
-        size = nbytes(raw) + bytes_of(filled.packed[role])
-        return _per_step(case, filled, lambda: codec.encode(raw, context), size, slice(role, role + 1))
+        codec, raw = (by.key, by.value)[role], filled.raw[role]
+        path = quantising.encodes(codec, case.device)
+        size = nbytes(raw) + bytes_of(filled.packed[role]) + filled.book_bytes_of(role)
+        made = Prepared(lambda: codec.encode(raw, context), size, lambda: misencoded(filled, by), path)
+        return _per_step(case, made, slice(role, role + 1))
 
     return build
 
 
-def _per_step(case: Case, filled: Filled, run: Callable[[], object], size: int, roles: slice) -> Prepared:
+def _per_step(case: Case, made: Prepared, roles: slice) -> Prepared:
+    """made: of a block. roles: of the paper's columns."""
     block = case.scheme.windows.block
-    more: dict[str, Any] = {"calls": f"one in {block} steps"}
+    more: dict[str, Any] = {"calls": f"one in {block} steps", "paper_table": "InnerQ Table 5"}
     if case.scheme.name in paper.TABLE_5 and case.batch == 1:
         more["paper_microseconds"] = round(sum(paper.TABLE_5[case.scheme.name][roles]), 1)
         more["paper_device"] = "Jetson Xavier NX"
-    return Prepared(run, round(size / block), lambda: misencoded(filled), "reference", per=block, more=more)
+    return replace(made, bytes=round(made.bytes / block), per=block, more=more)
 
 
 def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
@@ -74,7 +86,7 @@ def hybrid_share(percent: int) -> Callable[[Case], Prepared]:
             return None if off <= allowed else f"check failed: off by {off:.2g}, allowed {allowed:.2g}"
 
         share = 100 * values.symmetric_share(packed)
-        more: dict[str, Any] = {"symmetric_percent": round(share, 2)}
+        more: dict[str, Any] = {"symmetric_percent": round(share, 2), "paper_table": "InnerQ Table 6"}
         if case.length in paper.TABLE_6[percent] and case.batch == 1:
             more |= {"paper_microseconds": paper.TABLE_6[percent][case.length], "paper_device": "Jetson Xavier NX"}
         size = sum(nbytes(t) for t in packed.values())
@@ -118,23 +130,26 @@ def needs_hybrid(case: Case) -> str | None:
 def channel_selection(case: Case) -> Prepared:
     """MixKVQ: salience and tiers of one block of every row, over the tokens of a block (Table 7)."""
     filled = fill(one_block(case))
-    codec, block = filled.codecs.key, case.scheme.windows.block
-    assert isinstance(codec, MixKVQ)
+    by, _ = quantising.encoders(filled.case, filled.codecs)
+    codec, plain, block = by.key, filled.codecs.key, case.scheme.windows.block
+    assert isinstance(codec, MixKVQ) and isinstance(plain, MixKVQ)
     keys = filled.raw[0]
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        return codec.tiers(codec.salience(keys, filled.encoding))
+        return codec.chosen(keys, filled.encoding)
 
     def check() -> str | None:
-        perm, first, second = run()
+        perm, first, second = found = run()
         whole = bool((perm.sort(-1).values == torch.arange(perm.shape[-1], device=perm.device)).all())
-        return (
-            None if whole and bool((first <= second).all()) else "check failed: channels are not a permutation in tiers"
-        )
+        if not whole or not bool((first <= second).all()):
+            return "check failed: channels are not a permutation in tiers"
+        wanted = plain.tiers(plain.salience(keys, filled.encoding))
+        same = all(alike(a, b, APART) for a, b in zip(found, wanted, strict=True))
+        return None if same else "check failed: channels are in other tiers than torch finds"
 
-    return Prepared(
-        run, round(nbytes(keys) / block), check, "reference", per=block, more={"calls": f"one in {block} steps"}
-    )
+    path = "triton: select" if codec.encodes_by_kernel else "reference"
+    more = {"calls": f"one in {block} steps", "paper_table": MIXKVQ}
+    return Prepared(run, round(nbytes(keys) / block), check, path, per=block, more=more)
 
 
 def mlp(case: Case) -> Prepared:

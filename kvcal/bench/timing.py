@@ -129,6 +129,10 @@ class Clock:
         """What has been measured of the device: `copy` and `read` bytes, `matmul` operations a second."""
         return dict(self._ceilings)
 
+    def release(self) -> None:
+        """Let the buffer go, before others fill the memory; what is timed next makes another."""
+        self._flush = None
+
 
 def last_cache(device: torch.device) -> int:
     """Bytes of the cache nearest to memory."""

@@ -74,7 +74,7 @@ def bench(
 
 
 def _print_bench(found: dict[str, Any]) -> None:
-    from kvcal.report.bench import tables
+    from kvcal.report.bench import rates, tables
 
     if found["projected"]:
         note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
@@ -84,11 +84,8 @@ def _print_bench(found: dict[str, Any]) -> None:
                 f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch "
                 f"{found['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
             )
-        elif found.get("copy_gb_per_s"):
-            print(
-                f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
-                f"{found['read_gb_per_s']:.1f} GB/s"
-            )
+        for line in rates(found):
+            print(line)
         for table in tables(found):
             print_table(table.columns, table.rows, title=table.title)
             print()

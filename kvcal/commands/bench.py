@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
 from ..bench.rows import KEY, Row, compared, read_earlier, to_csv
 from ..bench.schemes import Benched
-from ..bench.tables import no_scheme
+from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
 from ..build import code_identity
@@ -43,12 +43,19 @@ from .doctor import machine
 PAPER_SCHEMES = tuple(name for name in paper.TABLE_4 if name != "fp16")
 GPU_SCHEMES = (
     "inner-4", "innerq-base", "innerq-hybrid", "innerq-small", "inner-2", "kivi-2", "kivi-2-g128", "squat-2",
-    "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq", "mixkvq-g128",
+    "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq-16-16", "mixkvq-16-16-g128",
 )  # fmt: skip
 SIZED = ("largest-batch", "longest-generation")  # how far a memory goes
-GENERATION = ("generate", *SIZED)
-PROJECTED = ("fused-attention", "innerq-table-4", "largest-batch", "longest-generation")  # where the device is not here
-GROUPS = {"generation": GENERATION, "vqkv-table-3": ("longest-generation",), **TABLES}
+GENERATION = {  # of whole models, and what they are
+    "generate": "decode steps of a whole model: tokens a second, peak memory",
+    "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second",
+    "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
+}
+PROJECTED_ONLY = {
+    "innerq-table-4": "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"
+}
+PROJECTED = ("fused-attention", *PROJECTED_ONLY, *SIZED)  # where the device is not here
+GROUPS = {"generation": tuple(GENERATION), "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
     "innerq-table-5": PAPER_SCHEMES, "innerq-table-6": ("innerq-hybrid",), "mixkvq-table-7": ("mixkvq",),
     "vqkv-table-3": ("vqkv-4k",),
@@ -96,7 +103,7 @@ def _put_out(o: dict[str, Any], found: dict[str, Any], show: Callable[[dict[str,
         show(found)
     finally:
         if o["csv"] is not None:
-            write_atomically(o["csv"], to_csv(found["rows"]).encode())
+            write_atomically(o["csv"], to_csv(found["rows"]).encode(), "--csv")
         if o["plot"] is not None:
             plot_bench(found["rows"], o["plot"])
 
@@ -324,7 +331,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     shapes = [(batch, length) for batch in batches for length in lengths]
     clock = Clock(where.device, o["repeats"], o["seconds"])
     dtype = _dtype(o, torch.float16)
-    kept = KeptRows(Work("bench", _record(o, source), output=None, resume=o["resume"], say=say), say)
+    kept = KeptRows(Work("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock)
     kernels: list[Operation] = [OPERATIONS[name] for name in wanted if name in OPERATIONS]
     rows: list[Row] = []
     if o["require_kernels"]:
@@ -346,13 +353,17 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
         first = rows[0]
         raise UsageError(f"nothing to measure: {first.operation} of {first.scheme}: {first.refused}")
     rows = _with_shares(rows)
+    if generated and runs:
+        clock.copy_bandwidth()
+    if "copy" in clock.ceilings:
+        clock.read_bandwidth()
+    clock.release()
     if generated:
         rows += _generation(o, where, wanted, shapes, kept, say)
-    if kernels:
-        clock.read_bandwidth()
     ceilings = clock.ceilings
     return {
         "resumed_rows": kept.resumed,
+        "resumed_copy_gb_per_s": [rate / 1e9 for rate in dict.fromkeys(kept.copies)],
         "dtype": str(dtype).removeprefix("torch."),
         "machine": machine(),
         "copy_gb_per_s": ceilings["copy"] / 1e9 if "copy" in ceilings else None,
@@ -378,22 +389,27 @@ def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
 @dataclass
 class KeptRows:
     """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16 of the
-    same; of whole models each scheme. resumed: how many rows were taken over.
+    same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that the runs which
+    measured them copied at.
     """
 
     work: Work
     say: Say
+    clock: Clock
     resumed: int = 0
+    copies: list[float] = field(default_factory=list)
 
     def rows(self, of: str, measured: Callable[[], Iterable[Row]]) -> list[Row]:
         name = f"rows-{short(of)}"
-        known: list[dict[str, Any]] | None = self.work.read(name)
+        known: dict[str, Any] | None = self.work.read(name)
         if known is not None:
-            self.resumed += len(known)
+            self.resumed += len(known["rows"])
+            self.copies += known["copy"]
             self.say(f"resuming: {of}, measured by a run before, from {self.work.folder}")
-            return [Row(**row) for row in known]
-        rows = list(measured())
-        self.work.keep(name, [asdict(row) for row in rows])
+            return [Row(**row) for row in known["rows"]]
+        rows, ceilings = list(measured()), self.clock.ceilings
+        copies = [ceilings["copy"]] if "copy" in ceilings else []
+        self.work.keep(name, {"rows": [asdict(row) for row in rows], "copy": copies})
         return rows
 
 
@@ -423,7 +439,7 @@ def _with_shares(rows: list[Row]) -> list[Row]:
             and row.microseconds
         ):
             share, calls = paper.MIXKVQ_SHARES[names[row.operation]]
-            beside = {"paper_share_percent": share, "paper_calls_percent": calls}
+            beside = {"paper_table": MIXKVQ, "paper_share_percent": share, "paper_calls_percent": calls}
             row = replace(row, more={**row.more, "share_percent": 100 * row.microseconds / sum(times), **beside})
         out.append(row)
     return out
@@ -441,7 +457,7 @@ def _generation(
     o: dict[str, Any], where: Target, wanted: list[str], shapes: list[tuple[int, int]], kept: KeptRows, say: Say
 ) -> list[Row]:
     assert where.device is not None
-    on_gpu = where.device.type == "cuda"
+    on_gpu, copy = where.device.type == "cuda", kept.clock.ceilings.get("copy")
     source, dtype, runs = _whole(o, on_gpu, wanted)
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
@@ -462,7 +478,7 @@ def _generation(
         for shape, kind in itertools.product(shapes, every):
             measured += kept.rows(
                 f"generate {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}",
-                partial(generation.generate_rows, source.name, model, [kind], [shape], where.name),
+                partial(generation.generate_rows, source.name, model, [kind], [shape], where.name, copy=copy),
             )
     if on_gpu and "largest-batch" in wanted:
         for length in dict.fromkeys(length for _, length in shapes):
@@ -471,7 +487,7 @@ def _generation(
             for kind in every:
                 rows_now = kept.rows(
                     f"largest-batch {kind.name} ({kind.path}), length {length}",
-                    partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found),
+                    partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found, copy),
                 )
                 if sizes := [row.more["largest_batch"] for row in rows_now if "largest_batch" in row.more]:
                     found[kind.path] = sizes[0]

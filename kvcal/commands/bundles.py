@@ -98,7 +98,8 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
 def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
     if errors is None:
         raise UsageError(f"--plot: {bundle.name} stores no errors by head; give --model to measure them")
-    write_atomically(path, head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}"))
+    picture = head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
+    write_atomically(path, picture, "--plot")
 
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     chosen = best(found, o["max_bits"]) if o["max_bits"] is not None else None
     rows_told = [row | {"front": row["name"] in on_front} for row in sorted(found, key=_order)]
     if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(rows_told).encode())
+        write_atomically(o["csv"], as_csv(rows_told).encode(), "--csv")
     if o["plot"] is not None:
         from ..report.plots import plot_quality
 

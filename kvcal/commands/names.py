@@ -17,7 +17,7 @@ from ..methods.learned import LEARNED
 from ..methods.plain import PRESETS
 from ..models import Geometry
 from ..near import allowed
-from .bench import GENERATION, GROUPS, PROJECTED
+from .bench import GENERATION, GROUPS, PROJECTED_ONLY
 from .common import refuse_idle
 
 BLOCK = 32  # tokens; groups of keys along the tokens are no longer
@@ -46,13 +46,14 @@ def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
     yield _row("codec", TIERS, "keys in float16, 4 and 2 bits: so many channels a head in the first two")
     for name, family in LEARNED.items():
         yield _row("codec", name, f"learned by `kvcal fit-predictors`, as {family.example}")
-    for name in (*OPERATIONS, *GENERATION):
-        yield _row("operation", name, "of `kvcal bench`")
+    for name, operation in OPERATIONS.items():
+        yield _row("operation", name, operation.what)
+    for name, what in GENERATION.items():
+        yield _row("operation", name, what)
     for name, parts in GROUPS.items():
         yield _row("operation", name, ", ".join(parts))
-    for name in PROJECTED:
-        if name not in OPERATIONS and name not in GENERATION:
-            yield _row("operation", name, "of `kvcal bench`, projected only")
+    for name, what in PROJECTED_ONLY.items():
+        yield _row("operation", name, f"{what}; projected only")
     for name in MEASURED:
         yield _row("device", name, "measured here")
     for name, device in DEVICES.items():

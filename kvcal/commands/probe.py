@@ -81,7 +81,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
     }  # fmt: skip
     if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(rows).encode())
+        write_atomically(o["csv"], as_csv(rows).encode(), "--csv")
     if o["plot"] is not None:
         from ..report.plots import plot_probes
 

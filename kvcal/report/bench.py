@@ -34,6 +34,18 @@ def tables(found: Found) -> Iterator[Table]:
         yield _compared(found["compared"])
 
 
+def rates(found: Found) -> Iterator[str]:
+    """What the rows' `of copy` is of: the device's rates in this run, and those of runs before it that measured some rows."""
+    if found.get("copy_gb_per_s"):
+        yield (
+            f"measured in this run: copy {found['copy_gb_per_s']:.1f} GB/s read and written, read "
+            f"{found['read_gb_per_s']:.1f} GB/s"
+        )
+    if found.get("resumed_copy_gb_per_s"):
+        copies = ", ".join(f"{rate:.1f}" for rate in found["resumed_copy_gb_per_s"])
+        yield f"{found['resumed_rows']} rows are of a run before this one, beside its copy: {copies} GB/s read and written"
+
+
 def _hidden(row: Found) -> bool:
     """A backend of torch that does not run here: said in --json, no line of a table."""
     return row["operation"] == "decode-attention" and row["microseconds"] is None and not row["projected"]
@@ -61,7 +73,16 @@ def _timed(rows: list[Found]) -> Table:
         )  # fmt: skip
     models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
     places = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
-    return Table(f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}", columns, made)
+    title = f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}"
+    return Table(title + _by_torch(rows), columns, made)
+
+
+def _by_torch(rows: list[Found]) -> str:
+    """Which papers' tables the rows have times of torch for, where the papers' are of kernels."""
+    tables = [row["paper_table"] for row in rows if row.get("paper_table") and row["path"].startswith("reference")]
+    if not tables:
+        return ""
+    return f"; of {' and '.join(dict.fromkeys(tables))}, rows of reference are torch's times, no kernel's"
 
 
 def _remark(row: Found) -> str:

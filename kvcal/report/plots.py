@@ -47,7 +47,7 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     axes[0].set_ylabel("deviation of queries")
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
     figure.suptitle(title)
-    write_atomically(path, png(figure, 150))
+    write_atomically(path, png(figure, 150), "--plot")
 
 
 def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -66,7 +66,7 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         )
     axis.set(title=title, xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log")
     axis.legend()
-    write_atomically(path, png(figure, 150))
+    write_atomically(path, png(figure, 150), "--plot")
 
 
 QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain", AQUA-KV section 3.1
@@ -85,7 +85,7 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     for (bars, lines), role in zip(axes.T, roles, strict=True):
         _probe_panels(bars, lines, role, [row for row in rows if row["target"] == role])
     figure.suptitle(f"{title}: explained variance of linear probes, held-out windows")
-    write_atomically(path, png(figure, 150))
+    write_atomically(path, png(figure, 150), "--plot")
 
 
 def _probe_panels(bars: Any, lines: Any, role: str, rows: list[dict[str, Any]]) -> None:
@@ -144,7 +144,7 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         axis.legend(fontsize=5, frameon=False)
     for axis in axes[len(names) :]:
         axis.set_axis_off()
-    write_atomically(path, png(figure, 130))
+    write_atomically(path, png(figure, 130), "--plot")
 
 
 def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
