@@ -500,3 +500,18 @@ def test_an_output_that_cannot_be(given: Given, tmp_path: Path, where: str) -> N
 
 def test_interrupt_has_its_code() -> None:
     assert explain(KeyboardInterrupt()) == ("interrupted", 130)
+
+
+def test_an_interrupt_while_a_class_is_made_is_an_interrupt() -> None:
+    """Python before 3.12 raises a RuntimeError in its place."""
+
+    class Named:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as raised:
+        type("Made", (), {"field": Named()})
+    assert explain(raised.value) == ("interrupted", 130)
+    other = RuntimeError("cannot tidy up")
+    other.__context__ = KeyboardInterrupt()
+    assert explain(other)[1] == 1

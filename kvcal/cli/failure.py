@@ -69,7 +69,7 @@ def explain(error: BaseException, options: Collection[str] = ()) -> tuple[str, i
     kvcal_error = _loaded("kvcal_artifacts.errors", "KVCalError")
     if kvcal_error and isinstance(error, kvcal_error):
         return _one_line(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
+    if _is_interrupt(error):
         return "interrupted", INTERRUPTED
     if _is_out_of_memory(error):
         return f"out of memory: {_first_sentences(error)}; try {_less(options)}", 6
@@ -85,6 +85,13 @@ def explain(error: BaseException, options: Collection[str] = ()) -> tuple[str, i
 def _loaded(module: str, name: str) -> Any:
     """An error class can only have been raised if its module is imported: so nothing needs importing here."""
     return getattr(sys.modules.get(module), name, None)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Also behind another error: what is raised while a class is made becomes a RuntimeError before Python 3.12."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
