@@ -113,6 +113,18 @@ def test_layers_say_why_their_codes_are_decoded() -> None:
     assert opened(scheme(), model(), kernels="torch", max_length=200).describe()["compileable"] is True
 
 
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [("triton", "Triton kernels of the codecs of keys and values"), ("reference", "torch: vector codes")],
+)
+def test_describe_says_what_looks_for_codewords(monkeypatch: pytest.MonkeyPatch, found: str, said: str) -> None:
+    """On a GPU the nearest codewords are a kernel's; where it is looked up nothing runs."""
+    cache = opened(scheme(), model(), kernels="torch")
+    model()(token_ids(1, 80), past_key_values=cache)
+    monkeypatch.setattr("kvcal_artifacts.codecs.residual_vq.backend", lambda x, book: found)
+    assert {row["packing"] for row in cache.describe()["layers"]} == {said}
+
+
 def test_large_codebooks_are_attended_to_from_where_that_is_faster(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

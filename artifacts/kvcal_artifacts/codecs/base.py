@@ -140,7 +140,7 @@ class Codec(ABC):
 
     @property
     def encodes_by_kernel(self) -> bool:
-        """Whether it is what `by_kernel` made, wherever it lies."""
+        """Whether `encode` runs a Triton kernel: it is what `by_kernel` made, or takes one by itself where it lies."""
         return False
 
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:

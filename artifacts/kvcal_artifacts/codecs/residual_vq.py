@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels.packing import pack, packed_bytes, unpack
-from kvcal_kernels.vq import residual_codes, residual_sum
+from kvcal_kernels.vq import backend, residual_codes, residual_sum
 from kvcal_kernels.vq_attention import Band, Coded, halves, longest
 
 from ..errors import KVCalError, NonFiniteError
@@ -82,6 +82,10 @@ class ResidualVQ(Codec):
             by_stage = codes.view(len(book), *part.shape[:-1]).movedim(0, -2)  # (B, H, N, S, b)
             packed[f"codes.{number}"] = pack(by_stage, self.code_bits[number])
         return packed
+
+    @property
+    def encodes_by_kernel(self) -> bool:
+        return all(backend(book, book) == "triton" for book in self.codebooks)
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         parts = []
