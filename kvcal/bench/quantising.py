@@ -63,13 +63,11 @@ def encoders(case: Case, codecs: LayerCodecs) -> tuple[LayerCodecs, str]:
 
 def encodes(codec: Codec, device: torch.device) -> str:
     """Which code encodes: of SQuat's corrections and MixKVQ's choice of channels torch packs the rest."""
-    if codec.encodes_by_kernel:
-        return f"triton: {KERNELS.get(codec.name, 'encode')}"
-    if isinstance(codec, ResidualVQ):
+    if isinstance(codec, ResidualVQ):  # its codebooks may lie elsewhere yet
         like = torch.empty(0, device=device)
-        if all(vq.backend(like, book) == "triton" for book in codec.codebooks):
-            return "triton: nearest codeword, stage by stage"
-    return "reference"
+        found = all(vq.backend(like, book) == "triton" for book in codec.codebooks)
+        return "triton: nearest codeword, stage by stage" if found else "reference"
+    return f"triton: {KERNELS.get(codec.name, 'encode')}" if codec.encodes_by_kernel else "reference"
 
 
 def factor_of(filled: Filled) -> Tensor | None:
