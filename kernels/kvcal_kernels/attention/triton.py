@@ -2409,7 +2409,7 @@ def _merge(
     inside = live[:, None] & (column < D)[None, :]
     if tl.atomic_add(p_own, 1, sem="acq_rel") == count - 1:
         tl.store(p_own, 0)
-        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, D, ROWS, AT_ONCE, N)
+        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, D, ROWS, AT_ONCE, N, ASM)
         last = fans == 1
         if fans > 1:
             tl.debug_barrier()  # what is written over has been read
@@ -2420,7 +2420,7 @@ def _merge(
             last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == fans - 1
             if last:
                 tl.store(p_arrived, 0)
-                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, D, ROWS, AT_ONCE, N)
+                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, D, ROWS, AT_ONCE, N, ASM)
         if last:
             b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
             # not as the query's offsets are computed, which then would be kept, in memory, since the start
@@ -2430,9 +2430,23 @@ def _merge(
 
 
 @triton.jit
+def _rounded_product(x, y, ASM: tl.constexpr):
+    """Lanes add what the others have to what they have: were a product of their own not rounded before, as when it is one
+    instruction with the sum, their sums would differ in the last bit, and they write them to one place.
+    """
+    if ASM:
+        made = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        made = x * y
+    return made
+
+
+@triton.jit
 def _merged(
     p_part, p_stat, first, stride, count,
-    D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
     are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an
@@ -2462,7 +2476,7 @@ def _merged(
         copies = tl.maximum(begin + AT_ONCE - count + 1, 1).to(tl.float32)
         weight = tl.exp2(m - b_new[None, :]) * tl.where(i < count - 1, 1.0, 1.0 / copies)[:, None]
         fade = tl.exp2(b_m - b_new)
-        b_l = b_l * fade + tl.sum(l * weight, 0)
+        b_l = b_l * fade + tl.sum(_rounded_product(l, weight, ASM), 0)
         b_o = b_o * fade[:, None] + tl.sum(o * weight[:, :, None], 0)
         b_m = b_new
     return b_m, b_l, b_o
