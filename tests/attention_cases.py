@@ -393,6 +393,7 @@ def before_rope() -> list[Case]:
              spare=0, starts=(0, 4000, 70), queries=1, dtype=bf),
         Case("outer 3", "symmetric 8", 64, rotary=64, ratio=7, queries=5, blocks=(2,), recent=(70,), sink=(40,)),
         Case("asymmetric 2", "outer 2", 64, rotary=64, ratio=2, queries=16, blocks=(4,), recent=(16,), launch=(4, 1)),
+        Case("symmetric 2", "asymmetric 2", 64, rotary=32, ratio=2, blocks=(2,), launch=(1, 1)),  # words of both kinds
     ]  # fmt: skip
 
 
@@ -449,7 +450,8 @@ def exhaustive() -> list[Case]:
     return plain + [before(case) for case in whole[::6]]
 
 
-def main(cases: list[Case]) -> None:
+def compare(cases: list[Case]) -> Any:
+    """Prints a line for each case that is wrong. Returns the memory of the launches."""
     from kvcal_kernels.attention import triton
 
     space = triton.Workspace(torch.device("cpu"))
@@ -463,6 +465,13 @@ def main(cases: list[Case]) -> None:
             print(f"{case}: counters are left at {space.counter.tolist()}")
         if why := wrong(given, found):
             print(f"{case}: {why}")
+    return space
+
+
+def main(cases: list[Case]) -> None:
+    from kvcal_kernels.attention import triton
+
+    space = compare(cases)
     for case in INFINITE:
         for token in (0, 40):
             for fan in (0, 3):

@@ -16,12 +16,22 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 
 
 def interpreted(*arguments: str) -> list[str]:
-    """What `python ARGUMENTS` prints, line by line."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    """What `python ARGUMENTS` prints, line by line. With KVCAL_EMULATE=90 in the environment kernels run as compiled."""
+    if "KVCAL_EMULATE" in os.environ:
+        return _printed("emulator", arguments)
+    return _printed("quick_interpreter", arguments, TRITON_INTERPRET="1")
+
+
+def emulated(*arguments: str, capability: int = 90, early: bool = False) -> list[str]:
+    """As `interpreted`, of kernels compiled for a GPU of this compute capability (emulator.py)."""
+    return _printed("emulator", arguments, KVCAL_EMULATE=f"{capability}{',early' * early}")
+
+
+def _printed(module: str, arguments: tuple[str, ...], **more: str) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
     done = subprocess.run(
-        [sys.executable, "-m", "quick_interpreter", *arguments],
-        capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

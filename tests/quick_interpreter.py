@@ -34,9 +34,9 @@ def quicken() -> None:
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
 
 
-def main() -> None:
-    quicken()
-    option, *rest = sys.argv[1:]
+def run(arguments: list[str]) -> None:
+    """python ARGUMENTS"""
+    option, *rest = arguments
     if option == "-c":
         sys.argv = ["-c", *rest[1:]]
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
@@ -46,6 +46,11 @@ def main() -> None:
     else:
         sys.argv = [option, *rest]
         runpy.run_path(option, run_name="__main__")
+
+
+def main() -> None:
+    quicken()
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

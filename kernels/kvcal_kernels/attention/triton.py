@@ -1125,6 +1125,16 @@ def _turned(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl
 
 
 @triton.jit
+def _joined_queries(p, live, N: tl.constexpr):
+    """16 channels of the query, [16, N], in pairs that are joined as the cosines of those are which are turned. Triton takes
+    four numbers at a time of whatever meets what was joined, two of others, and finds no layout for one word of both.
+    """
+    pair = 2 * tl.arange(0, 8)[:, None]
+    joined = tl.join(tl.load(p + pair, mask=live, other=0.0), tl.load(p + pair + 1, mask=live, other=0.0))
+    return tl.reshape(tl.permute(joined, (0, 2, 1)), [16, N])
+
+
+@triton.jit
 def _turned_back(low, high, p_run, live, NW: tl.constexpr):
     """A piece of queries [NW, 16, N] and its partner, as the first positions of runs see them."""
     cos, sin = _loaded_pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
@@ -2181,7 +2191,10 @@ def attend_kernel(
             q = q + (plain[i].to(tl.float16),)
     elif PAIRS > 0:
         for i in tl.static_range(SLICES):
-            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            if K_MODE < 2 and i >= 2 * PAIRS:
+                b_q = _joined_queries(p_q + o_q[None, :] + i * 16, b_row[None, :], N)
+            else:
+                b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
             q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
         if ASM:

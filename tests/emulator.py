@@ -1,0 +1,139 @@
+"""python -m emulator ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) where Triton's kernels run as compiled for a
+GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
+
+KVCAL_EMULATE: compute capability to compile for, as 90. With a comma `early`: copies to shared memory land at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+import triton.compiler.compiler as compiler
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.driver import driver
+
+from ptx import Fault, Machine, Memory
+from quick_interpreter import run
+
+MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a program may have
+
+
+class Emulator(DriverBase):
+    """Triton's driver. memory: what launches were given, whole storages, kept alive: torch would give the place to others."""
+
+    def __init__(self, capability: int, **options: Any) -> None:
+        self.capability, self.options = capability, options
+        self.memory, self.launched = Memory(), 0
+        self.utils, self.launcher_cls = self, lambda source, metadata: Launcher(self, source)
+        self.loading = threading.local()
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        return None
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing is timed here")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MOST_SHARED[self.capability], "multiprocessor_count": 4, "warpSize": 32}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, Loaded, int, int, int]:
+        made = self.loading.made
+        return 1, Loaded(Machine(made.asm["ptx"], **self.options), name, shared), 32, 0, 1024
+
+    def know(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            start = storage.data_ptr()
+            self.memory.add(
+                start, np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(start), np.uint8), storage
+            )
+
+    def install(self) -> None:
+        from kvcal_artifacts import preflight
+        from kvcal_kernels import triton as shared
+        from kvcal_kernels.attention import triton as attention
+
+        driver.set_active(self)
+        load, call = compiler.CompiledKernel._init_handles, shared.Ready.__call__
+
+        def loaded(made: Any) -> None:
+            self.loading.made = made
+            load(made)
+
+        def known(ready: Any, tensors: Any, *numbers: float) -> None:
+            for tensor in tensors:  # it gives addresses to the launch
+                self.know(tensor)
+            call(ready, tensors, *numbers)
+
+        compiler.CompiledKernel._init_handles = loaded
+        shared.Ready.__call__ = known  # type: ignore[method-assign]
+        preflight.interpreted = lambda: True  # kernels run on the CPU
+        attention._allow = lambda made: None  # it asks the driver's library
+
+
+class Loaded:
+    """A kernel as the driver knows it."""
+
+    def __init__(self, machine: Machine, name: str, shared: int) -> None:
+        self.machine, self.name, self.shared = machine, name, shared
+
+
+class Launcher:
+    """What Triton calls to launch a kernel."""
+
+    def __init__(self, owner: Emulator, source: Any) -> None:
+        self.owner, self.kinds = owner, list(source.signature.values())
+
+    def __call__(self, x: int, y: int, z: int, stream: int, kernel: Loaded, *given: Any) -> None:
+        values: list[Any] = []
+        for kind, value in zip(self.kinds, given[-len(self.kinds) :], strict=True):
+            if isinstance(value, Tensor):
+                self.owner.know(value)
+            if kind != "constexpr":
+                values.append(value.data_ptr() if isinstance(value, Tensor) else value)
+        values += [0] * (len(kernel.machine.code.parameters) - len(values))  # Triton's own scratch memory: none
+        self.owner.launched += 1
+        try:
+            kernel.machine.launch((x, y, z), values, kernel.shared, self.owner.memory)
+        except Fault as error:
+            raise type(error)(f"{kernel.name}: {error}") from None
+
+
+def main() -> None:
+    capability, _, more = os.environ["KVCAL_EMULATE"].partition(",")
+    own = Emulator(int(capability), early=more == "early")
+    own.install()
+    run(sys.argv[1:])
+    if not own.launched:
+        sys.exit("no kernel was launched")
+
+
+if __name__ == "__main__":
+    main()

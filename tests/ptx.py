@@ -1,0 +1,547 @@
+"""PTX executed on the CPU: what Triton's compiler and inline assembly made of a kernel, without a GPU.
+
+Numbers are those of the instructions (PTX ISA 8.7), but that tensor cores' sums have another order and approximate
+functions (`ex2`, `rcp`, `sqrt`, `div.full`) are rounded to nearest. Threads of all programs of a batch go on together: at
+each step those whose next instruction comes first. Found besides: accesses outside of what was allocated or misaligned,
+shared memory that two warps touch without a barrier between them (`Race`), barriers that some never reach, instructions of a
+warp that not all of its threads reach, and numbers used before a copy was waited for: `cp.async` puts them there at the wait,
+or at once. An instruction that is not known raises `Unknown`; nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Active = Array | None  # places of the threads that take part; None: all
+LANES = 32
+UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+FLOATS: dict[str, Any] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
+
+
+class Fault(RuntimeError):
+    """What a GPU would stop at, or what is not defined there."""
+
+
+class Race(Fault):
+    """Two warps at one byte of shared memory, one of them writing, without a barrier between."""
+
+
+class Unknown(Fault):
+    """An instruction that is not known here."""
+
+
+def dtype(kind: str) -> Any:
+    """numpy's type of a PTX type; bfloat16 and pairs are bits."""
+    if kind == "pred":
+        return np.bool_
+    if kind in FLOATS:
+        return FLOATS[kind]
+    if kind == "bf16":
+        return np.uint16
+    if kind in ("f16x2", "bf16x2", "s16x2", "u16x2"):
+        return np.uint32
+    return (SIGNED if kind[0] == "s" else UNSIGNED)[int(kind[1:])]
+
+
+def width(kind: str) -> int:
+    return int(np.dtype(dtype(kind)).itemsize * 8)
+
+
+@dataclass(frozen=True)
+class Register:
+    slot: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An address of shared memory; start: None for what is behind all that is declared."""
+
+    start: int | None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """[base + offset]; base: None for a parameter, whose place is `offset`."""
+
+    base: Register | None
+    offset: int
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """name: its parts between dots. operands: Register, int, float, str (special register), Place, Variable, a tuple."""
+
+    name: tuple[str, ...]
+    operands: tuple[Any, ...]
+    guard: Register | None
+    unless: bool
+    text: str
+
+
+@dataclass
+class Code:
+    """A parsed kernel: registers' kinds by slot, instructions, places of labels, bytes of shared memory that it declares."""
+
+    kinds: list[str] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    parameters: dict[str, tuple[int, str]] = field(default_factory=dict)
+    threads: int = 32
+    declared: int = 0
+
+
+class Reader:
+    """Parses one entry of PTX text. Names of registers, labels and variables hold within their braces."""
+
+    def __init__(self, text: str) -> None:
+        text = re.sub(r"/\*.*?\*/", " ", re.sub(r"//[^\n]*", "", text), flags=re.DOTALL)
+        text = re.sub(r"^\s*\.(loc|file)\b[^\n]*$", "", text, flags=re.MULTILINE)
+        self.code, self.scopes, self.waiting = Code(), [{}], []  # type: ignore[var-annotated]
+        head = re.search(r"\.entry\s+\w+\s*\((.*?)\)([^{]*)\{", text, re.DOTALL)
+        if not head:
+            raise Unknown("no .entry in the PTX")
+        self._shared(text[: head.start()])
+        size = 0
+        for kind, name in re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", head[1]):
+            step = width(kind) // 8
+            size = -(-size // step) * step
+            self.code.parameters[name] = size, kind
+            size += step
+        if threads := re.search(r"\.reqntid\s+(\d+)", head[2]):
+            self.code.threads = int(threads[1])
+        self._body(text[head.end() :])
+
+    def _shared(self, text: str) -> None:
+        for aligned, name, count in re.findall(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+(\w+)\[(\d*)\]", text):
+            if not count:  # dynamic: behind all that is declared
+                self.scopes[0][name] = Variable(None)
+                continue
+            self.code.declared = -(-self.code.declared // int(aligned)) * int(aligned)
+            self.scopes[-1][name] = Variable(self.code.declared)
+            self.code.declared += int(count)
+
+    def _body(self, text: str) -> None:
+        at, depth = 0, 1
+        space = re.compile(r"\s*")
+        label = re.compile(r"([$%\w]+):(?!:)")
+        while depth:
+            at = space.match(text, at).end()  # type: ignore[union-attr]
+            if at == len(text):
+                break
+            if text[at] in "{}":
+                if text[at] == "{":
+                    self.scopes.append({})
+                else:
+                    self._leave()
+                depth += 1 if text[at] == "{" else -1
+                at += 1
+            elif text[at] == ";":
+                at += 1
+            elif found := label.match(text, at):
+                name = f"{found[1]}#{len(self.code.labels)}"
+                self.scopes[-1][found[1]] = name
+                self.code.labels[name] = len(self.code.instructions)
+                at = found.end()
+            else:
+                end = text.index(";", at)
+                self._statement(" ".join(text[at:end].split()))
+                at = end + 1
+        while len(self.scopes) > 1:
+            self._leave()
+        for number, name in self.waiting:
+            self._target(number, name, self.scopes[0])
+
+    def _leave(self) -> None:
+        """Branches to labels further down in the same braces are settled as these end."""
+        scope = self.scopes.pop()
+        self.waiting = [(n, name) for n, name in self.waiting if not self._target(n, name, scope)]
+
+    def _target(self, number: int, name: str, scope: dict[str, Any]) -> bool:
+        if name not in scope:
+            return False
+        old = self.code.instructions[number]
+        self.code.instructions[number] = Instruction(old.name, (scope[name],), old.guard, old.unless, old.text)
+        return True
+
+    def _look_up(self, name: str) -> Any:
+        for scope in reversed(self.scopes):
+            if name in scope:
+                return scope[name]
+        return None
+
+    def _statement(self, text: str) -> None:
+        if text.startswith(".reg"):
+            kind, names = text.split(None, 2)[1:]
+            for name in names.split(","):
+                name = name.strip()
+                many = re.fullmatch(r"(.*)<(\d+)>", name)
+                for one in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
+                    self.scopes[-1][one] = Register(len(self.code.kinds), kind.strip("."))
+                    self.code.kinds.append(kind.strip("."))
+            return
+        if text.startswith(".shared"):
+            self._shared(text)
+            return
+        if text.startswith((".pragma", ".local")):
+            if text.startswith(".local"):
+                raise Unknown(text)
+            return
+        guard, unless, said = None, False, text
+        if text.startswith("@"):
+            name, text = text[1:].split(None, 1)
+            unless = name.startswith("!")
+            guard = self._look_up(name.lstrip("!"))
+        opcode, _, rest = text.partition(" ")
+        operands = tuple(self._operand(x) for x in _split(rest)) if rest else ()
+        if opcode.startswith("bra"):
+            self.waiting.append((len(self.code.instructions), rest.strip()))
+        parts = tuple(opcode.replace("::", "_").split("."))
+        self.code.instructions.append(Instruction(parts, operands, guard, unless, said))
+
+    def _operand(self, text: str) -> Any:
+        text = text.strip()
+        if text.startswith("{"):
+            return tuple(self._operand(x) for x in _split(text[1:-1]))
+        if text.startswith("["):
+            base, _, offset = text[1:-1].replace(" ", "").partition("+")
+            if base.endswith("]"):
+                raise Unknown(text)
+            found = self._look_up(base)
+            if base in self.code.parameters:
+                return Place(None, self.code.parameters[base][0] + int(offset or 0))
+            if isinstance(found, Register):
+                return Place(found, int(offset or "0", 0))
+            if found is None:
+                raise Unknown(f"address {text}")
+            return Variable(found.start, int(offset or "0", 0))
+        if "|" in text:
+            return tuple(self._operand(x) for x in text.split("|"))
+        if text.startswith("!"):
+            return ("!", self._operand(text[1:]))
+        if text.startswith(("0f", "0F")):
+            return struct.unpack(">f", bytes.fromhex(text[2:]))[0]
+        if text.startswith(("0d", "0D")):
+            return struct.unpack(">d", bytes.fromhex(text[2:]))[0]
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)U?", text):
+            return int(text.rstrip("U"), 0)
+        if re.fullmatch(r"-?\d+\.\d*(e[+-]?\d+)?", text):
+            return float(text)
+        if text == "_":
+            return None
+        found = self._look_up(text)
+        return text if found is None else found
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside of braces and brackets."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "{[") - (c in "}]")
+        if c == "," and not depth:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]]
+
+
+class Memory:
+    """Global memory: what may be touched, by its first address."""
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.held: list[Array] = []
+        self.owners: dict[int, Any] = {}
+
+    def add(self, start: int, held: Array, owner: Any = None) -> None:
+        """held: uint8, over the bytes themselves; a range that is there already is not added. owner: kept alive."""
+        if start in self.owners or not held.size:
+            return
+        at = bisect_right(self.starts, start)
+        self.starts.insert(at, start)
+        self.held.insert(at, held)
+        self.owners[start] = owner
+
+    def find(self, addresses: Array, size: int, said: str) -> list[tuple[Array | slice, Array, Array]]:
+        """For each range: which of the addresses lie there, its bytes as numbers of `size`, and their places."""
+        if (addresses & np.uint64(size - 1)).any():
+            raise Fault(f"{said}: misaligned, {int(addresses[(addresses % size) > 0][0]):#x} for {size} bytes")
+        left: Array | slice = slice(None)
+        found: list[tuple[Array | slice, Array, Array]] = []
+        todo = addresses
+        while todo.size:
+            first = int(todo[0])
+            at = bisect_right(self.starts, first) - 1
+            if at < 0 or first + size > self.starts[at] + self.held[at].size:
+                near = "" if at < 0 else f", {first - self.starts[at]} bytes into one of {self.held[at].size}"
+                raise Fault(f"{said}: {first:#x} is in no tensor of the launch{near}")
+            start, held = self.starts[at], self.held[at]
+            within = todo - np.uint64(start)
+            here = within <= held.size - size if held.size >= size else np.zeros(len(todo), bool)
+            numbers = held[: held.size // size * size].view(UNSIGNED[size * 8])
+            if here.all():
+                found.append((left, numbers, (within >> np.uint64(size.bit_length() - 1)).astype(np.int64)))
+                break
+            places = np.arange(len(addresses))[left]
+            found.append((places[here], numbers, (within[here] // np.uint64(size)).astype(np.int64)))
+            left, todo = places[~here], todo[~here]
+        return found
+
+
+@dataclass
+class Shared:
+    """Shared memory of all programs of a batch, one behind the other, and who touched it since the last barrier."""
+
+    held: Array
+    size: int
+    writer: Array  # warp + 1 of the last write of each byte, 0 for none
+    wrote: Array  # barriers its program had passed by then
+    reader: Array  # warp + 1 of the last read, -1 where several
+    read: Array
+
+
+class Batch:
+    """Threads of some programs, with their registers; runs a kernel's instructions until all have ended."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        programs: Sequence[tuple[int, int, int]],
+        grid: tuple[int, int, int],
+        parameters: bytes,
+        shared: int,
+        memory: Memory,
+    ) -> None:
+        code = machine.code
+        self.machine, self.memory, self.threads = machine, memory, code.threads
+        self.n = len(programs) * code.threads
+        self.every = np.arange(self.n)
+        self.registers: list[Any] = [None] * len(code.kinds)
+        self.parameters = parameters
+        thread = np.tile(np.arange(code.threads, dtype=np.uint32), len(programs))
+        self.program = np.repeat(np.arange(len(programs)), code.threads)
+        number = np.array(programs, dtype=np.uint32)[self.program]
+        self.special = {
+            "%tid.x": thread, "%laneid": thread % 32, "%ntid.x": np.full(self.n, code.threads, np.uint32),
+            "%warpid": thread // 32,
+            "%dynamic_smem_size": np.full(self.n, shared - machine.dynamic, np.uint32),
+            **{f"%ctaid.{x}": number[:, i] for i, x in enumerate("xyz")},
+            **{f"%nctaid.{x}": np.full(self.n, grid[i], np.uint32) for i, x in enumerate("xyz")},
+            **{f"%tid.{x}": np.zeros(self.n, np.uint32) for x in "yz"},
+        }  # fmt: skip
+        self.warp = (thread // 32).astype(np.int16)
+        self.counter = np.zeros(self.n, np.int64)  # the next instruction
+        self.state = np.zeros(self.n, np.int8)  # 0 runs, 1 waits at a barrier, 2 has ended
+        self.passed = np.zeros(len(programs), np.int32)
+        size = -(-shared // 1024) * 1024
+        self.shared = Shared(
+            np.full(size * len(programs), 0xFF, np.uint8), shared,
+            *(np.zeros(size * len(programs) if machine.races else 0, t) for t in (np.int16, np.int32, np.int16, np.int32)),
+        )  # fmt: skip
+        self.room = size
+        self.base = (self.program * size).astype(np.int64)
+        self.copies: list[tuple[Array, Array, Callable[[Array], None]]] = []  # threads, their groups, what is copied
+        self.open: list[tuple[Array, Callable[[Array], None]]] = []
+        self.groups = np.zeros(self.n, np.int64)  # committed by each thread
+
+    def get(self, slot: int, a: Active) -> Array:
+        held = self.registers[slot]
+        if held is None:
+            self.registers[slot] = held = self._unset(slot)
+        return held if a is None else held[a]
+
+    def _unset(self, slot: int) -> Array:
+        kind = self.machine.code.kinds[slot]
+        t = np.bool_ if kind == "pred" else UNSIGNED[width(kind)]
+        return np.full(self.n, True if kind == "pred" else np.iinfo(t).max, t)
+
+    def put(self, slot: int, a: Active, value: Array) -> None:
+        """value: bits of the register's width; its own from now on."""
+        if a is None:
+            self.registers[slot] = value if value.shape == (self.n,) else np.broadcast_to(value, (self.n,)).copy()
+            return
+        if self.registers[slot] is None:
+            self.registers[slot] = self._unset(slot)
+        self.registers[slot][a] = value
+
+    def run(self) -> None:
+        steps, ends = self.machine.steps, self.machine.ends
+        executed = 0
+        while True:
+            runs = self.state == 0
+            if not runs.any():
+                if (self.state == 2).all():
+                    return
+                self._release()
+                continue
+            at = int(self.counter[runs].min())
+            here = runs & (self.counter == at)
+            a = None if here.all() else self.every[here]
+            end = ends[at]
+            self.counter[here] = end
+            for i in range(at, end):
+                try:
+                    steps[i](self, a)
+                except Fault as error:
+                    raise type(error)(f"{self.machine.code.instructions[i].text}: {error}") from None
+            executed += end - at
+            if executed > self.machine.most:
+                raise Fault(f"more than {self.machine.most} instructions: a loop without an end?")
+
+    def _release(self) -> None:
+        """Programs of which every thread waits, or has ended, go on."""
+        waits = self.state.reshape(-1, self.threads)
+        free = (waits != 0).all(1) & (waits == 1).any(1)
+        if not free.any():
+            raise Fault("a barrier that some threads never reach")
+        self.passed[free] += 1
+        self.state[(waits == 1).reshape(-1) & np.repeat(free, self.threads)] = 0
+
+    def whole(self, a: Active) -> Array:
+        """Places of whole warps, [warps, 32]."""
+        places = (self.every if a is None else a).reshape(-1)
+        if len(places) % LANES:
+            raise Fault("not all threads of a warp are here")
+        warps = places.reshape(-1, LANES)
+        if (warps != warps[:, :1] + np.arange(LANES)).any() or (warps[:, 0] % LANES).any():
+            raise Fault("not all threads of a warp are here")
+        return warps
+
+    # Shared memory
+
+    def at_shared(self, addresses: Array, a: Active, size: int, note: bool = True) -> Array:
+        """Places among numbers of `size` bytes, of which one is read; checked."""
+        places = self._places(addresses, a, size)
+        if self.machine.races and note:
+            s, (who, when) = self.shared, self._here(a)
+            for p in (places * size + byte for byte in range(size)):
+                if ((s.wrote[p] == when) & (s.writer[p] != 0) & (s.writer[p] != who)).any():
+                    raise Race("a read after another warp's write without a barrier")
+                alone = (s.read[p] != when) | (s.reader[p] == 0) | (s.reader[p] == who)
+                s.reader[p] = np.where(alone, who, np.int16(-1))
+                s.reader[p[s.reader[p] != who]] = -1
+                s.read[p] = when
+        return places
+
+    def to_shared(self, addresses: Array, a: Active, value: Array) -> None:
+        """Writes unsigned numbers. Threads may write the same number to one place, as layouts with copies do."""
+        size = value.dtype.itemsize
+        places, held = self._places(addresses, a, size), self.shared.held.view(value.dtype)
+        if self.machine.races:
+            s, (who, when) = self.shared, self._here(a)
+            other = held[places] != value
+            for p in (places * size + byte for byte in range(size)):
+                if (other & (s.wrote[p] == when) & (s.writer[p] != 0) & (s.writer[p] != who)).any():
+                    raise Race("two warps write, without a barrier between")
+                if (other & (s.read[p] == when) & (s.reader[p] != 0) & (s.reader[p] != who)).any():
+                    raise Race("a write after another warp's read without a barrier")
+                s.writer[p], s.wrote[p] = who, when
+        held[places] = value
+        if (held[places] != value).any():
+            raise Race("two threads write different numbers at once")
+
+    def _places(self, addresses: Array, a: Active, size: int) -> Array:
+        addresses = addresses.astype(np.int64)
+        if (addresses % size).any():
+            raise Fault(f"misaligned, shared {int(addresses[addresses % size > 0][0])} for {size} bytes")
+        if (addresses < 0).any() or (addresses + size > self.shared.size).any():
+            raise Fault(f"shared memory has {self.shared.size} bytes, {int(addresses.max())} + {size} asked for")
+        base = self.base if a is None else self.base[a]
+        return (addresses + (base if addresses.ndim == 1 else base[:, None])) // size
+
+    def _here(self, a: Active) -> tuple[Array, Array]:
+        """Of each thread: its warp + 1, and the barriers that its program has passed."""
+        warp, program = (self.warp, self.program) if a is None else (self.warp[a], self.program[a])
+        return warp + np.int16(1), self.passed[program]
+
+    # Copies that arrive later
+
+    def copy(self, a: Active, arrive: Callable[[Array], None]) -> None:
+        """arrive: puts there what is of the threads it is given."""
+        places = self.every if a is None else a
+        if self.machine.early:
+            arrive(places)
+        else:
+            self.open.append((places, arrive))
+
+    def commit(self, a: Active) -> None:
+        here = np.zeros(self.n, bool)
+        here[self.every if a is None else a] = True
+        self.groups[here] += 1
+        left = []
+        for threads, arrive in self.open:
+            mine = here[threads]
+            if mine.any():
+                self.copies.append((threads[mine], self.groups[threads[mine]], arrive))
+            if not mine.all():
+                left.append((threads[~mine], arrive))
+        self.open = left
+
+    def wait(self, a: Active, pending: int) -> None:
+        """All but the last `pending` groups of each thread have arrived."""
+        due = np.full(self.n, -1, np.int64)
+        places = self.every if a is None else a
+        due[places] = self.groups[places] - pending
+        left = []
+        for threads, groups, arrive in self.copies:
+            now = groups <= due[threads]
+            if now.any():
+                arrive(threads[now])
+            if not now.all():
+                left.append((threads[~now], groups[~now], arrive))
+        self.copies = left
+
+
+Step = Callable[[Batch, Active], None]
+
+
+class Machine:
+    """A kernel made ready to run.
+
+    text: PTX of one entry. races: look for them in shared memory. early: copies of `cp.async` arrive at once, not at the wait.
+    most: instructions of one batch before it counts as a loop without an end.
+    """
+
+    def __init__(self, text: str, races: bool = True, early: bool = False, most: int = 20_000_000) -> None:
+        from ptx_instructions import step
+
+        self.code, self.races, self.early, self.most = Reader(text).code, races, early, most
+        self.dynamic = -(-self.code.declared // 1024) * 1024
+        code = self.code
+        self.steps: list[Step] = [step(self, one) for one in code.instructions]
+        cuts = {*code.labels.values(), len(code.instructions)}
+        cuts |= {
+            i + 1 for i, one in enumerate(code.instructions) if one.name[0] in ("bra", "bar", "barrier", "ret", "exit")
+        }
+        ordered = sorted(cuts)
+        self.ends = [ordered[bisect_right(ordered, i)] for i in range(len(code.instructions))]
+
+    def launch(
+        self, grid: tuple[int, int, int], values: Sequence[Any], shared: int, memory: Memory, lanes: int = 8192
+    ) -> None:
+        """values: one a parameter. shared: bytes of dynamic shared memory. lanes: threads of a batch of programs."""
+        parameters = bytearray()
+        if len(values) != len(self.code.parameters):
+            raise Fault(f"{len(values)} values for {len(self.code.parameters)} parameters")
+        for value, (at, kind) in zip(values, self.code.parameters.values(), strict=True):
+            parameters += bytes(at - len(parameters))
+            number = np.asarray(value if dtype(kind) in FLOATS.values() else int(value))
+            if number.dtype.kind in "iu":
+                number = np.asarray(int(value) & (1 << width(kind)) - 1).astype(UNSIGNED[width(kind)])
+            parameters += number.astype(UNSIGNED[width(kind)] if number.dtype.kind in "iu" else dtype(kind)).tobytes()
+        programs = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+        many = max(1, lanes // self.code.threads)
+        with np.errstate(all="ignore"):
+            for first in range(0, len(programs), many):
+                Batch(
+                    self, programs[first : first + many], grid, bytes(parameters), self.dynamic + shared, memory
+                ).run()

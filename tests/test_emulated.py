@@ -1,0 +1,90 @@
+"""Kernels as they are compiled for a GPU, inline assembly and all, run on the CPU (emulator.py): against their references, and
+without races, accesses outside of tensors, or numbers that are read before their copy was waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from interpreted import emulated, needs_triton
+
+pytestmark = needs_triton
+
+CASES = ("attention_cases", "quantise_cases", "reconstruct_cases", "vq_attention_cases")
+FEW = {  # that take most of the assembly; by number in the module's `small`. A kernel takes 5 s to compile
+    "attention_cases.compare": (6, 10, 21, 30, 39),
+    "quantise_cases.main": (8,),
+    "reconstruct_cases.main": (1,),
+    "vq_attention_cases.main": (0,),
+}
+IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole caches, compiled kernels must
+    "test_compensated_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
+    "test_fixed.py::test_steps_of_the_triton_kernels_in_the_interpreter",
+    "test_fused.py::test_logits_of_the_triton_kernel_in_the_interpreter",
+    "test_fused.py::test_prompts_are_packed_by_kernels_bit_for_bit",
+    "test_reconstruct.py::test_interpreted_kernel_places_exact_tokens_as_the_reference_does",
+    "test_reconstructed.py::test_logits_of_the_triton_kernel_in_the_interpreter",
+    "test_rotated_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
+    "test_salience_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
+    "test_vectors.py::test_logits_of_the_triton_kernels_in_the_interpreter",
+    "test_vq.py::test_interpreted_kernels_agree_with_the_reference",
+    "test_vq_append.py::test_the_triton_kernels_in_the_interpreter",
+)
+SELECTED = """
+from importlib import import_module
+for what, numbers in {few}.items():
+    module, function = what.split(".")
+    module = import_module(module)
+    getattr(module, function)([list(module.small())[number] for number in numbers])
+"""
+CHANGED = """
+import re, ptx, attention_cases
+own = ptx.Reader.__init__
+for pattern, by, number in {changes}:
+    ptx.Reader.__init__ = lambda self, text: own(self, re.sub(pattern, by, text))
+    try:
+        attention_cases.compare([attention_cases.small()[number]])
+    except ptx.Fault as error:
+        print(type(error).__name__, error)
+"""
+CHANGES = (  # of compiled code, each in the kernel of another case; and what is then said
+    (r"cp\.async\.wait_group\s+\d+;", "", 10, "off by|nan"),  # codes are read before they are there
+    (r"bar\.sync\s+0;", "", 6, "Race .*a read after another warp's write"),
+    (r"(mma\.sync\S*\.u8\.s8\.s32 \{[^}]*\}, \{)([^,]*), ([^,]*),", r"\1\3, \2,", 0, "off by"),  # parts of an operand
+)
+
+
+def test_compiled_kernels_agree_with_the_reference() -> None:
+    """One process, because each needs some seconds to begin."""
+    assert emulated("-c", SELECTED.format(few=FEW)) == ["1"] * 3
+
+
+def test_a_change_of_the_compiled_code_is_found() -> None:
+    lines = emulated("-c", CHANGED.format(changes=[change[:3] for change in CHANGES]))
+    assert len(lines) == len(CHANGES), lines
+    for line, (*_, said) in zip(lines, CHANGES, strict=True):
+        assert re.search(said, line), lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "early"), [(90, False), (80, True)])
+@pytest.mark.parametrize("module", CASES)
+def test_all_small_cases_compiled(module: str, capability: int, early: bool) -> None:
+    """sm_80 has other products and no wgmma. Copies that arrive at once find a room that is overwritten while it is read."""
+    (count,) = emulated("-m", module, "small", capability=capability, early=early)
+    assert int(count) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", IN_THE_INTERPRETER)
+def test_compiled_kernels_pass_what_interpreted_ones_do(test: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{os.path.dirname(__file__)}/{test}"],
+        capture_output=True, text=True, env={**os.environ, "KVCAL_EMULATE": "90"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:]
