@@ -786,7 +786,7 @@ def product(machine: Machine, one: Instruction) -> Step:
     shape = next(p for p in one.name if p.startswith("m16n8"))
     k = int(shape[6:])
     to, a_kind, b_kind, c_kind = one.name[-4:]
-    if one.name[3:5] != (shape, "row") or "col" not in one.name:
+    if one.name[3:6] != (shape, "row", "col") or c_kind != to:
         raise Unknown(one.text)
     if k not in FORMS.get(a_kind, ()) or to not in ("f32", "s32"):
         raise Unknown(one.text)

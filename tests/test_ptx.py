@@ -169,7 +169,7 @@ def test_what_is_not_known_is_not_passed_over(body: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_products_and_sums_of_triton_are_those_of_torch(capability: int) -> None:
     """mma of each type, and on 90 wgmma with its swizzled tiles, turned ones too."""
     products, last = emulated("-m", "simple_kernels", capability=capability)
