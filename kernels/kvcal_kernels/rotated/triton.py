@@ -37,7 +37,11 @@ def _butterfly(x, ROWS: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
 def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
     """tree_sum of [ROWS, N], N = 2^LOG -> [ROWS]."""
     for i in tl.static_range(LOG):
-        x = tl.sum(tl.reshape(x, [ROWS, 2, N >> (i + 1)]), 1)
+        if (N >> i) > 32:
+            low, high = tl.split(tl.permute(tl.reshape(x, [ROWS, 2, N >> (i + 1)]), (0, 2, 1)))
+            x = low + high
+        else:
+            x = tl.sum(tl.reshape(x, [ROWS, 2, N >> (i + 1)]), 1)
     return tl.reshape(x, [ROWS])
 
 
