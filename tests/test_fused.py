@@ -900,7 +900,7 @@ def test_a_check_that_ends_in_a_fault_of_cuda(kept: bool, monkeypatch: pytest.Mo
         (tmp_path / "file").write_text("")
     card.says = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "synchronize", _illegal)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: _illegal() if card.tried else None)
         with pytest.raises(KVCalError) as raised:
             card.ask()
     said = str(raised.value)
@@ -916,6 +916,77 @@ def test_a_check_that_ends_in_a_fault_of_cuda(kept: bool, monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="its check ended in a CUDA fault: CUDA error: an illegal.*; to have it tried"):
         assert "ended in a CUDA fault" in str(card.ask())
     assert len(card.tried) == 1
+
+
+def test_a_fault_before_a_check_is_none_of_its_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What ran before has left the process without its GPU: torch's own error, and no verdict."""
+    card = Card(monkeypatch, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", _illegal)
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            card.ask()
+    assert not card.tried and not card.file.exists()
+    assert card.ask() is None and len(card.tried) == 1
+
+
+def test_a_check_while_another_thread_records_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA then refuses to wait: no fault, no verdict."""
+    card = Card(monkeypatch, tmp_path)
+    card.says = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def refused(device: Any = None) -> None:
+        if card.tried:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", refused)
+        with pytest.warns(UserWarning, match=r"its check failed: .* stream is capturing"):
+            card.ask()
+    card.forget()
+    card.says = None
+    assert not card.file.exists() and card.ask() is None
+
+
+def test_no_check_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is known needs none."""
+    card = Card(monkeypatch, tmp_path)
+    assert card.ask() is None
+    card.forget()
+    monkeypatch.setattr(preflight, "capturing", lambda: True)
+    assert card.ask() is None
+    with pytest.raises(
+        KVCalError, match=r"^decode_attention: a CUDA graph is being recorded, in which .* before you re"
+    ):
+        card.ask("kivi-4")
+    assert len(card.tried) == 1
+
+
+def test_a_check_is_made_without_autocast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Products of its float32 reference would be of the kernel's dtype: a verdict on both."""
+    card, seen = Card(monkeypatch, tmp_path), list[bool]()
+    monkeypatch.setattr(preflight, "trial", lambda *given: seen.append(torch.is_autocast_enabled("cuda")))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert card.ask() is None
+        assert seen == [False] and torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.gpu
+def test_a_cache_made_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its checks are refused before they end the recording, and pass behind it."""
+    monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    place = torch.float16, torch.device("cuda", torch.cuda.current_device())
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+    with torch.cuda.graph(graph):
+        with pytest.raises(KVCalError, match="a CUDA graph is being recorded"):
+            fused.absence("auto", PAIRS["kivi-4"], 2, *place)
+        y = x + 1
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+    assert fused.absence("auto", PAIRS["kivi-4"], 2, *place) is None
 
 
 FAULT = """
