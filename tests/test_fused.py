@@ -538,6 +538,22 @@ print(t.preflight.trial(*forms, 2, 2, *place))
 """
 
 
+REFUSED = """
+import torch
+import test_fused as t
+from kvcal_artifacts.errors import NonFiniteError
+own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
+t.PAIRS["squat by torch"] = t.LayerCodecs(t.Squat(t.uniform("key", 4, inner=False), channels=8), t.uniform("value", 8))
+own.model.layers[0].self_attn.k_proj.weight.data[64 + 50] = torch.nan
+for name in (*t.PACKED_BY, "squat by torch", "higgs-2"):
+    cache = t.opened(t.scheme(t.PAIRS[name], 1), own, kernels="triton")
+    try:
+        own(t.token_ids(2, 109), past_key_values=cache)
+    except NonFiniteError as error:
+        print(cache.own_layers[0].columns, error.layer, error)
+"""
+
+
 PROMPTS = """
 import json, torch
 import test_fused as t
@@ -587,6 +603,14 @@ def test_prompts_are_packed_by_kernels_bit_for_bit() -> None:
         assert found[:2] == [name, True] and min(found[2]) > 0, found
         assert found[3] == launched and found[4] == said and found[5].startswith("torch: "), found
     assert lines[5:] == ["None None None", "words of packed keys differ", "None", "words of packed keys differ"], lines
+
+
+@needs_triton
+def test_kernels_refuse_a_nan_as_torch_does() -> None:
+    """At the end of the forward, with one wait for the device; SQuat also where it corrects by torch before the kernel."""
+    why = "0 layer 0, key head 1: a NaN or infinity reached the cache; only finite values can be compressed: check the "
+    lines = interpreted("-c", REFUSED)
+    assert len(lines) == 7 and all(line.startswith(f"109 {why}") for line in lines), lines
 
 
 @needs_triton

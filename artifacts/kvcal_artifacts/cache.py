@@ -498,7 +498,8 @@ class KVCalLayer(CacheLayerMixin):
             return self._encode(leaving, stats)
         context, block = Context(self.index, stats=stats), self._cache.scheme.windows.block
         keys, values = (x.to(self.dtype) for x in leaving)
-        keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
+        with collecting(self._cache.refusals, self.index):
+            keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
         blocks, flags = fused.quantise_by(rules, [keys, values], factor)
         self._cache.refusals.note(self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index)))
         made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]

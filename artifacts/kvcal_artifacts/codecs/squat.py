@@ -29,7 +29,7 @@ from kvcal_kernels.compensated import Moves
 from kvcal_kernels.hadamard import tree_sum
 
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, check_finite
 from .uniform import Uniform
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class Squat(Codec):
         return self.inner.encode(self.corrected(x, context), context)
 
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
-        return self.corrected(x, context)
+        # what the kernel makes of a NaN is not finite either, where it is rounded; torch rounds here, and refuses scales
+        return self.corrected(x if self._kernel else check_finite(x, context.layer, self.role), context)
 
     def by_kernel(self) -> Squat:
         """Its corrections by a Triton kernel, bit for bit those of torch: of plain uniform integers at shapes that
