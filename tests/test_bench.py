@@ -990,6 +990,18 @@ def test_a_filled_cache_goes_on_generating(name: str) -> None:
         assert cache.ledger.blocks.tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("length", [1, 31, 32, 40])
+@pytest.mark.parametrize("name", ["kivi-2", "aqua-kv-2"])
+def test_a_filled_cache_of_few_tokens_holds_no_more(name: str, length: int) -> None:
+    """Fewer than the sink takes, as many, and some of the window."""
+    one = schemes.named(name, GEOMETRY)
+    with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache, torch.no_grad():
+        for columns in (length, length + 1):
+            held = [layer.sink[0].shape[2] + layer.window[0].shape[2] for layer in cache.own_layers]
+            assert set(held) == {columns} and cache.get_seq_length() == columns
+            LLAMA(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
+
+
 @pytest.mark.parametrize(
     ("limit", "start", "step"), [(0, 1, 1), (1, 1, 1), (5, 1, 1), (1000, 1024, 256), (70000, 1024, 256)]
 )
