@@ -590,10 +590,12 @@ def test_parts_of_table_5() -> None:
 def test_fused_attention_is_left_out_with_the_reason() -> None:
     notes: list[str] = []
     which = [OPERATIONS["fused-attention"]]
-    own = [schemes.named(name, SMALL) for name in ("inner-4", "higgs-2")]
-    found = measure.rows_of("small", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", notes.append)
+    wide = replace(SMALL, head_dim=64)
+    own = [schemes.named(name, wide) for name in ("inner-4", "higgs-2", "aqua-kv-2")]
+    found = measure.rows_of("wide", wide, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", notes.append)
     assert [row.scheme for row in found if row.scheme != "fp16"] == []
-    assert all("needs a CUDA GPU" in note for note in notes[-2:])
+    assert all("needs a CUDA GPU" in note for note in notes[-3:-1])
+    assert "layers are predicted" in notes[-1]  # on any device
 
 
 def test_what_is_left_out_is_a_row_with_the_reason() -> None:
@@ -755,7 +757,7 @@ def test_a_gpu_without_triton_has_the_times_of_torch(monkeypatch: pytest.MonkeyP
     """As the paper's own device: Table 5 is measured there, by torch."""
     Card(monkeypatch, tmp_path, (7, 2))
     for name in ("innerq-small", "squat-2"):
-        xavier = replace(case(name, 1, LENGTH), device=torch.device("cuda"))
+        xavier = replace(case(name, 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry), device=torch.device("cuda"))
         assert "7.2; Triton needs 8.0" in str(fused.refuses_fused(xavier))
         assert all("7.2" in str(find(xavier)) for find in (quantising.rules, quantising.block_rules))
         assert quantising.encoders(xavier, xavier.scheme.codecs)[1] == "reference"
