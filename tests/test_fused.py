@@ -797,8 +797,12 @@ def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytes
     assert len(card.tried) == 2 and len(json.loads(card.file.read_text())) == 2
     assert fused.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
     assert fused.rules("auto", PAIRS["squat"], *place) == "keys: no kernel quantises for squat"
-    for _ in range(2):  # of two layers, whose rules are not the same objects
-        keys, values = fused.rules("auto", PAIRS["higgs-4-debiased"], *place)
+    debiased = (Scaled(higgs(2, 256, gain="debiased").key, factor()), higgs(4, 256, gain="debiased").value)
+    for pair in (
+        PAIRS["higgs-4-debiased"],
+        LayerCodecs(*debiased),
+    ):  # of two layers, whose rules are not the same objects
+        keys, values = fused.rules("auto", pair, *place)
         assert keys.gain != values.gain and len(card.tried) == 3  # type: ignore[union-attr]
     kept = [name for name in json.loads(card.file.read_text()) if "vector 4" in name]
     assert len(kept) == 1 and "append" in kept[0] and "grid of 256, h2" in kept[0]
@@ -835,6 +839,21 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     with pytest.warns(UserWarning, match="encoding kernel: words of packed keys differ; blocks are packed by torch"):
         pair = fused.packing("auto", PAIRS["turboquant-4-2"], *place)
     assert pair.key is PAIRS["turboquant-4-2"].key
+
+
+@pytest.mark.parametrize("name", ["higgs-2", "higgs-4-debiased"])
+def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
+    """A CUDA graph of a step has their tables' addresses, whatever prompts its cache has had since, and may outlive what else
+    knows of them.
+    """
+    made = scheme(PAIRS[name])
+    twins = [[codec.by_kernel() for codec in (pair.key, pair.value)] for pair in [made.on(0, torch.device("cpu"))] * 3]
+    for role in (0, 1):
+        found = {id(fused.rule_of(pair[role])) for pair in twins}
+        assert len(found) == 1 and all(pair[role].encodes_by_kernel for pair in twins)
+    own = higgs(2, 16).key
+    assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
+    assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
 
 
 DAMAGED = {
