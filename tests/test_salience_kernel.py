@@ -144,6 +144,14 @@ def test_on_a_gpu(case: Any) -> None:
     assert differing(triton, case, x.cuda(), None if importance is None else importance.cuda()) == []
 
 
+@pytest.mark.gpu
+def test_the_codec_finds_on_a_gpu_what_it_finds_on_a_cpu() -> None:
+    """And so what the kernel finds: a channel that one of them has above a threshold moves all tiers behind it."""
+    codec = MixKVQ(Shape(8, 128, 32), "key", importance="none")
+    x = torch.randn(4, 8, 256 * 32, 128, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(codec.salience(x.cuda()).cpu(), codec.salience(x))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
