@@ -773,6 +773,17 @@ def test_a_gpu_without_triton_has_the_times_of_torch(monkeypatch: pytest.MonkeyP
     )
 
 
+def test_what_a_cache_packs_by_its_codecs_is_measured_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels that attend read what the quantise kernel writes; where none does, torch packs."""
+    Card(monkeypatch, tmp_path)
+    one = case("kivi-2", 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry)
+    whole = Scheme(one.scheme.windows, "post_rope", (one.scheme.codecs,)).keeping(HeavyHitters())
+    selects = replace(one, scheme=replace(one.scheme, whole=whole), device=torch.device("cuda"))
+    plain = replace(one, device=torch.device("cuda"))
+    for find in (quantising.rules, quantising.block_rules):
+        assert "token selection" in str(find(selects)) and not isinstance(find(plain), str)
+
+
 def test_vector_codes_in_float32_are_appended_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch: the cache takes no kernel for them."""
     Kernels(monkeypatch)

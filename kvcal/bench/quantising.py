@@ -45,6 +45,8 @@ def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
 def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
     if not interpreted() and (why := unsupported(case.device)):
         return why
+    if why := unreadable(case.scheme, case.scheme.codecs, case.group):  # a cache packs these by the codecs
+        return why
     made = []
     for codec in codecs:
         rule = rule_of(codec.to(case.device))
