@@ -778,10 +778,11 @@ def test_what_a_cache_packs_by_its_codecs_is_measured_so(monkeypatch: pytest.Mon
     Card(monkeypatch, tmp_path)
     one = case("kivi-2", 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry)
     whole = Scheme(one.scheme.windows, "post_rope", (one.scheme.codecs,)).keeping(HeavyHitters())
-    selects = replace(one, scheme=replace(one.scheme, whole=whole), device=torch.device("cuda"))
-    plain = replace(one, device=torch.device("cuda"))
+    plain = replace(one, device=torch.device("cuda"), dtype=torch.float16)
+    selects, wide = replace(plain, scheme=replace(one.scheme, whole=whole)), replace(plain, dtype=torch.float32)
     for find in (quantising.rules, quantising.block_rules):
         assert "token selection" in str(find(selects)) and not isinstance(find(plain), str)
+        assert "float16 and bfloat16, not float32" in str(find(wide))
 
 
 def test_vector_codes_in_float32_are_appended_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
