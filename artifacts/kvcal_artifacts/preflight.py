@@ -228,7 +228,11 @@ def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> t
             f"{name.split(' | ')[0]}: a CUDA graph is being recorded, in which this kernel cannot be checked before its first "
             "use; make the cache, and run a prompt with it, before you record"
         )
-    torch.cuda.synchronize(device)  # raises what went wrong before this check
+    if fault := _fault(device):
+        raise KVCalError(
+            f"{torch.cuda.get_device_name(device)}: this process cannot use the GPU since what it ran before ({fault}); start "
+            "again, with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+        )
     try:
         with on(device), without_autocast(device.type):
             why = trial()
