@@ -851,6 +851,8 @@ def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
     for role in (0, 1):
         found = {id(fused.rule_of(pair[role])) for pair in twins}
         assert len(found) == 1 and all(pair[role].encodes_by_kernel for pair in twins)
+        rule = fused.rule_of(twins[0][role])
+        assert copy.deepcopy({"of a copied layer": rule})["of a copied layer"] is rule
     own = higgs(2, 16).key
     assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
     assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
