@@ -62,6 +62,22 @@ def test_control_leaves_the_backend_to_torch_and_gives_it_back(script: Any) -> N
     assert hf.has_flash is own
 
 
+def test_all_kernels_are_compiled_beside_the_model(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cache of each scheme asks preflight for; else the first one would compile it, one kernel after the other."""
+    from kvcal import models
+    from kvcal_artifacts import preflight
+
+    asked: set[str] = set()
+    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+    monkeypatch.setattr(preflight, "_found", lambda parts, *given: asked.add(parts[0]))
+    geometry = models.geometry(models.resolve("llama-3.1-8b"))
+    for name in script.MADE:
+        asked.clear()
+        script.compile_for(name, geometry, torch.bfloat16)
+        own = {"decode_attention", "append", "quantise"} if name == script.FUSED else {"reconstruct"}
+        assert asked == {"encode"} | own, name
+
+
 @pytest.mark.slow
 def test_it_runs(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = "--device cpu --model tiny --dtype float32 --shapes 1x256,1x192 --turns 4 --steps 1 --out"

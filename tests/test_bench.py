@@ -590,10 +590,12 @@ def test_parts_of_table_5() -> None:
 def test_fused_attention_is_left_out_with_the_reason() -> None:
     notes: list[str] = []
     which = [OPERATIONS["fused-attention"]]
-    own = [schemes.named(name, SMALL) for name in ("inner-4", "higgs-2")]
-    found = measure.rows_of("small", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", notes.append)
+    wide = replace(SMALL, head_dim=64)
+    own = [schemes.named(name, wide) for name in ("inner-4", "higgs-2", "aqua-kv-2")]
+    found = measure.rows_of("wide", wide, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", notes.append)
     assert [row.scheme for row in found if row.scheme != "fp16"] == []
-    assert all("needs a CUDA GPU" in note for note in notes[-2:])
+    assert all("needs a CUDA GPU" in note for note in notes[-3:-1])
+    assert "layers are predicted" in notes[-1]  # on any device
 
 
 def test_what_is_left_out_is_a_row_with_the_reason() -> None:
@@ -755,7 +757,7 @@ def test_a_gpu_without_triton_has_the_times_of_torch(monkeypatch: pytest.MonkeyP
     """As the paper's own device: Table 5 is measured there, by torch."""
     Card(monkeypatch, tmp_path, (7, 2))
     for name in ("innerq-small", "squat-2"):
-        xavier = replace(case(name, 1, LENGTH), device=torch.device("cuda"))
+        xavier = replace(case(name, 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry), device=torch.device("cuda"))
         assert "7.2; Triton needs 8.0" in str(fused.refuses_fused(xavier))
         assert all("7.2" in str(find(xavier)) for find in (quantising.rules, quantising.block_rules))
         assert quantising.encoders(xavier, xavier.scheme.codecs)[1] == "reference"
@@ -769,6 +771,18 @@ def test_a_gpu_without_triton_has_the_times_of_torch(monkeypatch: pytest.MonkeyP
         )
         is None
     )
+
+
+def test_what_a_cache_packs_by_its_codecs_is_measured_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels that attend read what the quantise kernel writes; where none does, torch packs."""
+    Card(monkeypatch, tmp_path)
+    one = case("kivi-2", 1, LENGTH, CATALOGUE["llama-3.1-8b"].geometry)
+    whole = Scheme(one.scheme.windows, "post_rope", (one.scheme.codecs,)).keeping(HeavyHitters())
+    plain = replace(one, device=torch.device("cuda"), dtype=torch.float16)
+    selects, wide = replace(plain, scheme=replace(one.scheme, whole=whole)), replace(plain, dtype=torch.float32)
+    for find in (quantising.rules, quantising.block_rules):
+        assert "token selection" in str(find(selects)) and not isinstance(find(plain), str)
+        assert "float16 and bfloat16, not float32" in str(find(wide))
 
 
 def test_vector_codes_in_float32_are_appended_as_the_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -988,6 +1002,18 @@ def test_a_filled_cache_goes_on_generating(name: str) -> None:
             logits = LLAMA(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache).logits
             assert bool(logits.isfinite().all())
         assert cache.ledger.blocks.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 40])
+@pytest.mark.parametrize("name", ["kivi-2", "aqua-kv-2"])
+def test_a_filled_cache_of_few_tokens_holds_no_more(name: str, length: int) -> None:
+    """Fewer than the sink takes, as many, and some of the window."""
+    one = schemes.named(name, GEOMETRY)
+    with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache, torch.no_grad():
+        for columns in (length, length + 1):
+            held = [layer.sink[0].shape[2] + layer.window[0].shape[2] for layer in cache.own_layers]
+            assert set(held) == {columns} and cache.get_seq_length() == columns
+            LLAMA(input_ids=torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
 
 
 @pytest.mark.parametrize(

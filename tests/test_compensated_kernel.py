@@ -39,7 +39,7 @@ def made(case: Case, dtype: torch.dtype = torch.float16) -> tuple[Squat, Moves, 
     codec = Squat(inner, 5, 0.1, channels, "calibrated", calibrated=torch.randn(2, 5, dim, generator=g) * 3)
     x = torch.randn(2, 2, 3 * block, dim, generator=g) * 2 + 1
     x[0, :, :block], x[1, 0] = 0, x[1, 0] * 1e-6
-    basis = next(codec._bases(Context(), codec.shape.blocks(x)))[1]
+    basis = next(codec._bases(Context(), 3))[1]
     return codec, moves(codec._responses(basis), channels), x.to(dtype)
 
 
@@ -140,6 +140,22 @@ def test_on_a_gpu(case: Case) -> None:
     _, own, x = made(case)
     there = Moves(own.channels, [t.cuda() for t in own.weights], [t.cuda() for t in own.units])
     assert not differs(triton, case, there, x.cuda())
+
+
+@pytest.mark.gpu
+def test_heads_far_apart_on_a_gpu() -> None:
+    """As of 32 kv heads and half a million tokens: the last ones begin beyond 2^31 numbers."""
+    from kvcal_kernels.compensated import triton
+
+    dim, channels, block, group, bits = CASES[0]
+    _, own, x = made(CASES[0])
+    x, apart = x[:1].repeat(1, 2, 1, 1).cuda(), 2**30 + dim
+    wide = Moves(
+        channels, *([t.repeat(1, 2, *[1] * (t.ndim - 2)).cuda() for t in ts] for ts in (own.weights, own.units))
+    )
+    far = torch.empty(4 * apart, dtype=x.dtype, device="cuda").as_strided(x.shape, (4 * apart, apart, dim, 1)).copy_(x)
+    found = triton.corrected(far, wide, bits, group, block)
+    assert torch.equal(found, triton.corrected(x, wide, bits, group, block)) and bool(found.any())
 
 
 if __name__ == "__main__":

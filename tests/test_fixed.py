@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -763,6 +764,43 @@ def test_one_graph_over_two_flushes_is_the_eager_step(name: str) -> None:
         same(packed_row(own, row) + window_row(own, row), packed_row(eager, row) + window_row(eager, row))
         for row in (0, 1)
     )
+
+
+@pytest.mark.gpu
+def test_a_graph_outlives_many_prompts_of_its_cache() -> None:
+    """What its launch reads stays where it was, whatever else remembers launches: signs and points of a grid."""
+    from kvcal_kernels.quantise import triton
+
+    served = copy.deepcopy(model()).half().cuda()
+    own, eager = (fixed("higgs-2", served, kernels="triton") for _ in range(2))
+    ids = token_ids(2, 200, seed=9).cuda()
+    token, place = ids[:, :1].clone(), torch.zeros(2, 1, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        served(ids[:, :80], past_key_values=own)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for i in (80, 81):
+                served(token.copy_(ids[:, i : i + 1]), position_ids=place.fill_(i), past_key_values=own)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            served(token, position_ids=place, past_key_values=own)
+        own.reset()
+        for cache in (own, eager):
+            served(ids[:, :80], past_key_values=cache)
+        triton._PREPARED.clear()  # as after some thousand launches of other shapes
+        gc.collect()
+        others = [torch.full((n,), torch.nan, device="cuda") for n in range(128, 8192, 64) for _ in range(8)]
+        for i in range(80, 120):
+            token.copy_(ids[:, i : i + 1])
+            place.fill_(i)
+            graph.replay()
+            served(ids[:, i : i + 1], position_ids=place.clone(), past_key_values=eager)
+    for cache in (own, eager):
+        cache.settle()
+    assert own.ledger.blocks.tolist() == eager.ledger.blocks.tolist() == [2, 2] and len(others) > 1000
+    assert all(same(packed_row(own, row), packed_row(eager, row)) for row in (0, 1))
 
 
 def by_kernel(own: KVCalCache) -> bool:

@@ -538,6 +538,23 @@ print(t.preflight.trial(*forms, 2, 2, *place))
 """
 
 
+REFUSED = """
+import torch
+import test_fused as t
+from kvcal_artifacts.errors import NonFiniteError
+own = t.build("Llama", head_dim=64, num_hidden_layers=1).half()
+pairs = {name: t.PAIRS[name] for name in ("kivi-4", "innerq", "innerq-prefill", "squat", "mixkvq", "higgs-2")}
+pairs["squat by torch"] = t.LayerCodecs(t.Squat(t.uniform("key", 4, inner=False), channels=8), t.uniform("value", 8))
+own.model.layers[0].self_attn.k_proj.weight.data[64 + 50] = torch.nan
+for pair in pairs.values():
+    cache = t.opened(t.scheme(pair, 1), own, kernels="triton")
+    try:
+        own(t.token_ids(2, 109), past_key_values=cache)
+    except NonFiniteError as error:
+        print(cache.own_layers[0].columns, error.layer, error)
+"""
+
+
 PROMPTS = """
 import json, torch
 import test_fused as t
@@ -548,6 +565,8 @@ kernels = {"quantise": quantise.fast(), "corrected": compensated.fast(), "select
 launched = []
 for name, kernel in kernels.items():
     setattr(kernel, name, lambda *a, _name=name, _once=getattr(kernel, name), **k: (launched.append(_name), _once(*a, **k))[1])
+t.PAIRS["squat by torch"] = t.LayerCodecs(t.Squat(t.uniform("key", 4, inner=False), channels=8), t.uniform("value", 8))
+t.PAIRS["higgs and integers"] = t.LayerCodecs(t.PAIRS["higgs-2"].key, t.uniform("value", 8))
 pairs = {name: t.PAIRS[name] for name in t.PACKED_BY}
 for name, pair in pairs.items():
     caches = [t.opened(t.scheme(pair, 1), own, kernels=way) for way in ("triton", "off")]
@@ -575,6 +594,8 @@ PACKED_BY = {
     "innerq": ("the Triton kernel", ["quantise"]),
     "innerq-prefill": ("the Triton kernel", ["quantise"]),
     "squat": ("Triton kernels of the codecs of keys, else the Triton kernel", ["corrected", "quantise"]),
+    "squat by torch": ("corrections of keys by torch, else the Triton kernel", ["quantise"]),
+    "higgs and integers": ("the Triton kernel", ["quantise"]),
     "mixkvq": ("Triton kernels of the codecs of keys, else torch: keys: no kernel quantises for mixkvq", ["select"]),
 }
 
@@ -586,7 +607,16 @@ def test_prompts_are_packed_by_kernels_bit_for_bit() -> None:
         found = json.loads(line)
         assert found[:2] == [name, True] and min(found[2]) > 0, found
         assert found[3] == launched and found[4] == said and found[5].startswith("torch: "), found
-    assert lines[5:] == ["None None None", "words of packed keys differ", "None", "words of packed keys differ"], lines
+    rest = lines[len(PACKED_BY) :]
+    assert rest == ["None None None", "words of packed keys differ", "None", "words of packed keys differ"], rest
+
+
+@needs_triton
+def test_kernels_refuse_a_nan_as_torch_does() -> None:
+    """At the end of the forward, with one wait for the device; SQuat also where it corrects by torch before the kernel."""
+    why = "0 layer 0, key head 1: a NaN or infinity reached the cache; only finite values can be compressed: check the "
+    lines = interpreted("-c", REFUSED)
+    assert len(lines) == 7 and all(line.startswith(f"109 {why}") for line in lines), lines
 
 
 @needs_triton
@@ -767,8 +797,12 @@ def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytes
     assert len(card.tried) == 2 and len(json.loads(card.file.read_text())) == 2
     assert fused.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
     assert fused.rules("auto", PAIRS["squat"], *place) == "keys: no kernel quantises for squat"
-    for _ in range(2):  # of two layers, whose rules are not the same objects
-        keys, values = fused.rules("auto", PAIRS["higgs-4-debiased"], *place)
+    debiased = (Scaled(higgs(2, 256, gain="debiased").key, factor()), higgs(4, 256, gain="debiased").value)
+    for pair in (
+        PAIRS["higgs-4-debiased"],
+        LayerCodecs(*debiased),
+    ):  # of two layers, whose rules are not the same objects
+        keys, values = fused.rules("auto", pair, *place)
         assert keys.gain != values.gain and len(card.tried) == 3  # type: ignore[union-attr]
     kept = [name for name in json.loads(card.file.read_text()) if "vector 4" in name]
     assert len(kept) == 1 and "append" in kept[0] and "grid of 256, h2" in kept[0]
@@ -805,6 +839,23 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     with pytest.warns(UserWarning, match="encoding kernel: words of packed keys differ; blocks are packed by torch"):
         pair = fused.packing("auto", PAIRS["turboquant-4-2"], *place)
     assert pair.key is PAIRS["turboquant-4-2"].key
+
+
+@pytest.mark.parametrize("name", ["higgs-2", "higgs-4-debiased"])
+def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
+    """A CUDA graph of a step has their tables' addresses, whatever prompts its cache has had since, and may outlive what else
+    knows of them.
+    """
+    made = scheme(PAIRS[name])
+    twins = [[codec.by_kernel() for codec in (pair.key, pair.value)] for pair in [made.on(0, torch.device("cpu"))] * 3]
+    for role in (0, 1):
+        found = {id(fused.rule_of(pair[role])) for pair in twins}
+        assert len(found) == 1 and all(pair[role].encodes_by_kernel for pair in twins)
+        rule = fused.rule_of(twins[0][role])
+        assert copy.deepcopy({"of a copied layer": rule})["of a copied layer"] is rule
+    own = higgs(2, 16).key
+    assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
+    assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
 
 
 DAMAGED = {
@@ -900,7 +951,7 @@ def test_a_check_that_ends_in_a_fault_of_cuda(kept: bool, monkeypatch: pytest.Mo
         (tmp_path / "file").write_text("")
     card.says = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "synchronize", _illegal)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: _illegal() if card.tried else None)
         with pytest.raises(KVCalError) as raised:
             card.ask()
     said = str(raised.value)
@@ -916,6 +967,78 @@ def test_a_check_that_ends_in_a_fault_of_cuda(kept: bool, monkeypatch: pytest.Mo
     with pytest.warns(UserWarning, match="its check ended in a CUDA fault: CUDA error: an illegal.*; to have it tried"):
         assert "ended in a CUDA fault" in str(card.ask())
     assert len(card.tried) == 1
+
+
+def test_a_fault_before_a_check_is_none_of_its_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What ran before has left the process without its GPU: one line says so, and there is no verdict."""
+    card = Card(monkeypatch, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", _illegal)
+        with pytest.raises(
+            KVCalError, match=r"^Card 1: .* what it ran before \(CUDA error: an illegal.* start again, with"
+        ):
+            card.ask()
+    assert not card.tried and not card.file.exists()
+    assert card.ask() is None and len(card.tried) == 1
+
+
+def test_a_check_while_another_thread_records_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA then refuses to wait: no fault, no verdict."""
+    card = Card(monkeypatch, tmp_path)
+    card.says = RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def refused(device: Any = None) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", refused)
+        with pytest.warns(UserWarning, match=r"its check failed: .* stream is capturing"):
+            card.ask()
+    card.forget()
+    card.says = None
+    assert not card.file.exists() and card.ask() is None
+
+
+def test_no_check_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is known needs none."""
+    card = Card(monkeypatch, tmp_path)
+    assert card.ask() is None
+    card.forget()
+    monkeypatch.setattr(preflight, "capturing", lambda: True)
+    assert card.ask() is None
+    with pytest.raises(
+        KVCalError, match=r"^decode_attention: a CUDA graph is being recorded, in which .* before you re"
+    ):
+        card.ask("kivi-4")
+    assert len(card.tried) == 1
+
+
+def test_a_check_is_made_without_autocast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Products of its float32 reference would be of the kernel's dtype: a verdict on both."""
+    card, seen = Card(monkeypatch, tmp_path), list[bool]()
+    monkeypatch.setattr(preflight, "trial", lambda *given: seen.append(torch.is_autocast_enabled("cuda")))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert card.ask() is None
+        assert seen == [False] and torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.gpu
+def test_a_cache_made_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its checks are refused before they end the recording, and pass behind it."""
+    monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(preflight, "_TRIED", {})
+    place = torch.float16, torch.device("cuda", torch.cuda.current_device())
+    graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+    with torch.cuda.graph(graph):
+        with pytest.raises(KVCalError, match="a CUDA graph is being recorded"):
+            fused.absence("auto", PAIRS["kivi-4"], 2, *place)
+        y = x + 1
+    graph.replay()
+    assert y.tolist() == [2.0] * 4
+    assert fused.absence("auto", PAIRS["kivi-4"], 2, *place) is None
 
 
 FAULT = """

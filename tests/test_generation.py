@@ -24,7 +24,7 @@ from kvcal.bench.rows import Row
 from kvcal.catalogue import Geometry
 from kvcal.report import bench as bench_report
 from kvcal_artifacts.fixed import FixedLayer
-from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.scheme import HeavyHitters, Scheme, Windows
 
 LENGTH = 230
 SCRIPT = Path(__file__).resolve().parent.parent / "docs/benchmarks/generation.py"
@@ -249,6 +249,16 @@ def test_generation_rows() -> None:
     assert why[:2] == [why[3]] * 2 == ["needs a CUDA GPU"] * 2 and why[2] == caches.GROWS
     assert "no fused kernel reads float8" in why[4]
     assert found[3].more["flush_microseconds"] and found[3].more["tokens"] >= LENGTH
+
+
+def test_a_scheme_that_selects_tokens_is_refused_with_the_reason() -> None:
+    one = schemes.named("kivi-2", geometry())
+    plain = Scheme(one.windows, one.frame, (one.codecs,) * geometry().layers)
+    chosen = replace(one, whole=plain.keeping(HeavyHitters()))
+    every = [caches.scheme_kind(model(), geometry(), chosen, False, "auto")]
+    assert [row.refused for row in rows(every)] == [caches.UNFILLED]
+    [row] = generation.largest_batch_rows("tiny", model(), every, LENGTH, "cpu")
+    assert row.refused == caches.UNFILLED
 
 
 def fake(**own: Any) -> Ran:

@@ -69,10 +69,31 @@ def main() -> None:
         print(differing(triton, case, x, importance))
 
 
+ODD = """
+import torch, test_salience_kernel as t
+from kvcal_kernels.salience import triton
+for case in (t.CASES[0], t.CASES[1], t.CASES[3]):
+    x, importance = t.made(case, torch.bfloat16)
+    x[0, 1, 0, 7], x[0, 1, 1, 7], importance[0, 1, :, 7] = 3e38, -3e38, 0  # infinity times nothing
+    x[1, 2, 40, 11:30] = torch.nan
+    made = torch.empty
+    torch.empty = lambda *size, dtype=None, **rest: made(*size, dtype=dtype, **rest).fill_(200)  # beyond any channel
+    perm, first, second = triton.select(x, importance, case[0], 32)
+    torch.empty = made
+    print(bool((perm.long().sort(-1).values == torch.arange(x.shape[3])).all()), bool((first <= second).all()))
+"""
+
+
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
     lines = interpreted("-m", "test_salience_kernel")
     assert lines == ["[]"] * len(CASES)
+
+
+@needs_triton
+def test_channels_of_what_is_refused_are_channels_all_the_same() -> None:
+    """Refusals are told at the forward's end: until then keys are gathered by them."""
+    assert interpreted("-c", ODD) == ["True True"] * 3
 
 
 @needs_triton
@@ -121,6 +142,14 @@ def test_on_a_gpu(case: Any) -> None:
 
     x, importance = made(case)
     assert differing(triton, case, x.cuda(), None if importance is None else importance.cuda()) == []
+
+
+@pytest.mark.gpu
+def test_the_codec_finds_on_a_gpu_what_it_finds_on_a_cpu() -> None:
+    """And so what the kernel finds: a channel that one of them has above a threshold moves all tiers behind it."""
+    codec = MixKVQ(Shape(8, 128, 32), "key", importance="none")
+    x = torch.randn(4, 8, 256 * 32, 128, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(codec.salience(x.cuda()).cpu(), codec.salience(x))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,28 @@ def test_strength_zero_is_kivi_bit_for_bit(channels: int) -> None:
     assert all(torch.equal(packed[name], plain[name]) for name in plain)
 
 
+def test_a_calibrated_subspace_is_solved_once_for_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's own is solved for the row's cache; what a codec by the kernel has solved no codec elsewhere takes."""
+    solved: list[int] = []
+
+    def counted(basis: Tensor, steps: list[slice]) -> list[Tensor]:
+        solved.append(len(steps))
+        return responses(basis, steps)
+
+    monkeypatch.setattr("kvcal_artifacts.codecs.squat.responses", counted)
+    calibrated = codec(channels=16, subspace="calibrated", calibrated=normal(2, 5, 32))
+    basis = next(calibrated._bases(Context(), 1))[1]
+    twins = [calibrated.by_kernel() for _ in range(3)]
+    assert all(twin.encodes_by_kernel for twin in twins) and not calibrated.encodes_by_kernel
+    assert len({id(twin._moves(basis)) for twin in twins}) == 1 and solved == [1]
+    own = codec(channels=16)
+    for twin in (own.by_kernel(), own.by_kernel()):
+        twin._moves(basis), twin._moves(basis.clone())
+    assert solved == [1] * 3
+    moved = twins[0].to(torch.device("meta"))
+    assert moved.encodes_by_kernel and moved._memo is None
+
+
 @pytest.mark.parametrize("channels", [1, 5, 8, 16])
 @pytest.mark.parametrize("strength", [1e-4, 1e-2, 1.0])
 def test_update_is_the_minimum_of_lemma_2(channels: int, strength: float) -> None:

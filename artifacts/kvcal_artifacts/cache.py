@@ -25,7 +25,7 @@ from kvcal_kernels.reconstruct import Turn
 
 from . import fused, hf, reconstructed, store, vectors
 from .call import Call
-from .codecs import Codec, Context
+from .codecs import Codec, Context, Squat
 from .codecs.base import Packed, Refusals, check_finite, collecting
 from .errors import KVCalError, NonFiniteError, UsageError
 from .ledger import CropPlan, Ledger, Plan
@@ -154,8 +154,11 @@ class KVCalLayer(CacheLayerMixin):
         helped = f"Triton kernels of the codecs of {' and '.join(own)}" if own else ""
         if len(own) == 2:
             return helped
-        rest = f"torch: {self._rules}" if isinstance(self._rules, str) else "the Triton kernel"
-        return f"{helped}, else {rest}" if own else rest
+        if isinstance(self._rules, str):
+            return f"{helped}, else torch: {self._rules}" if own else f"torch: {self._rules}"
+        if not isinstance(self.codecs.key, Squat):
+            return "the Triton kernel"  # also where one codec has its own
+        return f"{helped or 'corrections of keys by torch'}, else the Triton kernel"
 
     @property
     def _cache(self) -> KVCalCache:
@@ -498,7 +501,8 @@ class KVCalLayer(CacheLayerMixin):
             return self._encode(leaving, stats)
         context, block = Context(self.index, stats=stats), self._cache.scheme.windows.block
         keys, values = (x.to(self.dtype) for x in leaving)
-        keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
+        with collecting(self._cache.refusals, self.index):
+            keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
         blocks, flags = fused.quantise_by(rules, [keys, values], factor)
         self._cache.refusals.note(self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index)))
         made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Blocks, Form, Rope, fast, reference, rope
-from kvcal_kernels.device import on as on
 from kvcal_kernels.quantise import AnyRule
 
 from . import hf, preflight

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvcal_kernels.device import capturing as capturing
+
 from .codecs.base import Shape
 from .errors import KVCalError
 
@@ -470,12 +472,6 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
     real = seen[:, -1, : past + query]
     causal = seen.sum(-1) == real.cumsum(1)[:, past:]
     return real if bool((causal | ~real[:, past:]).all()) else None
-
-
-def capturing() -> bool:
-    """Whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
-    # torch.cuda.is_available() would ask the environment.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Listener(Protocol):

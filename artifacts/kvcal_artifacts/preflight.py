@@ -27,7 +27,7 @@ from torch import Tensor
 import kvcal_kernels
 from kvcal_kernels import attention, quantise, reconstruct, vq_append, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
-from kvcal_kernels.device import on
+from kvcal_kernels.device import capturing, on
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
@@ -37,6 +37,7 @@ from .codecs import Codec, Context, Higgs, MixKVQ, Predicted, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 from .errors import KVCalError
+from .modes import without_autocast
 from .store import Ragged, Stored
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
@@ -222,8 +223,18 @@ def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> t
     known = read()
     if name in known:
         return known[name], True
+    if capturing():
+        raise KVCalError(
+            f"{name.split(' | ')[0]}: a CUDA graph is being recorded, in which this kernel cannot be checked before its first "
+            "use; make the cache, and run a prompt with it, before you record"
+        )
+    if fault := _fault(device):
+        raise KVCalError(
+            f"{torch.cuda.get_device_name(device)}: this process cannot use the GPU since what it ran before ({fault}); start "
+            "again, with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+        )
     try:
-        with on(device):
+        with on(device), without_autocast(device.type):
             why = trial()
     except torch.OutOfMemoryError as error:  # says nothing of the kernel
         return f"its check ran out of memory: {error}", False
@@ -241,7 +252,8 @@ def _fault(device: torch.device) -> str | None:
     try:
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        return (str(error) or type(error).__name__).splitlines()[0]
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return None if "captur" in said else said  # cudaErrorStreamCapture...: another thread records a graph
     return None
 
 

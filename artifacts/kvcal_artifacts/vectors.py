@@ -120,6 +120,5 @@ def reserve(kernels: str, held: tuple[Coded, Coded], q: Tensor, space: Any) -> N
     """Have the memory of steps with q's shape (B, H_q, Q, D) and dtype before a graph of one is recorded: it must not move."""
     if kernels == "torch" or not q.is_cuda:
         return
-    with fused.on(q.device):
-        vq_append.fast().reserve(*held, space)
-        vq_attention.fast().attend(q, *held, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)
+    vq_append.fast().reserve(*held, space)
+    vq_attention.fast().attend(q, *held, torch.zeros(len(q), dtype=torch.int32, device=q.device), 1.0, space)

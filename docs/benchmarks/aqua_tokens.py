@@ -89,10 +89,11 @@ def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
     """Have the kernels of a scheme compiled and tried: in a process of its own, beside others and the making of the model."""
     one, device = benched(name, geometry), torch.device("cuda")
     pair, ratio = one.codecs, geometry.heads // geometry.kv_heads
+    fused.packing("auto", pair, dtype, device)
     if name == FUSED:
         fused.absence("auto", pair, ratio, dtype, device)
         fused.rules("auto", pair, dtype, device)
-        fused.packing("auto", pair, dtype, device)
+        fused.block_rules("auto", pair, dtype, device)
     else:
         reconstructed.refusal("auto", pair, dtype, device)
         rotary = geometry.head_dim if one.frame == "pre_rope" else 0

@@ -18,3 +18,9 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _THERE = nullcontext()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded on this thread's stream: nothing may be read from the device."""
+    # torch.cuda.is_available() would ask the environment.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

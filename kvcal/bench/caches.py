@@ -29,6 +29,7 @@ from .schemes import Benched
 
 FLUSH_AT = 1  # the step, from 0, in which a filled cache packs its next block: early, so that few steps cover it
 GROWS = "its storage grows on the host"
+UNFILLED = "which tokens are kept follows attention to them: no cache is filled with random ones"
 
 
 def _nothing() -> None:
@@ -181,6 +182,8 @@ def scheme_kind(model: Any, geometry: Geometry, one: Benched, require_kernels: b
     with KVCalCache(scheme_of(model, one), model, **options) as empty:
         path: str = empty.describe()["path"]
     more = {"made_up": one.made_up} if one.made_up else {}
+    if one.scheme.selection is not None:
+        return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more)
     return Kind(one.name, partial(_packed, model, geometry, one, options), one.stored_bits, path, more=more)
 
 

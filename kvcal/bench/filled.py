@@ -64,7 +64,7 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
     filled, heads = fill(case), case.geometry.kv_heads
     empty = case.random(heads, 0, salt=0).expand(batch, -1, -1, -1)
     layer.lazy_initialization(empty, empty)
-    layer.sink = [x.expand(batch, -1, -1, -1).contiguous() for x in filled.sink]
+    layer.sink = [x[:, :, : plan.sink].expand(batch, -1, -1, -1).contiguous() for x in filled.sink]
     layer.window = [
         case.random(heads, plan.window, salt=7 + role).expand(batch, -1, -1, -1).contiguous() for role in (0, 1)
     ]

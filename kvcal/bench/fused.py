@@ -26,10 +26,12 @@ from .schemes import Benched
 
 
 def refuses_fused(case: Case) -> str | None:
-    """Why the kernel does not run for this case; None if it does."""
+    """Why the kernel does not run for this case; None if it does. Of a scheme that no GPU's reads, that."""
+    if why := unreadable(case.scheme, case.scheme.codecs, case.group):
+        return why
     if not interpreted() and (why := unsupported(case.device)):
         return why if case.device.type == "cuda" else "needs a CUDA GPU"
-    return refuses_anywhere(case)
+    return needs_blocks(case)
 
 
 def refuses_anywhere(case: Case) -> str | None:

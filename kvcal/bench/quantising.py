@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcal_artifacts import fixed, vectors
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_artifacts.fused import packing, rule_of
+from kvcal_artifacts.fused import DTYPES_TAKEN, packing, rule_of
 from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import vq
@@ -25,7 +25,7 @@ from . import distortion
 from .fused import unreadable
 from .layer import Case, Filled, fill, nbytes
 from .operation import APART, Prepared, misread, one_block, packed_blocks
-from .peers import SIXTEEN
+from .peers import DTYPE_NAMES, SIXTEEN
 
 KERNELS = {Squat.name: "correct, then torch", MixKVQ.name: "choose channels, then torch"}  # of the rest "encode"
 VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the codec's own
@@ -45,6 +45,10 @@ def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
 def _rules(case: Case, *codecs: Codec) -> tuple[AnyRule, AnyRule] | str:
     if not interpreted() and (why := unsupported(case.device)):
         return why
+    if why := unreadable(case.scheme, case.scheme.codecs, case.group):  # a cache packs these by the codecs
+        return why
+    if case.dtype not in SIXTEEN:
+        return f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}"
     made = []
     for codec in codecs:
         rule = rule_of(codec.to(case.device))

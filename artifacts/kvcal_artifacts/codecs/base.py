@@ -144,7 +144,9 @@ class Codec(ABC):
         return False
 
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
-        """What `encode` rounds, (B, H, T, D): x, unless a codec corrects it first."""
+        """What `encode` rounds, (B, H, T, D): x, unless a codec corrects it first. As encode, it refuses by `to_half`; what is
+        not finite it may leave to the rounding.
+        """
         return x
 
     def example_stats(self, batch: int, blocks: int, generator: torch.Generator) -> dict[str, Tensor]:

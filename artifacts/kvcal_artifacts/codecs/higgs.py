@@ -113,6 +113,7 @@ class Higgs(Codec):
         self._form = self._find_form()
         self._look_up = self._grid()
         self._how: Rotated | None = None  # of the kernel that encodes
+        self._rule: GridRule | None = None  # of `rule`, once made
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x)
@@ -159,6 +160,7 @@ class Higgs(Codec):
         odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256
         if odd or self.axis == "token":
             return self
+        self.rule()  # which all twins have
         twin = copy.copy(self)
         twin._how = Rotated(self.grid, self.sign, self._norms, self._gain, self.rotation_width)
         _ = twin._how.half  # made now: no graph of a step may wait for it
@@ -190,16 +192,19 @@ class Higgs(Codec):
         return self._form
 
     def rule(self) -> GridRule | str:
-        """How quantise's kernel writes these blocks; else why it cannot."""
+        """How quantise's kernel writes these blocks; else why it cannot. One for all caches, also after reset(): a CUDA graph
+        of a step knows where its table is.
+        """
         if isinstance(self._form, str):
             return self._form
-        assert self._look_up is not None
-        try:
-            made = GridRule(self._form, self._look_up, self._gain)
-        except ValueError as error:
-            return f"no kernel quantises for a {error}"
-        _ = made.table  # made now: no graph of a step may wait for it
-        return made
+        if self._rule is None:
+            assert self._look_up is not None
+            try:
+                self._rule = GridRule(self._form, self._look_up, self._gain)
+            except ValueError as error:
+                return f"no kernel quantises for a {error}"
+            _ = self._rule.table  # made now: no graph of a step may wait for it
+        return self._rule
 
     def for_decoding(self) -> Higgs:
         """With blocks as the reconstruction kernel reads them."""
@@ -332,7 +337,7 @@ class Higgs(Codec):
             return self
         twin = copy.copy(self)
         twin.grid, twin.sign = self.grid.to(device), self.sign.to(device)
-        twin._look_up, twin._how = twin._grid(), None
+        twin._look_up, twin._how, twin._rule = twin._grid(), None, None
         return twin
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

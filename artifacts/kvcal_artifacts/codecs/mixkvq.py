@@ -152,7 +152,8 @@ class MixKVQ(Codec):
     def salience(self, x: Tensor, context: Context = EMPTY) -> Tensor:
         """A = I * S of Eq. 8: x (B, H, T, D) -> (B, H, N, D) float32; Eq. 7 with the lowest tier's 2 bits."""
         blocks = self.shape.blocks(x.float())
-        spread: Tensor = (blocks.amax(3) - blocks.amin(3)) / (2 ** BITS[1] - 1)
+        # by a tensor: by a plain number a GPU divides as by its reciprocal, one bit off now and then
+        spread: Tensor = (blocks.amax(3) - blocks.amin(3)) / blocks.new_full((), 2 ** BITS[1] - 1)
         seen = self._seen(context)
         return spread if seen is None else spread * seen
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,7 +29,7 @@ from kvcal_kernels.compensated import Moves
 from kvcal_kernels.hadamard import tree_sum
 
 from ..errors import KVCalError
-from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .base import EMPTY, Codec, Context, Packed, Role, Shape, check_finite
 from .uniform import Uniform
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Squat(Codec):
         super().__init__(inner.shape, inner.role)
         self.inner, self.rank, self.strength, self.channels = inner, rank, strength, channels
         self.subspace, self.normalise, self.queries, self.calibrated = subspace, normalise, queries, calibrated
-        self._memo: tuple[Tensor, list[Tensor]] | None = None
-        self._kernel: tuple[list[Tensor], Moves] | bool = False  # whether one corrects, and the last moves it took
+        self._memo: _Solved | None = None
+        self._kernel = False  # whether one corrects
         self._check()
 
     def _check(self) -> None:
@@ -106,7 +107,8 @@ class Squat(Codec):
         return self.inner.encode(self.corrected(x, context), context)
 
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
-        return self.corrected(x, context)
+        # what the kernel makes of a NaN is not finite either, where it is rounded; torch rounds here, and refuses scales
+        return self.corrected(x if self._kernel else check_finite(x, context.layer, self.role), context)
 
     def by_kernel(self) -> Squat:
         """Its corrections by a Triton kernel, bit for bit those of torch: of plain uniform integers at shapes that
@@ -117,13 +119,15 @@ class Squat(Codec):
             return self
         if compensated.refusal(dim, self.channels, own.group, block):
             return self
+        if self.subspace == "calibrated":  # solved once for all caches; a prompt's own subspace is of one
+            self._solved(next(self._bases(EMPTY, 1))[1])
         twin = copy.copy(self)
         twin._kernel = True
         return twin
 
     @property
     def encodes_by_kernel(self) -> bool:
-        return self._kernel is not False
+        return self._kernel
 
     def example_stats(self, batch: int, blocks: int, generator: torch.Generator) -> dict[str, Tensor]:
         if self.subspace == "calibrated":
@@ -135,7 +139,7 @@ class Squat(Codec):
         """Keys as they are rounded in the end (B, H, T, D) float32: the first channels unchanged, each later block with the
         corrections of those before it.
         """
-        if self._kernel is not False:
+        if self._kernel:
             return self._corrected_by_kernel(x, context)
         keys = self.shape.blocks(x.float()).clone()
         parts = [(blocks, self._responses(basis)) for blocks, basis in self._bases(context, keys.shape[2])]
@@ -161,11 +165,7 @@ class Squat(Codec):
         return torch.cat(made, 2) if len(made) != 1 else made[0]
 
     def _moves(self, basis: Tensor) -> Moves:
-        """Of `_responses`, remembered with them."""
-        found, last = self._responses(basis), self._kernel
-        if isinstance(last, bool) or last[0] is not found:
-            last = self._kernel = found, compensated.moves(found, self.channels)
-        return last[1]
+        return self._solved(basis).moves
 
     @property
     def _steps(self) -> list[slice]:
@@ -181,11 +181,14 @@ class Squat(Codec):
         return shape.blocks(inner.decode(inner.encode(part.flatten(2, 3))))
 
     def _responses(self, basis: Tensor) -> list[Tensor]:
-        """`responses`; the last basis is remembered, as a row's own changes a dozen times in its life."""
+        return self._solved(basis).responses
+
+    def _solved(self, basis: Tensor) -> _Solved:
+        """The last one is remembered, as a row's own basis changes a dozen times in its life."""
         last = self._memo
-        if last is None or last[0].shape != basis.shape or not torch.equal(last[0], basis):
-            last = self._memo = basis, responses(basis, self._steps)
-        return last[1]
+        if last is None or last.basis.shape != basis.shape or not torch.equal(last.basis, basis):
+            last = self._memo = _Solved(basis, responses(basis, self._steps), self.channels)
+        return last
 
     def _bases(self, context: Context, count: int) -> Iterator[tuple[slice, Tensor]]:
         """Runs of blocks with the same subspace in every row, and what M - I is the square of: (B or 1, H, R, D) float64."""
@@ -251,7 +254,6 @@ class Squat(Codec):
             return self
         twin = copy.copy(self)
         twin.inner, twin.calibrated, twin._memo = inner, None if own is None else own.to(device), None
-        twin._kernel = self._kernel is not False
         return twin
 
     def choose(self, subspace: str) -> Squat:
@@ -261,6 +263,19 @@ class Squat(Codec):
 
     def describe(self) -> str:
         return f"{super().describe()} + {self.inner.describe()}"
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """What a basis of `_bases` gives: `responses` of its steps of so many channels, and what the kernel takes of them."""
+
+    basis: Tensor
+    responses: list[Tensor]
+    channels: int
+
+    @cached_property
+    def moves(self) -> Moves:
+        return compensated.moves(self.responses, self.channels)
 
 
 def has_subspace(scheme: Scheme) -> bool:

@@ -106,6 +106,10 @@ class GridRule:
                 f"grid at head_dim {dim}, norms over {self.form.norm_heads} kv heads: both must be powers of two"
             )
 
+    def __deepcopy__(self, memo: dict[int, object]) -> GridRule:
+        """Itself: copies of a cache read the same table."""
+        return self
+
     @property
     def heads(self) -> int:
         return self.grid.sign.shape[0]

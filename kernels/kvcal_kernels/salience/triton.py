@@ -60,6 +60,7 @@ def select_kernel(
             second = tl.sum((own > low * unit).to(tl.int32), 0)
             first = tl.minimum((first + ROUND - 1) // ROUND * ROUND, DIM)
             second = tl.maximum(tl.minimum((second + ROUND - 1) // ROUND * ROUND, DIM), first)
+        own = tl.where(own == own, own, float("inf"))  # a NaN has a rank, too: places of `perm` are all written
         larger = own[:, None] > own[None, :]
         before = (own[:, None] == own[None, :]) & (c[:, None] < c[None, :])
         rank = tl.sum((larger | before).to(tl.int32), 0)  # along registers: half the instructions of the other way
