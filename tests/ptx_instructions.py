@@ -262,6 +262,8 @@ COMPARE: dict[str, Callable[..., Array]] = {
 
 def compare(machine: Machine, one: Instruction) -> Step:
     how, kind = one.name[1], one.name[-1]
+    if kind in PARTS:
+        return _compare_parts(machine, one)
     kind = {"b16": "u16", "b32": "u32", "b64": "u64"}.get(kind, kind)
     if len(one.name) > 3 and one.name[2] != "ftz":
         raise Unknown(one.text)
@@ -275,6 +277,24 @@ def compare(machine: Machine, one: Instruction) -> Step:
         own = COMPARE[how[:-1]]
         return simple(kind, lambda x, y: own(x, y) | np.isnan(x) | np.isnan(y), "pred")(machine, one)
     return simple(kind, COMPARE[how], "pred")(machine, one)
+
+
+def _compare_parts(machine: Machine, one: Instruction) -> Step:
+    """p|q: of the lower and of the upper numbers."""
+    how, kind = one.name[1], one.name[-1]
+    own = COMPARE[how.removesuffix("u")]
+    puts = [writer(x, "pred") for x in one.operands[0]]
+    gets = [reader(x, "u32", machine) for x in one.operands[1:]]
+
+    def run(b: Batch, a: Active) -> None:
+        x, y = (np.array(get(b, a)).view(PARTS[kind]).reshape(-1, 2) for get in gets)
+        made = own(x, y) | ((np.isnan(x) | np.isnan(y)) if how.endswith("u") else False)
+        for i, put in enumerate(puts):
+            put(b, a, made[:, i])
+
+    if kind != "f16x2" or how in ("ne", "neu"):
+        raise Unknown(one.text)
+    return run
 
 
 def select(machine: Machine, one: Instruction) -> Step:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..attention.triton import _as
 from ..device import on
 from ..packing.triton import code_at
-from ..triton import interpreted
+from ..triton import interpreted, rounded_product
 from .reference import Band, Coded
 
 LOW = tl.constexpr(-1e30)  # below every score
@@ -53,7 +53,8 @@ def tables_kernel(
     # each row times a power of two that brings its largest element into [1, 2), as the sum of two float16
     exponent = tl.maximum(tl.max(tl.abs(b_q), 0).to(tl.int32, bitcast=True) & 0x7F800000, 27 << 23)
     b_q *= ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
-    b_length = tl.sqrt(tl.sum(b_q * b_q, 0)) * 1.001 + 1e-30  # what rounding adds to a product stays below it
+    # what rounding adds to a product stays below the length
+    b_length = tl.sqrt(tl.sum(rounded_product(b_q, b_q, ASM), 0)) * 1.001 + 1e-30
     b_unit = b_length * exponent.to(tl.float32, bitcast=True) * (factor / 32767.0)
     tl.store(p_unit + i_head * RP + n % RP, b_unit, mask=(i_head < groups) & (tl.program_id(0) == 0))
     b_q *= (32767.0 / b_length)[None, :]  # in float16's range; behind the product it would go through shared memory
