@@ -22,6 +22,7 @@ from torch import Tensor
 
 import attention_cases
 from attention_cases import (
+    BYTES,
     INFINITE,
     INTEGERS,
     SCHEMES,
@@ -46,7 +47,7 @@ from kvcal_kernels.lattice import nearest
 
 FORMS = [
     setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.DIMS for setting in SETTINGS.values()
-]
+] + [setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.BYTE_DIMS for setting in BYTES.values()]
 
 
 def random(form: Form, room: int = 4, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -58,7 +59,7 @@ def grid(form: Form) -> Grid | None:
 
 
 def is_(form: Form) -> str:
-    return f"{form.role}-{form.dim}-{form.bits}-{form.group}-{form.inner}-{form.symmetric}-{form.vector}"
+    return f"{form.role}-{form.dim}-{form.bits}-{form.group}-{form.inner}-{form.symmetric}-{form.vector}{'-bytes' * form.in_bytes}"
 
 
 # The order in which blocks are stored.
@@ -118,7 +119,76 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
     assert {int(i): int(words[i]) for i in words.nonzero()[:, 0]} == wanted
 
 
-@given(st.sampled_from([form for form in FORMS if form.vector]), st.integers(0, 31), st.integers(0, 10**6))
+@given(st.sampled_from([form for form in FORMS if form.in_bytes]), st.integers(0, 31), st.integers(0, 10**6))
+def test_a_code_of_a_grid_in_bytes_lies_where_the_description_says(form: Form, token: int, code: int) -> None:
+    """Module docstring of grids.py, computed once more: every bit of one code."""
+    bits, d, code = form.bits * form.vector, form.vector, code % (form.dim // form.vector)
+    codes = torch.zeros(1, 1, 32, form.dim // d, dtype=torch.int32)
+    codes[..., token, code] = (1 << bits) - 1
+    packed = pack(codes, torch.ones(1, 1, 32, 1).half(), None, replace(form, norm_heads=1), grid(form))
+    if form.role == "value":  # tokens of a lane: 2 q and 2 q + 1 of a quarter block, of both half blocks in turns
+        number, row = code // 16, code % 16
+        register, lane, place = token % 16 // 8, token % 8 // 2, token % 2 * 2 + token // 16
+    else:
+        channel, row = code * d, token % 16
+        register, lane, place = channel % 4 // 2, channel % 16 // 4, channel % 64 // 16
+        number = token // 16 * (form.dim // 64) + channel // 64
+        number = number * 2 + channel % 2 if d == 1 else number
+    at = 8 * register + 2 * lane + number % 2
+    if bits == 4:
+        wanted = {(number // 2, row, at, 4 * place + bit) for bit in range(4)}
+    elif bits == 2:
+        wanted = {(number // 4, row, at, 4 * place + number // 2 % 2 * 2 + bit) for bit in range(2)}
+    elif number % 8 < 6:
+        wanted = {(number // 8 * 3 + number % 8 // 2, row, at, 4 * place + bit) for bit in range(3)}
+    else:
+        wanted = {(number // 8 * 3 + bit, row, at, 4 * place + 3) for bit in range(3)}
+    bitwise = packed.words[0, 0, 0].view(-1, 16, 16, 1).int() >> torch.arange(16) & 1
+    assert {tuple(i) for i in bitwise.nonzero().tolist()} == wanted
+
+
+def selected(table: Tensor, code: Tensor, points: int) -> Tensor:
+    """What `prmt` selects from a table of bytes (16,) by codes, both products added up, as PTX says."""
+
+    def prmt(own: Tensor, which: Tensor) -> Tensor:
+        found = own[which & 7].int()
+        return torch.where(which > 7, -(found < 0).int(), found)
+
+    return prmt(table[:8], code) + (prmt(table[8:], code ^ 8) if points == 16 else 0)
+
+
+def test_tables_of_bytes_give_every_pair_of_points_that_share_their_lower_bits() -> None:
+    whole, codes = torch.arange(-grids.LARGEST, grids.LARGEST + 1), torch.arange(16)
+    low, high = (x.flatten().float() for x in torch.meshgrid(whole, whole, indexing="ij"))
+    fill = torch.full((-len(low) % 7,), 0.0)
+    for own in zip(*(torch.cat([x, fill]).split(7) for x in (low, high)), strict=True):
+        points = torch.cat([own[0], torch.tensor([126.0]), own[1], torch.tensor([-1.0])])
+        table, step = grids.byte_table(points[:, None], 4)
+        assert step == 1.0
+        assert torch.equal(selected(table.view(torch.int8), codes, 16).float(), points)
+
+
+@pytest.mark.parametrize(("bits", "d"), grids.IN_BYTES)
+def test_grids_in_bytes_are_multiples_of_a_step_and_tables_give_them(bits: int, d: int) -> None:
+    n = 1 << bits * d
+    points = grids.in_bytes(gaussian_grid(d, n))
+    table, step = grids.byte_table(points, bits)
+    assert (table.dtype, table.shape) == (torch.int32, (4 * d,))
+    found = torch.stack([selected(own, torch.arange(n), n) for own in table.view(torch.int8).view(d, 16)], 1)
+    assert torch.equal(found.float() * step, points) and int(found.abs().max()) == grids.LARGEST
+    looked_up, unit = grids.table_of(points, bits)
+    numbers = looked_up.view(looked_up.shape[0], -1, d)[:n, 0].double() * unit
+    assert torch.equal(numbers.float(), points)  # the same points either way
+
+
+def test_points_that_are_no_multiples_are_refused() -> None:
+    with pytest.raises(ValueError, match="points up to 2.73.*not multiples of 126ths"):
+        grids.byte_table(gaussian_grid(1, 16), 4)
+    with pytest.raises(ValueError, match="grid of 64 points of 2 numbers at 3 bits: in bytes are allowed"):
+        grids.byte_table(gaussian_grid(2, 64), 3)
+
+
+@given(st.sampled_from([form for form in FORMS if form.vector and not form.in_bytes]), st.integers(0, 31), st.integers(0, 10**6))
 def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int, code: int) -> None:
     """Module docstring of grids.py, computed once more: every bit of one code."""
     bits, d, code = form.bits, form.vector, code % (form.dim // form.vector)
@@ -167,6 +237,8 @@ def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int
         (("value", 64, 2, 32, True, True, 2, 0), "norms over 0 heads"),
         (("value", 64, 2, 32, False, False, 0, 1, 16), "only keys of 2 bits in outer groups have tiers"),
         (("key", 64, 2, 32, True, True, 0, 8), "integers with norms over 8 heads"),
+        (("key", 96, 4, 32, True, True, 1, 1, 0, 0, True), "grid in bytes of 4 bits, 1 numbers a code, at head_dim 96"),
+        (("value", 128, 3, 32, True, True, 2, 1, 0, 0, True), r"may be \(\(2, 2\), .*head_dim \(64, 128, 256\)"),
     ],
 )
 def test_forms_are_refused_in_one_line(settings: Any, says: str) -> None:
@@ -708,6 +780,14 @@ BUDGET = [
     ("HIGGS 4", 90, 128, 128, 2.35),
     ("TurboQuant 4/3", 90, 0, 128, 2.41),
     ("TurboQuant 4/3", 87, 128, 128, 2.33),
+    ("TurboQuant 4/3 in bytes", 90, 0, 198, 1.67),
+    ("TurboQuant 4/3 in bytes", 90, 168, 168, 1.69),
+    ("TurboQuant 4/3 in bytes", 87, 168, 168, 1.70),
+    ("TurboQuant 4/3 in bytes", 80, 168, 168, 1.70),
+    ("HIGGS 2 in bytes", 90, 0, 198, 1.61),
+    ("HIGGS 2 in bytes", 90, 168, 168, 1.62),
+    ("HIGGS 2 in bytes", 87, 168, 168, 1.64),
+    ("HIGGS 2 in bytes", 80, 168, 168, 1.64),
     ("MixKVQ", 90, 176, 153, 2.66),
     ("KIVI before RoPE", 90, 168, 168, 3.32),
     ("KIVI before RoPE", 87, 168, 168, 3.38),
@@ -732,6 +812,9 @@ BUDGET = [
     ("TurboQuant 2", 87, 0, 128, 1.61),
     ("TurboQuant 3", 87, 0, 128, 2.48),
     ("TurboQuant 4", 87, 0, 128, 2.32),
+    ("TurboQuant 2 in bytes", 87, 168, 168, 1.44),
+    ("TurboQuant 3 in bytes", 87, 168, 168, 1.54),
+    ("TurboQuant 4 in bytes", 87, 168, 168, 1.85),
     ("MixKVQ G=128", 87, 176, 165, 2.30),
     ("KIVI 3 before RoPE", 80, 216, 216, 3.54),
     ("KIVI 3 before RoPE", 87, 216, 216, 3.58),
@@ -745,6 +828,7 @@ OTHERS = {  # of presets and shapes that no table of docs/benchmarks times, so t
     **{f"{kind} 8": (f"{kind} 8", f"{kind} 8") for kind in ("symmetric", "asymmetric")},
     **{f"asymmetric {bits}": (f"asymmetric {bits}", f"asymmetric {bits}") for bits in (2, 3, 4)},
     **{f"TurboQuant {bits}": (f"grid {bits} of 1", f"grid {bits} of 1") for bits in (2, 3, 4)},
+    **{f"TurboQuant {bits} in bytes": (f"bytes {bits} of 1", f"bytes {bits} of 1") for bits in (2, 3, 4)},
 }
 
 
@@ -763,7 +847,7 @@ def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
     within(scheme("uniform 4/4", 64), 90, 168, 168, 2.55, tmp_path)
 
 
-QUICK = [("uniform 2/2", 80, 168), ("KIVI", 87, 168), ("HIGGS 2", 90, 128)]  # one for each GPU; each takes some 10 s
+QUICK = [("uniform 2/2", 80, 168), ("KIVI", 87, 168), ("HIGGS 2", 90, 128), ("TurboQuant 4/3 in bytes", 90, 168)]  # one for each GPU; each takes some 10 s
 
 
 @needs_triton
@@ -815,7 +899,7 @@ def within(case: Case, capability: int, cap: int, registers: int, ceiling: float
     assert spilled == 0
     assert taken <= registers
     assert instructions(made, case, folder) <= ceiling
-    assert made.metadata.shared <= (48 if case.key in INTEGERS else 56) * 1024
+    assert made.metadata.shared <= (48 if case.key in INTEGERS else 2 if case.key in BYTES else 56) * 1024
 
 
 @needs_triton
@@ -874,6 +958,8 @@ def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
     Case("asymmetric 8", "symmetric 4", 96),
     Case("asymmetric 4", "symmetric 8", 256, launch=(2, 1)), Case("outer 2", "asymmetric 3", group=128),
     Case("symmetric 3", "outer 4", group=128, launch=(2, 1)), Case("outer 2", "outer 2", group=128),
+    Case("bytes 4 of 1", "bytes 2 of 2", 256, ratio=8), Case("bytes 2 of 2", "symmetric 3", 64, launch=(2, 1)),
+    Case("outer 2", "bytes 3 of 1", group=128), Case("asymmetric 2", "bytes 2 of 1", launch=(4, 1)),
 ], ids=str)  # fmt: skip
 def test_products_of_bytes_compile(case: Case) -> None:
     """The interpreter does not run their assembly, so that what does not compile is found here only."""
@@ -896,8 +982,8 @@ def test_small_cases_reach_products_of_bytes() -> None:
         if fused.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32)
     ]  # fmt: skip
     assert {case.launch[0] for case in reached} >= {1, 2, 4}
-    assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer"}
-    assert {case.value.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer"}
+    assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer", "bytes"}
+    assert {case.value.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer", "bytes"}
     assert {case.dim for case in reached} == {64, 96, 128, 256}
 
 
