@@ -59,6 +59,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__()
+        codecs = codecs.read_by(site.ratio)
         self._owner, self.index, self.codecs, self.site = weakref.ref(cache), index, codecs, site
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call
@@ -126,7 +127,7 @@ class KVCalLayer(CacheLayerMixin):
             )
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
-        self.codecs = self._cache.scheme.on(self.index, self.device)
+        self.codecs = self._cache.scheme.on(self.index, self.device, self.site.ratio)
         self._cache.on_keys_of(self.dtype)
         if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels

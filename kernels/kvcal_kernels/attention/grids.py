@@ -104,6 +104,11 @@ def _step(points: Tensor) -> float | None:
     return step if step > 0 and torch.equal((whole * step).float(), exact) else None
 
 
+def are_bytes(points: Tensor, bits: int) -> bool:
+    """Whether points (n, d) float32 of so many bits a number are of a grid in bytes."""
+    return (bits, points.shape[1]) in IN_BYTES and _step(points) is not None
+
+
 def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
     """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four registers, those
     of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or not 2^(bits * d).
