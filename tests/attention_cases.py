@@ -187,7 +187,9 @@ def made(case: Case, seed: int = 0) -> Made:
         keys.scale[:, :, :4].mul_(0.05)
         keys.scale[:, :, 4:].mul_(1.6)
     if keys.grid and values.grid and case.key == case.value:
-        values = replace(values, grid=grid_of(*(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid), keys.form.in_bytes))
+        values = replace(
+            values, grid=grid_of(*(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid), keys.form.in_bytes)
+        )
     own = rope_of(case, sizes[0][0].shape[2], room, sizes[1][0].shape[2]) if case.rotary else None
     return Made(case, q.to(case.dtype), keys, values, count, *sizes, case.dim**-0.5, own)
 
@@ -388,7 +390,9 @@ def small() -> list[Case]:
         Case("outer 2", "outer 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
         Case(*SCHEMES["TurboQuant 4/3 in bytes"], blocks=(4,), launch=(1, 2), dtype=bf, kind="wide"),
         Case(*SCHEMES["HIGGS 2 in bytes"], 64, heads=2, blocks=(3, 0), sink=(5, 2), recent=(33, 1)),
-        Case("bytes 2 of 1", "bytes 4 of 1", 64, ratio=7, queries=2, blocks=(3,), recent=(17,), launch=(1, 1)),  # 14 rows
+        Case(
+            "bytes 2 of 1", "bytes 4 of 1", 64, ratio=7, queries=2, blocks=(3,), recent=(17,), launch=(1, 1)
+        ),  # 14 rows
         Case("bytes 3 of 1", "bytes 2 of 1", 256, ratio=2, blocks=(2,), launch=(4, 1), dtype=bf),
         Case("bytes 4 of 1", "bytes 2 of 2", 64, ratio=1, blocks=(8,), recent=(40,), kind="loud", launch=(1, 3)),
         Case("bytes 2 of 2", "outer 2", 64, group=64, blocks=(4,), launch=(1, 1)),

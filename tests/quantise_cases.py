@@ -85,7 +85,9 @@ class Case:
 @functools.cache
 def higgs(name: str, role: Any, heads: int, dim: int) -> Higgs:
     d, n, norm, gain = GRIDS[name]
-    return Higgs(Shape(heads, dim, 32), role, d, n, norm=norm, gain=gain, points="bytes" if "bytes" in name else "exact", seed=n)
+    return Higgs(
+        Shape(heads, dim, 32), role, d, n, norm=norm, gain=gain, points="bytes" if "bytes" in name else "exact", seed=n
+    )
 
 
 def codec(case: Case, role: Any) -> Codec:

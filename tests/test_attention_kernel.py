@@ -47,7 +47,9 @@ from kvcal_kernels.lattice import nearest
 
 FORMS = [
     setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.DIMS for setting in SETTINGS.values()
-] + [setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.BYTE_DIMS for setting in BYTES.values()]
+] + [
+    setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.BYTE_DIMS for setting in BYTES.values()
+]
 
 
 def random(form: Form, room: int = 4, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -59,7 +61,8 @@ def grid(form: Form) -> Grid | None:
 
 
 def is_(form: Form) -> str:
-    return f"{form.role}-{form.dim}-{form.bits}-{form.group}-{form.inner}-{form.symmetric}-{form.vector}{'-bytes' * form.in_bytes}"
+    settings = (form.role, form.dim, form.bits, form.group, form.inner, form.symmetric, form.vector, form.in_bytes)
+    return "-".join(map(str, settings))
 
 
 # The order in which blocks are stored.
@@ -182,13 +185,17 @@ def test_grids_in_bytes_are_multiples_of_a_step_and_tables_give_them(bits: int, 
 
 
 def test_points_that_are_no_multiples_are_refused() -> None:
-    with pytest.raises(ValueError, match="points up to 2.73.*not multiples of 126ths"):
+    with pytest.raises(ValueError, match=r"points up to 2\.73.*not multiples of 126ths"):
         grids.byte_table(gaussian_grid(1, 16), 4)
     with pytest.raises(ValueError, match="grid of 64 points of 2 numbers at 3 bits: in bytes are allowed"):
         grids.byte_table(gaussian_grid(2, 64), 3)
 
 
-@given(st.sampled_from([form for form in FORMS if form.vector and not form.in_bytes]), st.integers(0, 31), st.integers(0, 10**6))
+@given(
+    st.sampled_from([form for form in FORMS if form.vector and not form.in_bytes]),
+    st.integers(0, 31),
+    st.integers(0, 10**6),
+)
 def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int, code: int) -> None:
     """Module docstring of grids.py, computed once more: every bit of one code."""
     bits, d, code = form.bits, form.vector, code % (form.dim // form.vector)
@@ -847,7 +854,12 @@ def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
     within(scheme("uniform 4/4", 64), 90, 168, 168, 2.55, tmp_path)
 
 
-QUICK = [("uniform 2/2", 80, 168), ("KIVI", 87, 168), ("HIGGS 2", 90, 128), ("TurboQuant 4/3 in bytes", 90, 168)]  # one for each GPU; each takes some 10 s
+QUICK = [
+    ("uniform 2/2", 80, 168),
+    ("KIVI", 87, 168),
+    ("HIGGS 2", 90, 128),
+    ("TurboQuant 4/3 in bytes", 90, 168),
+]  # one for each GPU; each takes some 10 s
 
 
 @needs_triton

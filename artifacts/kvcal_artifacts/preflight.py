@@ -368,8 +368,8 @@ def _blocks(
 def _grid(
     form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
 ) -> attention.Grid:
-    """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times). Of a grid in
-    bytes multiples of a step.
+    """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times). Of a grid
+    in bytes they are multiples of a step.
     """
     size = (1 << form.bits * form.vector, form.vector)
     own = torch.randn(size, generator=generator, device=device).half().float()

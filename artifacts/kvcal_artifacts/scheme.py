@@ -196,8 +196,8 @@ class Scheme:
         return sum(t.numel() * t.element_size() for t in held.values())
 
     def on(self, layer: int, device: torch.device, ratio: int = 1) -> LayerCodecs:
-        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs. ratio: query
-        heads a kv head.
+        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs. ratio:
+        query heads a kv head.
         """
         pair = self.layers[layer]
         if pair is None:

@@ -28,9 +28,7 @@ def divisor(limit: int, length: int) -> int:
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
-def _higgs(
-    d: int, n: int, rotation: str, axis: str = "channel", gain: str = "mse", points: str = "exact"
-) -> Backbone:
+def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "mse", points: str = "exact") -> Backbone:
     settings: Any = {"d": d, "n": n, "rotation": rotation, "axis": axis, "gain": gain, "points": points}
     return lambda shape, role: Higgs(shape, role, **settings)
 

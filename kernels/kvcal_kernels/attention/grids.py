@@ -17,12 +17,12 @@ a code; the other half is in the same byte.
 Pieces: 16 x 8 pairs. Of keys and of values with d = 1 as of integers. Of values with d > 1 a piece is 16 pairs of channels of
 8 tokens: [half block][8 tokens][32 channels], and token and channel parity are contracted together (see triton.py).
 
-Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes (products/triton.py), and codes
-lie in another order. A set is what the first operand of a product holds, 16 rows of 32 codes, four codes in a word of 16 bits;
-rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words word 8 i + 2 q + s of a row is of
-set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`). Codes of
-4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two sets more,
-bit j of their codes in tile j. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each four.
+Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes (products/triton.py), and
+codes lie in another order. A set is what the first operand of a product holds, 16 rows of 32 codes, four codes in a word of
+16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words word 8 i + 2 q + s of a row
+is of set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`). Codes
+of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two sets
+more, bit j of their codes in tile j. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each four.
 """
 
 from __future__ import annotations
@@ -74,7 +74,12 @@ def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None, i
     for blocks in bytes.
     """
     table, unit = byte_table(points, bits) if in_bytes else table_of(points, bits)
-    if twin is not None and twin.table.dtype == table.dtype and twin.table.shape == table.shape and torch.equal(twin.table, table):
+    if (
+        twin is not None
+        and twin.table.dtype == table.dtype
+        and twin.table.shape == table.shape
+        and torch.equal(twin.table, table)
+    ):
         table = twin.table
     return Grid(points.float(), sign.to(torch.int8), table, unit)
 
@@ -110,8 +115,8 @@ def are_bytes(points: Tensor, bits: int) -> bool:
 
 
 def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
-    """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four registers, those
-    of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or not 2^(bits * d).
+    """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four registers,
+    those of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or not 2^(bits * d).
 
     Of 16 points both halves are selected from and what they give is added up: a code of the other half gives there the sign of
     the entry with the same lower bits, 0 or -1, by which the entry that counts is stored larger.
@@ -123,7 +128,9 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
         )
     step = _step(points)
     if step is None:
-        raise ValueError(f"points up to {float(points.abs().max()):g}: are not multiples of {LARGEST}ths of their largest")
+        raise ValueError(
+            f"points up to {float(points.abs().max()):g}: are not multiples of {LARGEST}ths of their largest"
+        )
     whole = torch.zeros(16, d, dtype=torch.int32)
     whole[:n] = (points.cpu().double() / step).round().int()
     low, high = whole[:8], whole[8:]

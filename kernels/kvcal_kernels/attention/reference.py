@@ -76,8 +76,8 @@ class Form:
     def __post_init__(self) -> None:
         if self.in_bytes and ((self.bits, self.vector) not in grids.IN_BYTES or self.dim not in BYTE_DIMS):
             raise ValueError(
-                f"grid in bytes of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may be "
-                f"{grids.IN_BYTES}, head_dim {BYTE_DIMS}"
+                f"grid in bytes of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may "
+                f"be {grids.IN_BYTES}, head_dim {BYTE_DIMS}"
             )
         if self.full or self.four:
             self._check_tiers()
@@ -189,9 +189,9 @@ class Form:
 
 
 def fits_bytes(keys: Form, values: Form) -> bool:
-    """Whether products of 8-bit integers (products/triton.py) take both: integers in inner groups (16 key channels are half of
-    what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for each, and of all channels
-    of values, as probabilities have one power of two; grids in bytes.
+    """Whether products of 8-bit integers (products/triton.py) take both: integers in inner groups (16 key channels are half
+    of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for each, and of all
+    channels of values, as probabilities have one power of two; grids in bytes.
     """
     if keys.tiered or any(form.vector and not form.in_bytes for form in (keys, values)):
         return False
@@ -351,9 +351,10 @@ def _unpack_grid(blocks: Blocks) -> Tensor:
     if form.in_bytes:
         places = grids.byte_order(form.role, form.dim, form.vector, blocks.words.device)
         own = grids.byte_codes(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(places), form.bits * form.vector)
-        codes = torch.empty_like(own.flatten(3))
+        codes: Tensor = torch.empty_like(own.flatten(3))
         codes[..., places.flatten()] = own.flatten(3)
-        return codes.unflatten(-1, (BLOCK, -1)).flatten(2, 3)
+        made: Tensor = codes.unflatten(-1, (BLOCK, -1))
+        return made.flatten(2, 3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, blocks.words.device)
     found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
     wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)

@@ -1773,8 +1773,9 @@ def _byte_step(
 
 @triton.jit
 def _plain_scores(
-    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr,
+    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, SLICES: tl.constexpr, STRIDE: tl.constexpr,
+    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """For the interpreter: scores of both halves in powers of two, of queries that are rounded as products/triton.py does."""
     at = (i_head * room + block_at)[:, None]
@@ -1787,7 +1788,8 @@ def _plain_scores(
         for h in tl.static_range(2):
             b_s = tl.zeros([NW, 16, N], tl.float32)
             for i in tl.static_range(SLICES):
-                x = _byte_points(p_k + (at * WORDS)[:, :, None], r[:, None], r[None, :], p_table, h, i, False, SLICES, BITS, GROUP)
+                p_words = p_k + (at * WORDS)[:, :, None]
+                x = _byte_points(p_words, r[:, None], r[None, :], p_table, h, i, False, SLICES, BITS, GROUP)
                 b_s += tl.dot(x, queries[i], input_precision="ieee")
             norm = tl.load(p_ks + (i_norm * room + block_at)[:, None] * 32 + h * 16 + r[None, :]).to(tl.float32)
             made = made + (b_s * norm[:, :, None] * unit[:, None, :],)
@@ -1831,12 +1833,14 @@ def _byte_points(
     BITS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """For the interpreter: points of a grid in bytes in steps, as float32. Of half block HALF token `row` and channel `k` of
-    slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or odd channels of 32.
+    slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or odd channels of
+    32.
     """
     CODE: tl.constexpr = BITS * VECTOR
     if VALUE:
-        own, place, nibble = SLICE // VECTOR, k // 8 * 8 + k % 8 // 2 * 2, k % 2 * 2 + HALF
-        number, second, SET = SLICE % VECTOR, SLICE // VECTOR % 2, SLICE // VECTOR
+        SET: tl.constexpr = SLICE // VECTOR
+        place, nibble = k // 8 * 8 + k % 8 // 2 * 2, k % 2 * 2 + HALF
+        number, second = SLICE % VECTOR, SET % 2
     else:
         place, nibble = k // 2 % 2 * 8 + k // 4 * 2, SLICE % 4
         if VECTOR == 1:  # both sets of a chunk are in one tile
@@ -1856,7 +1860,9 @@ def _byte_points(
             code = _nibble(p_first + SET % 8 // 2 * 256, nibble) & 7
         else:
             code = _nibble(p_first, nibble) >> 3 & 1
-            code = code | (_nibble(p_first + 256, nibble) >> 3 & 1) << 1 | (_nibble(p_first + 512, nibble) >> 3 & 1) << 2
+            code = (
+                code | (_nibble(p_first + 256, nibble) >> 3 & 1) << 1 | (_nibble(p_first + 512, nibble) >> 3 & 1) << 2
+            )
     return _byte_entry(p_table, code, number, CODE)
 
 
@@ -1878,7 +1884,7 @@ def _byte_entry(p_table, code, number, BITS: tl.constexpr):
 
 @triton.jit
 def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.constexpr):
-    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and of grids; else 0."""
+    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids; else 0."""
     size = tl.zeros([NW, 16], tl.float32)
     if MODE == IN_BYTES:
         norm = tl.load(p_vs + (at * 32 + HALF * 16)[:, None] + tl.arange(0, 16)[None, :]).to(tl.float32)
@@ -2636,8 +2642,8 @@ def _mode(form: Form) -> int:
 
 
 def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
-    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are columns of
-    one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
+    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are columns
+    of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
     """
     if pairs or (rows > 4 and not (keys.in_bytes or values.in_bytes)):
         return False
@@ -3048,7 +3054,9 @@ def _check_grid(name: str, made: Blocks, heads: int) -> None:
     wanted = (4 * form.vector,) if form.in_bytes else ENTRIES[form.bits], (heads, form.dim)
     if grid.table.dtype != (torch.int32 if form.in_bytes else torch.float16):
         kind = "in bytes" if form.in_bytes else "looked up"
-        raise ValueError(f"{name}: a table of {grid.table.dtype} for a grid {kind}; make it by grid_of(..., in_bytes=...)")
+        raise ValueError(
+            f"{name}: a table of {grid.table.dtype} for a grid {kind}; make it by grid_of(..., in_bytes=...)"
+        )
     if (*grid.table.shape,) != wanted[0] or (*grid.sign.shape,) != wanted[1] or grid.vector != form.vector:
         seen = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
         raise ValueError(f"{name}: {seen}; must be {wanted[0]}, {wanted[1]}, {form.vector}")

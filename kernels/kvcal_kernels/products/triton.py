@@ -118,13 +118,15 @@ def _matrix(name: str, byte: int) -> str:
 
 @constexpr_function
 def _coded(name: str, byte: int, tiles: int, bits: int) -> list[str]:
-    """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits {name}n{set}_
-    with their highest bit turned over.
+    """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
+    {name}n{set}_ with their highest bit turned over.
     """
     text = []
     for u in range(tiles):
         text += [f".reg .b32 {name}{u}_<4>;", _matrix(f"{name}{u}_", byte + 512 * u)]
-    made: list[tuple[str, int, list[str]]] = []  # kind, set in the lower half (the next one is in the upper), its registers
+    made: list[
+        tuple[str, int, list[str]]
+    ] = []  # kind, set in the lower half (the next one is in the upper), its registers
     if bits == 4:
         text += [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
         text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
@@ -313,7 +315,14 @@ def _scored(
 
 @constexpr_function
 def _scored_points(
-    slices: int, tiles: int, bits: int, vector: int, scales: int, queries: list[str], points: list[str], magic: list[str]
+    slices: int,
+    tiles: int,
+    bits: int,
+    vector: int,
+    scales: int,
+    queries: list[str],
+    points: list[str],
+    magic: list[str],
 ) -> list[str]:
     """As `_scored`, of points of a grid: products of all channels add up as integers, below 256 * 128 * 128 = 2^22."""
     text = _coded("k", 0, tiles, bits * vector)
@@ -643,12 +652,10 @@ def _operands(
 
 
 @constexpr_function
-def block(
-    slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False
-) -> str:
+def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False) -> str:
     """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot); modes 0 and 1 are inner
-    groups without and with zero points, 2 outer ones, of values all channels of a token; POINTS. same: values are points of the
-    keys' grid.
+    groups without and with zero points, 2 outer ones, of values all channels of a token; POINTS. same: values are points of
+    the keys' grid.
 
     Operands, see `_operands`: changed are state, acc and of mode 2 keys queries and about (their unit, what zero points add);
     given slot (the byte of the ring's slot), places, then queries, begins, constants, or renew (whether the block is the first
