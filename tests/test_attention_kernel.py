@@ -42,6 +42,7 @@ from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, reference, unpack
 from kvcal_kernels.lattice import nearest
 
@@ -302,6 +303,40 @@ def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: 
     assert set(before) == {"codes", "norm"} and torch.equal(packed["norm"], before["norm"])
     assert torch.equal(codec.codes(packed), other.codes(before))
     assert torch.equal(decode(made), other.decode(before))
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("dim", reference.BYTE_DIMS)
+@pytest.mark.parametrize(("n", "d"), [(16, 2), (4, 1), (8, 1), (16, 1)])
+def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: int, d: int) -> None:
+    """And what the same codec holds for look-ups, and a bundle's reader of before them: points are those of the grid."""
+    codec = Higgs(Shape(2, dim, 64), role, d, n, norm="head", seed=n, points="bytes")
+    x = torch.randn(2, 2, 128, dim, generator=torch.Generator().manual_seed(d)) * 3 + 1
+    packed, looked_up, other = codec.encode(x), codec.for_lookups(), codec.for_decoding()
+    if (dim, n) == (64, 8):  # 64 channels do not fill tiles of 3 bits
+        assert "would take 4 bits" in str(codec.fused())
+        return
+    made, elsewhere = codec.as_blocks(packed), looked_up.encode(x)
+    assert made.form.in_bytes and not looked_up.as_blocks(elsewhere).form.in_bytes
+    assert made.form.stored_bits == codec.bits_per_value() == looked_up.bits_per_value()
+    assert not torch.equal(packed["words"], elsewhere["words"]) and torch.equal(packed["norm"], elsewhere["norm"])
+    assert torch.equal(codec.codes(packed), looked_up.codes(elsewhere))
+    assert torch.equal(decode(made), looked_up.decode(elsewhere)) and torch.equal(decode(made), other.decode(other.encode(x)))
+    again = Higgs.from_state(codec.shape, role, codec.config(), codec.tensors())
+    assert again.fused() == codec.fused() and torch.equal(again.encode(x)["words"], packed["words"])
+    assert not Higgs(Shape(2, dim, 64), role, d, n).fused().in_bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dim", [96])
+def test_a_grid_in_bytes_is_looked_up_at_other_head_dims(dim: int) -> None:
+    form = Higgs(Shape(2, dim, 32), "key", 1, 16, points="bytes").fused()
+    assert isinstance(form, Form) and not form.in_bytes
+
+
+@pytest.mark.parametrize(("n", "d"), [(64, 2), (256, 2), (256, 4)])
+def test_larger_grids_have_no_points_of_bytes(n: int, d: int) -> None:
+    with pytest.raises(KVCalError, match=f"higgs grid d={d} n={n} with points of bytes: allowed are d=2 n=16, d=1 n=4"):
+        Higgs(Shape(2, 128, 32), "key", d, n, points="bytes")
 
 
 def test_codecs_of_one_grid_share_their_table() -> None:
