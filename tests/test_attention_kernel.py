@@ -321,7 +321,9 @@ def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: 
     assert made.form.stored_bits == codec.bits_per_value() == looked_up.bits_per_value()
     assert not torch.equal(packed["words"], elsewhere["words"]) and torch.equal(packed["norm"], elsewhere["norm"])
     assert torch.equal(codec.codes(packed), looked_up.codes(elsewhere))
-    assert torch.equal(decode(made), looked_up.decode(elsewhere)) and torch.equal(decode(made), other.decode(other.encode(x)))
+    assert torch.equal(decode(made), looked_up.decode(elsewhere)) and torch.equal(
+        decode(made), other.decode(other.encode(x))
+    )
     again = Higgs.from_state(codec.shape, role, codec.config(), codec.tensors())
     assert again.fused() == codec.fused() and torch.equal(again.encode(x)["words"], packed["words"])
     assert not Higgs(Shape(2, dim, 64), role, d, n).fused().in_bytes  # type: ignore[union-attr]

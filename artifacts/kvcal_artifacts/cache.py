@@ -60,7 +60,9 @@ class KVCalLayer(CacheLayerMixin):
     def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__()
         self._owner, self.index, self.site = weakref.ref(cache), index, site
-        self._ratio = 1 if hf.odd_attention(site) else site.ratio  # of odd attention no kernel's, whatever the order of blocks
+        self._ratio = (
+            1 if hf.odd_attention(site) else site.ratio
+        )  # of odd attention no kernel's, whatever the order of blocks
         self.codecs = codecs = codecs.read_by(self._ratio)
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call

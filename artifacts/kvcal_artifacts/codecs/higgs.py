@@ -16,7 +16,7 @@ because the noise of a score raises its exponential (docs/methods.md has the fig
 
 `points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16 points: at
 head_dim 64, 128 and 256 attention then takes products of 8-bit integers in the place of look-ups. On Gaussian numbers the MSE
-is 0.005 % to 0.15 % larger (docs/benchmarks/byte_grids.py). The grid in a bundle says it: nothing else differs.
+is 0.004 % to 0.16 % larger (docs/benchmarks/byte_grids.py). The grid in a bundle says it: nothing else differs.
 """
 
 from __future__ import annotations

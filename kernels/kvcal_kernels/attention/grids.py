@@ -21,8 +21,9 @@ Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for p
 codes lie in another order. A set is what the first operand of a product holds, 16 rows of 32 codes, four codes in a word of
 16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words, word 8 i + 2 q + s of a
 row is of set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`).
-Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two sets
-more, bit j of their codes in tile j. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each four.
+Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two
+sets more, bit j of their codes in tile j. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each
+four.
 """
 
 from __future__ import annotations
