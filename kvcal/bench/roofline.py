@@ -27,7 +27,7 @@ COUNTED: dict[str, float] = {
     "tiers": 2.66, "tiers G=128": 2.30,
     "grid 2 of 1": 1.61, "grid 3 of 1": 2.48, "grid 4 of 1": 2.32,
     "grid 2 of 2": 1.67, "grid 3 of 2": 2.48, "grid 4 of 2": 2.35,
-    "bytes 2 of 1": 1.44, "bytes 3 of 1": 1.54, "bytes 4 of 1": 1.85, "bytes 2 of 2": 1.64,
+    "bytes 2 of 1": 1.44, "bytes 3 of 1": 1.54, "bytes 4 of 1": 1.88, "bytes 2 of 2": 1.67,
     "symmetric 2 before RoPE": 3.25, "symmetric 3 before RoPE": 3.62, "symmetric 4 before RoPE": 3.35,
     "outer 2 before RoPE": 3.38, "outer 2 G=128 before RoPE": 3.14, "outer 3 before RoPE": 3.58, "outer 4 before RoPE": 3.53,
 }  # fmt: skip

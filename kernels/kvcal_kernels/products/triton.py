@@ -328,17 +328,21 @@ def _scored_points(
     text = _coded("k", 0, tiles, bits * vector)
     for h in range(2):
         text += [*_stored(f"ks{h}_", "key_scales", scales + 32 * h, 1), *_converted(f"ks{h}_", 1)]
-    text += [".reg .f32 s<4>, y; .reg .b32 ka0_<4>, ka1_<4>, kd0_<4>, kd1_<4>;"]
+    text += [
+        ".reg .f32 s<4>, y; .reg .b32 ka0_<4>, ka1_<4>, kd0_<4>, kd1_<4>, ke0_<4>, ke1_<4>, none; mov.b32 none, 0;"
+    ]
     for group in range(slices // 2):
         for h in range(2):
             which = (h * (slices // 2) + group) // vector  # both numbers of a code are of one set
             table = points[4 * (group % vector) :]
             text += _pointed("ka", "k", which, bits * vector, table)
             for part in range(parts_of(bits * vector)):
-                begin = [f"kd{h}_{i}" for i in range(4)] if group + part else magic
-                a = [f"ka{part}_{i}" for i in range(4)]
-                text += [_mma(f"kd{h}_", a, queries[2 * group : 2 * group + 2], begin, "s8.s8")]
+                d, a = f"k{'de'[part]}{h}_", [f"ka{part}_{i}" for i in range(4)]
+                begin = [f"{d}{i}" for i in range(4)] if group else ["none"] * 4 if part else magic
+                text += [_mma(d, a, queries[2 * group : 2 * group + 2], begin, "s8.s8")]
     for h in range(2):
+        if parts_of(bits * vector) > 1:
+            text += [f"add.s32 kd{h}_{i}, kd{h}_{i}, ke{h}_{i};" for i in range(4)]
         for row in range(2):
             score = f"s{2 * h + row}"
             text += [*_summed(score, f"kd{h}_", row, 1), f"mul.f32 {score}, {score}, ks{h}_0_{row};"]
