@@ -1022,6 +1022,34 @@ def test_products_of_bytes_compile(case: Case) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("keys", "values", "rotary"),
+    [("bytes 2 of 2", "grid 3 of 2", 0), ("bytes 4 of 1", "outer 2", 0), ("outer 2", "bytes 4 of 1", 0),
+     ("symmetric 3", "bytes 2 of 2", 64)],
+)  # fmt: skip
+def test_grids_in_bytes_beside_what_products_of_bytes_do_not_take_are_refused(
+    keys: str, values: str, rotary: int
+) -> None:
+    """No other kernel reads them: caches pack them for look-ups there."""
+    from kvcal_kernels.attention import triton as fused
+
+    case = Case(keys, values, rotary=rotary)
+    with pytest.raises(ValueError, match="only products of bytes read grids in bytes; pack them otherwise"):
+        fused.settings(case.form("key"), case.form("value"), 8, 4, 1, 1, pairs=rotary // 32)
+
+
+@needs_triton
+def test_tables_of_grids_are_those_of_their_form() -> None:
+    from kvcal_kernels.attention import triton as fused
+
+    given = made(Case("bytes 2 of 2", "bytes 2 of 2"))
+    wrong_table = replace(given.keys.grid, table=torch.zeros(256, 4, dtype=torch.float16))  # type: ignore[type-var]
+    keys = replace(given.keys, grid=wrong_table)
+    with pytest.raises(ValueError, match=r"keys: a table of torch.float16 for a grid in bytes; make it by grid_of"):
+        fused.attend(given.q, keys, *given.arguments()[2:])
+
+
+@needs_triton
 def test_small_cases_reach_products_of_bytes() -> None:
     """With the launch of their own, which both runners take."""
     from kvcal_kernels.attention import triton as fused

@@ -1526,7 +1526,9 @@ def test_rows_of_float32_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["kivi-2", "kivi-2-g128", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
+@pytest.mark.parametrize(
+    "name", ["kivi-2", "kivi-2-g128", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3", "turboquant-4-3-bytes"]
+)
 def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
