@@ -330,7 +330,10 @@ def wrong(given: Made, found: Tensor) -> str | None:
     return None
 
 
-INFINITE = [Case(*SCHEMES[name], 64, blocks=(7,), sink=(32,), recent=(41,)) for name in ("uniform 4/4", "KIVI")]
+INFINITE = [
+    Case(*SCHEMES[name], 64, blocks=(7,), sink=(32,), recent=(41,))
+    for name in ("uniform 4/4", "KIVI", "HIGGS 2 in bytes")
+]
 
 
 def misplaced(attend: Any, case: Case, token: int, device: str = "cpu") -> str | None:

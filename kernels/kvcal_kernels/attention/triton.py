@@ -2262,7 +2262,13 @@ def attend_kernel(
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
     PEAK: tl.constexpr = 0.5 if (K_MODE == 2 and PAIRS == 0) or K_MODE == 4 else 16.0
     b_peak = tl.zeros([N], tl.float32)
-    for i in tl.static_range(0 if BYTES and K_MODE < 3 else SLICES):
+    if K_MODE == IN_BYTES:  # one maximum across lanes for all slices
+        b_high = tl.zeros([16, N], tl.float32)
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_high = tl.maximum(b_high, tl.abs(b_q.to(tl.float32)))
+        b_peak = tl.max(b_high, 0)
+    for i in tl.static_range(0 if BYTES else SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
     # at least 2^-100, of grids and before RoPE 2^-76: LOW times `unit` must stay far below every score
@@ -2276,10 +2282,10 @@ def attend_kernel(
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     if K_MODE == IN_BYTES:
         plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, False, NW, N)
-        b_top = tl.zeros([NW, N], tl.float32)
+        b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
         for i in tl.static_range(SLICES):
-            b_top = tl.maximum(b_top, tl.max(tl.abs(plain[i]), 1))
-        b_step = tl.maximum(b_top, 2.0**-24) * (1 / FULL_QUERY)
+            b_high = tl.maximum(b_high, tl.abs(plain[i]))
+        b_step = tl.max(b_high, 1) * (1 / FULL_QUERY)
         b_finite = tl.sum(plain[0] - plain[0], 1)  # 0, or NaN where a number is not finite, which integers do not show
         if ASM:
             q = _rotated_bytes(plain, 1 / b_step, SLICES, NW, N)
