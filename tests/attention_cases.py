@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interpreted import run_cases
 from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, pack, pack_tiers, reference, rope
-from kvcal_kernels.attention.grids import GRIDS
+from kvcal_kernels.attention.grids import GRIDS, IN_BYTES, LARGEST
 from kvcal_kernels.hadamard import signs
 
 
@@ -30,6 +30,7 @@ class Setting(NamedTuple):
     shared: bool = False
     full: int = 0
     four: int = 0
+    in_bytes: bool = False
 
     def form(self, role: Any, dim: int, heads: int = 1, group: int | None = None) -> Form:
         norm_heads = heads if self.shared else 1
@@ -44,6 +45,7 @@ class Setting(NamedTuple):
             norm_heads,
             self.full,
             self.four,
+            self.in_bytes,
         )
 
 
@@ -54,6 +56,10 @@ SETTINGS: dict[str, Setting] = {
     **{f"asymmetric {bits}": Setting(bits, symmetric=False) for bits in reference.BITS},
     **{f"outer {bits}": Setting(bits, inner=False, symmetric=False) for bits in reference.BITS},
     **{f"grid {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1) for bits, vector in GRIDS},
+}
+BYTES = {  # grids in bytes, at head_dim 64, 128, 256
+    f"bytes {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1, in_bytes=True)
+    for bits, vector in IN_BYTES
 }
 TIERS = {  # keys only
     "tiers 16 16": Setting(2, inner=False, symmetric=False, full=16, four=16),
@@ -69,6 +75,8 @@ SCHEMES = {  # keys, values: those that docs/benchmarks/decode_attention.py time
     "KIVI": ("outer 2", "outer 2"),
     "TurboQuant 4/3": ("grid 4 of 1", "grid 3 of 1"),
     "HIGGS 2": ("grid 2 of 2", "grid 2 of 2"),
+    "TurboQuant 4/3 in bytes": ("bytes 4 of 1", "bytes 3 of 1"),
+    "HIGGS 2 in bytes": ("bytes 2 of 2", "bytes 2 of 2"),
     "HIGGS 3": ("grid 3 of 2", "grid 3 of 2"),
     "HIGGS 4": ("grid 4 of 2", "grid 4 of 2"),
     "MixKVQ": ("tiers 16 16", "outer 2"),
@@ -105,7 +113,7 @@ class Case:
         return ", ".join([f"{self.key} and {self.value}", *other])
 
     def form(self, role: Any) -> Form:
-        setting = (SETTINGS | TIERS)[self.key if role == "key" else self.value]
+        setting = (SETTINGS | BYTES | TIERS)[self.key if role == "key" else self.value]
         return setting.form(role, self.dim, self.heads, self.group)
 
 
@@ -179,7 +187,9 @@ def made(case: Case, seed: int = 0) -> Made:
         keys.scale[:, :, :4].mul_(0.05)
         keys.scale[:, :, 4:].mul_(1.6)
     if keys.grid and values.grid and case.key == case.value:
-        values = replace(values, grid=grid_of(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid))
+        values = replace(
+            values, grid=grid_of(*(keys.grid.points, values.grid.sign, keys.form.bits, keys.grid), keys.form.in_bytes)
+        )
     own = rope_of(case, sizes[0][0].shape[2], room, sizes[1][0].shape[2]) if case.rotary else None
     return Made(case, q.to(case.dtype), keys, values, count, *sizes, case.dim**-0.5, own)
 
@@ -247,8 +257,13 @@ def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
     """
     if not form.vector:
         return None
-    points = torch.randn(1 << form.bits * form.vector, form.vector, generator=g).half().float()
-    return grid_of(points, signs(heads * form.dim, form.bits).view(heads, -1), form.bits)
+    shape, sign = (1 << form.bits * form.vector, form.vector), signs(heads * form.dim, form.bits).view(heads, -1)
+    points = torch.randn(shape, generator=g).half().float()
+    if form.in_bytes:  # the largest, its opposite, and what 16 points count by one more: -1, 0
+        points = torch.randint(-LARGEST, LARGEST + 1, shape, generator=g).float()
+        points[0], points[1], points[-1], points[-2] = LARGEST, -1, -LARGEST, 0
+        points *= 0.0171875
+    return grid_of(points, sign, form.bits, in_bytes=form.in_bytes)
 
 
 def random_codes(
@@ -315,7 +330,10 @@ def wrong(given: Made, found: Tensor) -> str | None:
     return None
 
 
-INFINITE = [Case(*SCHEMES[name], 64, blocks=(7,), sink=(32,), recent=(41,)) for name in ("uniform 4/4", "KIVI")]
+INFINITE = [
+    Case(*SCHEMES[name], 64, blocks=(7,), sink=(32,), recent=(41,))
+    for name in ("uniform 4/4", "KIVI", "HIGGS 2 in bytes")
+]
 
 
 def misplaced(attend: Any, case: Case, token: int, device: str = "cpu") -> str | None:
@@ -373,6 +391,16 @@ def small() -> list[Case]:
         Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
         Case("grid 2 of 2", "grid 2 of 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
         Case("outer 2", "outer 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
+        Case(*SCHEMES["TurboQuant 4/3 in bytes"], blocks=(4,), launch=(1, 2), dtype=bf, kind="wide"),
+        Case(*SCHEMES["HIGGS 2 in bytes"], 64, heads=2, blocks=(3, 0), sink=(5, 2), recent=(33, 1)),
+        Case(
+            "bytes 2 of 1", "bytes 4 of 1", 64, ratio=7, queries=2, blocks=(3,), recent=(17,), launch=(1, 1)
+        ),  # 14 rows
+        Case("bytes 3 of 1", "bytes 2 of 1", 256, ratio=2, blocks=(2,), launch=(4, 1), dtype=bf),
+        Case("bytes 4 of 1", "bytes 2 of 2", 64, ratio=1, blocks=(8,), recent=(40,), kind="loud", launch=(1, 3)),
+        Case("bytes 2 of 2", "outer 2", 64, group=64, blocks=(4,), launch=(1, 1)),
+        Case("outer 4", "bytes 3 of 1", group=128, blocks=(6,), spare=0, launch=(1, 2)),
+        Case("symmetric 3", "bytes 2 of 2", blocks=(3,), dtype=bf),
         Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
         Case("tiers 32 16", "grid 3 of 2", 96, ratio=3, heads=2, blocks=(2, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
         Case("tiers 0 16", "outer 2", 64, queries=9, group=64, blocks=(6,), spare=0, recent=(17,)),
@@ -397,6 +425,11 @@ def before_rope() -> list[Case]:
     ]  # fmt: skip
 
 
+def whole_words(case: Case) -> Case:
+    """Of grids in bytes head_dim is a multiple of 64."""
+    return replace(case, dim=64) if case.dim == 96 and (case.key in BYTES or case.value in BYTES) else case
+
+
 def exhaustive() -> list[Case]:
     """Every pair of formats; every GQA ratio with several query lengths; every number of blocks about the turns of a
     program, of window lengths about the 16 tokens of a warp; head_dim 256.
@@ -415,9 +448,12 @@ def exhaustive() -> list[Case]:
         (key, value) for key in grids for value in grids
     ]
     pairs = [more(Case(key, value, **two)) for key, value in among + mixed]
+    own = [(key, value) for key in BYTES for value in BYTES]
+    own += [pair for name in BYTES for pair in (("symmetric 3", name), (name, "asymmetric 2"), (name, "symmetric 8"))]
+    pairs += [whole_words(more(Case(key, value, **two))) for key, value in own]
     schemes = itertools.cycle(SCHEMES.values())
     rows = [
-        more(Case(*next(schemes), ratio=ratio, queries=queries, blocks=(3,), recent=(queries + 1,)))
+        whole_words(more(Case(*next(schemes), ratio=ratio, queries=queries, blocks=(3,), recent=(queries + 1,))))
         for ratio in range(1, 17)
         for queries in (1, 2, 5, 16)
     ]
@@ -436,8 +472,9 @@ def exhaustive() -> list[Case]:
     long = [more(Case("outer 2", "outer 2", group=group, **two)) for group in (64, 128) for _ in range(4)]
     long = [replace(case, dim=128) for case in long]
     wide = [Case(key, value, 256, queries=queries) for key, value in SCHEMES.values() for queries in (1, 3)]
-    plain = small() + pairs + rows + edges + windows + long + wide
-    whole = [case for case in pairs + rows + edges + windows + long + wide if case.key in INTEGERS]
+    every = pairs + rows + edges + windows + long + wide
+    plain = small() + every
+    whole = [case for case in every if case.key in INTEGERS and case.value not in BYTES]
     shares = itertools.cycle([(1, 1), (1, 2), (1, 1), (2, 3)])
 
     def before(case: Case) -> Case:

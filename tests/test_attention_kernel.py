@@ -22,6 +22,7 @@ from torch import Tensor
 
 import attention_cases
 from attention_cases import (
+    BYTES,
     INFINITE,
     INTEGERS,
     SCHEMES,
@@ -41,11 +42,14 @@ from compiled import compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
+from kvcal_artifacts.errors import KVCalError
 from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, reference, unpack
 from kvcal_kernels.lattice import nearest
 
 FORMS = [
     setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.DIMS for setting in SETTINGS.values()
+] + [
+    setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.BYTE_DIMS for setting in BYTES.values()
 ]
 
 
@@ -58,7 +62,8 @@ def grid(form: Form) -> Grid | None:
 
 
 def is_(form: Form) -> str:
-    return f"{form.role}-{form.dim}-{form.bits}-{form.group}-{form.inner}-{form.symmetric}-{form.vector}"
+    settings = (form.role, form.dim, form.bits, form.group, form.inner, form.symmetric, form.vector, form.in_bytes)
+    return "-".join(map(str, settings))
 
 
 # The order in which blocks are stored.
@@ -118,7 +123,80 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
     assert {int(i): int(words[i]) for i in words.nonzero()[:, 0]} == wanted
 
 
-@given(st.sampled_from([form for form in FORMS if form.vector]), st.integers(0, 31), st.integers(0, 10**6))
+@given(st.sampled_from([form for form in FORMS if form.in_bytes]), st.integers(0, 31), st.integers(0, 10**6))
+def test_a_code_of_a_grid_in_bytes_lies_where_the_description_says(form: Form, token: int, code: int) -> None:
+    """Module docstring of grids.py, computed once more: every bit of one code."""
+    bits, d, code = form.bits * form.vector, form.vector, code % (form.dim // form.vector)
+    codes = torch.zeros(1, 1, 32, form.dim // d, dtype=torch.int32)
+    codes[..., token, code] = (1 << bits) - 1
+    packed = pack(codes, torch.ones(1, 1, 32, 1).half(), None, replace(form, norm_heads=1), grid(form))
+    if form.role == "value":  # tokens of a lane: 2 q and 2 q + 1 of a quarter block, of both half blocks in turns
+        number, row = code // 16, code % 16
+        register, lane, place = token % 16 // 8, token % 8 // 2, token % 2 * 2 + token // 16
+    else:
+        channel, row = code * d, token % 16
+        register, lane, place = channel % 4 // 2, channel % 16 // 4, channel % 64 // 16
+        number = token // 16 * (form.dim // 64) + channel // 64
+        number = number * 2 + channel % 2 if d == 1 else number
+    at = 8 * register + 2 * lane + number % 2
+    if bits == 4:
+        wanted = {(number // 2, row, at, 4 * place + bit) for bit in range(4)}
+    elif bits == 2:
+        wanted = {(number // 4, row, at, 4 * place + number // 2 % 2 * 2 + bit) for bit in range(2)}
+    elif number % 8 < 6:
+        wanted = {(number // 8 * 3 + number % 8 // 2, row, at, 4 * place + bit) for bit in range(3)}
+    else:
+        wanted = {(number // 8 * 3 + bit, row, at, 4 * place + 3) for bit in range(3)}
+    bitwise = packed.words[0, 0, 0].view(-1, 16, 16, 1).int() >> torch.arange(16) & 1
+    assert {tuple(i) for i in bitwise.nonzero().tolist()} == wanted
+
+
+def selected(table: Tensor, code: Tensor, points: int) -> Tensor:
+    """What `prmt` selects from a table of bytes (16,) by codes, both products added up, as PTX says."""
+
+    def prmt(own: Tensor, which: Tensor) -> Tensor:
+        found = own[which & 7].int()
+        return torch.where(which > 7, -(found < 0).int(), found)
+
+    return prmt(table[:8], code) + (prmt(table[8:], code ^ 8) if points == 16 else 0)
+
+
+def test_tables_of_bytes_give_every_pair_of_points_that_share_their_lower_bits() -> None:
+    whole, codes = torch.arange(-grids.LARGEST, grids.LARGEST + 1), torch.arange(16)
+    low, high = (x.flatten().float() for x in torch.meshgrid(whole, whole, indexing="ij"))
+    fill = torch.full((-len(low) % 7,), 0.0)
+    for own in zip(*(torch.cat([x, fill]).split(7) for x in (low, high)), strict=True):
+        points = torch.cat([own[0], torch.tensor([126.0]), own[1], torch.tensor([-1.0])])
+        table, step = grids.byte_table(points[:, None], 4)
+        assert step == 1.0
+        assert torch.equal(selected(table.view(torch.int8), codes, 16).float(), points)
+
+
+@pytest.mark.parametrize(("bits", "d"), grids.IN_BYTES)
+def test_grids_in_bytes_are_multiples_of_a_step_and_tables_give_them(bits: int, d: int) -> None:
+    n = 1 << bits * d
+    points = grids.in_bytes(gaussian_grid(d, n))
+    table, step = grids.byte_table(points, bits)
+    assert (table.dtype, table.shape) == (torch.int32, (4 * d,))
+    found = torch.stack([selected(own, torch.arange(n), n) for own in table.view(torch.int8).view(d, 16)], 1)
+    assert torch.equal(found.float() * step, points) and int(found.abs().max()) == grids.LARGEST
+    looked_up, unit = grids.table_of(points, bits)
+    numbers = looked_up.view(looked_up.shape[0], -1, d)[:n, 0].double() * unit
+    assert torch.equal(numbers.float(), points)  # the same points either way
+
+
+def test_points_that_are_no_multiples_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"points up to 2\.73.*not multiples of 126ths"):
+        grids.byte_table(gaussian_grid(1, 16), 4)
+    with pytest.raises(ValueError, match="grid of 64 points of 2 numbers at 3 bits: in bytes are allowed"):
+        grids.byte_table(gaussian_grid(2, 64), 3)
+
+
+@given(
+    st.sampled_from([form for form in FORMS if form.vector and not form.in_bytes]),
+    st.integers(0, 31),
+    st.integers(0, 10**6),
+)
 def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int, code: int) -> None:
     """Module docstring of grids.py, computed once more: every bit of one code."""
     bits, d, code = form.bits, form.vector, code % (form.dim // form.vector)
@@ -167,6 +245,8 @@ def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int
         (("value", 64, 2, 32, True, True, 2, 0), "norms over 0 heads"),
         (("value", 64, 2, 32, False, False, 0, 1, 16), "only keys of 2 bits in outer groups have tiers"),
         (("key", 64, 2, 32, True, True, 0, 8), "integers with norms over 8 heads"),
+        (("key", 96, 4, 32, True, True, 1, 1, 0, 0, True), "grid in bytes of 4 bits, 1 numbers a code, at head_dim 96"),
+        (("value", 128, 3, 32, True, True, 2, 1, 0, 0, True), r"may be \(\(2, 2\), .*head_dim \(64, 128, 256\)"),
     ],
 )
 def test_forms_are_refused_in_one_line(settings: Any, says: str) -> None:
@@ -223,6 +303,42 @@ def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: 
     assert set(before) == {"codes", "norm"} and torch.equal(packed["norm"], before["norm"])
     assert torch.equal(codec.codes(packed), other.codes(before))
     assert torch.equal(decode(made), other.decode(before))
+
+
+@pytest.mark.parametrize("role", ["key", "value"])
+@pytest.mark.parametrize("dim", reference.BYTE_DIMS)
+@pytest.mark.parametrize(("n", "d"), [(16, 2), (4, 1), (8, 1), (16, 1)])
+def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: int, d: int) -> None:
+    """And what the same codec holds for look-ups, and a bundle's reader of before them: points are those of the grid."""
+    codec = Higgs(Shape(2, dim, 64), role, d, n, norm="head", seed=n, points="bytes")
+    x = torch.randn(2, 2, 128, dim, generator=torch.Generator().manual_seed(d)) * 3 + 1
+    packed, looked_up, other = codec.encode(x), codec.for_lookups(), codec.for_decoding()
+    if (dim, n) == (64, 8):  # 64 channels do not fill tiles of 3 bits
+        assert "would take 4 bits" in str(codec.fused())
+        return
+    made, elsewhere = codec.as_blocks(packed), looked_up.encode(x)
+    assert made.form.in_bytes and not looked_up.as_blocks(elsewhere).form.in_bytes
+    assert made.form.stored_bits == codec.bits_per_value() == looked_up.bits_per_value()
+    assert not torch.equal(packed["words"], elsewhere["words"]) and torch.equal(packed["norm"], elsewhere["norm"])
+    assert torch.equal(codec.codes(packed), looked_up.codes(elsewhere))
+    assert torch.equal(decode(made), looked_up.decode(elsewhere)) and torch.equal(
+        decode(made), other.decode(other.encode(x))
+    )
+    again = Higgs.from_state(codec.shape, role, codec.config(), codec.tensors())
+    assert again.fused() == codec.fused() and torch.equal(again.encode(x)["words"], packed["words"])
+    assert not Higgs(Shape(2, dim, 64), role, d, n).fused().in_bytes  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dim", [96])
+def test_a_grid_in_bytes_is_looked_up_at_other_head_dims(dim: int) -> None:
+    form = Higgs(Shape(2, dim, 32), "key", 1, 16, points="bytes").fused()
+    assert isinstance(form, Form) and not form.in_bytes
+
+
+@pytest.mark.parametrize(("n", "d"), [(64, 2), (256, 2), (256, 4)])
+def test_larger_grids_have_no_points_of_bytes(n: int, d: int) -> None:
+    with pytest.raises(KVCalError, match=f"higgs grid d={d} n={n} with points of bytes: allowed are d=2 n=16, d=1 n=4"):
+        Higgs(Shape(2, 128, 32), "key", d, n, points="bytes")
 
 
 def test_codecs_of_one_grid_share_their_table() -> None:
@@ -708,6 +824,14 @@ BUDGET = [
     ("HIGGS 4", 90, 128, 128, 2.35),
     ("TurboQuant 4/3", 90, 0, 128, 2.41),
     ("TurboQuant 4/3", 87, 128, 128, 2.33),
+    ("TurboQuant 4/3 in bytes", 90, 0, 198, 1.70),
+    ("TurboQuant 4/3 in bytes", 90, 168, 168, 1.72),
+    ("TurboQuant 4/3 in bytes", 87, 168, 168, 1.73),
+    ("TurboQuant 4/3 in bytes", 80, 168, 168, 1.73),
+    ("HIGGS 2 in bytes", 90, 0, 198, 1.64),
+    ("HIGGS 2 in bytes", 90, 168, 168, 1.65),
+    ("HIGGS 2 in bytes", 87, 168, 168, 1.67),
+    ("HIGGS 2 in bytes", 80, 168, 168, 1.67),
     ("MixKVQ", 90, 176, 153, 2.66),
     ("KIVI before RoPE", 90, 168, 168, 3.32),
     ("KIVI before RoPE", 87, 168, 168, 3.38),
@@ -732,6 +856,9 @@ BUDGET = [
     ("TurboQuant 2", 87, 0, 128, 1.61),
     ("TurboQuant 3", 87, 0, 128, 2.48),
     ("TurboQuant 4", 87, 0, 128, 2.32),
+    ("TurboQuant 2 in bytes", 87, 168, 168, 1.44),
+    ("TurboQuant 3 in bytes", 87, 168, 168, 1.54),
+    ("TurboQuant 4 in bytes", 87, 168, 168, 1.88),
     ("MixKVQ G=128", 87, 176, 165, 2.30),
     ("KIVI 3 before RoPE", 80, 216, 216, 3.54),
     ("KIVI 3 before RoPE", 87, 216, 216, 3.58),
@@ -745,6 +872,7 @@ OTHERS = {  # of presets and shapes that no table of docs/benchmarks times, so t
     **{f"{kind} 8": (f"{kind} 8", f"{kind} 8") for kind in ("symmetric", "asymmetric")},
     **{f"asymmetric {bits}": (f"asymmetric {bits}", f"asymmetric {bits}") for bits in (2, 3, 4)},
     **{f"TurboQuant {bits}": (f"grid {bits} of 1", f"grid {bits} of 1") for bits in (2, 3, 4)},
+    **{f"TurboQuant {bits} in bytes": (f"bytes {bits} of 1", f"bytes {bits} of 1") for bits in (2, 3, 4)},
 }
 
 
@@ -763,7 +891,12 @@ def test_compiled_kernel_keeps_to_its_budget(tmp_path: Path) -> None:
     within(scheme("uniform 4/4", 64), 90, 168, 168, 2.55, tmp_path)
 
 
-QUICK = [("uniform 2/2", 80, 168), ("KIVI", 87, 168), ("HIGGS 2", 90, 128)]  # one for each GPU; each takes some 10 s
+QUICK = [
+    ("uniform 2/2", 80, 168),
+    ("KIVI", 87, 168),
+    ("HIGGS 2", 90, 128),
+    ("TurboQuant 4/3 in bytes", 90, 168),
+]  # one for each GPU; each takes some 10 s
 
 
 @needs_triton
@@ -815,7 +948,7 @@ def within(case: Case, capability: int, cap: int, registers: int, ceiling: float
     assert spilled == 0
     assert taken <= registers
     assert instructions(made, case, folder) <= ceiling
-    assert made.metadata.shared <= (48 if case.key in INTEGERS else 56) * 1024
+    assert made.metadata.shared <= (48 if case.key in INTEGERS else 2 if case.key in BYTES else 56) * 1024
 
 
 @needs_triton
@@ -874,6 +1007,8 @@ def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
     Case("asymmetric 8", "symmetric 4", 96),
     Case("asymmetric 4", "symmetric 8", 256, launch=(2, 1)), Case("outer 2", "asymmetric 3", group=128),
     Case("symmetric 3", "outer 4", group=128, launch=(2, 1)), Case("outer 2", "outer 2", group=128),
+    Case("bytes 4 of 1", "bytes 2 of 2", 256, ratio=8), Case("bytes 2 of 2", "symmetric 3", 64, launch=(2, 1)),
+    Case("outer 2", "bytes 3 of 1", group=128), Case("asymmetric 2", "bytes 2 of 1", launch=(4, 1)),
 ], ids=str)  # fmt: skip
 def test_products_of_bytes_compile(case: Case) -> None:
     """The interpreter does not run their assembly, so that what does not compile is found here only."""
@@ -887,6 +1022,34 @@ def test_products_of_bytes_compile(case: Case) -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("keys", "values", "rotary"),
+    [("bytes 2 of 2", "grid 3 of 2", 0), ("bytes 4 of 1", "outer 2", 0), ("outer 2", "bytes 4 of 1", 0),
+     ("symmetric 3", "bytes 2 of 2", 64)],
+)  # fmt: skip
+def test_grids_in_bytes_beside_what_products_of_bytes_do_not_take_are_refused(
+    keys: str, values: str, rotary: int
+) -> None:
+    """No other kernel reads them: caches pack them for look-ups there."""
+    from kvcal_kernels.attention import triton as fused
+
+    case = Case(keys, values, rotary=rotary)
+    with pytest.raises(ValueError, match="only products of bytes read grids in bytes; pack them otherwise"):
+        fused.settings(case.form("key"), case.form("value"), 8, 4, 1, 1, pairs=rotary // 32)
+
+
+@needs_triton
+def test_tables_of_grids_are_those_of_their_form() -> None:
+    from kvcal_kernels.attention import triton as fused
+
+    given = made(Case("bytes 2 of 2", "bytes 2 of 2"))
+    wrong_table = replace(given.keys.grid, table=torch.zeros(256, 4, dtype=torch.float16))  # type: ignore[type-var]
+    keys = replace(given.keys, grid=wrong_table)
+    with pytest.raises(ValueError, match=r"keys: a table of torch.float16 for a grid in bytes; make it by grid_of"):
+        fused.attend(given.q, keys, *given.arguments()[2:])
+
+
+@needs_triton
 def test_small_cases_reach_products_of_bytes() -> None:
     """With the launch of their own, which both runners take."""
     from kvcal_kernels.attention import triton as fused
@@ -896,8 +1059,8 @@ def test_small_cases_reach_products_of_bytes() -> None:
         if fused.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32)
     ]  # fmt: skip
     assert {case.launch[0] for case in reached} >= {1, 2, 4}
-    assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer"}
-    assert {case.value.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer"}
+    assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer", "bytes"}
+    assert {case.value.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer", "bytes"}
     assert {case.dim for case in reached} == {64, 96, 128, 256}
 
 

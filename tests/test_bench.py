@@ -867,7 +867,7 @@ def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out
 
 @needs_triton
 def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
-    """None is refused; each form of the page's table is there, but for keys before RoPE and the mixed pair."""
+    """None is refused; each form of the page's table is there, but for the mixed pair and grids in bytes, which are named."""
     geometry = CATALOGUE[command.MODEL].geometry
     assert [fused.refuses_anywhere(case(name, 1, 4096, geometry)) for name in command.GPU_SCHEMES] == [None] * 15
     pairs = [schemes.named(name, geometry).codecs for name in command.GPU_SCHEMES]
@@ -877,7 +877,7 @@ def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
         name: (script["form"]("key", key), script["form"]("value", value))
         for name, (key, value, _) in script["SCHEMES"].items()
     }
-    left_out = {"HIGGS 3, InnerQ 3"}
+    left_out = {"HIGGS 3, InnerQ 3", "TurboQuant 4/3 in bytes", "HIGGS 2 in bytes"}
     assert {name for name, forms in wanted.items() if forms not in found} == left_out
 
 
@@ -1552,7 +1552,9 @@ def test_rows_of_float32_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["kivi-2", "kivi-2-g128", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3"])
+@pytest.mark.parametrize(
+    "name", ["kivi-2", "kivi-2-g128", "innerq-hybrid", "inner-4", "higgs-2", "turboquant-4-3", "turboquant-4-3-bytes"]
+)
 def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,14 @@ def test_wide_predictors_pack_the_same_in_pieces() -> None:
     assert same(schemes.packed_row(whole, 0), schemes.packed_row(single, 0))
 
 
-STORED_FOR_THE_KERNEL = ["inner-2-hybrid", "higgs-2", "turboquant-4", "mixkvq-16-16"]
+STORED_FOR_THE_KERNEL = [
+    "inner-2-hybrid",
+    "higgs-2",
+    "turboquant-4",
+    "mixkvq-16-16",
+    "higgs-2-bytes",
+    "turboquant-4-bytes",
+]
 
 
 @pytest.mark.parametrize("name", STORED_FOR_THE_KERNEL)

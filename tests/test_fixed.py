@@ -819,7 +819,9 @@ def steps_of(own: KVCalCache, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["innerq", "higgs-2", "turboquant-4-2", "higgs-4-debiased", *TURNED, "vectors"])
+@pytest.mark.parametrize(
+    "name", ["innerq", "higgs-2", "turboquant-4-2", "turboquant-4-2-bytes", "higgs-4-debiased", *TURNED, "vectors"]
+)
 def test_generate_compiles_its_forward_on_a_gpu(name: str) -> None:
     served = copy.deepcopy(model()).half().cuda()
     ids = token_ids(2, 90, seed=10).cuda()

@@ -77,6 +77,10 @@ PAIRS: dict[str, LayerCodecs] = {
     "mixkvq": LayerCodecs(MixKVQ(SHAPE, "key", full=16, four=16), uniform("value", 2, inner=False)),
     "higgs-2": higgs(2, 16),
     "turboquant-4-2": LayerCodecs(higgs(1, 16, norm="head").key, higgs(1, 4, norm="head", seed=1).value),
+    "higgs-2-bytes": higgs(2, 16, points="bytes", gain="debiased"),
+    "turboquant-4-2-bytes": LayerCodecs(
+        higgs(1, 16, norm="head", points="bytes").key, higgs(1, 4, norm="head", seed=1, points="bytes").value
+    ),
     "higgs-4-debiased": LayerCodecs(
         Scaled(higgs(2, 256, gain="debiased").key, factor()), higgs(4, 256, gain="debiased").value
     ),
@@ -141,6 +145,43 @@ def test_the_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         close(steps(both("innerq"), token_ids(1, 83), [80, 81, 82]))
     monkeypatch.setattr(fused, "queries_for", own)
     close(steps(both("innerq"), token_ids(1, 83), [80, 81, 82]))
+
+
+BYTE_PAIRS = ["higgs-2-bytes", "turboquant-4-2-bytes"]
+
+
+def in_bytes(pair: LayerCodecs) -> list[bool]:
+    forms = [codec.fused() for codec in (pair.key, pair.value)]
+    return [form.in_bytes for form in forms if isinstance(form, Form)]
+
+
+@pytest.mark.parametrize("name", BYTE_PAIRS)
+@pytest.mark.parametrize(("heads", "bytewise"), [(8, True), (16, False)])
+def test_grids_in_bytes_are_looked_up_where_a_kv_head_has_more_than_four_query_heads(
+    name: str, heads: int, bytewise: bool, calls: list[int]
+) -> None:
+    """The same logits either way; the scheme itself stays as it was for other models."""
+    caches = both(name, model(num_attention_heads=heads))
+    close(steps(caches, token_ids(2, 90, seed=1), [80, 81, 84]))
+    assert len(calls) == 9
+    for own in caches:
+        assert in_bytes(own.own_layers[0].codecs) == [bytewise] * 2
+        assert in_bytes(own.scheme.layers[0]) == [True, True]
+
+
+def test_grids_in_bytes_are_looked_up_beside_what_products_of_bytes_do_not_take(calls: list[int]) -> None:
+    own, other = PAIRS["higgs-2-bytes"], PAIRS["higgs-4-debiased"]
+    beside = {
+        "grids of 256": LayerCodecs(own.key, other.value),
+        "groups of 32 channels": LayerCodecs(own.key, PAIRS["kivi-4"].value),
+        "groups of 32 tokens": LayerCodecs(PAIRS["kivi-4"].key, own.value),
+    }
+    for pair in beside.values():
+        made = scheme(pair, model().config.num_hidden_layers)
+        assert not any(in_bytes(made.layers[0]))
+        close(steps(tuple(opened(made, model(), kernels=k) for k in ("torch", "off")), token_ids(1, 83), [80, 81]))  # type: ignore[arg-type]
+    assert in_bytes(scheme(LayerCodecs(own.key, PAIRS["inner-4"].value)).layers[0]) == [True, False]
+    assert len(calls) == 3 * 3 * 2
 
 
 FAMILIES = ["Llama", "Qwen2", "Qwen3", "Phi3", "Mistral"]
@@ -686,7 +727,7 @@ def test_kernels_are_tried_on_blocks_of_one_room(name: str) -> None:
         assert own.words.shape[2] == other.words.shape[2] == -(-9 // each) * each
         assert own.words.shape[2] == own.scale.shape[2] * key.scale_blocks and (own.order is None) != key.tiered
         if own.grid and other.grid:
-            assert (own.grid.table.data_ptr() == other.grid.table.data_ptr()) == (name == "higgs-2")
+            assert (own.grid.table.data_ptr() == other.grid.table.data_ptr()) == name.startswith("higgs-2")
         numbers = decode(own)[:, :, :288].std(), decode(other)[:, :, :288].std()
         assert all(0.5 < float(size) < 2 for size in numbers), numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,9 @@ def test_kivi_keys_per_channel_and_values_per_token(bits: int) -> None:
 
 
 def test_turboquant_is_a_scalar_grid_with_a_norm_a_head() -> None:
-    """b + 16/128 bits; a head's error does not depend on the other head's size."""
-    for bits in (2, 3, 4):
-        codec = backbone(f"turboquant-{bits}")(Shape(8, 128, 32), "key")
+    """b + 16/128 bits; a head's error does not depend on the other head's size. With points of bytes, too."""
+    for bits, kind in itertools.product((2, 3, 4), ("", "-bytes")):
+        codec = backbone(f"turboquant-{bits}{kind}")(Shape(8, 128, 32), "key")
         assert isinstance(codec, Higgs) and (codec.d, codec.n, codec.rotation_width) == (1, 2**bits, 128)
         assert codec.bits_per_value() == bits + 16 / 128
         x = numbers(1, 8, 64, 128)
@@ -86,6 +87,7 @@ PAPERS = {
     "turboquant-3": (3.125, 0, 128),
     "turboquant-4": (4.125, 0, 128),
     "turboquant-4-3": (3.625, 0, 128),
+    "turboquant-4-3-bytes": (3.625, 0, 128),
     "turboquant-k4v3": (3.625, 0, 128),
     "innerq-base": (3.5, 32, 96),
     "innerq-hybrid": (3.25, 32, 96),

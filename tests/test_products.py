@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attention_cases import random_codes
+from attention_cases import random_codes, random_grid
 from interpreted import needs_triton
-from kvcal_kernels.attention import Blocks, Form, decode, pack
+from kvcal_kernels.attention import Blocks, Form, decode, pack, unpack
+from kvcal_kernels.attention.grids import IN_BYTES
+from kvcal_kernels.attention.reference import BYTE_DIMS
 
 pytestmark = needs_triton
 
@@ -154,13 +157,17 @@ class Warp:
                 own[o[0]] = self.float(o[1]) > self.float(o[2])
             elif kind == "prmt":
                 both = self.bits(o[1]).astype(np.uint64) | self.bits(o[2]).astype(np.uint64) << np.uint64(32)
-                which = [self.bits(o[3]).astype(np.uint64) >> np.uint64(4 * i) & np.uint64(7) for i in range(4)]
-                chosen = [both >> np.uint64(8) * place & np.uint64(255) for place in which]
+                which = [self.bits(o[3]).astype(np.uint64) >> np.uint64(4 * i) & np.uint64(15) for i in range(4)]
+                chosen = [both >> np.uint64(8) * (place & np.uint64(7)) & np.uint64(255) for place in which]
+                signs = [x >> np.uint64(7) for x in chosen]
+                chosen = [
+                    np.where(place > 7, sign * np.uint64(255), x)
+                    for place, sign, x in zip(which, signs, chosen, strict=True)
+                ]
                 own[o[0]] = sum(x << np.uint64(8 * i) for i, x in enumerate(chosen)).astype(np.uint32)
             elif kind == "lop3":
-                assert int(o[4], 0) == 0xE4
-                mask = self.bits(o[3])
-                own[o[0]] = self.bits(o[1]) & mask | self.bits(o[2]) & ~mask
+                a, b, c = (self.bits(x) for x in o[1:4])
+                own[o[0]] = {0xE4: a & c | b & ~c, 0xEA: a & b | c}[int(o[4], 0)]
             elif ".f32" in name:
                 own[o[0]] = self.floats(name, [self.float(x) for x in o[1:]]).astype(np.float32).view(np.uint32)
             else:
@@ -182,7 +189,7 @@ class Warp:
     def integers(kind: str, x: list[Any]) -> Words:
         made: dict[str, Callable[[], Any]] = {
             "mov": lambda: x[0], "and": lambda: x[0] & x[1], "shr": lambda: x[0] >> x[1],
-            "shl": lambda: x[0] << x[1], "add": lambda: x[0] + x[1],
+            "shl": lambda: x[0] << x[1], "add": lambda: x[0] + x[1], "xor": lambda: x[0] ^ x[1],
         }  # fmt: skip
         return made[kind]().astype(np.uint32)
 
@@ -200,11 +207,30 @@ def slot(keys: Blocks, values: Blocks, block: int) -> bytes:
 
 
 def about(form: Form) -> tuple[int, ...]:
-    mode = 2 if not form.inner else 0 if form.symmetric else 1
-    return form.pieces, form.tiles, form.words, form.bits, mode, form.group, 2 * (form.words + form.scales)
+    from kvcal_kernels.products.triton import POINTS
+
+    mode = POINTS if form.vector else 2 if not form.inner else 0 if form.symmetric else 1
+    group = form.vector or form.group
+    return form.pieces, form.tiles, form.words, form.bits, mode, group, 2 * (form.words + form.scales)
 
 
-def fragments(integers: Tensor) -> list[Words]:
+def numbers(blocks: Blocks) -> Tensor:
+    """(T, D) float64 of the first head; of a grid as they are, rotated."""
+    if blocks.grid is None:
+        return decode(blocks)[0, 0].double()
+    codes, norm, _ = unpack(blocks)
+    return (blocks.grid.points.double()[codes].flatten(-2) * norm.double())[0, 0]
+
+
+def channels(group: int, half: int, grid: bool) -> Tensor:
+    """Of which a lane has register `half` of a second operand: (32, 4). Of a grid even, then odd ones of 64 neighbours."""
+    quad = torch.from_numpy(COLUMN)[:, None]
+    if grid:
+        return group // 2 * 64 + group % 2 + 2 * (quad + half) + 16 * torch.arange(4)
+    return group * 32 + half * 8 + quad + torch.tensor([0, 16, 1, 17])
+
+
+def fragments(integers: Tensor, grid: bool) -> list[Words]:
     """Queries (rows, D), integers of 16 bits, as registers of second operands: of group g number 2 g and 2 g + 1."""
     rows, dim = integers.shape
     high = (integers + 128) >> 8
@@ -213,8 +239,7 @@ def fragments(integers: Tensor) -> list[Words]:
     made = []
     for group in range(dim // 32):
         for half in range(2):
-            channel = group * 32 + half * 8 + torch.from_numpy(COLUMN)[:, None] + torch.tensor([0, 16, 1, 17])
-            found = parts[torch.from_numpy(ROW)[:, None], channel] & 255
+            found = parts[torch.from_numpy(ROW)[:, None], channels(group, half, grid)] & 255
             made.append((found << torch.tensor([0, 8, 16, 24])).sum(1).numpy().astype(np.uint32))
     return made
 
@@ -247,10 +272,35 @@ def test_a_warp_attends_over_bytes_of_outer_groups(bits: int) -> None:
     attended(Form("key", 128, 3, 32, True, bits == 4), OUTER[bits][1])
 
 
-def test_a_code_in_another_place_is_seen() -> None:
-    form = Form("key", 128, 2, 32), Form("value", 128, 2, 32)
+def points(role: Any, dim: int, setting: tuple[int, int]) -> Form:
+    return Form(role, dim, setting[0], vector=setting[1], in_bytes=True)
+
+
+@pytest.mark.parametrize("dim", BYTE_DIMS)
+@pytest.mark.parametrize(
+    ("key", "value"), [*((x, x) for x in IN_BYTES), ((4, 1), (3, 1)), ((2, 2), (4, 1)), ((3, 1), (2, 2))]
+)
+def test_a_warp_attends_over_points_of_grids(dim: int, key: tuple[int, int], value: tuple[int, int]) -> None:
+    attended(points("key", dim, key), points("value", dim, value))
+
+
+@pytest.mark.parametrize("setting", IN_BYTES)
+def test_a_warp_attends_over_points_beside_integers(setting: tuple[int, int]) -> None:
+    attended(points("key", 128, setting), Form("value", 128, 3, 32))
+    attended(points("key", 128, setting), Form("value", 128, 2, 128, False, False))
+    attended(Form("key", 128, 2, 32, True, False), points("value", 128, setting))
+    attended(Form("key", 128, 4, 128, False, False), points("value", 128, setting))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [(Form("key", 128, 2, 32), Form("value", 128, 2, 32)), (points("key", 128, (4, 1)), points("value", 128, (3, 1)))],
+)
+def test_a_code_in_another_place_is_seen(form: tuple[Form, Form]) -> None:
+    held = [2 * (one.words + one.scales) for one in form]
+    at = 2 * sum(held) + held[0] + 200  # of a value of the third block
     with pytest.raises(AssertionError, match="not close"):
-        attended(*form, change=lambda memory: memory[:1400] + bytes([memory[1400] ^ 12]) + memory[1401:])  # of a value
+        attended(*form, change=lambda memory: memory[:at] + bytes([memory[at] ^ 12]) + memory[at + 1 :])
 
 
 def plain_fragments(q: Tensor) -> list[Words]:
@@ -273,31 +323,39 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     far[64:96], far[224:] = 24.0, 0.01
     if key.inner:
         coded[0][1] = (coded[0][1] * far[None, None, :, None]).half()
-    if not value.inner:
+    if not value.inner or value.vector:
         coded[1][1][:, :, :48] = 0.0  # tokens whose numbers are all alike
-    keys, values = (pack(*found, form) for found, form in zip(coded, (key, value), strict=True))
+    made = (random_grid(form, 1, g) for form in (key, value))
+    keys, values = (pack(*own, form, grid) for own, form, grid in zip(coded, (key, value), made, strict=True))
+    same = key.vector > 0 and (key.bits, key.vector) == (value.bits, value.vector)
+    if keys.grid and same:
+        values = replace(values, grid=keys.grid)
     dim, slices = key.dim, key.dim // 16
     q = torch.randn(4, dim, generator=g, dtype=torch.float64) * torch.tensor([[1.0], [0.01], [30.0], [0.0]])
     plain = (q / (2 * q.abs().amax(1, keepdim=True)).clamp_min(1e-30)).half()
     step = (q.abs().amax(1) / products.QUERY).clamp_min(1e-30).float()
     integers = (q / step.double()[:, None]).round().long()
     used = plain.double() if not key.inner else integers.double() * step.double()[:, None]
-    scores = used @ decode(keys)[0, 0].double().T
+    scores = used @ numbers(keys).T
     spread = [3.0, 3.0, 60.0, 1.0] if key.inner else [3.0, 3.0, 8.0, 1.0]
     unit = (torch.tensor(spread) / scores.abs().amax(1).clamp_min(1e-9)).float()
 
     modes = [about(form)[4] for form in (key, value)]
     given: dict[str, list[Any]] = {}
-    given["queries"] = fragments(integers) if key.inner else []
+    given["queries"] = fragments(integers, bool(key.vector)) if key.inner else []
     given["queries"] += [np.zeros(32, np.uint32)] * (-(slices if not key.inner else len(given["queries"])) % 4)
     given["queries"] += [np.zeros(32, np.uint32)] * (4 * -(-slices // 4) - len(given["queries"]))
-    if key.inner:
+    if key.inner and not key.vector:
         count = 4 * products.beginning_tensors.fn(slices, key.pieces, key.bits, modes[0])
         registers = {f"${count + i}": x for i, x in enumerate(given["queries"])}
         begun = Warp(registers, b"").run(products.beginning.fn(slices, key.pieces, key.bits, modes[0])).registers
         given["begins"] = [begun[f"${i}"] for i in range(count)]
     own = torch.from_numpy(LANE % 4)
+    step *= 1.0 if keys.grid is None else keys.grid.unit
     base = (unit if not key.inner else unit * step)[own].numpy()
+    for name, blocks in (("k_points", keys), ("v_points", values)):
+        table = blocks.grid.table.tolist() if blocks.grid else []
+        given[name] = [np.full(32, number & 0xFFFFFFFF) for number in table]
     high = LANE // 4 % 2 == 0
     rounded = np.where(high, products.MAGIC_FLOAT + 128, products.MAGIC_FLOAT).astype(np.float32)
     given["plain"] = plain_fragments(plain)
@@ -307,14 +365,17 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     given["acc"] = [LANE * 0] * (2 * slices)
     held, row = about(key)[-1], LANE & 15
     places = [row * 32 + ((LANE >> 4) ^ (row >> 2 & 1)) * 16]
-    columns = dim // key.group * (1 + modes[0]), slices * (1 + modes[1])
+    columns = (
+        1 if key.vector else dim // key.group * (1 + modes[0]),
+        1 if value.vector else slices * (1 + modes[1]),
+    )
     places += [LANE % 4 * 8 if modes[0] == 2 else ROW * 2 * min(4, columns[0] & -columns[0])]
     places += [ROW // 2 * 8 + ROW % 2 * 2 if modes[1] == 2 else ROW * 2 * min(4, columns[1] & -columns[1])]
     given["places"] = [*places, LANE * 0]
     fixed = products.constants.fn(slices, value.tiles, value.bits, modes[1])
     given["constants"] = [np.full(32, one) for one in fixed for _ in range(4)]
-    operands = products._operands.fn(slices, about(key), about(value), True)
-    text = products.block.fn(slices, about(key), about(value), True)
+    operands = products._operands.fn(slices, about(key), about(value), True, same)
+    text = products.block.fn(slices, about(key), about(value), True, same)
     size = held + about(value)[-1]
     memory = change(b"".join(slot(keys, values, i) for i in range(8)))
     branched = []
@@ -341,13 +402,17 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
         for i in range(4):
             piece = 2 * c + i % 2
             place = products.field_place.fn(piece % products.pairs_of_word.fn(value.bits), value.bits)
-            out[LANE % 4, piece * 16 + ROW + i // 2 * 8] = acc[4 * c + i] / place / products.PROBABILITY
+            place = 1 / values.grid.unit if values.grid else place
+            row = ROW + i // 2 * 8
+            channel = 32 * c + 2 * row + i % 2 if value.vector > 1 else piece * 16 + row
+            out[LANE % 4, channel] = acc[4 * c + i] / place / products.PROBABILITY
     if modes[1] == 2:
         out += np.array(shift)[:, None]
     powers = scores * unit.double()[:, None]
     wanted = torch.exp2(powers - powers.amax(1, keepdim=True))
-    stored = decode(values)[0, 0].double()
+    stored = numbers(values)
     wanted = (wanted / wanted.sum(1, keepdim=True)) @ stored
-    bound = 3e-5 if key.inner else 4e-4  # queries of outer groups times scales are float16
+    # queries of outer groups times scales are float16; scores of up to 60 are float32, of grids after one sum of all channels
+    bound = 4e-4 if not key.inner else 6e-5 if key.vector else 3e-5
     found = torch.from_numpy(out / np.array(total)[:, None])
     torch.testing.assert_close(found, wanted, rtol=0, atol=float(bound * stored.abs().amax()))

@@ -457,6 +457,10 @@ STEPS = [
     ("higgs 4", 87, 200, 2050, 0, 118),
     ("turboquant 2", 90, 200, 2650, 0, 240),
     ("turboquant 4", 90, 240, 1600, 830, 240),
+    ("higgs 2 in bytes", 90, 200, 1320, 830, 114),
+    ("turboquant 3 in bytes", 90, 200, 2660, 0, 240),
+    ("turboquant 4 in bytes", 87, 200, 2610, 0, 240),
+    ("turboquant 2 in bytes", 80, 200, 2650, 0, 240),
 ]
 
 

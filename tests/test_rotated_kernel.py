@@ -5,6 +5,7 @@ test_rotated_kernel
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,16 @@ def differing(module: Any, how: Rotated, x: Tensor) -> list[str]:
 def misplaced(module: Any, case: Any, device: str = "cpu") -> list[str]:
     """Roles of whose blocks the kernel packs other words than the codec."""
     found = []
-    for role in ("key", "value"):
-        codec: Any = Higgs(Shape(2, max(128, case[4]), 32), role, *case[:2], norm=case[2])  # type: ignore[arg-type]
+    few = case[:2] in ((2, 16), (1, 4), (1, 8), (1, 16))
+    for role, points in itertools.product(("key", "value"), ("exact", "bytes") if few else ("exact",)):
+        settings: Any = {"norm": case[2], "points": points}
+        codec: Any = Higgs(Shape(2, max(128, case[4]), 32), role, *case[:2], **settings)  # type: ignore[arg-type]
         x = torch.randn(2, 2, 96, codec.shape.dim, generator=torch.Generator().manual_seed(1))
         packed, form = codec.encode(x), codec.fused()
+        assert form.in_bytes == (points == "bytes")
         by_head = codec.codes(packed).unflatten(-1, (2, -1)).movedim(3, 1).flatten(2, 3).contiguous()
         words = module.pack(by_head.to(torch.uint8).to(device), form)
-        found += [] if torch.equal(words.cpu(), codec.as_blocks(packed).words) else [role]
+        found += [] if torch.equal(words.cpu(), codec.as_blocks(packed).words) else [f"{role}, {points}"]
     return found
 
 
@@ -184,12 +188,14 @@ def test_compiled_kernel_that_rotates_a_token_and_decodes_spills_nothing(d: int,
 
 @needs_triton
 @pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize(("d", "bits"), [(1, 3), (2, 2), (4, 2)])
-def test_compiled_packing_spills_nothing(role: Any, d: int, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("d", "bits", "in_bytes"), [(1, 3, False), (2, 2, False), (4, 2, False), (1, 3, True), (1, 4, True), (2, 2, True)]
+)
+def test_compiled_packing_spills_nothing(role: Any, d: int, bits: int, in_bytes: bool, tmp_path: Path) -> None:
     from kvcal_kernels.rotated import triton
 
-    form = Form(role, 128, bits, vector=d)
-    constants = {"DIM": 128, "BITS": bits, "D": d, "WORDS": form.words, "VALUE": role == "value"}
+    form = Form(role, 128, bits, vector=d, in_bytes=in_bytes)
+    constants = {"DIM": 128, "BITS": bits, "D": d, "WORDS": form.words, "VALUE": role == "value", "IN_BYTES": in_bytes}
     types = {"p_codes": "*u8", "p_words": "*i32", "blocks": "i32"}
     own = compiled(triton.pack_kernel, types, constants, ["p_codes", "p_words"], 90, num_warps=4)
     taken, spilled = resources(own, tmp_path)

@@ -59,7 +59,11 @@ class KVCalLayer(CacheLayerMixin):
 
     def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__()
-        self._owner, self.index, self.codecs, self.site = weakref.ref(cache), index, codecs, site
+        self._owner, self.index, self.site = weakref.ref(cache), index, site
+        self._ratio = (
+            1 if hf.odd_attention(site) else site.ratio
+        )  # of odd attention no kernel's, whatever the order of blocks
+        self.codecs = codecs = codecs.read_by(self._ratio)
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call
         self.pending_queries: Tensor | None = None  # queries before RoPE of it
@@ -126,7 +130,7 @@ class KVCalLayer(CacheLayerMixin):
             )
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
-        self.codecs = self._cache.scheme.on(self.index, self.device)
+        self.codecs = self._cache.scheme.on(self.index, self.device, self._ratio)
         self._cache.on_keys_of(self.dtype)
         if self.readable:
             ratio, kernels = self.site.ratio, self._cache.kernels

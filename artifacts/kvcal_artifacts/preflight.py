@@ -380,12 +380,17 @@ def _blocks(
 def _grid(
     form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
 ) -> attention.Grid:
-    """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times)."""
+    """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times). Of a grid
+    in bytes they are multiples of a step.
+    """
     size = (1 << form.bits * form.vector, form.vector)
     own = torch.randn(size, generator=generator, device=device).half().float()
+    if form.in_bytes:
+        most = attention.grids.LARGEST
+        own = (own / own.abs().max() * most).round() / 64
     sign = torch.randint(0, 2, (heads, form.dim), generator=generator, device=device) * 2 - 1
     points = own if twin is None or twin.points.shape != size else twin.points
-    return attention.grid_of(points, sign, form.bits, twin)
+    return attention.grid_of(points, sign, form.bits, twin, form.in_bytes)
 
 
 def reconstruct_trial(

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import torch
 
+from kvcal_kernels.attention import Form
+from kvcal_kernels.attention.reference import fits_bytes
+
 from .codecs import Codec, MixKVQ, Packed
 from .errors import KVCalError
 
@@ -67,6 +70,15 @@ class LayerCodecs:
     def needs(self) -> frozenset[str]:
         return self.key.needs | self.value.needs
 
+    def read_by(self, ratio: int = 1) -> LayerCodecs:
+        """The same, blocks in the order in which a kernel reads them that serves so many query heads a kv head: grids in bytes
+        are looked up where there are more than four, or where the other codec's blocks are not for products of bytes.
+        """
+        forms = [form for codec in (self.key, self.value) if isinstance(form := codec.fused(), Form)]
+        if not any(form.in_bytes for form in forms) or (ratio <= 4 and len(forms) == 2 and fits_bytes(*forms)):
+            return self
+        return LayerCodecs(self.key.for_lookups(), self.value.for_lookups())
+
     @property
     def stats(self) -> frozenset[str]:
         """Run-time statistics that either reads."""
@@ -106,7 +118,7 @@ class Scheme:
     skipped: dict[int, str] = field(default_factory=dict)
     selection: HeavyHitters | None = None
     codes_alone: bool = field(default=False, compare=False)
-    _placed: dict[tuple[int, torch.device], LayerCodecs] = field(default_factory=dict, repr=False, compare=False)
+    _placed: dict[tuple[int, torch.device, bool], LayerCodecs] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.frame not in FRAMES:
@@ -119,6 +131,7 @@ class Scheme:
         if self.chained or self.frame == "pre_rope":
             made = [p and LayerCodecs(p.key.for_decoding(), p.value.for_decoding()) for p in self.layers]
             object.__setattr__(self, "layers", tuple(made))
+        object.__setattr__(self, "layers", tuple(pair and pair.read_by() for pair in self.layers))
 
     def _check(self, index: int, pair: LayerCodecs) -> None:
         for codec in (pair.key, pair.value):
@@ -182,14 +195,17 @@ class Scheme:
         held = {t.data_ptr(): t for codec in codecs for t in codec.tensors().values()}
         return sum(t.numel() * t.element_size() for t in held.values())
 
-    def on(self, layer: int, device: torch.device) -> LayerCodecs:
-        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs."""
+    def on(self, layer: int, device: torch.device, ratio: int = 1) -> LayerCodecs:
+        """A layer's codecs with their constants on `device`, shared by all caches there; other devices keep theirs. ratio:
+        query heads a kv head.
+        """
         pair = self.layers[layer]
         if pair is None:
             raise KVCalError(f"layer {layer} is not compressed: {self.skipped[layer]}")
-        if (layer, device) not in self._placed:
-            self._placed[layer, device] = LayerCodecs(pair.key.to(device), pair.value.to(device))
-        return self._placed[layer, device]
+        own = pair.read_by(ratio)
+        if (layer, device, own is pair) not in self._placed:
+            self._placed[layer, device, own is pair] = LayerCodecs(own.key.to(device), own.value.to(device))
+        return self._placed[layer, device, own is pair]
 
     def keeping(self, selection: HeavyHitters | None) -> Scheme:
         """The same codecs with this token selection (None: without)."""

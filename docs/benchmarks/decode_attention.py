@@ -42,7 +42,7 @@ from kvcal.bench import peers
 from kvcal.bench.layer import Case, angles
 from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
-from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, reference, rope
+from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, grids, reference, rope
 from kvcal_kernels.attention import triton as fused
 
 GEOMETRY = models.geometry(models.resolve("llama-3.1-8b"))
@@ -60,6 +60,8 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "KIVI 2/2 G=128": ((2, 128, False, False), (2, 128, False, False), 0.75),
     "TurboQuant 4/3": (("grid", 4, 1, 1), ("grid", 3, 1, 1), 0.65),  # norm per head; HIGGS: over the token
     "HIGGS 2": (("grid", 2, 2, HEADS), ("grid", 2, 2, HEADS), 0.65),
+    "TurboQuant 4/3 in bytes": (("bytes", 4, 1, 1), ("bytes", 3, 1, 1), 0.65),
+    "HIGGS 2 in bytes": (("bytes", 2, 2, HEADS), ("bytes", 2, 2, HEADS), 0.65),
     "HIGGS 3": (("grid", 3, 2, HEADS), ("grid", 3, 2, HEADS), 0.65),
     "HIGGS 4": (("grid", 4, 2, HEADS), ("grid", 4, 2, HEADS), 0.65),
     "MixKVQ G=32": (("tiers", 32, 16, 16), (2, 32, False, False), 0.65),  # of 128 channels 16 exact, 16 of 4 bits
@@ -72,9 +74,9 @@ OTHERS = [(warps, registers, turns) for warps in (1, 4) for registers in (128, 1
 
 
 def form(role: Any, settings: tuple[Any, ...]) -> Form:
-    if settings[0] == "grid":
-        _, bits, vector, norm_heads = settings
-        return Form(role, D, bits, vector=vector, norm_heads=norm_heads)
+    if settings[0] in ("grid", "bytes"):
+        kind, bits, vector, norm_heads = settings
+        return Form(role, D, bits, vector=vector, norm_heads=norm_heads, in_bytes=kind == "bytes")
     if settings[0] == "tiers":
         _, group, full, four = settings
         return Form(role, D, 2, group, False, False, full=full, four=four)
@@ -97,9 +99,11 @@ def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (batch, HEADS, count, made.words // 4), device="cuda")
     if made.vector:
         points = torch.randn(1 << made.bits * made.vector, made.vector, device="cuda").half().float()
+        if made.in_bytes:
+            points = (points / points.abs().max() * grids.LARGEST).round() / 64
         own = twin.grid if twin and twin.form.vector == made.vector and twin.form.bits == made.bits else None
         sign = torch.randint(0, 2, (HEADS, D), device="cuda", dtype=torch.int8) * 2 - 1
-        grid = grid_of(own.points if own else points, sign, made.bits, own)
+        grid = grid_of(own.points if own else points, sign, made.bits, own, made.in_bytes)
         norm = torch.rand((batch, HEADS // made.norm_heads, count, made.scales), device="cuda") + 0.5
         return Blocks(made, words.view(torch.int16), norm.half(), grid)
     shape = (batch, HEADS, -(-count // made.scale_blocks), made.scales)

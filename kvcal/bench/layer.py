@@ -36,6 +36,11 @@ class Case:
     dtype: torch.dtype
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        codecs = self.scheme.codecs.read_by(self.group)
+        if codecs is not self.scheme.codecs:  # as a cache has them
+            object.__setattr__(self, "scheme", replace(self.scheme, codecs=codecs))
+
     @property
     def group(self) -> int:
         """Query heads a kv head."""

@@ -27,6 +27,7 @@ COUNTED: dict[str, float] = {
     "tiers": 2.66, "tiers G=128": 2.30,
     "grid 2 of 1": 1.61, "grid 3 of 1": 2.48, "grid 4 of 1": 2.32,
     "grid 2 of 2": 1.67, "grid 3 of 2": 2.48, "grid 4 of 2": 2.35,
+    "bytes 2 of 1": 1.44, "bytes 3 of 1": 1.54, "bytes 4 of 1": 1.88, "bytes 2 of 2": 1.67,
     "symmetric 2 before RoPE": 3.25, "symmetric 3 before RoPE": 3.62, "symmetric 4 before RoPE": 3.35,
     "outer 2 before RoPE": 3.38, "outer 2 G=128 before RoPE": 3.14, "outer 3 before RoPE": 3.58, "outer 4 before RoPE": 3.53,
 }  # fmt: skip
@@ -78,10 +79,10 @@ def fit(device: Device, sizes: Sequence[float], microseconds: Sequence[float], l
 
 def kind(form: Form) -> str:
     """What instructions depend on: inner integers' symmetry and bits, outer ones' bits and whether 128 numbers or more share a
-    scale, grids' bits and numbers a code.
+    scale, grids' bits and numbers a code, and whether their points are bytes.
     """
     if form.vector:
-        return f"grid {form.bits} of {form.vector}"
+        return f"{'bytes' if form.in_bytes else 'grid'} {form.bits} of {form.vector}"
     if form.inner:
         return f"{'symmetric' if form.symmetric else 'asymmetric'} {form.bits}"
     return f"{'tiers' if form.tiered else f'outer {form.bits}'}{LONG if form.group >= 128 and form.bits == 2 else ''}"

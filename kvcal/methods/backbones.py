@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
+from kvcal_artifacts.codecs.higgs import Points
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
@@ -26,8 +28,9 @@ def divisor(limit: int, length: int) -> int:
     return next(size for size in range(min(limit, length), 0, -1) if length % size == 0)
 
 
-def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "mse") -> Backbone:
-    return lambda shape, role: Higgs(shape, role, d=d, n=n, rotation=rotation, axis=axis, gain=gain)  # type: ignore[arg-type]
+def _higgs(d: int, n: int, rotation: str, axis: str = "channel", gain: str = "mse", points: str = "exact") -> Backbone:
+    settings: Any = {"d": d, "n": n, "rotation": rotation, "axis": axis, "gain": gain, "points": points}
+    return lambda shape, role: Higgs(shape, role, **settings)
 
 
 def _uniform(bits: int, axis: str) -> Backbone:
@@ -98,8 +101,8 @@ def _from_prefill(make: Backbone) -> Backbone:
     return lambda shape, role: Scaled(make(shape, role), None, "prefill")
 
 
-def _turboquant(bits: int) -> Backbone:
-    return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head")
+def _turboquant(bits: int, points: Points = "exact") -> Backbone:
+    return lambda shape, role: Higgs(shape, role, d=1, n=2**bits, norm="head", points=points)
 
 
 def _table() -> dict[str, Backbone]:
@@ -109,6 +112,8 @@ def _table() -> dict[str, Backbone]:
             table[f"higgs-{name}{suffix}"] = _higgs(d, n, "head", gain=gain)
             table[f"higgs-{name}-wide{suffix}"] = _higgs(d, n, "token", gain=gain)
             table[f"higgs-{name}-channel{suffix}"] = _higgs(d, n, "token", "token", gain=gain)
+    for suffix, gain in (("", "mse"), ("-debiased", "debiased")):
+        table[f"higgs-2-bytes{suffix}"] = _higgs(2, 16, "head", gain=gain, points="bytes")
     for bits in range(1, 9):
         table[f"uniform-{bits}"] = _uniform(bits, "channel")
         table[f"uniform-{bits}-channel"] = _uniform(bits, "token")
@@ -116,6 +121,7 @@ def _table() -> dict[str, Backbone]:
         table[f"kivi-{bits}"] = _kivi(bits)
     for bits in (2, 3, 4):
         table[f"turboquant-{bits}"] = _turboquant(bits)
+        table[f"turboquant-{bits}-bytes"] = _turboquant(bits, "bytes")
         for mode in MODES:
             table[f"inner-{bits}-{mode}"] = _inner(bits, mode, search=True)
             table[f"inner-{bits}-{mode}-max"] = _inner(bits, mode, search=False)

@@ -134,6 +134,12 @@ class Codec(ABC):
         """
         return self
 
+    def for_lookups(self) -> Codec:
+        """The same codec, whose blocks no kernel reads by products of bytes that only these could read: the same numbers from
+        the same codes in another order, in as many bytes.
+        """
+        return self
+
     def by_kernel(self) -> Codec:
         """The same codec, encoding by a Triton kernel where there is one for it: itself where there is none."""
         return self

@@ -13,6 +13,10 @@ A nearest point is shorter than what it stands for: on average x̂ = (1 - D) x p
 Keys then score 11 % low beside the exact ones in the windows, and values add up 11 % short, however many are averaged.
 `gain="debiased"` stores a larger norm: values are made unbiased, by 1 / (1 - D); keys keep their length, by its square root,
 because the noise of a score raises its exponential (docs/methods.md has the figures). "mse" is HIGGS as published.
+
+`points="bytes"` rounds the grid's points to multiples of one step, the largest 126 of it, for grids of at most 16 points: at
+head_dim 64, 128 and 256 attention then takes products of 8-bit integers in the place of look-ups. On Gaussian numbers the MSE
+is 0.004 % to 0.16 % larger (docs/benchmarks/byte_grids.py). The grid in a bundle says it: nothing else differs.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import Tensor
 
 from kvcal_kernels import attention, rotated
 from kvcal_kernels.attention import Blocks, Form, Grid, grids
+from kvcal_kernels.attention.reference import BYTE_DIMS
 from kvcal_kernels.hadamard import largest_power_of_two, root, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
@@ -38,6 +43,7 @@ from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device, to_half
 
 Span = Literal["head", "token"]
+Points = Literal["exact", "bytes"]
 Axis = Literal["channel", "token"]
 Gain = Literal["mse", "debiased"]
 TURBOQUANT_NORM_BITS = 32  # InnerQ, Table 3; stored are 16
@@ -55,15 +61,26 @@ def gaussian_grid(d: int, n: int) -> Tensor:
     return load_file(Path(__file__).with_name("grids.safetensors"))[f"d{d}n{n}"]
 
 
+@cache
+def byte_grid(d: int, n: int) -> Tensor:
+    """float32 (n, d): `gaussian_grid` with points that are bytes times one step. KVCalError for more than 16 points."""
+    own = gaussian_grid(d, n)
+    if (GRIDS[d, n] // d, d) not in grids.IN_BYTES:
+        known = ", ".join(f"d={d} n={1 << bits * d}" for bits, d in grids.IN_BYTES)
+        raise KVCalError(f"higgs grid d={d} n={n} with points of bytes: allowed are {known}")
+    return grids.in_bytes(own)
+
+
 def _check_grid(d: int, n: int) -> None:
     if (d, n) not in GRIDS:
         raise KVCalError(f"higgs grid d={d} n={n}: allowed are {', '.join(f'd={a} n={b}' for a, b in GRIDS)}")
 
 
 @cache
-def _table(points: tuple[float, ...], d: int, bits: int) -> tuple[Tensor, float]:
+def _table(points: tuple[float, ...], d: int, bits: int, in_bytes: bool) -> tuple[Tensor, float]:
     """A grid's table for the fused kernel and its unit: one tensor for all codecs with these points."""
-    return grids.table_of(torch.tensor(points).view(-1, d), bits)
+    own = torch.tensor(points).view(-1, d)
+    return grids.byte_table(own, bits) if in_bytes else grids.table_of(own, bits)
 
 
 class Higgs(Codec):
@@ -82,6 +99,7 @@ class Higgs(Codec):
         seed: int = 0,
         axis: Axis = "channel",
         gain: Gain = "mse",
+        points: Points = "exact",
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
@@ -94,10 +112,13 @@ class Higgs(Codec):
         _check_grid(d, n)
         if gain not in ("mse", "debiased"):
             raise KVCalError(f"HIGGS gain {gain!r}: allowed are 'mse' and 'debiased'")
+        if points not in ("exact", "bytes"):
+            raise KVCalError(f"HIGGS points {points!r}: allowed are 'exact' and 'bytes'")
         self.d, self.n, self.rotation, self.norm, self.seed, self.axis = d, n, rotation, norm, seed, axis
         self.gain = gain
         self._gain = 1.0 if gain == "mse" else (1 - GRID_MSE[d, n]) ** (-0.5 if role == "key" else -1)
-        self.grid = gaussian_grid(d, n) if grid is None else grid.float()
+        own = byte_grid if points == "bytes" else gaussian_grid
+        self.grid = own(d, n) if grid is None else grid.float()
         # vectors of `length` numbers, `count` of them a token (axis channel) or a block (axis token)
         self.length = shape.heads * shape.dim if axis == "channel" else shape.block
         if (shape.dim if axis == "channel" else shape.block) % d:
@@ -110,7 +131,7 @@ class Higgs(Codec):
             raise KVCalError(
                 f"HIGGS grid {tuple(self.grid.shape)}, signs {tuple(self.sign.shape)}: needs {(n, d)} and {(self.length,)}"
             )
-        self._form = self._find_form()
+        self._form = self._find_form(in_bytes=True)
         self._look_up = self._grid()
         self._how: Rotated | None = None  # of the kernel that encodes
         self._rule: GridRule | None = None  # of `rule`, once made
@@ -215,7 +236,16 @@ class Higgs(Codec):
         twin._look_up = None
         return twin
 
-    def _find_form(self) -> Form | str:
+    def for_lookups(self) -> Higgs:
+        if isinstance(self._form, str) or not self._form.in_bytes:
+            return self
+        twin = copy.copy(self)
+        twin._form = twin._find_form(in_bytes=False)
+        twin._look_up = twin._grid()
+        return twin
+
+    def _find_form(self, in_bytes: bool) -> Form | str:
+        """in_bytes: where the grid's points and head_dim are for products of bytes."""
         s = self.shape
         if self.axis == "token":
             return "HIGGS along tokens: the fused kernel rotates a query's channels"
@@ -226,9 +256,10 @@ class Higgs(Codec):
             )
         if s.block % attention.BLOCK:
             return f"blocks of {s.block} tokens: the fused kernel reads multiples of {attention.BLOCK}"
-        bits = self.code_bits // self.d
+        bits, heads = self.code_bits // self.d, s.heads if self.norm == "token" else 1
+        in_bytes = in_bytes and s.dim in BYTE_DIMS and grids.are_bytes(self.grid, bits)
         try:
-            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=s.heads if self.norm == "token" else 1)
+            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=heads, in_bytes=in_bytes)
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
         words = bits * s.dim * attention.BLOCK // 16
@@ -244,9 +275,12 @@ class Higgs(Codec):
         if isinstance(self._form, str):
             return None
         form, device = self._form, self.grid.device
-        table, unit = _table(tuple(self.grid.flatten().tolist()), self.d, form.bits)
+        table, unit = _table(tuple(self.grid.flatten().tolist()), self.d, form.bits, form.in_bytes)
         # Made now: no graph of a step may copy it there.
-        grids.order(self.role, form.dim, form.bits, form.vector, device)
+        if form.in_bytes:
+            grids.byte_order(self.role, form.dim, form.vector, device)
+        else:
+            grids.order(self.role, form.dim, form.bits, form.vector, device)
         return Grid(self.grid, self.sign.view(self.shape.heads, -1), on_device(table, device), unit)
 
     def as_blocks(self, packed: Packed) -> Blocks:

@@ -80,6 +80,10 @@ class Scaled(Codec):
         inner = self.inner.for_decoding()
         return self if inner is self.inner else self._around(inner, self.factor)
 
+    def for_lookups(self) -> Scaled:
+        inner = self.inner.for_lookups()
+        return self if inner is self.inner else self._around(inner, self.factor)
+
     def by_kernel(self) -> Scaled:
         inner = self.inner.by_kernel()
         return self if inner is self.inner else self._around(inner, self.factor)

@@ -16,6 +16,14 @@ a code; the other half is in the same byte.
 
 Pieces: 16 x 8 pairs. Of keys and of values with d = 1 as of integers. Of values with d > 1 a piece is 16 pairs of channels of
 8 tokens: [half block][8 tokens][32 channels], and token and channel parity are contracted together (see triton.py).
+
+Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes (products/triton.py), and
+codes lie in another order. A set is what the first operand of a product holds, 16 rows of 32 codes, four codes in a word of
+16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words, word 8 i + 2 q + s of a
+row is of set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`).
+Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two
+sets more, bit j of their codes in tile j. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each
+four.
 """
 
 from __future__ import annotations
@@ -31,6 +39,8 @@ from ..lattice import nearest
 
 GRIDS = ((2, 4), (2, 2), (2, 1), (3, 2), (3, 1), (4, 2), (4, 1))  # bits, vector
 ENTRIES = {2: (256, 4), 3: (64, 2), 4: (256, 2)}  # of the table: how many, numbers of each
+IN_BYTES = ((2, 2), (2, 1), (3, 1), (4, 1))  # bits, vector: at most 16 points, of which `prmt` selects bytes
+LARGEST = 126  # of a grid in bytes: of 16 points one more than that must be a signed byte, too (`byte_table`)
 ALIGNED = 7  # bit at which a code is a multiple of 128, the bytes that an entry takes in shared memory
 
 
@@ -38,7 +48,8 @@ ALIGNED = 7  # bit at which a code is a multiple of 128, the bytes that an entry
 class Grid:
     """points (n, d) float32: numbers are points times norm. sign (H, D) int8, +1 or -1: a head's numbers are multiplied by it,
     then rotated by Hadamard transforms of `rotation_width(D)` neighbours. table, unit: what `table_of` makes of points, on
-    their device; share one Grid's table between keys and values of the same grid, and the kernel keeps it once.
+    their device; share one Grid's table between keys and values of the same grid, and the kernel keeps it once. Of a grid in
+    bytes they are of `byte_table`: int32, and the step.
     """
 
     points: Tensor
@@ -59,10 +70,17 @@ def rotation_width(dim: int) -> int:
     return largest_power_of_two(dim)
 
 
-def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None) -> Grid:
-    """points (n, d), sign (H, D). twin: another Grid that has the same table, if it does: the tensor is shared then."""
-    table, unit = table_of(points, bits)
-    if twin is not None and twin.table.shape == table.shape and torch.equal(twin.table, table):
+def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None, in_bytes: bool = False) -> Grid:
+    """points (n, d), sign (H, D). twin: another Grid that has the same table, if it does: the tensor is shared then. in_bytes:
+    for blocks in bytes.
+    """
+    table, unit = byte_table(points, bits) if in_bytes else table_of(points, bits)
+    if (
+        twin is not None
+        and twin.table.dtype == table.dtype
+        and twin.table.shape == table.shape
+        and torch.equal(twin.table, table)
+    ):
         table = twin.table
     return Grid(points.float(), sign.to(torch.int8), table, unit)
 
@@ -76,11 +94,71 @@ def table_of(points: Tensor, bits: int) -> tuple[Tensor, float]:
         raise ValueError(
             f"grid of {n} points of {d} numbers at {bits} bits: allowed are bits, d = {GRIDS}, 2^(bits d) points"
         )
-    times = _times(points.cpu().double())
+    step = _step(points)
+    times = _times(points.cpu().double()) if step is None else 1 / step
     entries, numbers = ENTRIES[bits]
     index = torch.arange(entries, device=points.device)
     parts = [points[index >> part * bits * d & n - 1] for part in range(numbers // d)]
     return (torch.cat(parts, 1).double() * times).half().contiguous(), 1 / times
+
+
+def _step(points: Tensor) -> float | None:
+    """The step of which points (n, d) float32 are multiples, the largest LARGEST times it; None where they are not."""
+    exact = points.cpu().float()
+    step = float(exact.abs().max() / LARGEST)
+    whole = (exact.double() / max(step, 1e-30)).round()
+    return step if step > 0 and torch.equal((whole * step).float(), exact) else None
+
+
+def are_bytes(points: Tensor, bits: int) -> bool:
+    """Whether points (n, d) float32 of so many bits a number are of a grid in bytes."""
+    return (bits, points.shape[1]) in IN_BYTES and _step(points) is not None
+
+
+def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
+    """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four registers,
+    those of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or not 2^(bits * d).
+
+    Of 16 points both halves are selected from and what they give is added up: a code of the other half gives there the sign of
+    the entry with the same lower bits, 0 or -1, by which the entry that counts is stored larger.
+    """
+    n, d = points.shape
+    if (bits, d) not in IN_BYTES or n != 1 << bits * d:
+        raise ValueError(
+            f"grid of {n} points of {d} numbers at {bits} bits: in bytes are allowed bits, d = {IN_BYTES}, 2^(bits d) points"
+        )
+    step = _step(points)
+    if step is None:
+        raise ValueError(
+            f"points up to {float(points.abs().max()):g}: are not multiples of {LARGEST}ths of their largest"
+        )
+    whole = torch.zeros(16, d, dtype=torch.int32)
+    whole[:n] = (points.cpu().double() / step).round().int()
+    low, high = whole[:8], whole[8:]
+    if n == 16:
+        # a high entry is negative, once stored, wherever it is so by itself: where it is -1, too, beside a low one that is not
+        falls = (high < -1) | (high == -1) & (low >= 0)
+        low = low + falls.int()
+        high = high + (low < 0).int()
+    made = torch.cat([low, high]).T.flatten().to(torch.int8)
+    return made.view(torch.int32).to(points.device), step
+
+
+def in_bytes(points: Tensor) -> Tensor:
+    """Points (n, d) float32 of a grid for Gaussian numbers, rounded to multiples of a step: the one, of those that put the
+    largest at LARGEST of it, by which points move least, weighed by how many numbers each stands for.
+    """
+    exact = points.cpu().double()
+    numbers = torch.randn(1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0))
+    weight = torch.bincount(nearest(numbers, points.float().cpu()).long(), minlength=len(points)).double()
+    steps = float(exact.abs().max()) * torch.linspace(0.96, 1.04, 801, dtype=torch.float64) / LARGEST
+    steps = (steps.float().view(torch.int32) & -256).view(torch.float32)  # of 16 bits: multiples are exact in float32
+    steps = steps.double()[:, None, None]
+    whole = (exact / steps).round()
+    cost = ((whole * steps - exact).square() * weight[:, None]).sum((1, 2))
+    cost[whole.abs().amax((1, 2)) != LARGEST] = torch.inf
+    best = int(cost.argmin())
+    return (whole[best] * steps[best]).float().to(points.device)
 
 
 def _times(points: Tensor) -> float:
@@ -143,6 +221,73 @@ def order(role: str, dim: int, bits: int, vector: int, device: torch.device | st
     index = torch.nn.functional.pad(index, (0, 0, 0, 0, 0, -len(index) % 8), value=16 * dim)
     by_row = index.view(-1, 2, 4, 2, 8, 8)  # (tile, half of its pieces, piece, half of the rows, row, pair)
     return by_row.permute(0, 2, 3, 1, 4, 5).reshape(-1, 16, 8)
+
+
+@functools.cache
+def byte_order(role: str, dim: int, vector: int, device: torch.device | str = "cpu") -> Tensor:
+    """Which code of a block of 32 tokens, (32, D / d) flattened, lies where, of a grid in bytes: int64 (sets, 16 rows,
+    2 registers, 4 lanes, 4 codes). Tokens of values as probabilities lie in registers, channels of keys as queries.
+    """
+    sets = torch.arange(dim // 16 // vector, device=device)[:, None, None, None, None]
+    row, register, lane, code = (
+        torch.arange(count, device=device).view([-1 if i == axis else 1 for i in range(5)])
+        for axis, count in ((1, 16), (2, 2), (3, 4), (4, 4))
+    )
+    across = dim // vector
+    if role == "value":
+        return (16 * (code % 2) + 8 * register + 2 * lane + code // 2) * across + sets * 16 + row
+    half, group = sets // (across // 32), sets % (across // 32)
+    if vector == 1:  # even, then odd channels of 64 neighbours
+        place = group // 2 * 64 + 16 * code + 2 * (2 * lane + register) + group % 2
+    else:
+        place = group * 32 + 8 * code + 2 * lane + register
+    return (16 * half + row) * across + place
+
+
+def byte_tiles(sets: int, bits: int) -> int:
+    """Tiles of 16 x 16 words for so many sets of codes of so many bits."""
+    if bits == 3:
+        return sets // 8 * 3 + min(-(-(sets % 8) // 2), 3)
+    return -(-sets * bits // 8)
+
+
+def byte_words(found: Tensor, bits: int) -> Tensor:
+    """Codes of `bits` bits (..., sets, 16, 2, 4, 4) -> int16 words (..., tiles, 16, 16)."""
+    sets = found.shape[-5]
+    wide = torch.nn.functional.pad(found.int(), [0] * 9 + [-sets % (8 if bits == 3 else 8 // bits)])
+    if bits == 2:
+        both = wide.unflatten(-5, (-1, 2, 2))  # tile, its lower or higher bits, set of two
+        fours = both.select(-6, 0) | both.select(-6, 1) << 2
+    elif bits == 3:
+        both = wide.unflatten(-5, (-1, 4, 2))
+        last = both[..., 3:, :, :, :, :, :] >> _steps(3, 1, found.device)[..., None, None, None] & 1
+        fours = (both[..., :3, :, :, :, :, :] | last << 3).flatten(-7, -6)
+    else:
+        fours = wide.unflatten(-5, (-1, 2))
+    shifts = torch.arange(0, 16, 4, device=found.device, dtype=torch.int32)
+    words = (fours << shifts).sum(-1, dtype=torch.int32)  # (..., tiles, 2, 16, 2, 4)
+    made = words.movedim(-4, -1).flatten(-3)  # (..., tiles, 16 rows, register, lane, set)
+    kept = made[..., : byte_tiles(sets, bits), :, :]
+    return torch.where(kept >= 1 << 15, kept - (1 << 16), kept).to(torch.int16)
+
+
+def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
+    """int16 words (..., tiles, 16, 16) -> codes int32 (..., sets, 16, 2, 4, 4)."""
+    wide = words.int() & 0xFFFF
+    if bits == 3:
+        wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, -wide.shape[-3] % 3))
+    apart = wide.unflatten(-1, (2, 4, 2)).movedim(-1, -4)  # (..., tiles, 2, 16, 2, 4)
+    shifts = torch.arange(0, 16, 4, device=words.device, dtype=torch.int32)
+    fours = apart[..., None] >> shifts & 15
+    if bits == 2:
+        found = torch.stack([fours & 3, fours >> 2], -6).flatten(-7, -5)
+    elif bits == 3:
+        each = fours.unflatten(-6, (-1, 3))
+        last = (each >> 3 << _steps(3, 1, words.device)[..., None, None, None]).sum(-6, True, dtype=torch.int32)
+        found = torch.cat([each & 7, last], -6).flatten(-7, -5)
+    else:
+        found = fours.flatten(-6, -5)
+    return found[..., :sets, :, :, :, :]
 
 
 def tiles(pieces: int, bits: int) -> int:

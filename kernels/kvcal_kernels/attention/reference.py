@@ -45,6 +45,7 @@ BLOCK = 32
 PIECE = 16
 BITS = (2, 3, 4, 8)
 DIMS = (64, 96, 128, 256)
+BYTE_DIMS = (64, 128, 256)  # of grids in bytes, whose words are of 64 channels
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Form:
     numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
 
     vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token has one
-    norm, over `norm_heads` kv heads, which is 1 or all of them.
+    norm, over `norm_heads` kv heads, which is 1 or all of them. in_bytes: points are bytes times one step, and codes lie as
+    products of bytes take them (grids.py).
 
     full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups only.
     """
@@ -69,8 +71,14 @@ class Form:
     norm_heads: int = 1
     full: int = 0
     four: int = 0
+    in_bytes: bool = False
 
     def __post_init__(self) -> None:
+        if self.in_bytes and ((self.bits, self.vector) not in grids.IN_BYTES or self.dim not in BYTE_DIMS):
+            raise ValueError(
+                f"grid in bytes of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may "
+                f"be {grids.IN_BYTES}, head_dim {BYTE_DIMS}"
+            )
         if self.full or self.four:
             self._check_tiers()
         if self.vector:
@@ -131,6 +139,8 @@ class Form:
         """Tiles of the only or of the lower plane."""
         if self.tiered:
             return -(-2 * self.fields // 8)
+        if self.in_bytes:
+            return grids.byte_tiles(self.dim // PIECE // self.vector, self.bits * self.vector)
         if self.vector:
             return grids.tiles(2 * self.pieces, self.bits)
         return -(-2 * self.pieces // (16 // self._plane))
@@ -176,6 +186,24 @@ class Form:
     @property
     def _plane(self) -> int:
         return 2 if self.bits == 3 else self.bits
+
+
+def fits_bytes(keys: Form, values: Form) -> bool:
+    """Whether products of 8-bit integers (products/triton.py) take both: integers in inner groups (16 key channels are half
+    of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for each, and of all
+    channels of values, as probabilities have one power of two; grids in bytes.
+    """
+    if keys.tiered or any(form.vector and not form.in_bytes for form in (keys, values)):
+        return False
+    if keys.vector:
+        fits = True
+    elif keys.inner:
+        fits = keys.group % 32 == 0 and keys.group <= 128
+    else:  # both bytes of a word of one half block
+        in_word = 8 // (2 if keys.bits == 3 else keys.bits)
+        fits = keys.scale_blocks >= 4 and keys.dim % 64 == 0 and keys.pieces % (2 * in_word) == 0
+        fits = fits and keys.bits * keys.dim < 8 * 256  # sums of all channels are below 2^22
+    return fits and (bool(values.vector) or values.inner or values.group == values.dim)
 
 
 @dataclass(frozen=True)
@@ -308,6 +336,10 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
 def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Blocks:
     if grid is None or grid.points.shape != (1 << form.bits * form.vector, form.vector):
         raise ValueError(f"blocks of {form}: need their grid, {1 << form.bits * form.vector} points of {form.vector}")
+    if form.in_bytes:
+        order = grids.byte_order(form.role, form.dim, form.vector, codes.device)
+        words = grids.byte_words(codes.unflatten(2, (-1, BLOCK)).flatten(3)[..., order], form.bits * form.vector)
+        return Blocks(form, words.flatten(3).contiguous(), norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
     wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, codes.device)
     words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).flatten(3).contiguous()
@@ -316,6 +348,13 @@ def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Bl
 
 def _unpack_grid(blocks: Blocks) -> Tensor:
     form = blocks.form
+    if form.in_bytes:
+        places = grids.byte_order(form.role, form.dim, form.vector, blocks.words.device)
+        own = grids.byte_codes(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(places), form.bits * form.vector)
+        codes: Tensor = torch.empty_like(own.flatten(3))
+        codes[..., places.flatten()] = own.flatten(3)
+        made: Tensor = codes.unflatten(-1, (BLOCK, -1))
+        return made.flatten(2, 3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, blocks.words.device)
     found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
     wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)

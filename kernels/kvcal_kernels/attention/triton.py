@@ -39,6 +39,7 @@ from triton.compiler.compiler import make_backend
 from ..products.triton import (
     JUMP,
     MAGIC_FLOAT,
+    POINTS,
     PROBABILITY,
     QUERY,
     SLACK,
@@ -50,17 +51,19 @@ from ..products.triton import (
     constants,
     field_place,
     pairs_of_word,
+    points_tensors,
     spreading,
 )
 from ..triton import Prepared, Ready, half, interpreted, rounded_product
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form, field_number, together
+from .reference import Blocks, Form, field_number, fits_bytes, together
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
 FULL_QUERY, FULL_PROBABILITY, ROUND = tl.constexpr(QUERY), tl.constexpr(PROBABILITY), tl.constexpr(MAGIC_FLOAT)
+IN_BYTES = tl.constexpr(POINTS)  # K_MODE, V_MODE
 BLOCK_SLACK, BLOCK_JUMP = tl.constexpr(SLACK), tl.constexpr(JUMP)
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 _field_number, _together = triton.constexpr_function(field_number), triton.constexpr_function(together)
@@ -762,6 +765,22 @@ def _of_parity(x, NW: tl.constexpr, N: tl.constexpr):
     """The step between even and odd channels, which are neighbouring columns."""
     even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
     return tl.reshape(tl.join(even + odd, even - odd), [NW, 16, N])
+
+
+@triton.jit
+def _rotated(
+    p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FOUR: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
+    rotated = ()
+    for i in tl.static_range(SLICES):
+        channel = _query_channels(i, FOUR)
+        b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
+        sign = _sign(p_sign, i_kv * D + channel)
+        b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
+        rotated = rotated + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
+    return _butterflies(rotated, SLICES, WIDTH // 16)
 
 
 @triton.jit
@@ -1512,8 +1531,8 @@ def _step(
 
 
 @triton.constexpr_function
-def _byte_place(i, bits):
-    return float(field_place(i % pairs_of_word(bits), bits))
+def _byte_place(i, bits, mode):
+    return 1.0 if mode == POINTS else float(field_place(i % pairs_of_word(bits), bits))
 
 
 @triton.jit
@@ -1562,6 +1581,43 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
 
 
 @triton.jit
+def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """As `_bytes_of_queries` of rotated queries plain, SLICES of [NW, 16, N] float32, times inverse [NW, N]: a byte of the
+    register is of a slice, even channels of 64 neighbours come before odd ones. Compiled code alone.
+    """
+    high = (tl.arange(0, N) % 2 == 0)[None, None, :]
+    factor = tl.broadcast_to(inverse[:, None, :], [NW, 16, N])
+    rounded = tl.broadcast_to(tl.where(high, ROUND + 128.0, ROUND), [NW, 16, N])
+    which = tl.broadcast_to(tl.where(high, 0x51, 0x40), [NW, 16, N])
+    made = ()
+    for c in tl.static_range(SLICES // 4):
+        first = _bytes_of(
+            tl.fma(plain[4 * c], factor, rounded).to(tl.int32, bitcast=True),
+            tl.fma(plain[4 * c + 1], factor, rounded).to(tl.int32, bitcast=True),
+            which,
+        )
+        second = _bytes_of(
+            tl.fma(plain[4 * c + 2], factor, rounded).to(tl.int32, bitcast=True),
+            tl.fma(plain[4 * c + 3], factor, rounded).to(tl.int32, bitcast=True),
+            which,
+        )
+        four = _bytes_of(first, second, tl.full([NW, 16, N], 0x5410, tl.int32))
+        turned = tl.permute(tl.reshape(four, [NW, 8, 2, 8]), [0, 2, 3, 1])  # parity, row of the query, pair of channels
+        made = made + (tl.reshape(turned, [NW, 16, 8]) + _spot(NW, 8),)
+    return made
+
+
+@triton.jit
+def _byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """COUNT tensors of `Grid.table` of a grid in bytes, four registers each."""
+    number, _ = _lanes(NW, N)
+    made = ()
+    for i in tl.static_range(COUNT):
+        made = made + (tl.load(p_table.to(tl.pointer_type(tl.int32)) + (i * 4 + number)),)
+    return made
+
+
+@triton.jit
 def _begun(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
     COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
     KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
@@ -1603,6 +1659,10 @@ def _byte_state(
     row = lane & 15
     words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
     keys, values = lane % 4 * 8, lane // 8 * 8 + lane // 4 % 2 * 2
+    if K_MODE == IN_BYTES:
+        keys = lane // 4 * 2
+    if V_MODE == IN_BYTES:
+        values = lane // 4 * 2
     if K_MODE < 2:
         keys = lane // 4 * (2 * _together(D // K_GROUP * (1 + K_MODE)))
     if V_MODE < 2:
@@ -1655,7 +1715,8 @@ def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _byte_step(
-    p_k, p_ks, p_v, p_vs, i_head, first, start, stop, slot, places, queries, begins, fixed, plain, unit, b_m, b_l, acc,
+    p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt, p_vt,
+    unit, b_m, b_l, acc, SAME: tl.constexpr,
     SLICES: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
     V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
@@ -1675,13 +1736,16 @@ def _byte_step(
             renew = (first == start) | (first % (K_GROUP // 32) == 0)
             changed = changed + queries
             given = given + (none + renew.to(tl.int32),) + fixed + plain + begins
+        elif K_MODE == IN_BYTES:
+            given = given + queries + fixed
         else:
             given = given + queries + begins + fixed
+        given = given + tables
         if NW > 1:
             given = given + (none + (first + tl.arange(0, NW) < stop).to(tl.int32)[:, None, None],)
         made = tl.inline_asm_elementwise(
-            block(SLICES, KEYS, VALUES, NW > 1), block_constraints(SLICES, KEYS, VALUES, NW > 1), given + changed,
-            dtype=_changed(SLICES, K_MODE), is_pure=False, pack=4,
+            block(SLICES, KEYS, VALUES, NW > 1, SAME), block_constraints(SLICES, KEYS, VALUES, NW > 1, SAME),
+            given + changed, dtype=_changed(SLICES, K_MODE), is_pure=False, pack=4,
         )  # fmt: skip
         b_m = made[0]
         acc = made[1 : 1 + SLICES // 2]
@@ -1691,11 +1755,12 @@ def _byte_step(
         live = first + tl.arange(0, NW) < stop
         block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)
         b_0, b_1 = _plain_scores(
-            p_k, p_ks, i_head, block_at, queries, unit,
+            p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt,
             SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N,
         )  # fmt: skip
-        s_0 = _value_sizes(p_vs, i_head * room + block_at, 0, V_MODE, NW)
-        s_1 = _value_sizes(p_vs, i_head * room + block_at, 1, V_MODE, NW)
+        at_size = (norms[1] if V_MODE == IN_BYTES else i_head) * room + block_at
+        s_0 = _value_sizes(p_vs, at_size, 0, V_MODE, NW)
+        s_1 = _value_sizes(p_vs, at_size, 1, V_MODE, NW)
         b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
         b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
         b_e = tl.where(live[:, None, None], b_e, float("-inf"))  # a warp without a block left adds nothing
@@ -1706,7 +1771,7 @@ def _byte_step(
         b_1 = tl.where(live[:, None, None], b_1 - b_e, 0.0)
         b_l += (tl.exp2(b_0) + tl.exp2(b_1)) * fade
         acc = _plain_added(
-            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc,
+            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt,
             SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N,
         )  # fmt: skip
         if tl.max(b_d) > BLOCK_SLACK:
@@ -1718,15 +1783,27 @@ def _byte_step(
 
 @triton.jit
 def _plain_scores(
-    p_k, p_ks, i_head, block_at, queries, unit, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr,
+    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, SLICES: tl.constexpr, STRIDE: tl.constexpr,
+    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """For the interpreter: scores of both halves in powers of two, of queries that are rounded as products/triton.py does."""
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
-    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, False)
     made = ()
-    if MODE == 2:
+    if MODE < IN_BYTES:
+        parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, False)
+    if MODE == IN_BYTES:
+        r = tl.arange(0, 16)
+        for h in tl.static_range(2):
+            b_s = tl.zeros([NW, 16, N], tl.float32)
+            for i in tl.static_range(SLICES):
+                p_words = p_k + (at * WORDS)[:, :, None]
+                x = _byte_points(p_words, r[:, None], r[None, :], p_table, h, i, False, SLICES, BITS, GROUP)
+                b_s += tl.dot(x, queries[i], input_precision="ieee")
+            norm = tl.load(p_ks + (i_norm * room + block_at)[:, None] * 32 + h * 16 + r[None, :]).to(tl.float32)
+            made = made + (b_s * norm[:, :, None] * unit[:, None, :],)
+    elif MODE == 2:
         at_group = (i_head * (room // (GROUP // 32)) + block_at // (GROUP // 32))[:, None] * (SLICES * 32)
         r = tl.arange(0, 16)[None, :]
         b_top, b_zero = tl.full([NW, N], 2.0**-24, tl.float32), tl.zeros([NW, N], tl.float32)
@@ -1761,9 +1838,67 @@ def _plain_scores(
 
 
 @triton.jit
+def _byte_points(
+    p_words, row, k, p_table, HALF: tl.constexpr, SLICE: tl.constexpr, VALUE: tl.constexpr, SLICES: tl.constexpr,
+    BITS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """For the interpreter: points of a grid in bytes in steps, as float32. Of half block HALF token `row` and channel `k` of
+    slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or odd channels of
+    32.
+    """
+    CODE: tl.constexpr = BITS * VECTOR
+    if VALUE:
+        SET: tl.constexpr = SLICE // VECTOR
+        place, nibble = k // 8 * 8 + k % 8 // 2 * 2, k % 2 * 2 + HALF
+        number, second = SLICE % VECTOR, SET % 2
+    else:
+        place, nibble = k // 2 % 2 * 8 + k // 4 * 2, SLICE % 4
+        if VECTOR == 1:  # both sets of a chunk are in one tile
+            SET: tl.constexpr = HALF * (SLICES // 2) + SLICE // 4 * 2
+            number, second = 0, k % 2
+        else:
+            SET: tl.constexpr = HALF * (SLICES // 4) + SLICE // 4
+            number, second = k % 2, SET % 2
+    at = row * 16 + place + second
+    if CODE == 4:
+        code = _nibble(p_words + SET // 2 * 256 + at, nibble) & 15
+    elif CODE == 2:
+        code = _nibble(p_words + SET // 4 * 256 + at, nibble) >> SET // 2 % 2 * 2 & 3
+    else:
+        p_first = p_words + SET // 8 * 768 + at
+        if SET % 8 < 6:
+            code = _nibble(p_first + SET % 8 // 2 * 256, nibble) & 7
+        else:
+            code = _nibble(p_first, nibble) >> 3 & 1
+            code = (
+                code | (_nibble(p_first + 256, nibble) >> 3 & 1) << 1 | (_nibble(p_first + 512, nibble) >> 3 & 1) << 2
+            )
+    return _byte_entry(p_table, code, number, CODE)
+
+
+@triton.jit
+def _nibble(p, which):
+    """Bits 4 which and up of a word."""
+    return (tl.load(p).to(tl.int32) & 0xFFFF) >> which * 4
+
+
+@triton.jit
+def _byte_entry(p_table, code, number, BITS: tl.constexpr):
+    """What `byte_table` holds for a code, as assembly adds it up."""
+    p = p_table.to(tl.pointer_type(tl.int8)) + number * 16
+    x = tl.load(p + code).to(tl.float32)
+    if BITS == 4:
+        x -= (tl.load(p + (code ^ 8)) < 0).to(tl.float32)
+    return x
+
+
+@triton.jit
 def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.constexpr):
-    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels; else 0."""
+    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids; else 0."""
     size = tl.zeros([NW, 16], tl.float32)
+    if MODE == IN_BYTES:
+        norm = tl.load(p_vs + (at * 32 + HALF * 16)[:, None] + tl.arange(0, 16)[None, :]).to(tl.float32)
+        size = tl.log2(tl.maximum(norm, 2.0**-24))
     if MODE == 2:
         r = tl.arange(0, 16)[None, :]
         scale = tl.load(p_vs + (at * 64 + HALF * 32)[:, None] + (r // 2 * 4 + r % 2)).to(tl.float32)
@@ -1773,7 +1908,7 @@ def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.conste
 
 @triton.jit
 def _plain_added(
-    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, SLICES: tl.constexpr, STRIDE: tl.constexpr,
+    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, SLICES: tl.constexpr, STRIDE: tl.constexpr,
     TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -1782,7 +1917,8 @@ def _plain_added(
     """
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
-    parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, True, True, NW, False, False)
+    if MODE < IN_BYTES:
+        parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, True, True, NW, False, False)
     p_0 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5)
     p_1 = tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
     b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
@@ -1791,15 +1927,21 @@ def _plain_added(
         PER: tl.constexpr = GROUP // 32
         at_scale = (i_head * (room // PER) + block_at // PER)[:, None] * (SLICES * BOTH * 16)
         scale = _columns(p_vs, at_scale, live, at, 0, SLICES * BOTH, False)
-    else:  # what zero points add to all channels
+    elif MODE == 2:  # what zero points add to all channels
         r = tl.arange(0, 16)[None, :]
         p = p_vs + at * 64 + (r // 2 * 4 + r % 2 + 2)
         z_0, z_1 = tl.load(p).to(tl.float32)[:, :, None], tl.load(p + 32).to(tl.float32)[:, :, None]
         b_zero = tl.sum(tl.exp2(b_0) * z_0 + tl.exp2(b_1) * z_1, 1)[:, None, :] * fade * FULL_PROBABILITY
     found = ()
     for i in tl.static_range(SLICES):
-        x_0 = _counted(parts[i], _place(i, BITS), BITS, MODE)
-        x_1 = _counted(parts[STRIDE + i], _place(i, BITS), BITS, MODE)
+        if MODE == IN_BYTES:
+            r = tl.arange(0, 16)
+            p_words = p_v + (at * WORDS)[:, :, None]
+            x_0 = _byte_points(p_words, r[:, None], r[None, :], p_table, 0, i, True, SLICES, BITS, GROUP)
+            x_1 = _byte_points(p_words, r[:, None], r[None, :], p_table, 1, i, True, SLICES, BITS, GROUP)
+        else:
+            x_0 = _counted(parts[i], _place(i, BITS), BITS, MODE)
+            x_1 = _counted(parts[STRIDE + i], _place(i, BITS), BITS, MODE)
         b_dot = tl.dot(x_0, p_0, input_precision="ieee") + tl.dot(x_1, p_1, input_precision="ieee")
         if MODE < 2:
             b_dot = b_dot * scale[i * BOTH][:, :, None]
@@ -1808,7 +1950,7 @@ def _plain_added(
         b_dot = b_dot * fade
         if MODE == 2:
             b_dot += b_zero
-        found = found + (b_dot * _byte_place(i, BITS),)
+        found = found + (b_dot * _byte_place(i, BITS, MODE),)
     odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
     made = ()
     for i in tl.static_range(SLICES // 2):
@@ -2131,13 +2273,13 @@ def attend_kernel(
     FETCH: tl.constexpr = ASM and SLOT > 0
     OWN: tl.constexpr = NW == 1 or BYTES or (K_MODE == 3 and V_MODE == 3)
     # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
-    EARLY: tl.constexpr = FETCH and K_MODE < 3 and PAIRS == 0
+    EARLY: tl.constexpr = FETCH and (K_MODE < 3 or K_MODE == IN_BYTES) and PAIRS == 0
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
     thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
     lane = thread % 32
     swapped = lane * 16 ^ lane // 8 % 2 * 16
     # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind the query's use
-    if BYTES:
+    if BYTES and K_MODE < 3:
         n_4 = i_chunk * ROOM + tl.arange(0, ROOM)
         channel = tl.arange(0, triton.next_power_of_2(D))
         o_4 = ((i_head * RATIO + n_4 % RATIO) * QUERIES + n_4 // RATIO) * D
@@ -2153,6 +2295,12 @@ def attend_kernel(
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
     PEAK: tl.constexpr = 0.5 if (K_MODE == 2 and PAIRS == 0) or K_MODE == 4 else 16.0
     b_peak = tl.zeros([N], tl.float32)
+    if K_MODE == IN_BYTES:  # one maximum across lanes for all slices
+        b_high = tl.zeros([16, N], tl.float32)
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_high = tl.maximum(b_high, tl.abs(b_q.to(tl.float32)))
+        b_peak = tl.max(b_high, 0)
     for i in tl.static_range(0 if BYTES else SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
@@ -2165,7 +2313,21 @@ def attend_kernel(
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
-    if BYTES:
+    if K_MODE == IN_BYTES:
+        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, False, NW, N)
+        b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
+        for i in tl.static_range(SLICES):
+            b_high = tl.maximum(b_high, tl.abs(plain[i]))
+        b_step = tl.max(b_high, 1) * (1 / FULL_QUERY)
+        b_finite = tl.sum(plain[0] - plain[0], 1)  # 0, or NaN where a number is not finite, which integers do not show
+        if ASM:
+            q = _rotated_bytes(plain, 1 / b_step, SLICES, NW, N)
+        else:
+            for i in tl.static_range(SLICES):
+                q = q + (tl.floor(plain[i] / b_step[:, None, :] + 0.5),)
+        b_up = b_up * tl.max(b_step + b_finite, 0)
+        plain = ()
+    elif BYTES:
         # as integers, which order floats that are not negative, NaN above all
         b_up = tl.max(b_q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
         b_up = tl.maximum(b_up, 27 << 23).to(tl.float32, bitcast=True)  # 2^-100
@@ -2203,13 +2365,7 @@ def attend_kernel(
         _fit_table(p_fit, b_q, at, inside, 2 * N * triton.next_power_of_2(D), ASM)
         tl.debug_barrier()
     elif K_MODE == 3:
-        for i in tl.static_range(SLICES):
-            channel = _query_channels(i, K_FOUR)
-            b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
-            sign = _sign(p_k_sign, i_kv * D + channel)
-            b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
-            plain = plain + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
-        plain = _butterflies(plain, SLICES, WIDTH // 16)
+        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, K_FOUR, NW, N)
         for i in tl.static_range(SLICES):
             q = q + (plain[i].to(tl.float16),)
     elif PAIRS > 0:
@@ -2258,7 +2414,7 @@ def attend_kernel(
                 if (i + 1) % (K_GROUP // 16) == 0:
                     b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
                     sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]) + b_none,)
-    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 else 1.0 if PAIRS > 0 or BYTES else 2.0**24
+    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 or K_MODE == IN_BYTES else 1.0 if PAIRS > 0 or BYTES else 2.0**24
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
@@ -2268,12 +2424,15 @@ def attend_kernel(
         if i_split < splits:
             _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
-    places = b_m
+    places, tables = b_m, ()
     if BYTES and ASM:
         b_m, places = _byte_state(unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, NW, N)
         if K_MODE == 2:
             sums = (_byte_base(unit, NW, N),)
         plain = _constants(room, constants(SLICES, V_TILES, V_BITS, V_MODE), NW, N)
+        tables = _byte_tables(p_kt, points_tensors(K_MODE, K_GROUP), NW, N)
+        if not SAME:
+            tables = tables + _byte_tables(p_vt, points_tensors(V_MODE, V_GROUP), NW, N)
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
@@ -2300,7 +2459,8 @@ def attend_kernel(
             )  # fmt: skip
         if BYTES:
             b_m, b_l, acc, q = _byte_step(
-                p_k, p_ks, p_v, p_vs, i_head, first, start, stop, o_slot, places, q, sums, plain, plain_q, unit, b_m, b_l, acc,
+                p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q, tables,
+                p_kt, p_vt, unit, b_m, b_l, acc, SAME,
                 SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
                 V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD, room, NW, N, ASM,
             )  # fmt: skip
@@ -2337,9 +2497,9 @@ def attend_kernel(
         b_l = tl.sum(b_l, 1)
         odd = column % 2 == 1
         for i in tl.static_range(WIDE):
-            b_unit = tl.where(odd, 1 / _byte_place(2 * i + 1, V_BITS), 1 / _byte_place(2 * i, V_BITS)) * (
-                1 / FULL_PROBABILITY
-            )
+            b_unit = tl.where(
+                odd, 1 / _byte_place(2 * i + 1, V_BITS, V_MODE), 1 / _byte_place(2 * i, V_BITS, V_MODE)
+            ) * (1 / FULL_PROBABILITY)
             # sums show what integers do not
             b_o = acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :]
             if V_MODE == 2 and ASM:
@@ -2347,15 +2507,7 @@ def attend_kernel(
             out = out + (b_o,)
     elif V_MODE == 3:
         b_l = tl.sum(b_l, 1)
-        turned = ()
-        for i in tl.static_range(WIDE):
-            b_o = tl.dot(_hadamard(NW, tl.float32), acc[i], input_precision="tf32x3")
-            turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
-        turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
-        for i in tl.static_range(WIDE):
-            channel = _value_channels(i, r[:, None], column[None, :] % EACH, PAIRED, V_FOUR)
-            sign = _sign(p_v_sign, i_kv * D + channel) * (v_unit * WIDTH**-0.5)
-            out = out + (turned[i] * sign[None],)
+        out = acc
     else:
         b_l = tl.max(b_l, 1)
         for i in tl.static_range(SLICES):
@@ -2363,6 +2515,20 @@ def attend_kernel(
             if V_MODE == 2:
                 b_o += acc[SLICES + i * 16 // V_GROUP]
             out = out + (b_o,)
+
+    # how channels of values lie in outputs
+    LAID: tl.constexpr = 1 if V_MODE == IN_BYTES and V_GROUP > 1 else PAIRED
+    if V_MODE == 3 or V_MODE == IN_BYTES:
+        turned = ()
+        for i in tl.static_range(WIDE):
+            b_o = tl.dot(_hadamard(NW, tl.float32), out[i], input_precision="tf32x3")
+            turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
+        turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
+        out = ()
+        for i in tl.static_range(WIDE):
+            channel = _value_channels(i, r[:, None], column[None, :] % EACH, LAID, V_FOUR)
+            sign = _sign(p_v_sign, i_kv * D + channel) * (v_unit * WIDTH**-0.5)
+            out = out + (turned[i] * sign[None],)
 
     # what tables and tiers leave of shared memory
     FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 and K_MODE < 4 else 1
@@ -2404,6 +2570,9 @@ def attend_kernel(
         which = i + _numbers(TOGETHER)
         b_o = _over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
         channel = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, V_FOUR)
+        if LAID != PAIRED:  # exact tokens' outputs are never rotated
+            own = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, V_FOUR)
+            channel = tl.where(i_split < splits, own, channel)
         tl.store(p_part + o_part[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
     o_stat = (i_group * parts + i_split) * 2 * ROOM + column // EACH
     tl.store(p_stat + o_stat, b_top, mask=b_row)
@@ -2505,24 +2674,23 @@ def _merged(
 
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
-MODES = {(True, True): 0, (True, False): 1, (False, False): 2}  # (inner, symmetric): the kernel's MODE; 3: a grid
+
+
+def _mode(form: Form) -> int:
+    """The kernel's K_MODE or V_MODE: of integers 0 to 2, by their groups; 3 a grid that is looked up."""
+    if form.vector:
+        return POINTS if form.in_bytes else 3
+    return 4 if form.tiered else {(True, True): 0, (True, False): 1, (False, False): 2}[form.inner, form.symmetric]
 
 
 def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
-    """Whether a kernel takes products of 8-bit integers: where both parts of all query rows are columns of one product, of
-    integers in inner groups (16 key channels are half of what one contracts) and in outer ones of four blocks and more of
-    keys, as queries are rounded anew for each, and of all channels of values, as probabilities have one power of two.
+    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are columns
+    of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
     """
-    if any(form.vector or form.tiered for form in (keys, values)) or rows > 4 or pairs:
+    if pairs or (rows > 4 and not (keys.in_bytes or values.in_bytes)):
         return False
-    if not keys.inner and warps > 1:  # whose next block may be of another group each time
-        return False
-    if keys.inner:
-        fits = keys.group % 32 == 0 and keys.group <= 128
-    else:  # both bytes of a word of one half block
-        fits = keys.scale_blocks >= 4 and keys.dim % 64 == 0 and keys.pieces % (2 * pairs_of_word(keys.bits)) == 0
-        fits = fits and keys.bits * keys.dim < 8 * 256  # sums of all channels as integers, see `_chained`
-    return fits and (values.inner or values.group == values.dim)
+    # of several warps the next block may be of another group each time
+    return (keys.inner or warps == 1) and fits_bytes(keys, values)
 
 
 def settings(
@@ -2534,8 +2702,12 @@ def settings(
     """
     rows = ratio * queries
     in_bytes = by_bytes(keys, values, rows, warps, pairs)
+    if (keys.in_bytes or values.in_bytes) and not in_bytes:
+        raise ValueError(
+            f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them otherwise"
+        )
     each = 2 if values.paired or in_bytes else 1  # columns of a query row
-    wide = min(max(triton.next_power_of_2(rows) * each, 8), 32)
+    wide = 8 if in_bytes else min(max(triton.next_power_of_2(rows) * each, 8), 32)
     merged = min(triton.next_power_of_2(rows), wide // each)
     made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
     made |= {
@@ -2546,15 +2718,14 @@ def settings(
     }
     # merged in so many registers a thread; 128 spill of many rows or channels, of grids, which have that many in all, and
     # before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took 359 us in place of 329 (H200)
-    plain = not (keys.vector or values.vector or keys.tiered or pairs)
+    plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
     held = 128 if plain and merged <= 4 and keys.dim <= 128 else 64
     at_once = max(1, held * 32 * warps // (merged * triton.next_power_of_2(keys.dim)))
     made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
     for name, form in (("K", keys), ("V", values)):
-        entries, numbers = ENTRIES[form.bits] if form.vector else (0, 2)
-        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": 3 if form.vector else MODES[form.inner, form.symmetric]}
-        made |= {f"{name}_MODE": 4} if form.tiered else {}
-        made |= {f"{name}_GROUP": form.group, f"{name}_STRIDE": form.pieces}
+        entries, numbers = ENTRIES[form.bits] if form.vector and not form.in_bytes else (0, 2)
+        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": _mode(form)}
+        made |= {f"{name}_GROUP": form.vector if form.in_bytes else form.group, f"{name}_STRIDE": form.pieces}
         made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
         made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
@@ -2567,7 +2738,8 @@ def settings(
         made["K_HELD"] = 0
     slot = made["K_HELD"] + made["V_HELD"]
     made["SLOTS"] = max(2, min(4, RING // slot)) if slot else 0
-    made["SAME"] = same and keys.bits == values.bits and bool(keys.vector) and bool(values.vector)
+    alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
+    made["SAME"] = same and alike and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
     made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
     made["V_FIRST"] = 0 if made["SAME"] else made["K_ENTRIES"] << made["STEP"]
@@ -2644,9 +2816,10 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share one. At 168
     registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
     """
-    if keys.vector or values.vector:  # outputs of values without pairs are twice as many, and spill with 128
+    looked_up = any(form.vector and not form.in_bytes for form in (keys, values))
+    if looked_up:  # outputs of values without pairs are twice as many, and spill with 128
         return Launch(warps=4, registers=128 if values.paired else 0)
-    if keys.dim > 128 or rows > 8:
+    if keys.dim > 128 or (rows > 8 and not (keys.in_bytes or values.in_bytes)):
         return Launch()
     if turned:
         # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
@@ -2920,7 +3093,12 @@ def _check_grid(name: str, made: Blocks, heads: int) -> None:
         )
     if grid is None:
         return
-    wanted = ENTRIES[form.bits], (heads, form.dim)
+    wanted = (4 * form.vector,) if form.in_bytes else ENTRIES[form.bits], (heads, form.dim)
+    if grid.table.dtype != (torch.int32 if form.in_bytes else torch.float16):
+        kind = "in bytes" if form.in_bytes else "looked up"
+        raise ValueError(
+            f"{name}: a table of {grid.table.dtype} for a grid {kind}; make it by grid_of(..., in_bytes=...)"
+        )
     if (*grid.table.shape,) != wanted[0] or (*grid.sign.shape,) != wanted[1] or grid.vector != form.vector:
         seen = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
         raise ValueError(f"{name}: {seen}; must be {wanted[0]}, {wanted[1]}, {form.vector}")

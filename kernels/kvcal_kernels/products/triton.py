@@ -1,4 +1,4 @@
-"""Assembly of a block of uniform integers: codes as bytes, products of 8-bit integers (m16n8k32).
+"""Assembly of a block of codes that are bytes, products of 8-bit integers (m16n8k32).
 
 One AND separates the codes of four numbers, not of two, and a product contracts 32 numbers, not 16. What codes meet has
 16 bits in two parts, a column each: queries 256 high + low, signed, in steps of their row's largest / QUERY; probabilities
@@ -12,6 +12,13 @@ rounding.
 Groups along what is contracted (inner: InnerQ) multiply what products give. Outer ones (KIVI, SQuat) multiply queries, which
 are rounded anew for each group (`_renewed`), and probabilities, before these are rounded.
 
+Points of a grid (mode POINTS) are signed bytes times one step, which is part of the query's or the output's unit; grids.py has
+the order of their codes. A code of 4 bits is what `prmt` selects a byte by, so that points of four numbers are one instruction
+from a table of 8 entries in two registers. Of 16 entries its fourth bit makes it repeat the entry's sign instead, 0 or -1: one
+`prmt` has the points of the codes below 8, a second one, of codes with that bit turned over, those of the others, and two
+products add both up (`parted`). That costs less than to select. A token's norm multiplies its score, and its probabilities
+before these are rounded.
+
 Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane, with a meaning of their own:
 
 - state: the power of two that outputs are in, as an exponent; the lane's part of the sum; the query's unit, by which products
@@ -19,6 +26,7 @@ Operands are registers of tensors [warps, 16, 8] in the layout of a product's re
 - acc, D / 32 of them: slices 2 c and 2 c + 1 of outputs, channel (2 c + column % 2) * 16 + row of query column / 2.
 - queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
+- points: a grid's table, four registers for each number of a point.
 - places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales.
 
 The interpreter does not run it: `_byte_step` in attention/triton.py computes the same there, tests/test_products.py runs the
@@ -40,6 +48,7 @@ SLACK = 16  # powers of two by which a block may lie above the outputs before th
 # by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below 2^121:
 # 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
+POINTS = 5  # a mode: points of a grid; its `group` is how many numbers a code stands for
 _together = constexpr_function(together)
 
 
@@ -105,6 +114,72 @@ def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
 @constexpr_function
 def _matrix(name: str, byte: int) -> str:
     return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{name}0, {name}1, {name}2, {name}3}}, [words+{byte}];"
+
+
+@constexpr_function
+def _coded(name: str, byte: int, tiles: int, bits: int) -> list[str]:
+    """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
+    {name}n{set}_ with their highest bit turned over.
+    """
+    text = []
+    for u in range(tiles):
+        text += [f".reg .b32 {name}{u}_<4>;", _matrix(f"{name}{u}_", byte + 512 * u)]
+    made: list[
+        tuple[str, int, list[str]]
+    ] = []  # kind, set in the lower half (the next one is in the upper), its registers
+    if bits == 4:
+        text += [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
+        text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
+        made = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
+                for u in range(tiles) for kind in "sn"]  # fmt: skip
+    elif bits == 3:
+        for u in range(tiles):
+            text += [f".reg .b32 {name}{u}_l<4>;"]
+            text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x77777777;" for i in range(4)]
+            made += [("s", u // 3 * 8 + u % 3 * 2, [f"{name}{u}_l{i}" for i in range(4)])]
+        for u in range(0, tiles - 2, 3):
+            text += [f".reg .b32 {name}{u}_f<4>;"]
+            for i in range(4):
+                f = f"{name}{u}_f{i}"
+                text += [f"shr.u32 t, {name}{u}_{i}, 3; and.b32 {f}, t, 0x11111111;"]
+                for j in (1, 2):
+                    text += [f"shr.u32 t, {name}{u + j}_{i}, {3 - j}; lop3.b32 {f}, t, {0x11111111 << j}, {f}, 0xEA;"]
+            made += [("s", u // 3 * 8 + 6, [f"{name}{u}_f{i}" for i in range(4)])]
+    else:
+        for u in range(tiles):
+            text += [f".reg .b32 {name}{u}_l<4>, {name}{u}_h<4>;"]
+            for i in range(4):
+                text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x33333333;"]
+                text += [f"shr.u32 t, {name}{u}_{i}, 2; and.b32 {name}{u}_h{i}, t, 0x33333333;"]
+            made += [("s", 4 * u + 2 * f, [f"{name}{u}_{'lh'[f]}{i}" for i in range(4)]) for f in range(2)]
+    for kind, first, registers in made:
+        text += [f".reg .b32 {name}{kind}{first}_<4>, {name}{kind}{first + 1}_<4>;"]
+        for i in range(4):
+            text += [f"mov.b32 {name}{kind}{first}_{i}, {registers[i]};"]
+            text += [f"shr.u32 {name}{kind}{first + 1}_{i}, {registers[i]}, 16;"]
+    return text
+
+
+@constexpr_function
+def _pointed(into: str, name: str, which: int, bits: int, points: list[str]) -> list[str]:
+    """Registers {into}{part}_ 0..3: points of set `which` as first operands, of 4 bits in two parts that are added up."""
+    text = []
+    for part in range(parts_of(bits)):
+        table = points[2 * part : 2 * part + 2] if bits > 2 else points[:1] * 2
+        for i in range(4):
+            text += [f"prmt.b32 {into}{part}_{i}, {table[0]}, {table[1]}, {name}{'sn'[part]}{which}_{i};"]
+    return text
+
+
+@constexpr_function
+def parts_of(bits: int) -> int:
+    """Products that points of codes of so many bits take."""
+    return 2 if bits == 4 else 1
+
+
+@constexpr_function
+def points_tensors(mode: int, group: int) -> int:
+    return group if mode == POINTS else 0
 
 
 @constexpr_function
@@ -206,6 +281,8 @@ def _scored(
 ) -> list[str]:
     """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they begin."""
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
+    if mode == POINTS:
+        return _scored_points(slices, tiles, bits, group, scales, queries, begins, magic)
     text = _loaded("k", 0, bits, tiles)
     for h in range(2 if mode < 2 else 0):
         text += _stored(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
@@ -233,6 +310,42 @@ def _scored(
                 started.add(score)
             if mode == 1:
                 text += [f"fma.rn.f32 {score}, ks{h}_{column + 1}_{row}, {begins[g]}, {score};"]
+    return text
+
+
+@constexpr_function
+def _scored_points(
+    slices: int,
+    tiles: int,
+    bits: int,
+    vector: int,
+    scales: int,
+    queries: list[str],
+    points: list[str],
+    magic: list[str],
+) -> list[str]:
+    """As `_scored`, of points of a grid: products of all channels add up as integers, below 256 * 128 * 128 = 2^22."""
+    text = _coded("k", 0, tiles, bits * vector)
+    for h in range(2):
+        text += [*_stored(f"ks{h}_", "key_scales", scales + 32 * h, 1), *_converted(f"ks{h}_", 1)]
+    text += [
+        ".reg .f32 s<4>, y; .reg .b32 ka0_<4>, ka1_<4>, kd0_<4>, kd1_<4>, ke0_<4>, ke1_<4>, none; mov.b32 none, 0;"
+    ]
+    for group in range(slices // 2):
+        for h in range(2):
+            which = (h * (slices // 2) + group) // vector  # both numbers of a code are of one set
+            table = points[4 * (group % vector) :]
+            text += _pointed("ka", "k", which, bits * vector, table)
+            for part in range(parts_of(bits * vector)):
+                d, a = f"k{'de'[part]}{h}_", [f"ka{part}_{i}" for i in range(4)]
+                begin = [f"{d}{i}" for i in range(4)] if group else ["none"] * 4 if part else magic
+                text += [_mma(d, a, queries[2 * group : 2 * group + 2], begin, "s8.s8")]
+    for h in range(2):
+        if parts_of(bits * vector) > 1:
+            text += [f"add.s32 kd{h}_{i}, kd{h}_{i}, ke{h}_{i};" for i in range(4)]
+        for row in range(2):
+            score = f"s{2 * h + row}"
+            text += [*_summed(score, f"kd{h}_", row, 1), f"mul.f32 {score}, {score}, ks{h}_0_{row};"]
     return text
 
 
@@ -361,7 +474,7 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
     the outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of two may rise with
     nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
     """
-    scaled = v_mode == 2
+    scaled = v_mode in (2, POINTS)
     text = _leveled(unit, shift, scaled)
     text += [
         f"sub.f32 d, e, {_float(JUMP)}; max.f32 $0, $0, d; sub.f32 d, e, $0; setp.gt.f32 rise, d, {_float(SLACK)};"
@@ -376,7 +489,7 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
         if scaled:
             text += [f"add.f32 t{i}, t{i}, other; ex2.approx.ftz.f32 t{i}, t{i};"]
     text += ["add.f32 x, s0, s1; add.f32 d, s2, s3; add.f32 x, x, d; fma.rn.f32 $1, x, f, $1;"]
-    if scaled:  # zero points of all channels
+    if v_mode == 2:  # zero points of all channels
         text += [
             "mul.f32 x, s0, vz0;",
             *[f"fma.rn.f32 x, s{i}, vz{i}, x;" for i in range(1, 4)],
@@ -413,7 +526,7 @@ def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
     """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and first
     operands, of symmetric codes minus what they count from at each place, of asymmetric ones in inner groups ones.
     """
-    if mode == 2:
+    if mode in (2, POINTS):
         return (MAGIC,)
     ones = [(256 - place * 2 ** (bits - 1)) % 256 for place in value_places(slices, tiles, bits)] if mode == 0 else [1]
     signed = [one * 0x01010101 for one in ones]
@@ -421,8 +534,12 @@ def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
 
 
 @constexpr_function
-def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: int) -> list[str]:
+def _prepared(
+    slices: int, tiles: int, bits: int, mode: int, group: int, byte: int, scales: int, points: list[str]
+) -> list[str]:
     """All of values that does not wait for probabilities."""
+    if mode == POINTS:
+        return _prepared_points(slices, tiles, bits, group, byte, scales, points)
     text = _loaded("v", byte, bits, tiles)
     if mode < 2:
         text += _stored("vs", "value_scales", scales, slices * (1 + mode))
@@ -442,8 +559,42 @@ def _prepared(slices: int, tiles: int, bits: int, mode: int, byte: int, scales: 
 
 
 @constexpr_function
-def _added(slices: int, tiles: int, bits: int, mode: int, outputs: list[str], constants: list[str]) -> list[str]:
+def _prepared_points(
+    slices: int, tiles: int, bits: int, vector: int, byte: int, scales: int, points: list[str]
+) -> list[str]:
+    text = _coded("v", byte, tiles, bits * vector)
+    text += [".reg .f32 vs<4>; .reg .b16 vh;"]
+    for i in range(4):  # of a lane's four tokens
+        at = scales + i // 2 * 32 + i % 2 * 16
+        text += [f"ld.shared.b16 vh, [value_scales+{at}]; cvt.f32.f16 vs{i}, vh;"]
+    for i in range(slices):
+        text += [f".reg .b32 vd{i}_<4>, vd{i}_a0_<4>, vd{i}_a1_<4>;"]
+        text += _pointed(f"vd{i}_a", "v", i // vector, bits * vector, points[4 * (i % vector) :])
+    return text
+
+
+@constexpr_function
+def _added_points(slices: int, bits: int, outputs: list[str], constants: list[str]) -> list[str]:
+    text = []
+    for i in range(slices):
+        d = f"vd{i}_"
+        for part in range(parts_of(bits)):
+            begin = [f"{d}{j}" for j in range(4)] if part else constants[:4]
+            text += [_mma(d, [f"{d}a{part}_{j}" for j in range(4)], ["p0", "p1"], begin, "s8.u8")]
+        for row in range(2):
+            out = outputs[4 + i // 2 * 4 + row * 2 + i % 2]
+            text += [f"fma.rn.f32 y, {d}{2 * row}, f_high, f_begin; fma.rn.f32 y, {d}{2 * row + 1}, f, y;"]
+            text += [f"add.f32 {out}, {out}, y;"]
+    return text
+
+
+@constexpr_function
+def _added(
+    slices: int, tiles: int, bits: int, mode: int, group: int, outputs: list[str], constants: list[str]
+) -> list[str]:
     """outputs plus probabilities times values, as `_prepared` left them."""
+    if mode == POINTS:
+        return _added_points(slices, bits * group, outputs, constants)
     text = _converted("vs", slices * (1 + mode)) if mode < 2 else []
     text += [".reg .b32 vc<4>;"]
     if mode == 1:
@@ -482,35 +633,43 @@ def _fallen(scaled: list[str]) -> list[str]:
 
 
 @constexpr_function
-def _operands(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool) -> list[tuple[str, int, str]]:
+def _operands(
+    slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool, same: bool = False
+) -> list[tuple[str, int, str]]:
     """Tensors of `block`: name, how many, their registers' kind, those that are changed first."""
-    pieces, _, _, bits, mode, _, _ = keys
-    _, v_tiles, _, v_bits, v_mode, _, _ = values
+    pieces, _, _, bits, mode, group, _ = keys
+    _, v_tiles, _, v_bits, v_mode, v_group, _ = values
     queries, fixed = -(-slices // 4), len(constants(slices, v_tiles, v_bits, v_mode))
     changed = [("state", 1, "f"), ("acc", slices // 2, "f")]
     given = [("slot", 1, "r"), ("places", 1, "r")]
     if mode == 2:
         changed += [("queries", queries, "r"), ("about", 1, "f")]
         given += [("renew", 1, "r"), ("constants", fixed, "r"), ("plain", slices // 2, "r"), ("base", 1, "r")]
+    elif mode == POINTS:
+        given += [("queries", queries, "r"), ("constants", fixed, "r")]
     else:
         begins = beginning_tensors(slices, pieces, bits, mode), "r" if mode == 0 else "f"
         given += [("queries", queries, "r"), ("begins", *begins), ("constants", fixed, "r")]
+    given += [("k_points", points_tensors(mode, group), "r")]
+    given += [("v_points", 0 if same else points_tensors(v_mode, v_group), "r")]
     return [*changed, *given, *([("live", 1, "r")] if masked else [])]
 
 
 @constexpr_function
-def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False) -> str:
+def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False) -> str:
     """Assembly of a block. keys, values: (pieces, tiles, words, bits, mode, group, bytes of a slot); modes 0 and 1 are inner
-    groups without and with zero points, 2 outer ones, of values all channels of a token.
+    groups without and with zero points, 2 outer ones, of values all channels of a token; POINTS. same: values are points of
+    the keys' grid.
 
     Operands, see `_operands`: changed are state, acc and of mode 2 keys queries and about (their unit, what zero points add);
     given slot (the byte of the ring's slot), places, then queries, begins, constants, or renew (whether the block is the first
-    of its group), constants, plain and base (see `_renewed`); masked: live, 0 where the warp has no block left.
+    of its group), constants, plain and base (see `_renewed`); points of keys, of values; masked: live, 0 where the warp has no
+    block left.
     """
     pieces, tiles, words, bits, mode, group, held = keys
-    _, v_tiles, v_words, v_bits, v_mode, _, _ = values
+    _, v_tiles, v_words, v_bits, v_mode, v_group, _ = values
     names, at = {}, 0
-    for name, count, _ in _operands(slices, keys, values, masked):
+    for name, count, _ in _operands(slices, keys, values, masked, same):
         names[name] = [f"${at + i}" for i in range(4 * count)]
         at += 4 * count
     text = ["{ .reg .b32 words, key_scales, value_scales, t, u; .reg .pred there;"]
@@ -524,22 +683,24 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
         text += _renewed(
             slices, bits, 2 * words, names["renew"][0], names["plain"], names["base"], names["queries"], names["about"]
         )
-    text += _scored(
-        slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], names.get("begins", []), magic
-    )
-    text += _prepared(slices, v_tiles, v_bits, v_mode, held, held + 2 * v_words)
+    about = names["k_points"] if mode == POINTS else names.get("begins", [])
+    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], about, magic)
+    points = names["k_points" if same else "v_points"]
+    text += _prepared(slices, v_tiles, v_bits, v_mode, v_group, held, held + 2 * v_words, points)
     outputs = names["state"] + names["acc"]
     text += ["{", *_weighed(unit, shift, v_mode)]
-    text += ["{", *_added(slices, v_tiles, v_bits, v_mode, outputs, names["constants"]), "}"]
+    text += ["{", *_added(slices, v_tiles, v_bits, v_mode, v_group, outputs, names["constants"]), "}"]
     text += _fallen([outputs[1], *([outputs[3]] if v_mode == 2 else []), *names["acc"]])
     return " ".join([*text, "}", *(["KVCAL_NONE:"] if masked else []), "}"])
 
 
 @constexpr_function
-def block_constraints(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False) -> str:
+def block_constraints(
+    slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: bool = False, same: bool = False
+) -> str:
     outputs: list[str] = []
     inputs: list[str] = []
-    for name, count, kind in _operands(slices, keys, values, masked):
+    for name, count, kind in _operands(slices, keys, values, masked, same):
         changed = name in ("state", "acc", "about") or (name == "queries" and keys[4] == 2)
         (outputs if changed else inputs).extend([("=" if changed else "") + kind] * (4 * count))
     return ",".join([*outputs, *inputs, *[str(i) for i in range(len(outputs))]])

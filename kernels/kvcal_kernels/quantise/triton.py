@@ -42,6 +42,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
 ROOM = tl.constexpr(reference.ROOM)
 VALUES = tl.constexpr(reference.VALUES)
+GRID_IN_BYTES = tl.constexpr(1)  # MODE of a grid; of others 0
 _field_number = triton.constexpr_function(field_number)
 
 
@@ -509,8 +510,8 @@ def _encode(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room, ring_room,
     head_stride, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, POINTS: tl.constexpr,
-    NORM_HEADS: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr,
-    ASM: tl.constexpr,
+    NORM_HEADS: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
+    STORED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
     LOG: tl.constexpr = _log(DIM)
@@ -545,7 +546,7 @@ def _encode(
     x = x * units_of(stored, gain, 32, ASM)[:, None]
     code = nearest_points(x, p_table + SIGNS + POINTS, p_table + SIGNS, POINTS, 32, DIM, D, ASM)
     block = (i_row + i_kv).to(tl.int64) * room + before + unit
-    store_words(p_words + block * (WORDS // 2), code, fits, DIM, BITS, D, VALUE)
+    store_words(p_words + block * (WORDS // 2), code, fits, DIM, BITS, D, VALUE, BYTES)
     own = fits & ((NORM_HEADS == 1) | (i_kv == 0))
     o_norm = (i_row // HEADS * (HEADS // NORM_HEADS) + (i_kv if NORM_HEADS == 1 else 0)).to(tl.int64)
     tl.store(p_scale + (o_norm * room + before + unit) * 32 + r, stored, mask=tl.broadcast_to(own, [32]))
@@ -597,7 +598,7 @@ def _role(
             found = _encode(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
                 room, ring_room, head_stride, token_stride, HEADS, SLICES * 16, BITS, VECTOR, POINTS, NORM_HEADS, WORDS,
-                VALUE, FACTOR, STORED, ASM,
+                MODE == GRID_IN_BYTES, VALUE, FACTOR, STORED, ASM,
             )  # fmt: skip
             if found != 0:
                 tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
@@ -750,7 +751,7 @@ def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
             "VECTOR": form.vector, "NORM_HEADS": form.norm_heads,
         }  # fmt: skip
         if isinstance(rule, GridRule):
-            own |= {"MODE": 0, "FIRST": 0, "ALL": 0, "POINTS": 1 << form.bits * form.vector}
+            own |= {"MODE": int(form.in_bytes), "FIRST": 0, "ALL": 0, "POINTS": 1 << form.bits * form.vector}
         else:
             own |= {
                 "MODE": KERNEL_MODES[rule.mode],

@@ -141,19 +141,71 @@ def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE:
 
 
 @triton.jit
+def _turned(made):
+    """As grids.units turns them."""
+    return made << ALIGNED | made >> OVER & LOW
+
+
+@triton.jit
 def _store_tiles(p_words, made, tile, live, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """Units [GROUPS, 16, 8], tiles `tile` of every EACH, turned as grids.units turns them; words as int32."""
-    turned = made << ALIGNED | made >> OVER & LOW
+    """Units [GROUPS, 16, 8], tiles `tile` of every EACH; words as int32."""
     group = tl.arange(0, GROUPS)[:, None, None] * EACH + tile
     place = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    tl.store(p_words + group * 128 + place, turned, mask=live)
+    tl.store(p_words + group * 128 + place, made, mask=live)
+
+
+@triton.jit
+def _sets(code, DIM: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
+    """Codes [32, DIM / D] in the order of grids.byte_order, a word's four first: [DIM / 16 / D, 4, 16, 8]."""
+    if VALUE:
+        apart = tl.reshape(code, [2, 2, 4, 2, DIM // D // 16, 16])
+        made = tl.permute(apart, [4, 3, 0, 5, 1, 2])
+    elif D == 1:
+        apart = tl.reshape(code, [2, 16, DIM // 64, 4, 4, 2, 2])
+        made = tl.permute(apart, [0, 2, 6, 3, 1, 5, 4])
+    else:
+        apart = tl.reshape(code, [2, 16, DIM // D // 32, 4, 4, 2])
+        made = tl.permute(apart, [0, 2, 3, 1, 5, 4])
+    return tl.reshape(made, [DIM // 16 // D, 4, 16, 8])
+
+
+@triton.jit
+def _store_byte_words(
+    p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
+):  # fmt: skip
+    """As `store_words`, grids.byte_words of a grid in bytes."""
+    CODE: tl.constexpr = BITS * D
+    TOGETHER: tl.constexpr = min(8, DIM // 16 // D) if CODE == 3 else 8 // CODE  # sets of as many tiles as they fill
+    GROUPS: tl.constexpr = DIM // 16 // D // TOGETHER
+    wide = tl.reshape(_sets(code, DIM, D, VALUE), [GROUPS, TOGETHER * 4, 16, 8])
+    k = tl.arange(0, TOGETHER * 4)[None, :, None, None]
+    if CODE == 3:
+        UNITS: tl.constexpr = min(3, TOGETHER // 2)
+        for u in tl.static_range(UNITS):
+            part = tl.where(k // 8 == u, wide, 0)
+            part = tl.where(k // 8 == 3, (wide >> u & 1) << 3, part)
+            _store_tiles(p_words, tl.sum(part << k % 8 * 4, 1), u, live, GROUPS, UNITS)
+    else:
+        _store_tiles(p_words, tl.sum(wide << k % 8 * 4 + k // 8 * 2, 1), 0, live, GROUPS, 1)
 
 
 @triton.jit
 def store_words(
+    p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr,
+    IN_BYTES: tl.constexpr,
+):  # fmt: skip
+    """The words of attention.pack for codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
+    if IN_BYTES:
+        _store_byte_words(p_words, code, live, DIM, BITS, D, VALUE)
+    else:
+        _store_units(p_words, code, live, DIM, BITS, D, VALUE)
+
+
+@triton.jit
+def _store_units(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
 ):  # fmt: skip
-    """grids.units of the codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
+    """As `store_words`, grids.units of a grid that is looked up."""
     TOGETHER: tl.constexpr = 16 if BITS == 3 else 16 // BITS
     EACH: tl.constexpr = min(TOGETHER, DIM // 8)  # pieces of a unit; of 3 bits of three
     GROUPS: tl.constexpr = DIM // 8 // EACH
@@ -164,9 +216,9 @@ def store_words(
         for u in tl.static_range(UNITS):
             part = tl.where(piece // 5 == u, wide << piece % 5 * 6, 0)
             part = tl.where(piece == 15, (wide >> 2 * u & 3) << 30, part)
-            _store_tiles(p_words, tl.sum(part, 1), u, live, GROUPS, UNITS)
+            _store_tiles(p_words, _turned(tl.sum(part, 1)), u, live, GROUPS, UNITS)
     else:
-        _store_tiles(p_words, tl.sum(wide << piece * (2 * BITS), 1), 0, live, GROUPS, 1)
+        _store_tiles(p_words, _turned(tl.sum(wide << piece * (2 * BITS), 1)), 0, live, GROUPS, 1)
 
 
 @triton.jit
@@ -274,12 +326,13 @@ def encode(
 def pack_kernel(
     p_codes, p_words, blocks,
     DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
+    IN_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows * heads)."""
     block = tl.program_id(1).to(tl.int64) * blocks + tl.program_id(0)
     o = tl.arange(0, 32)[:, None] * (DIM // D) + tl.arange(0, DIM // D)[None, :]
     code = tl.load(p_codes + block * (32 * DIM // D) + o).to(tl.int32)
-    store_words(p_words + block * (WORDS // 2), code, block >= 0, DIM, BITS, D, VALUE)
+    store_words(p_words + block * (WORDS // 2), code, block >= 0, DIM, BITS, D, VALUE, IN_BYTES)
 
 
 def pack(codes: Tensor, form: Form) -> Tensor:
@@ -297,7 +350,8 @@ def pack(codes: Tensor, form: Form) -> Tensor:
     with on(codes.device):
         pack_kernel[(words.shape[2], batch * heads)](
             codes, words.view(torch.int32), words.shape[2],
-            DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value", num_warps=4,
+            DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value",
+            IN_BYTES=form.in_bytes, num_warps=4,
         )  # fmt: skip
     return words
 
