@@ -16,11 +16,18 @@ from interpreted import emulated, needs_triton
 pytestmark = needs_triton
 
 CASES = ("attention_cases", "quantise_cases", "reconstruct_cases", "vq_attention_cases")
-FEW = {  # that take most of the assembly; by number in the module's `small`. A kernel takes 5 s to compile
-    "attention_cases.compare": (6, 10, 21, 30, 39),
-    "quantise_cases.main": (8,),
-    "reconstruct_cases.main": (1,),
-    "vq_attention_cases.main": (0,),
+FEW = {  # that take most of the assembly: how cases of the module's `small` begin. A kernel takes 5 s to compile
+    "attention_cases.compare": (
+        "asymmetric 3 and outer 3, dim 64",  # two warps a program
+        "symmetric 2 and symmetric 3, blocks (7",  # products of bytes
+        "bytes 4 of 1 and bytes 3 of 1",
+        "grid 3 of 2 and symmetric 3",
+        "tiers 0 16 and outer 2",
+        "symmetric 2 and asymmetric 2, dim 64, ratio 2, blocks (2,), launch (1, 1), rotary 32",
+    ),
+    "quantise_cases.main": ("symmetric 3 and hybrid 2, factor rows",),
+    "reconstruct_cases.main": ("Case(role='key', batch=2, heads=4",),
+    "vq_attention_cases.main": ("Case(keys=((3, 64), (3, 16)), values=((3, 64),), blocks=(3, 1), heads=2, ratio=4",),
 }
 IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole caches, compiled kernels must
     "test_compensated_kernel.py::test_interpreted_kernel_agrees_with_the_reference",
@@ -37,10 +44,10 @@ IN_THE_INTERPRETER = (  # what these compute there, preflight's trials and whole
 )
 SELECTED = """
 from importlib import import_module
-for what, numbers in {few}.items():
+for what, names in {few}.items():
     module, function = what.split(".")
     module = import_module(module)
-    getattr(module, function)([list(module.small())[number] for number in numbers])
+    getattr(module, function)([next(case for case in module.small() if str(case).startswith(name)) for name in names])
 """
 CHANGED = """
 import re, ptx, attention_cases
