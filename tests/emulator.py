@@ -1,15 +1,18 @@
 """python -m emulator ARGUMENTS: `python ARGUMENTS` (-m MODULE, -c TEXT or FILE) where Triton's kernels run as compiled for a
 GPU, inline assembly and all, on tensors of the CPU (see ptx.py).
 
-KVCAL_EMULATE: compute capability to compile for, as 90. With a comma `early`: copies to shared memory land at once.
+KVCAL_EMULATE: compute capability to compile for, as 90. With a comma `early`: copies to shared memory land at once; or
+`count`: at the end a line of JSON a kernel, instructions of warps and cycles of shared memory, with those without conflicts.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,7 @@ class Emulator(DriverBase):
     def __init__(self, capability: int, **options: Any) -> None:
         self.capability, self.options = capability, options
         self.memory, self.launched = Memory(), 0
+        self.counts: dict[str, Counter[str]] | None = None
         self.utils, self.launcher_cls = self, lambda source, metadata: Launcher(self, source)
         self.loading = threading.local()
 
@@ -65,7 +69,8 @@ class Emulator(DriverBase):
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, Loaded, int, int, int]:
         made = self.loading.made
-        return 1, Loaded(Machine(made.asm["ptx"], **self.options), name, shared), 32, 0, 1024
+        counts = None if self.counts is None else self.counts.setdefault(name, Counter())
+        return 1, Loaded(Machine(made.asm["ptx"], **self.options, counts=counts), name, shared), 32, 0, 1024
 
     def know(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -129,10 +134,13 @@ class Launcher:
 def main() -> None:
     capability, _, more = os.environ["KVCAL_EMULATE"].partition(",")
     own = Emulator(int(capability), early=more == "early")
+    own.counts = {} if more == "count" else None
     own.install()
     run(sys.argv[1:])
     if not own.launched:
         sys.exit("no kernel was launched")
+    for name, counts in (own.counts or {}).items():
+        print(json.dumps({"kernel": name, **counts}))
 
 
 if __name__ == "__main__":

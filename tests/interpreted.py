@@ -22,9 +22,9 @@ def interpreted(*arguments: str) -> list[str]:
     return _printed("quick_interpreter", arguments, TRITON_INTERPRET="1")
 
 
-def emulated(*arguments: str, capability: int = 90, early: bool = False) -> list[str]:
-    """As `interpreted`, of kernels compiled for a GPU of this compute capability (emulator.py)."""
-    return _printed("emulator", arguments, KVCAL_EMULATE=f"{capability}{',early' * early}")
+def emulated(*arguments: str, capability: int = 90, more: str = "") -> list[str]:
+    """As `interpreted`, of kernels compiled for a GPU of this compute capability. more: "early" or "count" (emulator.py)."""
+    return _printed("emulator", arguments, KVCAL_EMULATE=f"{capability},{more}")
 
 
 def _printed(module: str, arguments: tuple[str, ...], **more: str) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import struct
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -386,6 +387,10 @@ class Batch:
             at = int(self.counter[runs].min())
             here = runs & (self.counter == at)
             a = None if here.all() else self.every[here]
+            if self.machine.counts is not None:
+                self.machine.counts["instructions of warps"] += (ends[at] - at) * len(
+                    np.unique(np.flatnonzero(here) // LANES)
+                )
             end = ends[at]
             self.counter[here] = end
             for i in range(at, end):
@@ -449,6 +454,20 @@ class Batch:
         if (held[places] != value).any():
             raise Race("two threads write different numbers at once")
 
+    def count(self, a: Active, addresses: Array, size: int) -> None:
+        """Cycles that shared memory is busy: 128 bytes of so many threads at a time, as often as the fullest of 32 banks has
+        other words. size: bytes of a thread.
+        """
+        counts = self.machine.counts
+        if counts is None:
+            return
+        threads = self.every if a is None else a
+        groups = threads // min(LANES, 128 // size) if size > 4 else threads // LANES
+        words = addresses.astype(np.int64)[:, None] // 4 + np.arange(max(1, size // 4))
+        for group in np.unique(groups):
+            counts["shared, cycles"] += int(np.bincount(np.unique(words[groups == group]) % 32).max())
+            counts["shared, at least"] += 1
+
     def _places(self, addresses: Array, a: Active, size: int) -> Array:
         addresses = addresses.astype(np.int64)
         if (addresses % size).any():
@@ -508,13 +527,21 @@ class Machine:
     """A kernel made ready to run.
 
     text: PTX of one entry. races: look for them in shared memory. early: copies of `cp.async` arrive at once, not at the wait.
-    most: instructions of one batch before it counts as a loop without an end.
+    most: instructions of one batch before it counts as a loop without an end. counts: takes instructions of warps and cycles
+    of shared memory.
     """
 
-    def __init__(self, text: str, races: bool = True, early: bool = False, most: int = 20_000_000) -> None:
+    def __init__(
+        self,
+        text: str,
+        races: bool = True,
+        early: bool = False,
+        most: int = 20_000_000,
+        counts: Counter[str] | None = None,
+    ) -> None:
         from ptx_instructions import step
 
-        self.code, self.races, self.early, self.most = Reader(text).code, races, early, most
+        self.code, self.races, self.early, self.most, self.counts = Reader(text).code, races, early, most, counts
         self.dynamic = -(-self.code.declared // 1024) * 1024
         code = self.code
         self.steps: list[Step] = [step(self, one) for one in code.instructions]

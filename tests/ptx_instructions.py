@@ -519,6 +519,7 @@ def fetch(b: Batch, a: Active, at: Array, space: str, size: int, many: int = 1) 
         at = np.broadcast_to(at, (b.n if a is None else len(a),))
         if (at % (size * many)).any():
             raise Fault(f"misaligned, shared {int(at[(at % (size * many)) > 0][0])} for {size * many} bytes")
+        b.count(a, at, size * many)
         numbers = b.shared.held.view(UNSIGNED[size * 8])
         return [numbers[b.at_shared(at + np.uint64(i * size), a, size)] for i in range(many)]
     if space != "global":
@@ -549,6 +550,8 @@ def keep(b: Batch, a: Active, at: Array, space: str, size: int, values: list[Arr
     at = np.broadcast_to(at, (n,))
     if many > 1 and (at % (size * many)).any():
         raise Fault(f"misaligned, {int(at[(at % (size * many)) > 0][0]):#x} for {size * many} bytes")
+    if space == "shared":
+        b.count(a, at, size * many)
     for i, value in enumerate(values):
         value = np.broadcast_to(value, (n,))
         if space == "shared":
@@ -782,6 +785,7 @@ def matrices(machine: Machine, one: Instruction) -> Step:
             if (rows % 16).any():
                 raise Fault("misaligned for a row of 16 bytes")
             words = rows[:, ROW] + (LANE % 4 * 4).astype(np.uint64)  # of each lane
+            b.count(a, words.reshape(-1), 4)
             if loads:
                 value = b.shared.held.view(np.uint32)[b.at_shared(words.reshape(-1), a, 4)].reshape(warps.shape)
                 puts[i](b, a, (turned(value) if across else value).reshape(-1))

@@ -446,21 +446,21 @@ def test_compiled_key_factors_spill_nothing(capability: int, tmp_path: Path) -> 
 # `own`: a block, but for what follows; `others`: 4096 numbers of any heads towards norms that span all, which take as many
 # turns as there are heads; `point`: a grid point of the search.
 STEPS = [
-    ("higgs 2", 90, 200, 1320, 830, 114),
-    ("turboquant 3", 90, 200, 2650, 0, 240),
-    ("higgs 2", 87, 200, 1320, 830, 114),
-    ("higgs 2", 80, 200, 1320, 830, 114),
-    ("turboquant 3", 87, 200, 2650, 0, 240),
-    ("turboquant 3", 80, 200, 2650, 0, 240),
-    ("higgs 2 of 4", 87, 200, 1200, 830, 90),
-    ("higgs 3", 80, 200, 1350, 830, 114),
+    ("higgs 2", 90, 200, 1310, 680, 114),
+    ("turboquant 3", 90, 210, 2430, 0, 240),
+    ("higgs 2", 87, 200, 1310, 680, 114),
+    ("higgs 2", 80, 200, 1310, 680, 114),
+    ("turboquant 3", 87, 210, 2430, 0, 240),
+    ("turboquant 3", 80, 210, 2430, 0, 240),
+    ("higgs 2 of 4", 87, 200, 1200, 680, 90),
+    ("higgs 3", 80, 200, 1350, 680, 114),
     ("higgs 4", 87, 200, 2050, 0, 118),
-    ("turboquant 2", 90, 200, 2650, 0, 240),
-    ("turboquant 4", 90, 240, 1600, 830, 240),
-    ("higgs 2 in bytes", 90, 200, 1320, 830, 114),
-    ("turboquant 3 in bytes", 90, 200, 2660, 0, 240),
-    ("turboquant 4 in bytes", 87, 200, 2610, 0, 240),
-    ("turboquant 2 in bytes", 80, 200, 2650, 0, 240),
+    ("turboquant 2", 90, 210, 2430, 0, 240),
+    ("turboquant 4", 90, 240, 1600, 680, 240),
+    ("higgs 2 in bytes", 90, 200, 1310, 680, 114),
+    ("turboquant 3 in bytes", 90, 210, 2430, 0, 240),
+    ("turboquant 4 in bytes", 87, 216, 2430, 0, 240),
+    ("turboquant 2 in bytes", 80, 210, 2430, 0, 240),
 ]
 
 
