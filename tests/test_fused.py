@@ -897,6 +897,8 @@ def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
     own = higgs(2, 16).key
     assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
     assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
+    in_bytes = higgs(2, 16, points="bytes").key
+    assert fused.rule_of(in_bytes).form.in_bytes and not fused.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
 
 
 DAMAGED = {

@@ -241,7 +241,7 @@ class Higgs(Codec):
             return self
         twin = copy.copy(self)
         twin._form = twin._find_form(in_bytes=False)
-        twin._look_up = twin._grid()
+        twin._look_up, twin._rule = twin._grid(), None
         return twin
 
     def _find_form(self, in_bytes: bool) -> Form | str:
