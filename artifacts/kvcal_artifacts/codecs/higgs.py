@@ -359,6 +359,12 @@ class Higgs(Codec):
             "gain": self.gain,
         }
 
+    def describe(self) -> str:
+        if not grids.are_bytes(self.grid, self.code_bits // self.d):
+            return super().describe()
+        by_bytes = isinstance(self._form, Form) and self._form.in_bytes
+        return f"{super().describe().removesuffix(')')}, points=bytes{'' if by_bytes else ' looked up'})"
+
     def tensors(self) -> dict[str, Tensor]:
         return {"grid": self.grid, "sign": self.sign}
 
