@@ -324,6 +324,10 @@ def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: 
     assert torch.equal(decode(made), looked_up.decode(elsewhere)) and torch.equal(
         decode(made), other.decode(other.encode(x))
     )
+    said = [
+        own.describe().partition("gain=mse")[2] for own in (codec, looked_up, other, Higgs(codec.shape, role, d, n))
+    ]
+    assert said == [", points=bytes)", ", points=bytes looked up)", ", points=bytes looked up)", ")"]
     again = Higgs.from_state(codec.shape, role, codec.config(), codec.tensors())
     assert again.fused() == codec.fused() and torch.equal(again.encode(x)["words"], packed["words"])
     assert not Higgs(Shape(2, dim, 64), role, d, n).fused().in_bytes  # type: ignore[union-attr]

@@ -872,7 +872,11 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     wide = own.shape.heads * own.shape.dim
     nothing = Linear({"weight": torch.zeros(wide, wide).half(), "bias": torch.zeros(wide)})
     behind_both = LayerCodecs(Predicted(own, nothing, ("k1",)), PAIRS["higgs-4-debiased"].value)
-    assert fused.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 4  # as without
+    # stored, and decoded at once, by other code than blocks that attention reads
+    assert fused.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
+    in_bytes = PAIRS["higgs-2-bytes"]  # their own; for look-ups as the papers' grids
+    for pair, tried in ((in_bytes, 7), (in_bytes.read_by(8), 7), (PAIRS["higgs-2"], 7)):
+        assert fused.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
     for kernels, name in (("torch", "higgs-2"), ("off", "higgs-2"), ("auto", "kivi-4")):
         pair = fused.packing(kernels, PAIRS[name], *place)
         assert pair.key is PAIRS[name].key and pair.value is PAIRS[name].value
@@ -897,6 +901,8 @@ def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
     own = higgs(2, 16).key
     assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
     assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
+    in_bytes = higgs(2, 16, points="bytes").key
+    assert fused.rule_of(in_bytes).form.in_bytes and not fused.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
 
 
 DAMAGED = {

@@ -15,12 +15,13 @@ from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
+from kvcal.methods.backbones import backbone
 from kvcal.methods.base import BROKEN
 from kvcal.methods.plain import Preset, preset
 from kvcal.models import load_model, resolve
-from kvcal.outliers import advice, channel_error, channel_ratio, key_channels, score_error, warnings
+from kvcal.outliers import _factors, advice, channel_error, channel_ratio, key_channels, score_error, warnings
 from kvcal.workbench import cache_makers
-from kvcal_artifacts.codecs import Context, Exact
+from kvcal_artifacts.codecs import Context, Exact, Shape
 from kvcal_artifacts.codecs.base import EMPTY, Packed
 from models_fixture import SUFFIX, kvcal
 
@@ -235,3 +236,12 @@ def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
     assert told("generate", "--bundle", bundle, *prompt).startswith("warning: x will break")
     assert told("generate", "--preset", "higgs-2", *prompt).endswith(HOLD.format("higgs-2"))
     assert told("generate", "--preset", "exact", *prompt) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["turboquant-4", "turboquant-4-bytes", "higgs-2-bytes", "higgs-2-bytes-debiased", "uniform-4"]
+)
+def test_the_codec_behind_balanced_factors_is_the_one_that_breaks(name: str) -> None:
+    """Grids in bytes have the settings of the papers': beside values in bytes these would be looked up."""
+    found = _factors(backbone(name)(Shape(2, 64, 32), "key"))
+    assert found is not None and found.codec == name

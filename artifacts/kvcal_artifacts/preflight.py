@@ -164,8 +164,11 @@ def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> st
 
 def _encoding(codec: Codec) -> str:
     """What the code of a codec's kernels depends on."""
-    if isinstance(codec, Higgs):
-        return kind(codec)
+    if isinstance(
+        codec, Higgs
+    ):  # codes lie as the attention kernel reads them, or as bits that also decode what they pack
+        form = codec.fused()
+        return f"{kind(codec)}, {_said(form) if isinstance(form, Form) else 'plain codes'}"
     shape = f"{codec.name}, {codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
     if isinstance(codec, Squat) and isinstance(codec.inner, Uniform):
         return (

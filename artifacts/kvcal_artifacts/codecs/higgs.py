@@ -241,7 +241,7 @@ class Higgs(Codec):
             return self
         twin = copy.copy(self)
         twin._form = twin._find_form(in_bytes=False)
-        twin._look_up = twin._grid()
+        twin._look_up, twin._rule = twin._grid(), None
         return twin
 
     def _find_form(self, in_bytes: bool) -> Form | str:
@@ -358,6 +358,12 @@ class Higgs(Codec):
             "axis": self.axis,
             "gain": self.gain,
         }
+
+    def describe(self) -> str:
+        if not grids.are_bytes(self.grid, self.code_bits // self.d):
+            return super().describe()
+        by_bytes = isinstance(self._form, Form) and self._form.in_bytes
+        return f"{super().describe().removesuffix(')')}, points=bytes{'' if by_bytes else ' looked up'})"
 
     def tensors(self) -> dict[str, Tensor]:
         return {"grid": self.grid, "sign": self.sign}
