@@ -60,9 +60,8 @@ class KVCalLayer(CacheLayerMixin):
     def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__()
         self._owner, self.index, self.site = weakref.ref(cache), index, site
-        self._ratio = (
-            1 if hf.odd_attention(site) else site.ratio
-        )  # of odd attention no kernel's, whatever the order of blocks
+        # no kernel reads blocks of odd attention, in whatever order
+        self._ratio = 1 if hf.odd_attention(site) else site.ratio
         self.codecs = codecs = codecs.read_by(self._ratio)
         self.columns = 0
         self.pending: Tensor | None = None  # keys before RoPE of the current call

@@ -135,8 +135,8 @@ class Codec(ABC):
         return self
 
     def for_lookups(self) -> Codec:
-        """The same codec, whose blocks no kernel reads by products of bytes that only these could read: the same numbers from
-        the same codes in another order, in as many bytes.
+        """The same codec with blocks that kernels read by look-ups where its own are for products of bytes: the same numbers
+        from the same codes in another order, in as many bytes.
         """
         return self
 

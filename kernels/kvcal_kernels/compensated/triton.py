@@ -64,10 +64,8 @@ def correct_kernel(
     channels, else it is `p_x` and those behind change. plane: numbers of a digit of all weights. batch_of_weights: 0 if
     all rows share them, else 1.
     """
-    i_kv, i_batch = (
-        tl.program_id(1).to(tl.int64),
-        tl.program_id(2).to(tl.int64),
-    )  # heads of a prompt lie 2^31 apart, and more
+    # heads of a prompt lie 2^31 numbers apart, and more
+    i_kv, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = tl.program_id(0) * (BLOCK * BLOCKS) + tl.arange(0, BLOCK * BLOCKS)
     live = (token < tokens)[:, None]
     p_from = p_x + i_batch * batch_stride + i_kv * head_stride + token.to(tl.int64)[:, None] * token_stride
