@@ -42,9 +42,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 def cuda_bytes(device: torch.device) -> float:
     """Bytes that torch can still take of a CUDA device, or may (torch.cuda.set_per_process_memory_fraction)."""
-    free, total = torch.cuda.mem_get_info(device)
-    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
-    return min(free, allowed - torch.cuda.memory_reserved(device))
+    index = torch.cuda.current_device() if device.index is None else device.index  # the fraction is asked for by number
+    free, total = torch.cuda.mem_get_info(index)
+    allowed = torch.cuda.get_per_process_memory_fraction(index) * total
+    return min(free, allowed - torch.cuda.memory_reserved(index))
 
 
 def host_bytes() -> int | None:

@@ -94,6 +94,25 @@ def test_the_benchmark_says_so_before_it_measures(system: Path) -> None:
     assert f"its weights need {size:.1f} GiB in float32, 16.0 GiB are free on cpu" in done.complaint
 
 
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks for the fraction's device by number."""
+    cuda = room.torch.cuda
+    asked: list[int] = []
+
+    def known(index: int) -> int:
+        assert isinstance(index, int)
+        asked.append(index)
+        return index
+
+    monkeypatch.setattr(cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda index: (6 * GIB, (8 + known(index)) * GIB))
+    monkeypatch.setattr(cuda, "get_per_process_memory_fraction", lambda index: 0.5 + 0 * known(index))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda index: GIB * known(index))
+    assert room.cuda_bytes(torch.device("cuda")) == 3.5 * GIB
+    assert room.cuda_bytes(torch.device("cuda:0")) == 4 * GIB
+    assert asked == [1] * 3 + [0] * 3
+
+
 @pytest.mark.gpu
 def test_free_memory_of_a_gpu() -> None:
     device = torch.device("cuda")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,9 @@ def test_a_calibrated_subspace_is_solved_once_for_all_caches(monkeypatch: pytest
     for twin in (own.by_kernel(), own.by_kernel()):
         twin._moves(basis), twin._moves(basis.clone())
     assert solved == [1] * 3
+    assert twin._memo is not None
+    twin._memo = replace(twin._memo, basis=twin._memo.basis.to("meta"))  # of a trial on another device
+    assert twin._moves(basis) is twin._moves(basis) and solved == [1] * 4
     moved = twins[0].to(torch.device("meta"))
     assert moved.encodes_by_kernel and moved._memo is None
 

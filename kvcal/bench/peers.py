@@ -120,7 +120,7 @@ def _candidates(queries: Tensor, keys: Tensor, values: Tensor) -> Iterator[tuple
 
         def stacked(backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(rows, keys, values).view_as(queries)
+                return scaled_dot_product_attention(rows, keys, values).reshape(queries.shape)
 
         yield f"sdpa {name}", gqa
         if rows.shape != queries.shape:

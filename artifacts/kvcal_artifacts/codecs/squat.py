@@ -186,7 +186,7 @@ class Squat(Codec):
     def _solved(self, basis: Tensor) -> _Solved:
         """The last one is remembered, as a row's own basis changes a dozen times in its life."""
         last = self._memo
-        if last is None or last.basis.shape != basis.shape or not torch.equal(last.basis, basis):
+        if last is None or not _same(last.basis, basis):
             last = self._memo = _Solved(basis, responses(basis, self._steps), self.channels)
         return last
 
@@ -315,6 +315,10 @@ def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:
         solved = _product(inverse, basis[..., here])
         made.append(_product(solved.transpose(-1, -2), basis[..., behind:]))
     return made[::-1]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.shape == other.shape and torch.equal(one, other)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
