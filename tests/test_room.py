@@ -116,10 +116,16 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 def test_free_memory_of_a_gpu() -> None:
     device = torch.device("cuda")
-    before = room.free_bytes(device)
-    held = torch.empty(GIB, dtype=torch.uint8, device=device)
-    assert before is not None and room.free_bytes(device) == pytest.approx(before - GIB, abs=GIB // 8)
-    del held  # torch keeps it, and would give it again
-    assert room.free_bytes(device) == pytest.approx(before, abs=GIB // 8)
+    for _ in range(50):  # others may use the device meanwhile
+        before = room.free_bytes(device)
+        held = torch.empty(GIB, dtype=torch.uint8, device=device)
+        while_held = room.free_bytes(device)
+        del held  # torch keeps it, and would give it again
+        after = room.free_bytes(device)
+        assert before is not None and while_held is not None and after is not None
+        if abs(while_held + GIB - before) <= GIB // 8 and abs(after - before) <= GIB // 8:
+            break
+    else:
+        pytest.fail(f"{before}, {while_held}, {after} bytes free before, with and after one GiB")
     with pytest.raises(OutOfMemory, match="are free on cuda"):
         room.check_room("m", before + GIB, torch.bfloat16, device)
