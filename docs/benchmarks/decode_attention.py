@@ -14,7 +14,8 @@ fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memo
 Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
 launches; cells that have not begun after --seconds are named and left out.
 
---programs COUNTS: only the first scheme, at each of CELLS with so many programs a kv head, merged in two rounds or in one.
+--programs COUNTS: only, with so many programs a kv head, every scheme at 32 x 32768, and the first one at each of CELLS, there
+merged in two rounds or in one.
 """
 
 from __future__ import annotations
@@ -266,15 +267,16 @@ def show(row: dict[str, Any], best: tuple[str, float]) -> None:
     )
 
 
-def by_programs(clock: Clock, scheme: str, counts: list[int]) -> None:
-    """Prints microseconds of CELLS with each count of programs a kv head, 0: the usual one."""
-    for batch, length in CELLS:
+def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
+    """Prints microseconds with each count of programs a kv head, 0: the usual one."""
+    for scheme, batch, length in [(scheme, 32, 32768) for scheme in schemes] + [(schemes[0], *cell) for cell in CELLS]:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
             usual = replace(launches_of(scheme)[0], parts=count)
-            two, one = (clock.time(partial(cell.run, each), 7) for each in (usual, replace(usual, fan=1 << 20)))
-            found.append(f"{count or 'usual'}: {two.microseconds:.1f} ({one.microseconds:.1f})")
-        print(f"{scheme}, {batch} x {length}, programs: us (merged at once): {', '.join(found)}", flush=True)
+            tried = [usual] if (batch, length) == (32, 32768) else [usual, replace(usual, fan=1 << 20)]
+            times = [f"{clock.time(partial(cell.run, each), 7).microseconds:.1f}" for each in tried]
+            found.append(f"{count or 'usual'}: {' '.join(times)}")
+        print(f"{scheme}, {batch} x {length}, programs: us, us merged at once: {', '.join(found)}", flush=True)
         del cell
         torch.cuda.empty_cache()
 
@@ -304,7 +306,7 @@ def main() -> None:
         flush=True,
     )
     if chosen.programs:
-        by_programs(clock, wanted[0], [int(count) for count in chosen.programs.split(",")])
+        by_programs(clock, wanted, [int(count) for count in chosen.programs.split(",")])
         return
     result["fp16"], result["fp16_refused"], result["rows"] = {}, {}, []
     cells = [(scheme, 32, 32768) for scheme in wanted] + [(wanted[0], b, n) for b, n in CELLS]

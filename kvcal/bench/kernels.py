@@ -24,7 +24,8 @@ from .operation import Prepared, misappended, misattended, misencoded, misread, 
 CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
 CHECKED = 2048  # vectors that its check looks at
 NEAREST_TOLERANCE = 1e-3  # of the distance: chosen against best
-ROUNDINGS = 6  # of the result, that reconstruction may be off: inputs, weights and sums of points are rounded (4.03 seen)
+# of the result, that reconstruction may be off (4.03 seen): inputs, weights and sums of grid points are rounded too
+ROUNDINGS = 6
 
 # Decode attention.
 
