@@ -2746,7 +2746,7 @@ def settings(
     return made
 
 
-TOGETHER, PARTS = 9, 128
+TOGETHER, PARTS = (9, 12), 128  # of programs of one warp, of several
 SHORT = 1 << 20  # blocks and programs that `_over` divides by a product of float32
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 
@@ -2756,16 +2756,19 @@ def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, 
     """Programs a kv head. As many on each multiprocessor as have enough turns each, at most TOGETHER, so that all take equally
     many; a few at least, of fewer turns. Where that is more than one and a half `length` turns: programs of `length`, in
     several rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as
-    many as fill whole rounds, of which a multiprocessor runs `at_once` programs.
+    many as fill whole rounds, of which a multiprocessor runs `at_once` programs. Programs of several warps, of which it runs two
+    to four, overlap in the same way when there are more of them.
 
     Measured (H200, 4/4, programs a head: us). 1 x 4096: 16: 15.0, 20: 13.4, 25 and 32: 12.3. 1 x 32768: 49: 28.9, 98: 25.1,
     128: 24.5, 147: 25.2, 196: 26.2. 1 x 131072: 98: 57.3, 128: 54.6, 147: 56.3, 245: 69. 8 x 32768: 12: 95, 16: 95, 18: 90,
-    48: 95. 32 x 32768 of 2/2: 18, a round of few programs at the end, 234, 17: 232.
+    48: 95. 32 x 32768 of 2/2: 18, a round of few programs at the end, 234, 17: 232. 32 x 32768 of HIGGS 3, four warps: 4: 311,
+    5: 306, 6: 301, 9: 301, 12: 306; HIGGS 2: 4: 263, 5 to 7: 258; HIGGS 4: 4: 332, 6: 329, 8: 326; TurboQuant 4/3: 4: 352,
+    5: 350, 6: 353.
     """
     # turns of a program at least, enough turns of one, programs on a multiprocessor; several warps share what one starts with
     least, enough, few = (3, 7, 3) if warps == 1 else (8, 20, 1)
     every = -(-max(1, blocks) // warps)
-    together = min(TOGETHER, max(few, groups * every // (processors * enough)))
+    together = min(TOGETHER[warps > 1], max(few, groups * every // (processors * enough)))
     count = max(1, min(together * processors // groups, -(-every // least)))
     if 2 * every > 3 * length * count:
         count = -(-every // length)
@@ -2988,12 +2991,14 @@ def _examine(ring: int, made: Any) -> None:
 
 def _allow(made: Any) -> None:
     """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count what
-    assembly declares.
+    assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it is read once.
     """
     cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(made.function)
     declared, dynamic = ctypes.c_int(), made.metadata.shared
-    shared_size, most_dynamic = 1, 8  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES
+    # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT (percent)
+    shared_size, most_dynamic, carveout = 1, 8, 9
     error = cuda.cuFuncGetAttribute(ctypes.byref(declared), shared_size, function)
+    error = error or cuda.cuFuncSetAttribute(function, carveout, 100)
     if not error and dynamic <= 48 * 1024 < dynamic + declared.value:
         error = cuda.cuFuncSetAttribute(function, most_dynamic, dynamic)
     if error:
