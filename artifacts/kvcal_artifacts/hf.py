@@ -378,7 +378,7 @@ def has_flash(query: Tensor) -> bool:
 @contextmanager
 def without_plans() -> Iterator[None]:
     """scaled_dot_product_attention without cuDNN, which torch prefers on Hopper and Blackwell: it builds a plan for every
-    number of keys that a thread has not seen (`MHAParams` in torch's cudnn/MHA.cpp), some 37 ms of the host on an H200,
+    number of keys that a thread has not seen (`MHAParams` in torch's cudnn/MHA.cpp), 35 to 39 ms of the host on an H200,
     in each step of a cache that grows (docs/benchmarks/aqua_tokens.md). flash builds nothing and takes 12 to 62 % longer on
     the GPU (docs/benchmarks/decode_attention.md): 19 ms a step of 32 layers and 32 rows of 32768 tokens, 0.2 of one row's.
     """
