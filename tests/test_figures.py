@@ -134,7 +134,7 @@ def test_attention() -> None:
 def test_short_contexts() -> None:
     """Of the commits whose runs are stored."""
     by = {}
-    for commit in ("241914a", "ffe395f"):
+    for commit in ("241914a", "ffe395f", "a23af7b"):
         rows = json.loads((BENCHMARKS / f"decode_attention-{commit}.json").read_text())["rows"]
         by[commit] = {
             at(r["batch"], r["length"]): r
@@ -143,22 +143,24 @@ def test_short_contexts() -> None:
         }
     seen = [row[0] for row in cells(page("decode_attention"), "batch × length | 241914a")]
     assert sorted(seen) == sorted(by["ffe395f"])
-    for shape, old, _, new, _ in cells(page("decode_attention"), "batch × length | 241914a"):
-        own = by["ffe395f"][shape]
+    for shape, old, _, *newer, _ in cells(page("decode_attention"), "batch × length | 241914a"):
         assert holds(old, by["241914a"][shape]["microseconds"])
-        assert holds(new, own["microseconds"], own["ratio_to_fp16"])
+        for commit, new in zip(("ffe395f", "a23af7b"), newer, strict=True):
+            assert holds(new, by[commit][shape]["microseconds"], by[commit][shape]["ratio_to_fp16"])
 
 
 def test_fp16_of_the_attention_run() -> None:
     """Which backends it had, and what they took."""
     said, stored = text_of(page("decode_attention")), run_of(page("decode_attention"), "What the script wrote")["fp16"]
-    listed = re.search(r"Their µs \(cuDNN; FlashInfer; flash\): (.*?)\. The wanted", said)
-    assert listed and all(set(taken) == {"sdpa cudnn", "sdpa flash", "flashinfer"} for taken in stored.values())
+    listed = re.search(r"Their µs \(cuDNN; FlashInfer; flash; then .*?\): (.*?)\. The wanted", said)
+    rows = [f"sdpa {name}, heads as rows" for name in ("cudnn", "flash", "efficient", "math")]
+    names = [f"{name} float16" for name in ("sdpa cudnn", "flashinfer", "sdpa flash", *rows, "sdpa math")]
+    assert listed and all(sorted(taken) == sorted(names) for taken in stored.values())
     shapes = {shape.replace("x", "×"): taken for shape, taken in stored.items()}
     for part in listed[1].split("; "):
         shape, numbers = part.split(": ")
         taken = shapes.pop(shape)
-        assert holds(numbers, *(taken[name] for name in ("sdpa cudnn", "flashinfer", "sdpa flash"))), part
+        assert holds(numbers, *(taken[name] for name in names)), part
     assert not shapes
 
 
@@ -442,7 +444,7 @@ def test_readme() -> None:
     alone = best("generate", "fp16")["tokens_per_second"]
     gains = [round(100 * (best("generate", name)["tokens_per_second"] / alone - 1)) for name in WHOLE.values()]
     assert f"gains {min(gains)} to {max(gains)} % only" in text
-    grids = [row for name, row in many.items() if re.fullmatch("HIGGS .|TurboQuant.*", name)]
+    grids = [row for name, row in many.items() if re.fullmatch("HIGGS .( in bytes)?|TurboQuant.*", name)]
     for name, form in (
         ("fraction_of_copy", "{:.2f} to {:.2f} of memory's speed"),
         ("ratio_to_fp16", "{:.1f} to {:.1f} × FP16"),

@@ -16,11 +16,15 @@ launches; cells that have not begun after --seconds are named and left out.
 
 --programs COUNTS: only, with so many programs a kv head, every scheme at 32 x 32768, and the first one at each of CELLS, there
 merged in two rounds or in one.
+
+--shared PERCENTS: only, every scheme at 32 x 32768, with so much of a multiprocessor's memory preferred as shared memory (-1:
+as the driver likes), and how many programs it says that a multiprocessor then runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import sys
@@ -45,6 +49,7 @@ from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
 from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, grids, reference, rope
 from kvcal_kernels.attention import triton as fused
+from kvcal_kernels.triton import examined
 
 GEOMETRY = models.geometry(models.resolve("llama-3.1-8b"))
 HEADS, RATIO, D = GEOMETRY.kv_heads, GEOMETRY.heads // GEOMETRY.kv_heads, GEOMETRY.head_dim
@@ -202,6 +207,44 @@ def peers_of(clock: Clock, batch: int, length: int) -> tuple[dict[str, float], d
     return taken, {peer.name: str(peer.why_not) for peer in found if not peer.timed}
 
 
+KERNELS: dict[str, Any] = {}  # of schemes, usual launches, as Triton compiled them
+
+
+def kernel_of(scheme: str, cell: Cell, launch: fused.Launch) -> Any:
+    before = set(map(id, examined()))
+    cell.run(launch)
+    for made in examined():
+        if id(made) not in before:
+            KERNELS[scheme] = made
+    return KERNELS[scheme]
+
+
+def at_once(made: Any, launch: fused.Launch) -> int:
+    """Programs that a multiprocessor runs at a time, by the driver's count."""
+    count = ctypes.c_int()
+    error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(count), ctypes.c_void_p(made.function), 32 * launch.warps, ctypes.c_size_t(made.metadata.shared)
+    )
+    if error:
+        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: CUDA error {error}")
+    return count.value
+
+
+def by_shared(clock: Clock, schemes: list[str], percents: list[int]) -> None:
+    cuda, carveout = ctypes.CDLL("libcuda.so.1"), 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    for scheme in schemes:
+        cell, launch, found = Cell(scheme, 32, 32768), launches_of(scheme)[0], []
+        made = kernel_of(scheme, cell, launch)
+        for percent in percents:
+            if error := cuda.cuFuncSetAttribute(ctypes.c_void_p(made.function), carveout, percent):
+                raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
+            taken = clock.time(partial(cell.run, launch), 9).microseconds
+            found.append(f"{percent}: {taken:.1f} ({at_once(made, launch)})")
+        print(f"{scheme}, percent of shared memory: us (programs at once): {', '.join(found)}", flush=True)
+        del cell
+        torch.cuda.empty_cache()
+
+
 def compile_one(job: tuple[str, fused.Launch]) -> str:
     scheme, launch = job
     try:
@@ -245,6 +288,7 @@ def measure(
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
     row["bytes"] = cell.bytes
+    row["programs_at_once"] = at_once(kernel_of(scheme, cell, usual), usual)
     row["error"], row["error_fp16"] = cell.errors(usual)
     row["tried"] = [[round(t, 2), *vars(launch).values()] for t, launch in tune(clock, cell, launches[1:], seconds)]
     if not row["error"] <= 2 * row["error_fp16"]:
@@ -261,8 +305,8 @@ def show(row: dict[str, Any], best: tuple[str, float]) -> None:
     print(
         f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, "
         f"of copy {row['fraction_of_copy']:.3f} ({row['wanted']}), x {row['ratio_to_fp16']:.2f} of {best[0]} "
-        f"{best[1]:.1f} us, error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}; "
-        f"others {row['tried'][:3]}",
+        f"{best[1]:.1f} us, error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}, "
+        f"{row['programs_at_once']} programs at once; others {row['tried'][:3]}",
         flush=True,
     )
 
@@ -289,6 +333,7 @@ def main() -> None:
     )
     options.add_argument("--schemes", default="", help="part of the names, comma-separated")
     options.add_argument("--programs", default="", help="counts a kv head, comma-separated")
+    options.add_argument("--shared", default="", help="percents, comma-separated")
     options.add_argument("--cell-seconds", type=float, default=8.0)
     options.add_argument("--seconds", type=float, default=225.0)
     chosen = options.parse_args()
@@ -307,6 +352,9 @@ def main() -> None:
     )
     if chosen.programs:
         by_programs(clock, wanted, [int(count) for count in chosen.programs.split(",")])
+        return
+    if chosen.shared:
+        by_shared(clock, wanted, [int(percent) for percent in chosen.shared.split(",")])
         return
     result["fp16"], result["fp16_refused"], result["rows"] = {}, {}, []
     cells = [(scheme, 32, 32768) for scheme in wanted] + [(wanted[0], b, n) for b, n in CELLS]

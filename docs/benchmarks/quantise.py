@@ -11,6 +11,8 @@ prefill: 32 rows of 4096 tokens, keys and values, one launch; bytes: read and wr
 one launch; "idle": nothing is due; "due": every row packs a block. Grids (HIGGS, TurboQuant) likewise, and their first
 launch alone, "rotate+nearest": keys to codes, a byte each. fraction: bytes over copy bandwidth, over the
 time taken.
+
+--step-registers COUNTS: only, append of grids with at most so many registers a thread.
 """
 
 from __future__ import annotations
@@ -339,6 +341,26 @@ def compile_all(schemes: list[str]) -> None:
                 print(said, file=sys.stderr)
 
 
+def step_of(job: tuple[str, int], repeats: int = 1) -> list[float]:
+    """Microseconds of an append of a grid with at most so many registers, with nothing due and with every row."""
+    scheme, fused.GRID_STEP = job
+    fused._PREPARED.clear()
+    clock = Clock(torch.device("cuda"), repeats=repeats)
+    return [measure_append(clock, scheme, 1.0, due)["microseconds"] for due in (False, True)]
+
+
+def by_registers(schemes: list[str], counts: list[int]) -> None:
+    jobs = [(scheme, count) for scheme in schemes if scheme in GRIDS for count in counts]
+    with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn")) as pool:
+        list(pool.map(step_of, jobs))  # compiled
+    for job in jobs:
+        idle, due = step_of(job, 21)
+        mean = (31 * idle + due) / 32
+        print(
+            f"append of {job[0]}, {job[1]} registers: idle {idle:.2f} us, due {due:.1f} us, mean of 32 steps {mean:.2f} us"
+        )
+
+
 def show(row: dict[str, Any]) -> None:
     if row["microseconds"] is None:
         print(f"{row['operation']:14} {row['scheme']:20}: WRONG, differing {row['differing']}", flush=True)
@@ -357,6 +379,7 @@ def main() -> None:
     options.add_argument("--out", default=os.environ.get("OUT", "."))
     options.add_argument("--schemes", default="", help="part of the names, comma-separated")
     options.add_argument("--seconds", type=float, default=90.0)
+    options.add_argument("--step-registers", default="", help="counts, comma-separated")
     chosen = options.parse_args()
     began = time.time()
     torch.manual_seed(0)
@@ -365,6 +388,9 @@ def main() -> None:
         for s in [*SCHEMES, *GRIDS, "SQuat", "MixKVQ"]
         if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))
     ]
+    if chosen.step_registers:
+        by_registers(wanted, [int(count) for count in chosen.step_registers.split(",")])
+        return
     compile_all(wanted)
     print(f"compiled in {time.time() - began:.0f} s", file=sys.stderr)
     clock = Clock(torch.device("cuda"), repeats=15)

@@ -94,6 +94,11 @@ class Ready:
         return made
 
 
+def examined() -> list[Any]:
+    """Compiled kernels of which launches by `Ready` have begun in this process, first ones first."""
+    return list(_EXAMINED.values())
+
+
 ALIGNMENT = 16  # bytes: where pointers are multiples of it, Triton compiles for that
 _EXAMINED: dict[int, Any] = {}  # compiled kernels, which Triton keeps as long as the process
 _FIRST = RLock()  # a thread's first launch: Triton hands the same compiled kernel to a second one before it is examined

@@ -2756,8 +2756,8 @@ def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, 
     """Programs a kv head. As many on each multiprocessor as have enough turns each, at most TOGETHER, so that all take equally
     many; a few at least, of fewer turns. Where that is more than one and a half `length` turns: programs of `length`, in
     several rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as
-    many as fill whole rounds, of which a multiprocessor runs `at_once` programs. Programs of several warps, of which it runs two
-    to four, overlap in the same way when there are more of them.
+    many as fill whole rounds, of which a multiprocessor runs `at_once` programs. Programs of several warps, of which it runs
+    two to four, overlap in the same way when there are more of them.
 
     Measured (H200, 4/4, programs a head: us). 1 x 4096: 16: 15.0, 20: 13.4, 25 and 32: 12.3. 1 x 32768: 49: 28.9, 98: 25.1,
     128: 24.5, 147: 25.2, 196: 26.2. 1 x 131072: 98: 57.3, 128: 54.6, 147: 56.3, 245: 69. 8 x 32768: 12: 95, 16: 95, 18: 90,
@@ -2991,7 +2991,8 @@ def _examine(ring: int, made: Any) -> None:
 
 def _allow(made: Any) -> None:
     """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count what
-    assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it is read once.
+    assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it is read
+    once.
     """
     cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(made.function)
     declared, dynamic = ctypes.c_int(), made.metadata.shared

@@ -724,13 +724,15 @@ class Launch:
 
 # A row packs one unit at most: of prompts, one warp took 0.70 of four warps' time at 4/4, 0.35 hybrid (H200).
 STEP = Launch(warps=1)
-GRID = 240  # registers, of which grids take up to 239; left to itself the compiler spills some to have more programs
+# Registers, of which grids take up to 239; left to itself the compiler spills some to have more programs. GRID_STEP: of a
+# decode step, in which most programs have nothing to pack.
+GRID, GRID_STEP = 240, 240
 
 
 def launch_of(key: AnyRule, value: AnyRule, step: bool) -> Launch:
     """step: of a decode step. A grid's unit of 32 * D numbers takes a whole program, 32 numbers a thread."""
     if isinstance(key, GridRule) or isinstance(value, GridRule):
-        return Launch(max(4, key.form.dim // 32), GRID)
+        return Launch(max(4, key.form.dim // 32), GRID_STEP if step else GRID)
     return Launch() if not step and (key.search or value.search) else STEP
 
 
