@@ -722,7 +722,7 @@ class Launch:
     registers: int = 0
 
 
-# A row packs one unit at most: of prompts, one warp took 0.75 of four warps' time at 4/4, 0.37 hybrid (H200).
+# A row packs one unit at most: of prompts, one warp took 0.70 of four warps' time at 4/4, 0.35 hybrid (H200).
 STEP = Launch(warps=1)
 # Registers, of which grids take up to 239; left to itself the compiler spills some to have more programs. GRID_STEP: of a
 # decode step, in which most programs have nothing to pack.
