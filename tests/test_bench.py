@@ -1495,6 +1495,11 @@ ON_GPU = {  # scheme: what attends to it, what appends to it
     "aqua-kv-2": (None, "triton: encode, then copy the store"),
     "mixkvq": (None, CHOSEN),
 }
+QUANTISED_ON_GPU = {
+    **dict.fromkeys(("innerq-hybrid", "kivi-2-g128", "higgs-2"), "triton: quantise"),
+    "aqua-kv-2": "triton: encode",
+    "vqkv-256": "triton: nearest codeword, stage by stage",
+}
 
 
 def test_what_is_looked_for_on_a_gpu_is_what_kernels_take() -> None:
@@ -1508,30 +1513,29 @@ def test_what_is_looked_for_on_a_gpu_is_what_kernels_take() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rows_on_a_gpu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ON_GPU)
+def test_rows_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     """Figures by the kernels, of each scheme that has one: no row is refused, and none left out."""
     geometry = CATALOGUE["llama-3.1-8b"].geometry
-    own = [schemes.named(name, geometry) for name in ON_GPU]
     which = [operation for operation in OPERATIONS.values() if operation.by_default]
     on_gpu = Clock(torch.device("cuda"), repeats=3, seconds=0.0)
+    own = [schemes.named(name, geometry)]
     found = measure.rows_of("m", geometry, own, which, [(2, 1024)], on_gpu, dtype, "gpu", lambda line: None)
-    ours = [row for row in found if row.scheme != "fp16"]
-    assert [(row.operation, row.scheme, row.refused) for row in ours if row.refused] == []
+    by = {row.operation: row for row in found if row.scheme != "fp16"}
+    assert [(row.operation, row.refused) for row in by.values() if row.refused] == []
     assert any(row.scheme == "fp16" and row.microseconds for row in found)
-    by = {(row.operation, row.scheme): row for row in ours}
-    attended = {name: row.path for (operation, name), row in by.items() if operation == "fused-attention"}
-    assert attended == {name: path for name, (path, _) in ON_GPU.items() if path}
-    for name in attended:
-        row = by["fused-attention", name]
+    attended, appended = ON_GPU[name]
+    assert ("fused-attention" in by) == (attended is not None)
+    if attended is not None:
+        row = by["fused-attention"]
+        assert row.path == attended
         assert row.microseconds and row.fraction_of_copy and row.ratio_to_fp16 and row.fp16_backend
-    wanted = {name: path for name, (_, path) in ON_GPU.items() if path}
-    assert {name: by["append", name].path for name in wanted} == wanted
-    assert {by["quantise", name].path for name in ("innerq-hybrid", "kivi-2-g128", "higgs-2")} == {"triton: quantise"}
-    assert by["quantise", "aqua-kv-2"].path == "triton: encode" and by["reconstruct", "aqua-kv-2"].path == "triton"
-    assert by["quantise", "vqkv-256"].path == "triton: nearest codeword, stage by stage"
-    assert {operation for operation, name in by if name == "mixkvq"} == {
-        "decode-then-attend", "quantise", "append", "reconstruct"
-    }  # fmt: skip
+    assert by["append"].path == appended
+    assert QUANTISED_ON_GPU.get(name, by["quantise"].path) == by["quantise"].path
+    if name == "aqua-kv-2":
+        assert by["reconstruct"].path == "triton"
+    if name == "mixkvq":
+        assert set(by) == {"decode-then-attend", "quantise", "append", "reconstruct"}
 
 
 @pytest.mark.gpu
