@@ -2998,8 +2998,8 @@ def _allow(made: Any) -> None:
     declared, dynamic = ctypes.c_int(), made.metadata.shared
     # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT (percent)
     shared_size, most_dynamic, carveout = 1, 8, 9
+    cuda.cuFuncSetAttribute(function, carveout, 100)  # a hint, which a driver need not take
     error = cuda.cuFuncGetAttribute(ctypes.byref(declared), shared_size, function)
-    error = error or cuda.cuFuncSetAttribute(function, carveout, 100)
     if not error and dynamic <= 48 * 1024 < dynamic + declared.value:
         error = cuda.cuFuncSetAttribute(function, most_dynamic, dynamic)
     if error:
