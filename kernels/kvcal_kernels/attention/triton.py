@@ -2693,6 +2693,18 @@ def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) ->
     return (keys.inner or warps == 1) and fits_bytes(keys, values)
 
 
+def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
+    """Of a product, for so many query rows; more rows are programs of their own, which read blocks that others have just read.
+    As many as compiled code holds in registers: 32 of integers at D = 128 spilled 808 bytes and took 7.9 instructions a number
+    in place of 2 times 2.7 (sm_90, Triton 3.6).
+    """
+    looked_up = any(form.vector and not form.in_bytes for form in (keys, values))
+    if in_bytes or (keys.dim > 128 and not looked_up):
+        return 8
+    most = 32 if values.paired and keys.dim <= 128 else 16
+    return min(max(triton.next_power_of_2(rows) * (1 + values.paired), 8), most)
+
+
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, int]:
@@ -2707,7 +2719,7 @@ def settings(
             f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them otherwise"
         )
     each = 2 if values.paired or in_bytes else 1  # columns of a query row
-    wide = 8 if in_bytes else min(max(triton.next_power_of_2(rows) * each, 8), 32)
+    wide = columns(keys, values, rows, in_bytes)
     merged = min(triton.next_power_of_2(rows), wide // each)
     made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
     made |= {
@@ -2820,8 +2832,10 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
     """
     looked_up = any(form.vector and not form.in_bytes for form in (keys, values))
-    if looked_up:  # outputs of values without pairs are twice as many, and spill with 128
-        return Launch(warps=4, registers=128 if values.paired else 0)
+    if looked_up:  # outputs of values without pairs, or of more rows, are as many more, and spill with 128
+        wide = columns(keys, values, rows, False)
+        enough = 128 if wide == 8 else 168 if wide == 16 and keys.dim <= 128 else 0
+        return Launch(warps=4, registers=enough if values.paired else 0)
     if keys.dim > 128 or (rows > 8 and not (keys.in_bytes or values.in_bytes)):
         return Launch()
     if turned:
