@@ -335,7 +335,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--compile", default="", help="only compile the kernels of this scheme")
     chosen = options.parse_args(given)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
-        options.error("needs a CUDA GPU, and torch finds none here (--device cpu with a small --model tries the script)")
+        options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.shapes = [tuple(int(part) for part in shape.split("x")) for shape in chosen.shapes.split(",")]
     return chosen
 

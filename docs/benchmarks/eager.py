@@ -126,7 +126,7 @@ def main() -> None:
     options.add_argument("--schemes", default=SCHEMES)
     chosen = options.parse_args()
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
-        options.error("needs a CUDA GPU, and torch finds none here (--device cpu with a small --model tries the script)")
+        options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.length = numbers(chosen.length, "--length", [])[0]
     source = models.resolve(chosen.model)
     model = models.load_model(source, dtype="bfloat16", device=chosen.device, random_weights=True).model

@@ -163,7 +163,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--kind", default="", help="this one alone, in this process")
     chosen = options.parse_args(given)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
-        options.error("needs a CUDA GPU, and torch finds none here (--device cpu with a small --model tries the script)")
+        options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     for name in ("length", "long"):
         setattr(chosen, name, numbers(getattr(chosen, name), f"--{name}", [])[0])
     return chosen
