@@ -881,6 +881,28 @@ def test_default_schemes_of_a_gpu_are_those_of_the_page() -> None:
     assert {name for name, forms in wanted.items() if forms not in found} == left_out
 
 
+PAGE = (ROOT / "docs/benchmarks/decode_attention.md").read_text().split("### What is fused at which head_dim\n")[1]
+FUSED_AT = {  # of the page's table: of each name what stands under 64, 96, 128, 256
+    name: tuple(cells[1:])
+    for cells in (line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("|"))
+    for name in re.findall("`([^`]+)`", cells[0])
+    if name != "kvcal bench"
+}
+
+
+def test_the_page_names_every_scheme_by_head_dim() -> None:
+    assert sorted(FUSED_AT) == sorted(schemes.known())
+
+
+@pytest.mark.parametrize("name", schemes.known())
+def test_what_is_fused_at_which_head_dim_is_as_the_page_says(name: str) -> None:
+    whole = replace(CATALOGUE["llama-3.1-8b"].geometry, kv_heads=2, heads=8)
+    every = [case(name, 1, 4096, replace(whole, head_dim=dim)) for dim in (64, 96, 128, 256)]
+    assert FUSED_AT[name] == tuple("–" if fused.refuses_anywhere(one) else "fused" for one in every)
+    other = replace(whole, head_dim=80)
+    assert fused.refuses_anywhere(case(name, 1, 4096, other)) or name.startswith("vqkv")
+
+
 def _behind(codec: Codec) -> Codec:
     return codec.inner if isinstance(codec, Scaled) else codec
 

@@ -432,8 +432,12 @@ def script() -> Any:
 def test_the_script_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "cpu", "--dtype", "float32", "--model", "tiny", "--length", "170", "--long", "180"]
     script().main([*options, "--schemes", "inner-4", "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "generation.json").read_text())["rows"]
+    made = json.loads((tmp_path / "generation.json").read_text())
+    found, copy = made["rows"], made["copy_bandwidth"]
     assert {row["scheme"] for row in found} >= {"fp32", "inner-4"} and all(row["length"] == 180 for row in found)
+    for row in found:  # of QuantizedCache bytes are not known
+        wanted = row["bytes"] and row["bytes"] / copy * 1e6 / row["microseconds"]
+        assert row["fraction_of_copy"] == wanted and (wanted or "quanto" in row["scheme"])
     said = capsys.readouterr().out
     assert "a CPU has no memory of its own to fill" in said and "no graph: needs a CUDA GPU" in said
     script().main([*options, "--schemes", "inner-4", "--seconds", "-1", "--out", str(tmp_path / "none")])

@@ -337,6 +337,8 @@ def main() -> None:
     options.add_argument("--cell-seconds", type=float, default=8.0)
     options.add_argument("--seconds", type=float, default=225.0)
     chosen = options.parse_args()
+    if not torch.cuda.is_available():
+        options.error("needs a CUDA GPU, and torch finds none here")
     began = time.time()
     torch.manual_seed(0)
     wanted = [s for s in SCHEMES if not chosen.schemes or any(part in s for part in chosen.schemes.split(","))]

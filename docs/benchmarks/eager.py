@@ -125,6 +125,8 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=40)
     options.add_argument("--schemes", default=SCHEMES)
     chosen = options.parse_args()
+    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
+        options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     chosen.length = numbers(chosen.length, "--length", [])[0]
     source = models.resolve(chosen.model)
     model = models.load_model(source, dtype="bfloat16", device=chosen.device, random_weights=True).model

@@ -32,9 +32,10 @@ from typing import Any
 import torch
 
 from kvcal import models
-from kvcal.bench import caches, generation, schemes
+from kvcal.bench import caches, decoding, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.rows import Row
+from kvcal.bench.timing import Clock
 from kvcal.commands.bench import numbers
 
 SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
@@ -57,10 +58,20 @@ def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
     return [*first, *then, *((job, kind) for kind in (*rest, *quanto) for job in ("largest", "long"))]
 
 
-def rows_of(job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int], device: str) -> Iterator[Row]:
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second; the memory that this took is given back."""
+    rate = Clock(device).copy_bandwidth()
+    decoding.released(device)
+    return rate
+
+
+def rows_of(
+    job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int], device: str, copy: float
+) -> Iterator[Row]:
     if job == "long":
-        return generation.generate_rows(chosen.model, model, [kind], [(1, chosen.long)], device)
-    return generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found=found)
+        shapes = [(1, chosen.long)]
+        return generation.generate_rows(chosen.model, model, [kind], shapes, device, copy=copy)
+    return generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found, copy)
 
 
 def in_its_own_process(job: str, kind: str, chosen: Any, seconds: float) -> list[Row]:
@@ -125,6 +136,8 @@ def show(row: Row) -> str:
             parts.append(form.format(more[key]))
     if row.ratio_to_fp16:
         parts.append(f"x {row.ratio_to_fp16:.2f}")
+    if row.fraction_of_copy:
+        parts.append(f"{row.fraction_of_copy:.3f} of copy")
     if row.fp16_backend:
         parts.append(f"of {row.fp16_backend}")
     if more.get("peak_bytes"):
@@ -162,6 +175,8 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--only", default="", help="largest or long")
     options.add_argument("--kind", default="", help="this one alone, in this process")
     chosen = options.parse_args(given)
+    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
+        options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
     for name in ("length", "long"):
         setattr(chosen, name, numbers(getattr(chosen, name), f"--{name}", [])[0])
     return chosen
@@ -171,10 +186,11 @@ def main(given: Sequence[str] | None = None) -> None:
     chosen, began = parsed(given), time.time()
     source = models.resolve(chosen.model)
     geometry = models.geometry(source)
+    copy = copy_bandwidth(torch.device(chosen.device))
     model = models.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
     on_gpu = model.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    about: dict[str, Any] = {"device": device, **libraries()}
+    about: dict[str, Any] = {"device": device, **libraries(), "copy_bandwidth": copy}
     if on_gpu:
         about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
@@ -213,7 +229,7 @@ def main(given: Sequence[str] | None = None) -> None:
             left = chosen.seconds + began - time.time()
             quanto = quanto or quanto_built(building, min(BUILD_SECONDS, left))
             kind = replace(kind, path=f"{kind.path}{quanto}, {ROOM // GIB} GiB left to libraries")
-        take(f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, device))
+        take(f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, device, copy))
     if apart:  # the model's memory is theirs; kinds hold it too
         del model, every, jobs, kind
         gc.collect()

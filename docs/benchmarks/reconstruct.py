@@ -250,6 +250,8 @@ def main() -> None:
     options.add_argument("--out", default=os.environ.get("OUT", "."))
     options.add_argument("--seconds", type=float, default=90.0)
     chosen = options.parse_args()
+    if not torch.cuda.is_available():
+        options.error("needs a CUDA GPU, and torch finds none here")
     began = time.time()
     torch.manual_seed(0)
     clock = Clock(torch.device("cuda"), repeats=15, seconds=1.0)
