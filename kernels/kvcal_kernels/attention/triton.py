@@ -2702,7 +2702,8 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
     if in_bytes or (keys.dim > 128 and not looked_up):
         return 8
     most = 32 if values.paired and keys.dim <= 128 else 16
-    return min(max(triton.next_power_of_2(rows) * (1 + values.paired), 8), most)
+    wide: int = triton.next_power_of_2(rows) * (1 + values.paired)
+    return min(max(wide, 8), most)
 
 
 def settings(
