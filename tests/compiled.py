@@ -8,6 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+TARGETS = [90, *[pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 87)]]
+
 
 def compiled(
     kernel: Any,

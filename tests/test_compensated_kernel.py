@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import compiled, resources
+from compiled import TARGETS, compiled, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
 from kvcal_kernels.attention import Form
@@ -114,7 +114,8 @@ TYPES = {"p_x": "*fp16", "p_out": "*fp32", "p_weight": "*fp16", "p_unit": "*fp64
 
 
 @needs_triton
-@pytest.mark.parametrize(("case", "capability"), [(CASES[0], 90), (CASES[0], 87)], ids=str)
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
+@pytest.mark.parametrize("capability", TARGETS)
 def test_compiled_kernel_spills_nothing(case: Case, capability: int, tmp_path: Path) -> None:
     import triton as compiler
 
@@ -129,7 +130,8 @@ def test_compiled_kernel_spills_nothing(case: Case, capability: int, tmp_path: P
     types = {name: TYPES.get(name, "i32") for name in names}
     options: dict[str, Any] = {"num_warps": triton.warps(block), "num_stages": 1, "enable_fp_fusion": False}
     own = compiled(triton.correct_kernel, types, constants, aligned, capability, **options)
-    assert resources(own, tmp_path)[1] == 0
+    taken, spilled = resources(own, tmp_path)
+    assert (taken <= 255, spilled) == (True, 0), taken
 
 
 @pytest.mark.gpu

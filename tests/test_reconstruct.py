@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled import compiled, loops, resources
+from compiled import TARGETS, compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Predicted, Shape, Uniform
 from kvcal_artifacts.codecs.base import Context
@@ -200,7 +200,8 @@ def test_compiled_kernel_keeps_to_its_budget(
 
 @needs_triton
 @pytest.mark.parametrize("tables", ["bf16", "fp32"])
-def test_compiled_placing_rounds_every_product(tables: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", TARGETS)
+def test_compiled_placing_rounds_every_product(tables: str, capability: int, tmp_path: Path) -> None:
     """As torch does: with fused operations 16 of 100 numbers of bfloat16 were others (H200)."""
     from kvcal_kernels.reconstruct import triton as kernel
 
@@ -209,9 +210,14 @@ def test_compiled_placing_rounds_every_product(tables: str, tmp_path: Path) -> N
     types = {name: "*bf16" if name.startswith("p_") else "i32" for name in names}
     types |= dict.fromkeys(["p_cos", "p_sin"], f"*{tables}")
     aligned = [name for name in names if name[:2] in ("p_", "s_")]
-    made = compiled(kernel.place_kernel, types, constants, aligned, 90, num_warps=4, enable_fp_fusion=False)
+    made = compiled(kernel.place_kernel, types, constants, aligned, capability, num_warps=4, enable_fp_fusion=False)
     assert resources(made, tmp_path)[1] == 0
-    assert not re.search(r"\bfma\.", made.asm["ptx"])
+    # before sm_90 bfloat16 has no other: a product is one with -0 as summand, a sum one with 1 as factor, rounded once
+    known = dict(re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", made.asm["ptx"]))
+    for x, y, z in re.findall(r"\bfma\.\S+\s+%\w+, (%\w+), (%\w+), (%\w+);", made.asm["ptx"]):
+        assert capability < 90 and tables == "bf16"
+        ones, nothing = str(0x3F803F80), str(0x80008000 - (1 << 32))
+        assert ones in (known.get(x), known.get(y)) or known.get(z) == nothing
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled import compiled, loops, resources
+from compiled import TARGETS, compiled, loops, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
 from kvcal_kernels.attention import Form
@@ -147,7 +147,7 @@ TYPES = {
 }  # fmt: skip
 
 
-def built(how: Rotated, decode: bool = False) -> Any:
+def built(how: Rotated, decode: bool = False, capability: int = 90) -> Any:
     """At 8 heads of 128."""
     from kvcal_kernels.rotated import triton
 
@@ -156,12 +156,13 @@ def built(how: Rotated, decode: bool = False) -> Any:
     aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
     types = {name: TYPES.get(name, "i32") for name in names}
     options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-    return compiled(triton.encode_kernel, types, constants, aligned, 90, **options)
+    return compiled(triton.encode_kernel, types, constants, aligned, capability, **options)
 
 
 @needs_triton
+@pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize(("d", "ceiling"), [(2, 3.6), (1, 5.5)])
-def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: Path) -> None:
+def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, capability: int, tmp_path: Path) -> None:
     """Instructions a number and point of the loop over points; 8 heads of 128. Rotation and norm take about 50 a number
     besides.
     """
@@ -171,8 +172,9 @@ def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: P
 
     if compiler.__version__ != "3.7.1":
         pytest.skip(f"triton {compiler.__version__}: counts are those of 3.7.1")
-    own = built(Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8)))
-    assert resources(own, tmp_path)[1] == 0
+    own = built(Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8)), capability=capability)
+    taken, spilled = resources(own, tmp_path)
+    assert (taken <= 168, spilled) == (True, 0), taken
     found = [loop.total() / (triton.NUMBERS / 128) for loop in loops(own, tmp_path)]
     assert len(found) == 1
     assert found[0] <= ceiling
@@ -180,24 +182,30 @@ def test_compiled_kernel_keeps_to_its_budget(d: int, ceiling: float, tmp_path: P
 
 @needs_triton
 @pytest.mark.parametrize("d", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_compiled_kernel_that_rotates_a_token_and_decodes_spills_nothing(d: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", TARGETS)
+def test_compiled_kernel_that_rotates_a_token_and_decodes_spills_nothing(
+    d: int, capability: int, tmp_path: Path
+) -> None:
     how = Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8), width=1024)
-    registers, spilled = resources(built(how, decode=True), tmp_path)
+    registers, spilled = resources(built(how, True, capability), tmp_path)
     assert (registers <= 255, spilled) == (True, 0)
 
 
 @needs_triton
+@pytest.mark.parametrize("capability", TARGETS)
 @pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize(
     ("d", "bits", "in_bytes"), [(1, 3, False), (2, 2, False), (4, 2, False), (1, 3, True), (1, 4, True), (2, 2, True)]
 )
-def test_compiled_packing_spills_nothing(role: Any, d: int, bits: int, in_bytes: bool, tmp_path: Path) -> None:
+def test_compiled_packing_spills_nothing(
+    role: Any, d: int, bits: int, in_bytes: bool, capability: int, tmp_path: Path
+) -> None:
     from kvcal_kernels.rotated import triton
 
     form = Form(role, 128, bits, vector=d, in_bytes=in_bytes)
     constants = {"DIM": 128, "BITS": bits, "D": d, "WORDS": form.words, "VALUE": role == "value", "IN_BYTES": in_bytes}
     types = {"p_codes": "*u8", "p_words": "*i32", "blocks": "i32"}
-    own = compiled(triton.pack_kernel, types, constants, ["p_codes", "p_words"], 90, num_warps=4)
+    own = compiled(triton.pack_kernel, types, constants, ["p_codes", "p_words"], capability, num_warps=4)
     taken, spilled = resources(own, tmp_path)
     assert (taken <= 128, spilled) == (True, 0)
 
