@@ -94,7 +94,7 @@ STABLE = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ceilings from small buffers, and nothing kept from one test to the next."""
     monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 512)
     monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
     yield
     layer.fill.cache_clear()
@@ -532,6 +532,69 @@ def test_every_codec_has_a_promise(name: str) -> None:
         assert operation.misread(held, (keys, values)) is None
         assert "of the nearest codewords" in str(operation.misread(held, (keys * 0.05, values)))
         assert "of the nearest codewords" in str(operation.misread(held, (keys, values * 0)))
+
+
+@pytest.mark.parametrize("broken", [0, 300, 1024, 1300, 2560, 2999])
+def test_codewords_are_checked_in_every_part_of_the_call_that_is_timed(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From that vector on, of 3000, the farthest codeword; behind the last whole tile of 512, a partial one too."""
+    honest = kernels.vq.nearest
+
+    def spoilt(x: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
+        found = honest(x, book)
+        return torch.cat([found[:broken], honest(-x[broken:], book)])
+
+    one = case("vqkv-256", batch=1, length=3000)
+    assert kernels.nearest(one).check() is None
+    monkeypatch.setattr(kernels.vq, "nearest", spoilt)
+    why = str(kernels.nearest(one).check())
+    assert "farther than the nearest" in why and " of 3000, got" in why
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda codes: codes[:-1], r"codes of shape \(2999,\) for 3000 vectors"),
+        (lambda codes: codes - 1, "codes from -1 to .* codewords"),
+        (lambda codes: codes + 4096, "codes from 4.* codewords"),
+    ],
+)
+def test_codes_that_name_no_codeword_are_not_looked_up(
+    spoil: Callable[[torch.Tensor], torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = kernels.vq.nearest
+    monkeypatch.setattr(kernels.vq, "nearest", lambda x, book: spoil(honest(x, book)))
+    assert re.search(said, str(kernels.nearest(case("vqkv-256", batch=1, length=3000)).check()))
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(("fraction", "refused"), [(1.1, False), (1.3, True)])
+def test_more_products_than_the_device_makes_are_no_figure(
+    bounded: bool, fraction: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second measurement of the device's own rate decides."""
+    asked: list[bool] = []
+
+    def rate(self: Clock, again: bool = False) -> float:
+        asked.append(again)
+        return 1e12 if again else 0.8e12
+
+    monkeypatch.setattr(Clock, "matmul_rate", rate)
+    monkeypatch.setattr(Clock, "time", lambda self, run: timing.Timed(10.0, 10.0, 10.0, 3))
+    monkeypatch.setattr(Clock, "copy_bandwidth", lambda self: 1e9)
+    prepared = operation.Prepared(
+        lambda: None, 1, lambda: None, "x", flops=fraction * 1e12 * 10e-6, bounded=bounded
+    )  # fmt: skip
+    made = Operation("x", "", lambda given: prepared)
+    row = measure._row("m", case("kivi-2"), made, None, clock(), "cpu")
+    if refused and bounded:
+        assert row.microseconds is None
+        assert str(row.refused).startswith("impossible figure: 10.0 us are 1.30 times the rate of torch's own matrix")
+    else:
+        assert row.refused is None
+        assert row.more["fraction_of_matmul"] == pytest.approx(fraction / (1 if bounded else 0.8))
+    assert asked == ([False, True] if bounded else [False])
 
 
 def test_attention_in_plain_products_is_attention() -> None:

@@ -24,7 +24,8 @@ APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA d
 class Prepared:
     """run: what is timed. bytes: what it must move, read and, where it stores something, written. check: None if the result
     is right, else what is wrong with it. path: which code it is. per: calls that one call of `run` stands for, so that the
-    figure is the time of one decode step, say. flops: of matrix products in it.
+    figure is the time of one decode step, say. flops: of matrix products in it; bounded: nothing multiplies faster than the
+    product of `Clock.matmul_rate`, so that a figure well above it is impossible.
     """
 
     run: Callable[[], object]
@@ -33,6 +34,7 @@ class Prepared:
     path: str
     per: float = 1.0
     flops: float = 0.0
+    bounded: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
