@@ -610,6 +610,65 @@ def test_attention_in_plain_products_is_attention() -> None:
     assert len(last) > 1 and peers.wrong(last, queries, keys, values) is not None
 
 
+LOST = {  # of tokens, sink 32, recent 96
+    "the newest": lambda x: x[:, :, :-1],
+    "the first": lambda x: x[:, :, 1:],
+    "the sink": lambda x: x[:, :, 32:],
+    "the window": lambda x: x[:, :, :-96],
+    "the last block": lambda x: torch.cat([x[:, :, :-128], x[:, :, -96:]], 2),
+    "the first block": lambda x: torch.cat([x[:, :, :32], x[:, :, 64:]], 2),
+}  # fmt: skip
+WIDE = replace(SMALL, heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize(
+    ("geometry", "dtype"), [(WIDE, torch.bfloat16), (WIDE, torch.float16), (SMALL, torch.bfloat16)]
+)
+def test_attention_that_leaves_out_tokens_is_refused(
+    lost: str, geometry: Geometry, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over random queries one token of 4096, or the sink, is less than what bfloat16 rounds. Ours and every peer's."""
+    honest, less = torch.nn.functional.scaled_dot_product_attention, LOST[lost]
+    one = case("inner-4", 1, 4096, geometry, dtype)
+    assert kernels.decode_then_attend(one).check() is None
+    for module in (kernels, peers):
+        monkeypatch.setattr(
+            module, "scaled_dot_product_attention", lambda q, k, v, **more: honest(q, less(k), less(v), **more)
+        )
+    assert str(kernels.decode_then_attend(one).check()).startswith("check failed: off by ")
+    monkeypatch.setattr(peers, "BACKENDS", {"flash": peers.BACKENDS["flash"]})
+    found = peers._of_dtype(one, clock(), dtype)
+    assert len(found) == 2 and all(str(peer.why_not).startswith("check failed: off by ") for peer in found)
+
+
+@pytest.mark.parametrize(("geometry", "tokens", "sets"), [(WIDE, 4096, 1), (SMALL, 4096, 4), (SMALL, 3, 4)])
+def test_queries_of_a_check_point_at_both_windows_and_packed_tokens(geometry: Geometry, tokens: int, sets: int) -> None:
+    """In each kv head."""
+    one = case("inner-4", 2, tokens, geometry)
+    queries, keys = one.queries().double(), one.random(geometry.kv_heads, tokens, salt=2).double()
+    made = peers.pointed(queries, keys, 32, 96)
+    assert len(made) == sets
+    weights = sum(
+        (q.unflatten(1, (geometry.kv_heads, -1)).flatten(2, 3) @ keys.mT / geometry.head_dim**0.5).softmax(-1).sum(2)
+        for q in made
+    )
+    wanted = [4095, 0, 3999, 32, 2016, 31, 4000] if tokens > 7 else [2, 0]
+    assert peers.places(tokens, 32, 96, 7)[: len(wanted)] == wanted
+    assert bool((weights[..., wanted] > 0.1).all())
+
+
+def test_each_query_has_its_own_tolerance() -> None:
+    """One of large results hides nothing of others."""
+    one = case("kivi-2")
+    queries, keys, values = one.queries(2), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
+    queries[:, :, 1] = 0  # the mean of values
+    found = peers.attention(queries, keys, values)
+    assert peers.wrong(found, queries, keys, values) is None
+    found[:, :, 1] += 2e-5
+    assert peers.wrong(found, queries, keys, values) is not None
+
+
 def test_the_median_is_of_times_and_not_of_luck(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Clock(CPU, repeats=5, seconds=100)
     times = iter([9.0, 1.0, 2.0, 3.0, 1000.0])

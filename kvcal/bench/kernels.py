@@ -34,14 +34,15 @@ def decode_then_attend(case: Case) -> Prepared:
     """Everything decoded to the model's dtype, then torch's attention: what the cache does without fused kernels."""
     filled, queries = fill(case), case.queries()
 
-    def run() -> Tensor:
+    def attend(queries: Tensor) -> Tensor:
         keys, values = filled.materialised()
         rows = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
         return scaled_dot_product_attention(rows, keys, values).reshape(queries.shape)
 
     return Prepared(
-        run, filled.packed_bytes + filled.book_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
-        "reference: decode, then SDPA", more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
+        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled), "reference: decode, then SDPA",
+        more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
     )  # fmt: skip
 
 
@@ -149,16 +150,15 @@ def nearest(case: Case) -> Prepared:
     vectors = torch.randn(n, d, generator=generator, device=case.device)
 
     def run() -> Tensor:
-        return vq.nearest(vectors, book)
+        codes: Tensor = vq.nearest(vectors, book)
+        return codes
 
     def check() -> str | None:
         return misnamed(run(), vectors, book)
 
     size = nbytes(vectors) + nbytes(book) + 4 * n
     path = vq.backend(vectors, book)
-    return Prepared(
-        run, size, check, path, flops=2.0 * n * k * d, more={"codewords": k, "dimension": d, "vectors": n}
-    )
+    return Prepared(run, size, check, path, flops=2.0 * n * k * d, more={"codewords": k, "dimension": d, "vectors": n})
 
 
 def misnamed(codes: Tensor, vectors: Tensor, book: Tensor) -> str | None:

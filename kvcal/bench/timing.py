@@ -116,9 +116,8 @@ class Clock:
         return self._ceilings["read"]
 
     def matmul_rate(self, again: bool = False) -> float:
-        """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once, and
-        `again`, then by the first decile, where others that kept the device busy are to be told from its speed: the higher rate
-        stays.
+        """Operations a second of torch's own bfloat16 product of two square matrices (float32 on a CPU); measured once. again:
+        once more, by the first decile, to tell the device's speed from what else kept it busy; the higher rate stays.
         """
         if again or "matmul" not in self._ceilings:
             size = MATMUL_SIZE[self.device.type]
