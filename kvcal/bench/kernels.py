@@ -191,7 +191,8 @@ def looked_at(n: int) -> Tensor:
     middle = (n - edge) // 2
     over = torch.linspace(0, n - 1, edge, dtype=torch.float64).long()
     parts = (torch.arange(edge), torch.arange(middle, middle + edge), torch.arange(n - edge, n), over)
-    return torch.cat(parts).unique()
+    every: Tensor = torch.cat(parts).unique()
+    return every
 
 
 def needs_codebooks(case: Case) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ WORKSPACE = 128 << 20
 # where a token that a query points at is missing).
 TOLERANCE = 2.0
 UNITS, UNITS_OF_PEERS, UNITS_OF_FLOAT32 = 1.0, 16.0, 128.0
+UNITS_POINTED = 4.0  # at least, of queries with scores of 10 to 16: what rounds keys and angles otherwise counts as much more
 AT_MOST = 4  # tokens that a query of a check points at: with more of them in few channels others win
 LEAST = 7  # tokens that a check points at
 Attend = Callable[[Tensor], Tensor]
@@ -58,10 +59,12 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float = UNITS) -> str | None:
+def wrong(
+    found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | Sequence[float] = UNITS
+) -> str | None:
     """None if attention over these (first and last row) is as exact as it should be: each query of a head at most twice the
-    error that plain products in the same dtype have against float64, and `units` of the dtype's rounding (of float32
-    UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
+    error that plain products in the same dtype have against float64, and `units` of the dtype's rounding (one for all
+    queries of a head, or one each; of float32 UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
     """
     if queries.dtype == torch.float32:
         units = UNITS_OF_FLOAT32
@@ -71,7 +74,8 @@ def wrong(found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: f
     plain = attention(*own).double()
     scales = exact.abs().amax((0, 1, 3))
     errors, allowances = ((x.double() - exact).abs().amax((0, 1, 3)) for x in (found[ends], plain))
-    allowances = TOLERANCE * allowances + units * float(torch.finfo(queries.dtype).eps) * scales
+    least = torch.as_tensor(units, device=scales.device) * float(torch.finfo(queries.dtype).eps)
+    allowances = TOLERANCE * allowances + least * scales
     for error, allowed, scale in torch.stack([errors, allowances, scales], 1).tolist():
         if not error <= allowed:  # of NaN, too
             return f"check failed: off by {error:.2g}, allowed {allowed:.2g} (values up to {scale:.2g})"
@@ -82,8 +86,9 @@ def misattends(
     attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int, units: float = UNITS
 ) -> str | None:
     """None if `attend` of these queries (B, Hq, 1, D), and of those that `pointed` makes, is as exact as `wrong` asks."""
-    every = [queries, *pointed(queries, keys, sink, recent)]
-    return wrong(torch.cat([attend(one) for one in every], 2), torch.cat(every, 2), keys, values, units)
+    more = pointed(queries, keys, sink, recent)
+    every, each = [queries, *more], [units, *[max(units, UNITS_POINTED)] * len(more)]
+    return wrong(torch.cat([attend(one) for one in every], 2), torch.cat(every, 2), keys, values, each)
 
 
 def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tensor]:
