@@ -1412,6 +1412,8 @@ EARLIER = {
         ({"batch": "1"}, 'row 0: batch is "1", must be a whole number'),
         ({"length": True}, "row 0: length is true, must be a whole number"),
         ({"projected": None}, "row 0: projected is null, must be true or false"),
+        ({"dtype": 16}, "row 0: dtype is 16, must be a text, or null"),
+        ({"sink": "32"}, 'row 0: sink is "32", must be a whole number, or null'),
         ({"microseconds": "12"}, 'row 0: microseconds is "12", must be a number from 0 to 1e+18, or null'),
         ({"microseconds": float("nan")}, "row 0: microseconds is NaN"),
         ({"microseconds": float("inf")}, "row 0: microseconds is Infinity"),
@@ -1423,10 +1425,88 @@ EARLIER = {
 def test_an_earlier_row_that_is_none_of_ours_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"rows": [EARLIER, EARLIER | {"microseconds": None}]}))
-    assert len(rows.read_earlier(path)) == 2
+    assert len(rows.read_earlier(path).rows) == 2
     path.write_text(json.dumps({"rows": [EARLIER | changed]}))
     with pytest.raises(UsageError, match=re.escape(f"--compare {path}: {said}")):
         rows.read_earlier(path)
+
+
+SET = {"dtype": "float16", "sink": 32, "recent": 96, "block": 32}
+MADE = {"kvcal": "0.1.0", "torch": "2.13.0", "triton": None, "processor": "A", "GPU": None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dtype": "float32"}, "dtype float16 there, float32 here"),
+        ({"sink": 16384}, "sink 32 there, 16384 here"),
+        ({"sink": 4, "recent": 0}, "sink 32 there, 4 here, recent 96 there, 0 here"),
+        ({"block": None}, "block 32 there, none here"),
+    ],
+)
+def test_rows_of_other_settings_are_not_compared(changed: dict[str, Any], said: str) -> None:
+    then, now = EARLIER | SET, EARLIER | SET | changed
+    assert rows.compared([now], [then]) == []
+    lines = list(rows.remarks([now], MADE, rows.Earlier([then], MADE)))
+    assert lines == [f"1 rows are not compared, they differ in settings: {said}; give the options of then"]
+    both = rows.compared([now, then], [then])
+    assert [row["dtype"] for row in both] == ["float16"] and both[0]["times_as_fast"] == 1
+    assert len(list(rows.remarks([now, then], MADE, rows.Earlier([then], MADE)))) == 1
+
+
+def test_older_files_without_settings_are_compared_and_said_to_be() -> None:
+    now = [EARLIER | SET | {"microseconds": 5.0}]
+    assert [row["times_as_fast"] for row in rows.compared(now, [EARLIER])] == [0.5]
+    (line,) = rows.remarks(now, MADE, rows.Earlier([EARLIER], MADE))
+    assert line.startswith("it does not say dtype, sink, recent, block of its rows")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"torch": "2.14.0"}, ["torch 2.14.0 there, 2.13.0 here"]),
+        ({"kvcal": "0.0.9", "processor": "B\nC"}, ["kvcal 0.0.9 there, 0.1.0 here, processor B C there, A here"]),
+        ({"triton": "3.7.1"}, ["triton 3.7.1 there, none here"]),
+    ],
+)
+def test_a_file_made_otherwise_is_said_to_be(changed: dict[str, Any], said: list[str]) -> None:
+    made = list(rows.remarks([EARLIER | SET], MADE, rows.Earlier([EARLIER | SET], MADE | changed)))
+    assert made == [f"not made as these rows, times may differ for that: {one}" for one in said]
+
+
+def test_the_command_says_what_it_does_not_compare(tmp_path: Path) -> None:
+    """Windows of another size, another dtype; a file of another version; one of before rows had settings."""
+    options = [
+        "bench", "--device", "cpu", "--model", "tiny", "-o", "reconstruct", "-p", "kivi-2", "--length", "200",
+        "--repeats", "1", "--seconds", "0", "--json",
+    ]  # fmt: skip
+    done = kvcal(*options)
+    assert done.code == 0, done.err
+    (row,) = done.json["rows"]
+    assert {name: row[name] for name in rows.SETTINGS} == SET
+    assert {*rows.MADE_BY} <= set(done.json["machine"])
+    path = tmp_path / "earlier.json"
+    path.write_text(done.out)
+
+    def lines(*more: str) -> list[str]:
+        again = kvcal(*options, "--compare", path, *more)
+        assert again.code == 0, again.err
+        found = [line for line in again.err.splitlines() if "--compare" in line]
+        return [
+            f"{len(again.json['compared'])} compared",
+            *(line.partition(f"--compare {path}: ")[2] for line in found),
+        ]
+
+    assert lines() == ["1 compared"]
+    none, why = lines("--dtype", "float32", "--sink", "4")[1:]
+    assert "no row in common" in none and "dtype float16 there, float32 here, sink 32 there, 4 here" in why
+    path.write_text(json.dumps(done.json | {"version": "0.0.1"}))
+    said = f"kvcal 0.0.1 there, {done.json['version']} here"
+    assert lines() == ["1 compared", f"not made as these rows, times may differ for that: {said}"]
+    older = {name: value for name, value in row.items() if name not in rows.SETTINGS}
+    path.write_text(json.dumps(done.json | {"rows": [older]}))
+    assert lines()[0] == "1 compared" and "it does not say dtype, sink, recent, block" in lines()[1]
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"rows": [{"a": 1}]}', "no", "[" * 100_000, b"\xff"])

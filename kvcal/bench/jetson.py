@@ -111,13 +111,14 @@ def projected(
     full = None if beyond else machine.time(size, 2 * values * length, roofline.FP16_LOOP)
 
     def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
+        """more: other fields."""
         ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
             operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
             batch=batch, length=length, microseconds=microseconds, stored_bits=bits, fraction_of_copy=fraction,
             ratio_to_fp16=ratio, fp16_backend="projected", projected=True, device=device.name, path=path,
-            bytes=round(size), **more,
+            bytes=round(size), dtype="float16", **more,
         )  # fmt: skip
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
@@ -127,13 +128,14 @@ def projected(
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
         instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(case)
         if isinstance(instructions, str):
-            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions))
+            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions, **one.settings))
             continue
         elements = 2 * values * length
         bound = _bound(machine, size, elements, instructions)
         more = {"bound": bound, "instructions_per_element": instructions}
         time = machine.time(size, elements, instructions)
-        rows.append(row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel", more=more))
+        path = "projected: roofline of the fused kernel"
+        rows.append(row(one.name, one.stored_bits, size, time, path, more=more, **one.settings))
     return rows
 
 

@@ -15,7 +15,7 @@ from ..catalogue import Geometry
 from . import peers
 from .layer import Case, fill
 from .operation import Operation, Prepared
-from .peers import Peer
+from .peers import DTYPE_NAMES, Peer
 from .rows import Row
 from .schemes import Benched
 from .timing import Clock
@@ -85,7 +85,8 @@ def _peer_row(model: str, case: Case, peer: Peer, best: Peer | None, clock: Cloc
         stored_bits=8.0 * width, fraction_of_copy=_fraction(size, taken, clock),
         ratio_to_fp16=None if taken is None or fastest is None else fastest / taken,
         fp16_backend=None if best is None else best.name, projected=False, device=device, path=peer.name, bytes=size,
-        repeats=None if peer.timed is None else peer.timed.repeats, refused=peer.why_not, more=_spread(peer.timed),
+        repeats=None if peer.timed is None else peer.timed.repeats, refused=peer.why_not, dtype=peer.dtype,
+        more=_spread(peer.timed),
     )  # fmt: skip
 
 
@@ -141,9 +142,10 @@ def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -
 def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **own: Any) -> Row:
     empty = {"microseconds": None, "fraction_of_copy": None, "ratio_to_fp16": None, "fp16_backend": None}
     without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
+    windows = {} if without else case.scheme.settings
     return Row(
         operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
         length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
         path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
-        **(empty | own),
+        dtype=DTYPE_NAMES[case.dtype], **windows, **(empty | own),
     )  # fmt: skip

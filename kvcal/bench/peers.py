@@ -36,7 +36,7 @@ WORKSPACE = 128 << 20
 # where a token that a query points at is missing).
 TOLERANCE = 2.0
 UNITS, UNITS_OF_PEERS, UNITS_OF_FLOAT32 = 1.0, 16.0, 128.0
-UNITS_POINTED = 4.0  # at least, of queries with scores of 10 to 16: what rounds keys and angles otherwise counts as much more
+UNITS_POINTED = 4.0  # of queries with scores of 10 to 16, at least: roundings of keys and angles count so much more
 AT_MOST = 4  # tokens that a query of a check points at: with more of them in few channels others win
 LEAST = 7  # tokens that a check points at
 Attend = Callable[[Tensor], Tensor]
@@ -49,6 +49,7 @@ class Peer:
     name: str
     timed: Timed | None
     why_not: str | None = None
+    dtype: str | None = None
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
         queries = case.queries().to(dtype)
         keys, values = (case.random(case.geometry.kv_heads, case.length, salt=2 + role).to(dtype) for role in (0, 1))
     except Exception as error:  # no memory for them: compressed ones may still fit
-        return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, first_line(error))]
+        return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, first_line(error), DTYPE_NAMES[dtype])]
     found = []
     for name, attend in _candidates(keys, values, case.group):
         found.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", attend, clock, (queries, keys, values)))
@@ -154,7 +155,7 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
         try:
             attend = _flashinfer(queries, keys, values)
         except Exception as error:  # another version's interface, no compiler: a peer less, and said
-            found.append(Peer("flashinfer", None, first_line(error)))
+            found.append(Peer("flashinfer", None, first_line(error), DTYPE_NAMES[dtype]))
         else:
             found.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, (queries, keys, values)))
     return found
@@ -179,11 +180,12 @@ def _candidates(keys: Tensor, values: Tensor, ratio: int) -> Iterator[tuple[str,
 
 
 def _tried(name: str, attend: Attend, clock: Clock, given: tuple[Tensor, Tensor, Tensor]) -> Peer:
+    dtype = DTYPE_NAMES[given[0].dtype]
     try:
         why = misattends(attend, *given, WINDOWS.sink, WINDOWS.recent, UNITS_OF_PEERS)
-        return Peer(name, None, why) if why else Peer(name, clock.time(lambda: attend(given[0])))
+        return Peer(name, None if why else clock.time(lambda: attend(given[0])), why, dtype)
     except Exception as error:  # "No viable backend", a shape it does not take, or no memory
-        return Peer(name, None, first_line(error))
+        return Peer(name, None, first_line(error), dtype)
 
 
 def first_line(error: BaseException) -> str:
