@@ -211,6 +211,37 @@ def test_instructions_are_those_of_the_models_heads(model: str, instructions: fl
     assert row.more["instructions_per_element"] == instructions
 
 
+AT_128, AT_4, AT_8 = "head_dim 128", "4 query heads a kv head", "8 query heads a kv head"
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "name", "said"),
+    [
+        (32, 128, "inner-4", []),
+        (32, 64, "inner-4", [AT_128]),
+        (64, 128, "inner-4", []),
+        (56, 128, "inner-4", []),
+        (128, 128, "inner-4", [AT_8]),
+        (128, 64, "inner-4", [AT_128, AT_8]),
+        (8, 128, "inner-4", []),
+        (64, 128, "higgs-2", [AT_4]),
+        (64, 128, "kivi-2", []),
+        (64, 128, "squat-pre-2", [AT_4]),
+    ],
+)
+def test_projections_say_of_which_shape_instructions_were_counted(
+    heads: int, dim: int, name: str, said: list[str]
+) -> None:
+    geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=heads, kv_heads=8, head_dim=dim)
+    own = [schemes.named(name, geometry)]
+    full, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, "m", 1, 4096)
+    note = f"instructions counted at {' and '.join(said)}" if said else None
+    assert row.microseconds is not None and row.more.get("note") == note
+    assert full.more.get("note") == (None if dim == 128 else f"instructions counted at {AT_128}")
+    [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]})
+    assert (note or "limit: ") in table.rows[1][-1]
+
+
 def test_schemes_that_are_not_counted_have_no_projection() -> None:
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     own = replace(schemes.named("uniform-4", geometry), frame="pre_rope")

@@ -122,7 +122,8 @@ def projected(
         )  # fmt: skip
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
-    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more={"bound": bound})]
+    more = {"bound": bound} | _note(None if beyond else roofline.of_another(geometry.head_dim))
+    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more=more)]
     for one in schemes:
         size = _size(one, values, length)
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
@@ -132,7 +133,9 @@ def projected(
             continue
         elements = 2 * values * length
         bound = _bound(machine, size, elements, instructions)
-        more = {"bound": bound, "instructions_per_element": instructions}
+        more = {"bound": bound, "instructions_per_element": instructions} | _note(
+            roofline.counted_at(*_counted_of(case))
+        )
         time = machine.time(size, elements, instructions)
         path = "projected: roofline of the fused kernel"
         rows.append(row(one.name, one.stored_bits, size, time, path, more=more, **one.settings))
@@ -150,9 +153,18 @@ def _instructions(case: Case) -> float | str:
     """An element, of a scheme that the fused kernel takes; else why they are not known."""
     if vectors.both(case.scheme.codecs):
         return "instructions of the compiled kernels are not counted for vector codes"
+    return roofline.counted(*_counted_of(case))
+
+
+def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:
+    """What instructions depend on, of a scheme that the fused kernel takes, but not vector codes."""
     keys, values = case.scheme.codecs.key.fused(), case.scheme.codecs.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
-    return roofline.counted(keys, values, case.scheme.frame == "pre_rope", case.group)
+    return keys, values, case.scheme.frame == "pre_rope", case.group
+
+
+def _note(said: str | None) -> dict[str, Any]:
+    return {} if said is None else {"note": said}
 
 
 def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:
