@@ -94,7 +94,7 @@ STABLE = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ceilings from small buffers, and nothing kept from one test to the next."""
     monkeypatch.setitem(timing.COPY_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 64)
+    monkeypatch.setitem(timing.MATMUL_SIZE, "cpu", 512)
     monkeypatch.setattr(timing, "last_cache", lambda device: 1 << 16)
     yield
     layer.fill.cache_clear()
@@ -209,6 +209,37 @@ def test_instructions_are_those_of_the_models_heads(model: str, instructions: fl
     own = [schemes.named("inner-4", geometry)]
     _, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, model, 1, 4096)
     assert row.more["instructions_per_element"] == instructions
+
+
+AT_128, AT_4, AT_8 = "head_dim 128", "4 query heads a kv head", "8 query heads a kv head"
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "name", "said"),
+    [
+        (32, 128, "inner-4", []),
+        (32, 64, "inner-4", [AT_128]),
+        (64, 128, "inner-4", []),
+        (56, 128, "inner-4", []),
+        (128, 128, "inner-4", [AT_8]),
+        (128, 64, "inner-4", [AT_128, AT_8]),
+        (8, 128, "inner-4", []),
+        (64, 128, "higgs-2", [AT_4]),
+        (64, 128, "kivi-2", []),
+        (64, 128, "squat-pre-2", [AT_4]),
+    ],
+)
+def test_projections_say_of_which_shape_instructions_were_counted(
+    heads: int, dim: int, name: str, said: list[str]
+) -> None:
+    geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=heads, kv_heads=8, head_dim=dim)
+    own = [schemes.named(name, geometry)]
+    full, row = jetson.projected(devices.device("jetson-orin-nano"), own, geometry, "m", 1, 4096)
+    note = f"instructions counted at {' and '.join(said)}" if said else None
+    assert row.microseconds is not None and row.more.get("note") == note
+    assert full.more.get("note") == (None if dim == 128 else f"instructions counted at {AT_128}")
+    [table] = report.tables({"rows": [full.as_dict(), row.as_dict()]})
+    assert (note or "limit: ") in table.rows[1][-1]
 
 
 def test_schemes_that_are_not_counted_have_no_projection() -> None:
@@ -534,6 +565,69 @@ def test_every_codec_has_a_promise(name: str) -> None:
         assert "of the nearest codewords" in str(operation.misread(held, (keys, values * 0)))
 
 
+@pytest.mark.parametrize("broken", [0, 300, 1024, 1300, 2560, 2999])
+def test_codewords_are_checked_in_every_part_of_the_call_that_is_timed(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From that vector on, of 3000, the farthest codeword; behind the last whole tile of 512, a partial one too."""
+    honest = kernels.vq.nearest
+
+    def spoilt(x: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
+        found = honest(x, book)
+        return torch.cat([found[:broken], honest(-x[broken:], book)])
+
+    one = case("vqkv-256", batch=1, length=3000)
+    assert kernels.nearest(one).check() is None
+    monkeypatch.setattr(kernels.vq, "nearest", spoilt)
+    why = str(kernels.nearest(one).check())
+    assert "farther than the nearest" in why and " of 3000, got" in why
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda codes: codes[:-1], r"codes of shape \(2999,\) for 3000 vectors"),
+        (lambda codes: codes - 1, "codes from -1 to .* codewords"),
+        (lambda codes: codes + 4096, "codes from 4.* codewords"),
+    ],
+)
+def test_codes_that_name_no_codeword_are_not_looked_up(
+    spoil: Callable[[torch.Tensor], torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = kernels.vq.nearest
+    monkeypatch.setattr(kernels.vq, "nearest", lambda x, book: spoil(honest(x, book)))
+    assert re.search(said, str(kernels.nearest(case("vqkv-256", batch=1, length=3000)).check()))
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize(("fraction", "refused"), [(1.1, False), (1.3, True)])
+def test_more_products_than_the_device_makes_are_no_figure(
+    bounded: bool, fraction: float, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second measurement of the device's own rate decides."""
+    asked: list[bool] = []
+
+    def rate(self: Clock, again: bool = False) -> float:
+        asked.append(again)
+        return 1e12 if again else 0.8e12
+
+    monkeypatch.setattr(Clock, "matmul_rate", rate)
+    monkeypatch.setattr(Clock, "time", lambda self, run: timing.Timed(10.0, 10.0, 10.0, 3))
+    monkeypatch.setattr(Clock, "copy_bandwidth", lambda self: 1e9)
+    prepared = operation.Prepared(
+        lambda: None, 1, lambda: None, "x", flops=fraction * 1e12 * 10e-6, bounded=bounded
+    )  # fmt: skip
+    made = Operation("x", "", lambda given: prepared)
+    row = measure._row("m", case("kivi-2"), made, None, clock(), "cpu")
+    if refused and bounded:
+        assert row.microseconds is None
+        assert str(row.refused).startswith("impossible figure: 10.0 us are 1.30 times the rate of torch's own matrix")
+    else:
+        assert row.refused is None
+        assert row.more["fraction_of_matmul"] == pytest.approx(fraction / (1 if bounded else 0.8))
+    assert asked == ([False, True] if bounded else [False])
+
+
 def test_attention_in_plain_products_is_attention() -> None:
     one = case("kivi-2")
     queries, keys, values = one.queries(3), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
@@ -545,6 +639,65 @@ def test_attention_in_plain_products_is_attention() -> None:
     last = wanted.clone()
     last[-1] += 1e-4
     assert len(last) > 1 and peers.wrong(last, queries, keys, values) is not None
+
+
+LOST = {  # of tokens, sink 32, recent 96
+    "the newest": lambda x: x[:, :, :-1],
+    "the first": lambda x: x[:, :, 1:],
+    "the sink": lambda x: x[:, :, 32:],
+    "the window": lambda x: x[:, :, :-96],
+    "the last block": lambda x: torch.cat([x[:, :, :-128], x[:, :, -96:]], 2),
+    "the first block": lambda x: torch.cat([x[:, :, :32], x[:, :, 64:]], 2),
+}  # fmt: skip
+WIDE = replace(SMALL, heads=8, head_dim=128)
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize(
+    ("geometry", "dtype"), [(WIDE, torch.bfloat16), (WIDE, torch.float16), (SMALL, torch.bfloat16)]
+)
+def test_attention_that_leaves_out_tokens_is_refused(
+    lost: str, geometry: Geometry, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over random queries one token of 4096, or the sink, is less than what bfloat16 rounds. Ours and every peer's."""
+    honest, less = torch.nn.functional.scaled_dot_product_attention, LOST[lost]
+    one = case("inner-4", 1, 4096, geometry, dtype)
+    assert kernels.decode_then_attend(one).check() is None
+    for module in (kernels, peers):
+        monkeypatch.setattr(
+            module, "scaled_dot_product_attention", lambda q, k, v, **more: honest(q, less(k), less(v), **more)
+        )
+    assert str(kernels.decode_then_attend(one).check()).startswith("check failed: off by ")
+    monkeypatch.setattr(peers, "BACKENDS", {"flash": peers.BACKENDS["flash"]})
+    found = peers._of_dtype(one, clock(), dtype)
+    assert len(found) == 2 and all(str(peer.why_not).startswith("check failed: off by ") for peer in found)
+
+
+@pytest.mark.parametrize(("geometry", "tokens", "sets"), [(WIDE, 4096, 1), (SMALL, 4096, 4), (SMALL, 3, 4)])
+def test_queries_of_a_check_point_at_both_windows_and_packed_tokens(geometry: Geometry, tokens: int, sets: int) -> None:
+    """In each kv head."""
+    one = case("inner-4", 2, tokens, geometry)
+    queries, keys = one.queries().double(), one.random(geometry.kv_heads, tokens, salt=2).double()
+    made = peers.pointed(queries, keys, 32, 96)
+    assert len(made) == sets
+    weights = sum(
+        (q.unflatten(1, (geometry.kv_heads, -1)).flatten(2, 3) @ keys.mT / geometry.head_dim**0.5).softmax(-1).sum(2)
+        for q in made
+    )
+    wanted = [4095, 0, 3999, 32, 2016, 31, 4000] if tokens > 7 else [2, 0]
+    assert peers.places(tokens, 32, 96, 7)[: len(wanted)] == wanted
+    assert bool((weights[..., wanted] > 0.1).all())
+
+
+def test_each_query_has_its_own_tolerance() -> None:
+    """One of large results hides nothing of others."""
+    one = case("kivi-2")
+    queries, keys, values = one.queries(2), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
+    queries[:, :, 1] = 0  # the mean of values
+    found = peers.attention(queries, keys, values)
+    assert peers.wrong(found, queries, keys, values) is None
+    found[:, :, 1] += 2e-5
+    assert peers.wrong(found, queries, keys, values) is not None
 
 
 def test_the_median_is_of_times_and_not_of_luck(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1312,6 +1465,8 @@ EARLIER = {
         ({"batch": "1"}, 'row 0: batch is "1", must be a whole number'),
         ({"length": True}, "row 0: length is true, must be a whole number"),
         ({"projected": None}, "row 0: projected is null, must be true or false"),
+        ({"dtype": 16}, "row 0: dtype is 16, must be a text, or null"),
+        ({"sink": "32"}, 'row 0: sink is "32", must be a whole number, or null'),
         ({"microseconds": "12"}, 'row 0: microseconds is "12", must be a number from 0 to 1e+18, or null'),
         ({"microseconds": float("nan")}, "row 0: microseconds is NaN"),
         ({"microseconds": float("inf")}, "row 0: microseconds is Infinity"),
@@ -1323,10 +1478,88 @@ EARLIER = {
 def test_an_earlier_row_that_is_none_of_ours_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"rows": [EARLIER, EARLIER | {"microseconds": None}]}))
-    assert len(rows.read_earlier(path)) == 2
+    assert len(rows.read_earlier(path).rows) == 2
     path.write_text(json.dumps({"rows": [EARLIER | changed]}))
     with pytest.raises(UsageError, match=re.escape(f"--compare {path}: {said}")):
         rows.read_earlier(path)
+
+
+SET = {"dtype": "float16", "sink": 32, "recent": 96, "block": 32}
+MADE = {"kvcal": "0.1.0", "torch": "2.13.0", "triton": None, "processor": "A", "GPU": None}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dtype": "float32"}, "dtype float16 there, float32 here"),
+        ({"sink": 16384}, "sink 32 there, 16384 here"),
+        ({"sink": 4, "recent": 0}, "sink 32 there, 4 here, recent 96 there, 0 here"),
+        ({"block": None}, "block 32 there, none here"),
+    ],
+)
+def test_rows_of_other_settings_are_not_compared(changed: dict[str, Any], said: str) -> None:
+    then, now = EARLIER | SET, EARLIER | SET | changed
+    assert rows.compared([now], [then]) == []
+    lines = list(rows.remarks([now], MADE, rows.Earlier([then], MADE)))
+    assert lines == [f"1 rows are not compared, they differ in settings: {said}; give the options of then"]
+    both = rows.compared([now, then], [then])
+    assert [row["dtype"] for row in both] == ["float16"] and both[0]["times_as_fast"] == 1
+    assert len(list(rows.remarks([now, then], MADE, rows.Earlier([then], MADE)))) == 1
+
+
+def test_older_files_without_settings_are_compared_and_said_to_be() -> None:
+    now = [EARLIER | SET | {"microseconds": 5.0}]
+    assert [row["times_as_fast"] for row in rows.compared(now, [EARLIER])] == [0.5]
+    (line,) = rows.remarks(now, MADE, rows.Earlier([EARLIER], MADE))
+    assert line.startswith("it does not say dtype, sink, recent, block of its rows")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"torch": "2.14.0"}, ["torch 2.14.0 there, 2.13.0 here"]),
+        ({"kvcal": "0.0.9", "processor": "B\nC"}, ["kvcal 0.0.9 there, 0.1.0 here, processor B C there, A here"]),
+        ({"triton": "3.7.1"}, ["triton 3.7.1 there, none here"]),
+    ],
+)
+def test_a_file_made_otherwise_is_said_to_be(changed: dict[str, Any], said: list[str]) -> None:
+    made = list(rows.remarks([EARLIER | SET], MADE, rows.Earlier([EARLIER | SET], MADE | changed)))
+    assert made == [f"not made as these rows, times may differ for that: {one}" for one in said]
+
+
+def test_the_command_says_what_it_does_not_compare(tmp_path: Path) -> None:
+    """Windows of another size, another dtype; a file of another version; one of before rows had settings."""
+    options = [
+        "bench", "--device", "cpu", "--model", "tiny", "-o", "reconstruct", "-p", "kivi-2", "--length", "200",
+        "--repeats", "1", "--seconds", "0", "--json",
+    ]  # fmt: skip
+    done = kvcal(*options)
+    assert done.code == 0, done.err
+    (row,) = done.json["rows"]
+    assert {name: row[name] for name in rows.SETTINGS} == SET
+    assert {*rows.MADE_BY} <= set(done.json["machine"])
+    path = tmp_path / "earlier.json"
+    path.write_text(done.out)
+
+    def lines(*more: str) -> list[str]:
+        again = kvcal(*options, "--compare", path, *more)
+        assert again.code == 0, again.err
+        found = [line for line in again.err.splitlines() if "--compare" in line]
+        return [
+            f"{len(again.json['compared'])} compared",
+            *(line.partition(f"--compare {path}: ")[2] for line in found),
+        ]
+
+    assert lines() == ["1 compared"]
+    none, why = lines("--dtype", "float32", "--sink", "4")[1:]
+    assert "no row in common" in none and "dtype float16 there, float32 here, sink 32 there, 4 here" in why
+    path.write_text(json.dumps(done.json | {"version": "0.0.1"}))
+    said = f"kvcal 0.0.1 there, {done.json['version']} here"
+    assert lines() == ["1 compared", f"not made as these rows, times may differ for that: {said}"]
+    older = {name: value for name, value in row.items() if name not in rows.SETTINGS}
+    path.write_text(json.dumps(done.json | {"rows": [older]}))
+    assert lines()[0] == "1 compared" and "it does not say dtype, sink, recent, block" in lines()[1]
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"rows": [{"a": 1}]}', "no", "[" * 100_000, b"\xff"])

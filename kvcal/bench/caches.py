@@ -78,7 +78,7 @@ AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
 class Kind:
     """One kind of cache under one attention. maker is None where `why_not` says that it cannot be had here. plain: FP16.
     backend: of scaled_dot_product_attention, None for torch's choice. implementation: of Transformers, None for the model's
-    own. bytes_like: a kind whose rows take the same memory.
+    own. bytes_like: a kind whose rows take the same memory. settings: as rows have them.
     """
 
     name: str
@@ -91,6 +91,7 @@ class Kind:
     implementation: str | None = None
     bytes_like: str | None = None
     more: dict[str, Any] = field(default_factory=dict, compare=False)
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @contextmanager
@@ -141,7 +142,9 @@ def kinds(
     require_kernels, kernels: of KVCalCache.
     """
     found = [*plain_kinds(model, geometry), *quanto_kinds(model, geometry)]
-    return found + [scheme_kind(model, geometry, one, require_kernels, kernels) for one in schemes]
+    found += [scheme_kind(model, geometry, one, require_kernels, kernels) for one in schemes]
+    dtype = str(model.dtype).removeprefix("torch.")
+    return [replace(kind, settings={"dtype": dtype, **kind.settings}) for kind in found]
 
 
 def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
@@ -181,10 +184,11 @@ def scheme_kind(model: Any, geometry: Geometry, one: Benched, require_kernels: b
     options: dict[str, Any] = {"require_kernels": require_kernels, "kernels": kernels}
     with KVCalCache(scheme_of(model, one), model, **options) as empty:
         path: str = empty.describe()["path"]
-    more = {"made_up": one.made_up} if one.made_up else {}
+    more, own = {"made_up": one.made_up} if one.made_up else {}, dict(one.settings)
     if one.scheme.selection is not None:
-        return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more)
-    return Kind(one.name, partial(_packed, model, geometry, one, options), one.stored_bits, path, more=more)
+        return Kind(one.name, None, one.stored_bits, path, UNFILLED, more=more, settings=own)
+    maker = partial(_packed, model, geometry, one, options)
+    return Kind(one.name, maker, one.stored_bits, path, more=more, settings=own)
 
 
 # Of a scheme.

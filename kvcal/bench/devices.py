@@ -6,6 +6,7 @@ and what Triton supports is the line "NVIDIA GPUs (Compute Capability 8.0+)" of 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvcal_artifacts.errors import UsageError
 
 from ..near import allowed
 
+CPU_INFO = Path("/proc/cpuinfo")
 BOARD = Path("/proc/device-tree/model")  # of a Jetson: "NVIDIA Jetson Orin Nano Developer Kit"
 TRITON_LEAST = (8, 0)
 LANES = 128  # thread-instructions an SM issues in a clock: four schedulers, a warp of 32 each (Volta to Blackwell)
@@ -133,6 +135,16 @@ def board() -> str | None:
     except OSError:
         return None
     return text if "jetson" in text.lower() or "orin" in text.lower() else None
+
+
+def processor() -> str | None:
+    """What the CPU calls itself; None where the system does not say."""
+    try:
+        lines = CPU_INFO.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.lower().startswith(("model name", "hardware")))
+    return next(filter(None, names), None) or platform.processor() or None
 
 
 def recognised(called: str) -> Device | None:

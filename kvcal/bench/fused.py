@@ -4,7 +4,7 @@ of kvcal_kernels.attention or, for vector codes, of kvcal_kernels.vq_attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from kvcal_kernels.attention import rope as turning
 from ..catalogue import Geometry
 from .layer import Case, Filled, angles, fill
 from .operation import Prepared, misattended, needs_blocks, packed_blocks
-from .peers import DTYPE_NAMES, SIXTEEN
+from .peers import DTYPE_NAMES, SIXTEEN, Attend
 from .schemes import Benched
 
 
@@ -84,21 +84,22 @@ def fused_attention(case: Case) -> Prepared:
     filled, queries = fill(case), case.queries()
     sink, recent = ((k.contiguous(), v.contiguous(), _rows(case, k.shape[2])) for k, v in (filled.sink, filled.window))
     over = _over_vectors if vectors.both(case.scheme.codecs) else _over_blocks
-    run, path, more = over(case, filled, queries, sink, recent)
+    attend, path, more = over(case, filled, sink, recent)
     return Prepared(
-        run, filled.packed_bytes + filled.book_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
-        path, more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes, **more},
+        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled), path,
+        more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes, **more},
     )  # fmt: skip
 
 
-Run = tuple[Callable[[], Tensor], str, dict[str, Any]]  # what runs, which code it is, what only such rows have
+Run = tuple[Attend, str, dict[str, Any]]  # what runs, which code it is, what only such rows have
 
 
 def _rows(case: Case, count: int) -> Tensor:
     return torch.full((case.batch,), count, dtype=torch.int32, device=case.device)
 
 
-def _over_blocks(case: Case, filled: Filled, queries: Tensor, sink: Exact, recent: Exact) -> Run:
+def _over_blocks(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
     """All tokens in one launch, and the one that merges."""
     from kvcal_kernels.attention import triton as kernel  # not installed everywhere
 
@@ -109,14 +110,14 @@ def _over_blocks(case: Case, filled: Filled, queries: Tensor, sink: Exact, recen
     if case.scheme.frame == "pre_rope":
         own = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
 
-    def run() -> Tensor:
+    def attend(queries: Tensor) -> Tensor:
         packed_q = queries_for(queries, factor)
         return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
 
-    return run, "triton: fused", {}
+    return attend, "triton: fused", {}
 
 
-def _over_vectors(case: Case, filled: Filled, queries: Tensor, sink: Exact, recent: Exact) -> Run:
+def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
     """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many tokens
     on a cache does so.
     """
@@ -128,7 +129,7 @@ def _over_vectors(case: Case, filled: Filled, queries: Tensor, sink: Exact, rece
     if count * case.scheme.windows.block <= least:
         more["note"] = f"a cache decodes up to {least} packed tokens of a row: with such codebooks that is faster"
 
-    def run() -> Tensor:
+    def attend(queries: Tensor) -> Tensor:
         return vectors.attention("triton", queries, held, blocks, sink, recent, scaling, space)
 
-    return run, "triton: fused, exact tokens by torch", more
+    return attend, "triton: fused, exact tokens by torch", more

@@ -99,7 +99,7 @@ def _row(
     return Row(
         operation=operation, scheme=kind.name, model=model, batch=batch, length=length, microseconds=taken,
         stored_bits=kind.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=False,
-        device=device, path=kind.path, refused=refused, more=more or {},
+        device=device, path=kind.path, refused=refused, **kind.settings, more=more or {},
     )  # fmt: skip
 
 

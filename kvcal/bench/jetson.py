@@ -111,29 +111,34 @@ def projected(
     full = None if beyond else machine.time(size, 2 * values * length, roofline.FP16_LOOP)
 
     def row(scheme: str, bits: float, size: float, microseconds: float | None, path: str, **more: Any) -> Row:
+        """more: other fields."""
         ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
             operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
             batch=batch, length=length, microseconds=microseconds, stored_bits=bits, fraction_of_copy=fraction,
             ratio_to_fp16=ratio, fp16_backend="projected", projected=True, device=device.name, path=path,
-            bytes=round(size), **more,
+            bytes=round(size), dtype="float16", **more,
         )  # fmt: skip
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
-    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more={"bound": bound})]
+    more = {"bound": bound} | _note(None if beyond else roofline.of_another(geometry.head_dim))
+    rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more=more)]
     for one in schemes:
         size = _size(one, values, length)
         case = Case(one, geometry, batch, length, torch.device("meta"), torch.float16)
         instructions = device.why_no_triton or refuses_anywhere(case) or _beyond(device, size) or _instructions(case)
         if isinstance(instructions, str):
-            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions))
+            rows.append(row(one.name, one.stored_bits, size, None, "projected", refused=instructions, **one.settings))
             continue
         elements = 2 * values * length
         bound = _bound(machine, size, elements, instructions)
-        more = {"bound": bound, "instructions_per_element": instructions}
+        more = {"bound": bound, "instructions_per_element": instructions} | _note(
+            roofline.counted_at(*_counted_of(case))
+        )
         time = machine.time(size, elements, instructions)
-        rows.append(row(one.name, one.stored_bits, size, time, "projected: roofline of the fused kernel", more=more))
+        path = "projected: roofline of the fused kernel"
+        rows.append(row(one.name, one.stored_bits, size, time, path, more=more, **one.settings))
     return rows
 
 
@@ -148,9 +153,18 @@ def _instructions(case: Case) -> float | str:
     """An element, of a scheme that the fused kernel takes; else why they are not known."""
     if vectors.both(case.scheme.codecs):
         return "instructions of the compiled kernels are not counted for vector codes"
+    return roofline.counted(*_counted_of(case))
+
+
+def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:
+    """What instructions depend on, of a scheme that the fused kernel takes, but not vector codes."""
     keys, values = case.scheme.codecs.key.fused(), case.scheme.codecs.value.fused()
     assert isinstance(keys, Form) and isinstance(values, Form)
-    return roofline.counted(keys, values, case.scheme.frame == "pre_rope", case.group)
+    return keys, values, case.scheme.frame == "pre_rope", case.group
+
+
+def _note(said: str | None) -> dict[str, Any]:
+    return {} if said is None else {"note": said}
 
 
 def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:

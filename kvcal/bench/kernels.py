@@ -22,7 +22,7 @@ from .layer import Case, fill, nbytes, rope
 from .operation import Prepared, misappended, misattended, misencoded, misread, one_block, packed_blocks
 
 CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
-CHECKED = 2048  # vectors that its check looks at
+CHECKED = 512  # vectors that its check looks at in each of start, middle, end and all over
 NEAREST_TOLERANCE = 1e-3  # of the distance: chosen against best
 # of the result, that reconstruction may be off (4.03 seen): inputs, weights and sums of grid points are rounded too
 ROUNDINGS = 6
@@ -34,14 +34,15 @@ def decode_then_attend(case: Case) -> Prepared:
     """Everything decoded to the model's dtype, then torch's attention: what the cache does without fused kernels."""
     filled, queries = fill(case), case.queries()
 
-    def run() -> Tensor:
+    def attend(queries: Tensor) -> Tensor:
         keys, values = filled.materialised()
         rows = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
         return scaled_dot_product_attention(rows, keys, values).reshape(queries.shape)
 
     return Prepared(
-        run, filled.packed_bytes + filled.book_bytes + filled.window_bytes, lambda: misattended(run(), queries, filled),
-        "reference: decode, then SDPA", more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
+        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled), "reference: decode, then SDPA",
+        more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
     )  # fmt: skip
 
 
@@ -148,20 +149,50 @@ def nearest(case: Case) -> Prepared:
     generator = torch.Generator(case.device).manual_seed(case.seed)
     vectors = torch.randn(n, d, generator=generator, device=case.device)
 
+    def run() -> Tensor:
+        codes: Tensor = vq.nearest(vectors, book)
+        return codes
+
     def check() -> str | None:
-        some = vectors[:CHECKED]
-        codes = vq.nearest(some, book)
-        least = torch.cdist(some, book.float(), compute_mode="donot_use_mm_for_euclid_dist").amin(1)
-        chosen = (some - book.float()[codes]).norm(dim=1)
-        worst = float((chosen / least.clamp_min(1e-12)).max()) - 1
-        return None if worst <= NEAREST_TOLERANCE else f"check failed: a codeword {worst:.2g} farther than the nearest"
+        return misnamed(run(), vectors, book)
 
     size = nbytes(vectors) + nbytes(book) + 4 * n
     path = vq.backend(vectors, book)
-    return Prepared(
-        lambda: vq.nearest(vectors, book), size, check, path, flops=2.0 * n * k * d,
-        more={"codewords": k, "dimension": d, "vectors": n},
-    )  # fmt: skip
+    return Prepared(run, size, check, path, flops=2.0 * n * k * d, more={"codewords": k, "dimension": d, "vectors": n})
+
+
+def misnamed(codes: Tensor, vectors: Tensor, book: Tensor) -> str | None:
+    """None if codes (n,) of one call name codewords of `book` that are nearest; distances in every part of the call."""
+    n, k = len(vectors), len(book)
+    if codes.shape != (n,):
+        return f"check failed: codes of shape {tuple(codes.shape)} for {n} vectors"
+    low, high = int(codes.min()), int(codes.max())
+    if low < 0 or high >= k:  # before anything is looked up by them: on a GPU that ends the process's CUDA
+        return f"check failed: codes from {low} to {high}, there are {k} codewords"
+    at = looked_at(n).to(vectors.device)
+    some, exact = vectors[at], book.float()
+    least = torch.cdist(some, exact, compute_mode="donot_use_mm_for_euclid_dist").amin(1)
+    farther = (some - exact[codes[at].long()]).norm(dim=1) / least.clamp_min(1e-12) - 1
+    wrong = (~(farther <= NEAREST_TOLERANCE)).nonzero().flatten()
+    if not len(wrong):
+        return None
+    worst, first = float(farther.max()), int(at[wrong[0]])
+    return (
+        f"check failed: {len(wrong)} of {len(at)} vectors looked at, the first of them vector {first} of {n}, got a codeword "
+        f"up to {worst:.2g} farther than the nearest"
+    )
+
+
+def looked_at(n: int) -> Tensor:
+    """Which of n vectors: CHECKED from the start, about the middle, up to the end (so all of the last tile, which is a partial
+    one where n is no multiple of it), and so many all over.
+    """
+    edge = min(CHECKED, n)
+    middle = (n - edge) // 2
+    over = torch.linspace(0, n - 1, edge, dtype=torch.float64).long()
+    parts = (torch.arange(edge), torch.arange(middle, middle + edge), torch.arange(n - edge, n), over)
+    every: Tensor = torch.cat(parts).unique()
+    return every
 
 
 def needs_codebooks(case: Case) -> str | None:

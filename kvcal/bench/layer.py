@@ -111,9 +111,11 @@ class Filled:
         )
         return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=made))]
 
-    def materialised(self) -> tuple[Tensor, Tensor]:
-        """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to."""
-        keys, values = self.decoded()
+    def materialised(self, decoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to. decoded: packed
+        blocks, where they are at hand.
+        """
+        keys, values = decoded or self.decoded()
         dtype = self.case.dtype
         keys, values = (
             torch.cat([self.sink[role], x.to(dtype), self.window[role]], 2) for role, x in enumerate((keys, values))

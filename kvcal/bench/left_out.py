@@ -9,6 +9,7 @@ import torch
 from ..catalogue import Geometry
 from .layer import Case
 from .operation import Operation
+from .peers import DTYPE_NAMES
 from .rows import Row
 from .schemes import Benched
 
@@ -38,4 +39,5 @@ def left_out(
                     operation=operation.name, scheme=one.name, model=model, batch=case.batch, length=case.length,
                     microseconds=None, stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None,
                     fp16_backend=None, projected=False, device=device_name, path="none", refused=why,
+                    dtype=DTYPE_NAMES[dtype], **one.settings,
                 )  # fmt: skip

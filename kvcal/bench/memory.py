@@ -5,7 +5,7 @@ Activations, logits, what decoding a layer needs and what an allocator wastes ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from .schemes import Benched
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of one scheme. fixed: whatever the tokens; exact: tokens of a row that stay in the model's dtype, at `token` bytes
-    each over all layers; every further one takes `packed`.
+    each over all layers; every further one takes `packed`. settings: as rows have them.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Footprint:
     exact: int
     token: float
     packed: float
+    settings: Mapping[str, Any]
 
     def row(self, length: int) -> float:
         """Bytes of a row of so many tokens."""
@@ -48,12 +49,13 @@ def footprints(geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtyp
     """The model's own dtype first, then each scheme with a window as full as it gets."""
     width = dtype.itemsize
     weights, token = geometry.parameters * width, geometry.kv_bytes_per_token(8 * width)
-    found = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, weights, 0, token, token)]
+    kind = {"dtype": str(dtype).removeprefix("torch.")}
+    found = [Footprint("fp32" if width == 4 else "fp16", 8.0 * width, weights, 0, token, token, kind)]
     for one in schemes:
         exact = one.windows.sink + one.windows.recent + one.windows.block - 1
         fixed = weights + constants(one, geometry.layers)
         packed = geometry.kv_bytes_per_token(one.stored_bits)
-        found.append(Footprint(one.name, one.stored_bits, fixed, exact, token, packed))
+        found.append(Footprint(one.name, one.stored_bits, fixed, exact, token, packed, kind | one.settings))
     return found
 
 
@@ -90,7 +92,7 @@ def _row(
         operation=operation, scheme=one.name, model=model, batch=batch, length=length, microseconds=None,
         stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True,
         device=device, path="projected: weights, cache and constants, nothing else", refused=why,
-        more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
+        **one.settings, more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from kvcal_artifacts.scheme import LayerCodecs
 
 from . import distortion
 from .layer import Case, Filled, nbytes
-from .peers import wrong
+from .peers import Attend, misattends
 
 Peer = Literal["attention"]
 APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA divides by a constant in its own way
@@ -24,7 +24,8 @@ APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA d
 class Prepared:
     """run: what is timed. bytes: what it must move, read and, where it stores something, written. check: None if the result
     is right, else what is wrong with it. path: which code it is. per: calls that one call of `run` stands for, so that the
-    figure is the time of one decode step, say. flops: of matrix products in it.
+    figure is the time of one decode step, say. flops: of matrix products in it; bounded: nothing multiplies faster than the
+    product of `Clock.matmul_rate`, so that a figure well above it is impossible.
     """
 
     run: Callable[[], object]
@@ -33,6 +34,7 @@ class Prepared:
     path: str
     per: float = 1.0
     flops: float = 0.0
+    bounded: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -102,9 +104,11 @@ def misread(filled: Filled, made: Sequence[Tensor | None]) -> str | None:
     return None
 
 
-def misattended(found: Tensor, queries: Tensor, filled: Filled) -> str | None:
-    """Attention as it was found is that over all tokens decoded, and these are what their formats promise."""
-    return wrong(found, queries, *filled.materialised()) or misread(filled, filled.decoded())
+def misattended(attend: Attend, queries: Tensor, filled: Filled) -> str | None:
+    """`attend` is attention over all tokens decoded, and these are what their formats promise."""
+    decoded = filled.decoded()
+    sink, recent = filled.sink[0].shape[2], filled.window[0].shape[2]
+    return misattends(attend, queries, *filled.materialised(decoded), sink, recent) or misread(filled, decoded)
 
 
 def misappended(old: Filled, new: Filled, grown: Sequence[Packed], by: LayerCodecs | None = None) -> str | None:

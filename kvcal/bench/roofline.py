@@ -19,7 +19,7 @@ LONG, BEFORE = " G=128", " before RoPE"
 # Of the fused decode kernel as it is compiled and launched (triton 3.7.1, head_dim 128, four query heads a kv head), by how
 # keys are stored, values alike (of tiers: "outer 2"). They are the ceilings of tests/test_attention_kernel.py BUDGET, counted
 # in SASS there, of sm_87 where it has a row, else sm_90; a test beside it holds the two together. Other GPUs, head_dims
-# and dtypes are taken to need as many.
+# and dtypes are taken to need as many; `counted_at` says of a model where it has another head_dim or other query heads.
 COUNTED: dict[str, float] = {
     "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15,
     "asymmetric 2": 1.59, "asymmetric 3": 1.87, "asymmetric 4": 1.61, "asymmetric 8": 1.43,
@@ -32,8 +32,13 @@ COUNTED: dict[str, float] = {
     "outer 2 before RoPE": 3.38, "outer 2 G=128 before RoPE": 3.14, "outer 3 before RoPE": 3.58, "outer 4 before RoPE": 3.53,
 }  # fmt: skip
 
+# Compiled for sm_87: at head_dim 64 20 to 27 % more (KIVI 2.38, uniform 4/4 1.66, 2/2 1.67, HIGGS 2 2.08). Fewer heads need
+# as many as the four or eight that they are taken for (uniform 4/4: one head 1.31, seven 1.89), sixteen more (2.73).
+COUNTED_DIM = 128
+
 # Where a kv head has five query heads or more: what BUDGET has "of 8 rows", in the place of the above, which other kinds keep
 # ("outer 2" and "tiers" need the same, HIGGS in 2 bits 2.2 in place of 1.7 and 40 bytes of stack on sm_87).
+ALIKE_OF_8 = ("outer 2", "tiers")  # COUNTED is of eight, too
 COUNTED_OF_8 = {
     "symmetric 2": 1.83,
     "symmetric 3": 2.21,
@@ -95,9 +100,29 @@ def counted(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> f
     Values stored otherwise than keys take half the difference of their own schemes more.
     """
     known = COUNTED | COUNTED_OF_8 if ratio > 4 else COUNTED
-    own, other = kind(keys), kind(values)
-    plain = own.replace("tiers", "outer 2")
-    own += BEFORE if turned else ""
+    own, plain, other = _kinds(keys, values, turned)
     if missing := next((name for name in (own, plain, other) if name not in known), None):
         return f"instructions of the compiled kernel are not counted for {missing}"
     return known[own] + (known[other] - known[plain]) / 2
+
+
+def counted_at(keys: Form, values: Form, turned: bool = False, ratio: int = 4) -> str | None:
+    """Of what shape the instructions are that `counted` gives, where this one may need more; None where it does not."""
+    own, plain, other = _kinds(keys, values, turned)
+    used = (own,) if plain == other else (own, plain, other)
+    heads = {8 if ratio > 4 and name in (*COUNTED_OF_8, *ALIKE_OF_8) else 4 for name in used}
+    return of_another(keys.dim, None if ratio <= min(heads) else " or ".join(map(str, sorted(heads))))
+
+
+def of_another(dim: int, heads: str | None = None) -> str | None:
+    """heads: query heads a kv head of which instructions were counted, where this model has more."""
+    parts = [] if dim == COUNTED_DIM else [f"head_dim {COUNTED_DIM}"]
+    if heads is not None:
+        parts.append(f"{heads} query heads a kv head")
+    return f"instructions counted at {' and '.join(parts)}" if parts else None
+
+
+def _kinds(keys: Form, values: Form, turned: bool) -> tuple[str, str, str]:
+    """Of keys as they are read, of values stored as keys are, of values."""
+    own = kind(keys)
+    return own + (BEFORE if turned else ""), own.replace("tiers", "outer 2"), kind(values)

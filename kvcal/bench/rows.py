@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ class Row:
     """One figure. microseconds: the median, None where `refused` says why there is none. stored_bits: bits a value as stored,
     windows excluded. fraction_of_copy: the time in which this device copies as many bytes as the operation must move, over the
     median. ratio_to_fp16: the best FP16 attention of the same run over the median, fp16_backend which one it was.
-    projected: computed from a device profile, not measured. path: which code ran. more: what only this operation has.
+    projected: computed from a device profile, not measured. path: which code ran. dtype: of the model, or of an FP16 peer.
+    sink, recent, block: the scheme's windows, None where there is no scheme. more: what only this operation has.
     """
 
     operation: str
@@ -38,6 +39,10 @@ class Row:
     bytes: int | None = None
     repeats: int | None = None
     refused: str | None = None
+    dtype: str | None = None
+    sink: int | None = None
+    recent: int | None = None
+    block: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,7 +54,10 @@ KEY = {
     "operation": str, "scheme": str, "model": str, "batch": int, "length": int, "path": str, "device": str,
     "projected": bool,
 }  # fmt: skip
+SETTINGS = {"dtype": str, "sink": int, "recent": int, "block": int}  # may be None, and are missing in older files
+MADE_BY = ("torch", "triton", "torch built for", "processor", "GPU")  # of the machine, beside the version of kvcal
 KINDS = {str: "a text", int: "a whole number", bool: "true or false"}
+LONGEST_NAME = 60
 LONGEST = 1e18  # µs, 31,700 years
 GIVE = "give what `kvcal bench --json` printed"
 
@@ -65,7 +73,23 @@ def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     return made.getvalue()
 
 
-def read_earlier(path: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Earlier:
+    """A file of before. by: the versions and processors that made it, as far as it says."""
+
+    rows: list[dict[str, Any]]
+    by: Mapping[str, Any]
+
+
+def made_by(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Versions and processors of a result. None: there is none; a name is missing where the result does not say."""
+    machine = found.get("machine")
+    known = machine if isinstance(machine, Mapping) else {}
+    version = {"kvcal": found["version"]} if "version" in found else {}
+    return version | {name: known[name] for name in MADE_BY if name in known}
+
+
+def read_earlier(path: Path) -> Earlier:
     """Rows of a file that `kvcal bench --json` wrote; UsageError if it is not one, or a row of it is none of ours."""
     name = f"--compare {named(path)}"
     try:
@@ -80,7 +104,7 @@ def read_earlier(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"{name}: no rows of `kvcal bench --json` in it")
     for number, row in enumerate(rows or ()):
         _check_row(f"{name}: row {number}", row)
-    return list(rows or ())
+    return Earlier(list(rows or ()), made_by(found))
 
 
 def _check_row(name: str, row: Mapping[str, Any]) -> None:
@@ -88,6 +112,9 @@ def _check_row(name: str, row: Mapping[str, Any]) -> None:
     for key, kind in KEY.items():
         if type(row[key]) is not kind:
             raise UsageError(f"{name}: {key} is {_short(row[key])}, must be {KINDS[kind]}; {GIVE}")
+    for key, kind in SETTINGS.items():
+        if row.get(key) is not None and type(row[key]) is not kind:
+            raise UsageError(f"{name}: {key} is {_short(row[key])}, must be {KINDS[kind]}, or null; {GIVE}")
     taken = row.get("microseconds")
     if taken is not None and (type(taken) not in (int, float) or not 0 <= taken <= LONGEST):
         raise UsageError(
@@ -104,16 +131,71 @@ def _short(value: Any) -> str:
 
 
 def compared(now: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of both, and how many times as fast they are now; None where one of them has no figure."""
-    before = {tuple(row[name] for name in KEY): row for row in earlier}
+    """Rows of both, and how many times as fast they are now; None where one of them has no figure. They agree in all of KEY,
+    and in all of SETTINGS that the earlier row has.
+    """
     out = []
-    for row in now:
-        old = before.get(tuple(row[name] for name in KEY))
+    for row, every in _pairs(now, earlier):
+        old = next((old for old in reversed(every) if not _unlike(row, old)), None)
         if old is None:
             continue
         then, this = old.get("microseconds"), row["microseconds"]
         out.append(
-            {name: row[name] for name in KEY}
+            {name: row[name] for name in (*KEY, *SETTINGS) if name in row}
             | {"earlier": then, "now": this, "times_as_fast": then / this if then and this else None}
         )
     return out
+
+
+def _pairs(
+    now: Iterable[Mapping[str, Any]], earlier: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Each row beside those of before that are alike in KEY, if there are any."""
+    before: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in earlier:
+        before.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    for row in now:
+        if every := before.get(tuple(row[name] for name in KEY)):
+            yield row, every
+
+
+def _unlike(row: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Which SETTINGS differ, of those that both rows have."""
+    return [name for name in SETTINGS if name in old and name in row and row[name] != old[name]]
+
+
+def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Earlier) -> Iterator[str]:
+    """What to know of a comparison, a line each: rows that differ in a setting and so are not compared, settings that the
+    earlier file does not say, and what else was another. by: as made_by says of now.
+    """
+    pairs = list(_pairs(now, earlier.rows))
+    apart = [(row, every) for row, every in pairs if all(_unlike(row, old) for old in every)]
+    if apart:
+        said = ", ".join(_both(name, *values) for name, values in _settings(apart).items())
+        yield f"{len(apart)} rows are not compared, they differ in settings: {said}; give the options of then"
+    if len(apart) == len(pairs):
+        return
+    if missing := [name for name in SETTINGS if any(name not in old for _, every in pairs for old in every)]:
+        yield f"it does not say {', '.join(missing)} of its rows, as older versions did not: compared as if these were alike"
+    then = {name: earlier.by.get(name, "not said") for name in by}
+    differing = [_both(name, _named(then[name]), _named(by[name])) for name in by if then[name] != by[name]]
+    if differing:
+        yield f"not made as these rows, times may differ for that: {', '.join(differing)}"
+
+
+def _settings(pairs: Iterable[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]) -> dict[str, list[str]]:
+    """Of SETTINGS that differ, the values of before and of now."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for row, every in pairs:
+        for old in every:
+            for name in _unlike(row, old):
+                found.setdefault(name, []).append((_named(old[name]), _named(row[name])))
+    return {name: [" and ".join(dict.fromkeys(one[i] for one in both)) for i in (0, 1)] for name, both in found.items()}
+
+
+def _both(name: str, then: str, now: str) -> str:
+    return f"{name} {then} there, {now} here"
+
+
+def _named(value: Any) -> str:
+    return "none" if value is None else " ".join(str(value).split())[:LONGEST_NAME]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ class Benched:
     @property
     def stored_bits(self) -> float:
         return self.codecs.bits_per_value()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As rows have them."""
+        return {"sink": self.windows.sink, "recent": self.windows.recent, "block": self.windows.block}
 
     @property
     def scheme(self) -> Scheme:

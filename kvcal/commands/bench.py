@@ -25,7 +25,7 @@ from ..bench.fused import require_fused
 from ..bench.left_out import left_out
 from ..bench.operation import Operation
 from ..bench.operations import OPERATIONS, TABLES
-from ..bench.rows import KEY, Row, compared, read_earlier, to_csv
+from ..bench.rows import KEY, SETTINGS, Row, compared, made_by, read_earlier, remarks, to_csv
 from ..bench.schemes import Benched
 from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
@@ -86,13 +86,16 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
         with on(where.device):  # the current one for all that is measured: CUDA's events and streams are of that
             found, work = _measured(o, where, model, wanted, say)
     rows = [row.as_dict() for row in found.pop("rows")]
-    beside = None if earlier is None else compared(rows, earlier)
-    if beside == []:
-        say(_nothing_common(o["compare"], earlier or [], rows))
+    beside = None if earlier is None else compared(rows, earlier.rows)
     found = {
         "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
         "compared": beside,
     }  # fmt: skip
+    if earlier is not None:
+        if not beside:
+            say(_nothing_common(o["compare"], earlier.rows, rows))
+        for line in remarks(rows, made_by(found), earlier):
+            say(f"--compare {o['compare']}: {line}")
     with nullcontext() if work is None else work.until_out():
         _put_out(o, found, show)
 
@@ -113,7 +116,7 @@ def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Seque
     then, this = (", ".join(sorted({str(row["device"]) for row in every})) or "no device" for every in (earlier, now))
     return (
         f"--compare {path}: no row in common, nothing is compared: its rows are of {then}, these of {this}; compared are rows "
-        f"that agree in {', '.join(KEY)}"
+        f"that agree in {', '.join((*KEY, *SETTINGS))}"
     )
 
 

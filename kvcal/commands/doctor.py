@@ -44,6 +44,7 @@ def machine() -> dict[str, Any]:
         **{name: version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "board": devices.board(),
+        "processor": devices.processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "host memory": _gib(host_memory()),
         "torch built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only",
