@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptx import (
+    ALONE,
     LANES,
     UNSIGNED,
     Active,
@@ -529,7 +530,7 @@ def fetch(b: Batch, a: Active, at: Array, space: str, size: int, many: int = 1) 
         raise Fault(f"misaligned, {int(at[(at % (size * many)) > 0][0]):#x} for {size * many} bytes")
     made = [np.empty(len(at), UNSIGNED[size * 8]) for _ in range(many)]
     for i in range(many):
-        for which, numbers, places in b.memory.find(at + np.uint64(i * size), size, "a read"):
+        for which, numbers, places, _ in b.memory.find(at + np.uint64(i * size), size, "a read"):
             made[i][which] = numbers[places]
     return made
 
@@ -559,7 +560,7 @@ def keep(b: Batch, a: Active, at: Array, space: str, size: int, values: list[Arr
             continue
         if space != "global":
             raise Unknown(f"memory '{space}'")
-        for which, numbers, places in b.memory.find(at + np.uint64(i * size), size, "a write"):
+        for which, numbers, places, _ in b.memory.find(at + np.uint64(i * size), size, "a write"):
             numbers[places] = value[which]
 
 
@@ -579,7 +580,7 @@ def atomic(machine: Machine, one: Instruction) -> Step:
         n = b.n if a is None else len(a)
         at, x = np.broadcast_to(where(b, a), (n,)), np.broadcast_to(value(b, a), (n,))
         old = np.empty(n, t)
-        for which, numbers, places in b.memory.find(at, size, "an atomic access"):
+        for which, numbers, places, _ in b.memory.find(at, size, "an atomic access"):
             own, mine = numbers.view(t), np.arange(n)[which]
             for i, place in zip(mine, places, strict=True):
                 old[i] = own[place]
@@ -625,7 +626,7 @@ def copy(machine: Machine, one: Instruction) -> Step:
         held = np.zeros((n, size // word), UNSIGNED[word * 8])
         for i in range(size // word if live.any() else 0):
             part = np.zeros(int(live.sum()), UNSIGNED[word * 8])
-            for which, numbers, places in b.memory.find(came[live] + np.uint64(i * word), word, "a copy's read"):
+            for which, numbers, places, _ in b.memory.find(came[live] + np.uint64(i * word), word, "a copy's read"):
                 part[which] = numbers[places]
             held[live, i] = part
 
@@ -663,6 +664,7 @@ def barrier(machine: Machine, one: Instruction) -> Step:
 
         def together(b: Batch, a: Active) -> None:
             b.whole(a)
+            b.stamp[b.every if a is None else a] += ALONE
 
         return together
     if one.name[1] != "sync" or one.operands not in ((0,), (0, machine.code.threads)):

@@ -117,6 +117,15 @@ OTHERS = (
 )
 
 
+LANES, TOGETHER = OTHERS.replace("%i, 32", "%i, 1"), "bar.warp.sync -1; "
+
+
+def test_lanes_that_wait_for_one_another_share_memory() -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    launched(STORED + TOGETHER + LANES + TOGETHER + STORED.replace("%i;", "77;"), x)
+    assert x.tolist() == [i ^ 1 for i in range(64)]
+
+
 def test_warps_that_wait_for_one_another_share_memory() -> None:
     x = torch.zeros(64, dtype=torch.int32)
     launched(STORED + "bar.sync 0; " + OTHERS, x)
@@ -146,7 +155,12 @@ def test_a_copy_is_there_once_it_was_waited_for(end: str, early: bool, seen: int
     [
         (STORED + OTHERS, Race, "a read after another warp's write"),
         (STORED + OTHERS.replace("ld.shared.b32 %r3, [%r2]", "st.shared.b32 [%r2], 1"), Race, "two warps write"),
-        (OTHERS + STORED, Race, "a write after another warp's read"),
+        (STORED + "bar.sync 0; " + OTHERS + STORED.replace("%i;", "77;"), Race, "a write after another warp's read"),
+        (STORED + LANES, Race, "a read after another lane's write"),
+        (STORED + TOGETHER + LANES + "st.shared.b32 [%r1], 77;", Race, "a write after another lane's read"),
+        (STORED + LANES.replace("ld.shared.b32 %r3, [%r2]", "st.shared.b32 [%r2], 1"), Race, "two lanes write"),
+        (copied("cp.async.wait_group 0; xor.b32 %r1, %r1, 4;"), Race, "a read after another lane's write"),
+        (LANES, Fault, "nothing wrote"),
         ("st.shared.b32 [%s], %i;", Race, "two threads write different numbers"),
         (OWN + "ld.global.b32 %r0, [%d8+4];", Fault, "is in no tensor"),
         (OWN + "ld.global.b64 %d7, [%d8];", Fault, "misaligned"),
