@@ -311,7 +311,7 @@ class Memory:
 
 
 def apart(stamps: Array, own: Array) -> str:
-    """How two threads differ of which nothing puts the one, of `stamps`, before the other, that goes by `own`; else nothing."""
+    """How two threads differ of which nothing puts the one, of `stamps`, before the other, of `own`; else nothing."""
     x = stamps ^ own
     near = x < TIME
     if not near.any():
@@ -425,13 +425,13 @@ class Batch:
                 raise Fault(f"more than {self.machine.most} instructions: a loop without an end?")
 
     def _release(self) -> None:
-        """Programs of which every thread waits, or has ended, go on."""
-        waits = self.state.reshape(-1, self.threads)
-        free = (waits != 0).all(1) & (waits == 1).any(1)
-        if not free.any():
+        """Programs of which every thread waits at one barrier go on. None has a thread that runs."""
+        waits = (self.state == 1).reshape(-1, self.threads)
+        free, at = waits.any(1), self.counter.reshape(-1, self.threads)
+        if (free != waits.all(1)).any() or (at != at[:, :1])[free].any():
             raise Fault("a barrier that some threads never reach")
         self._next(free)
-        self.state[(waits == 1).reshape(-1) & np.repeat(free, self.threads)] = 0
+        self.state[np.repeat(free, self.threads)] = 0
 
     def _next(self, programs: Array) -> None:
         """Another time begins for these: what comes is after all that was."""
@@ -532,6 +532,26 @@ class Batch:
             raise Fault(f"shared memory has {self.shared.size} bytes, {int(addresses.max())} + {size} asked for")
         base = self.base if a is None else self.base[a]
         return (addresses + (base if addresses.ndim == 1 else base[:, None])) // size
+
+    # Global memory. Programs may meet there, in which order they will, and a write may come after another's read: small tiles
+    # have copies of a number that read, compute and write it all alike.
+
+    def seen(self, a: Active, which: Array | slice, start: int, places: Array, size: int) -> None:
+        """`which` of the threads read numbers at places of what begins at `start`."""
+        if not self.machine.races or start not in self.memory.stamps:
+            return
+        wrote = self.memory.stamps[start].reshape(-1, size)[places]
+        if who := apart(wrote, self.stamps(a)[which]):
+            raise Race(f"a read of global memory after another {who}'s write without a barrier")
+
+    def written(self, a: Active, which: Array | slice, start: int, places: Array, size: int, other: Array) -> None:
+        """other: where the number is not what was there."""
+        if not self.machine.races:
+            return
+        own, wrote = self.stamps(a)[which], self.memory.written(start).reshape(-1, size)
+        if other.any() and (who := apart(wrote[places[other]], own[other])):
+            raise Race(f"two {who}s write to global memory, without a barrier between")
+        wrote[places] = own
 
     # Copies that arrive later
 

@@ -19,6 +19,7 @@ from ptx import (
     Instruction,
     Machine,
     Place,
+    Race,
     Register,
     Step,
     Unknown,
@@ -530,7 +531,8 @@ def fetch(b: Batch, a: Active, at: Array, space: str, size: int, many: int = 1) 
         raise Fault(f"misaligned, {int(at[(at % (size * many)) > 0][0]):#x} for {size * many} bytes")
     made = [np.empty(len(at), UNSIGNED[size * 8]) for _ in range(many)]
     for i in range(many):
-        for which, numbers, places, _ in b.memory.find(at + np.uint64(i * size), size, "a read"):
+        for which, numbers, places, start in b.memory.find(at + np.uint64(i * size), size, "a read"):
+            b.seen(a, which, start, places, size)
             made[i][which] = numbers[places]
     return made
 
@@ -560,8 +562,11 @@ def keep(b: Batch, a: Active, at: Array, space: str, size: int, values: list[Arr
             continue
         if space != "global":
             raise Unknown(f"memory '{space}'")
-        for which, numbers, places, _ in b.memory.find(at + np.uint64(i * size), size, "a write"):
+        for which, numbers, places, start in b.memory.find(at + np.uint64(i * size), size, "a write"):
+            b.written(a, which, start, places, size, numbers[places] != value[which])
             numbers[places] = value[which]
+            if (numbers[places] != value[which]).any():
+                raise Race("two threads write different numbers at once")
 
 
 def atomic(machine: Machine, one: Instruction) -> Step:
@@ -626,7 +631,8 @@ def copy(machine: Machine, one: Instruction) -> Step:
         held = np.zeros((n, size // word), UNSIGNED[word * 8])
         for i in range(size // word if live.any() else 0):
             part = np.zeros(int(live.sum()), UNSIGNED[word * 8])
-            for which, numbers, places, _ in b.memory.find(came[live] + np.uint64(i * word), word, "a copy's read"):
+            for which, numbers, places, start in b.memory.find(came[live] + np.uint64(i * word), word, "a copy's read"):
+                b.seen(threads[live], which, start, places, word)
                 part[which] = numbers[places]
             held[live, i] = part
 

@@ -150,6 +150,17 @@ def test_a_copy_is_there_once_it_was_waited_for(end: str, early: bool, seen: int
     assert set(x.tolist()) == {seen}
 
 
+THERE = (
+    OWN + "st.global.b32 [%d8], %i; xor.b32 %r2, %i, 32; mad.wide.u32 %d7, %r2, 4, %d0; ld.global.b32 %r3, [%d7]; "
+)  # another thread's number, in global memory
+
+
+def test_global_memory_is_shared_behind_a_barrier_and_with_other_programs() -> None:
+    x = torch.zeros(64, dtype=torch.int32)
+    launched(THERE.replace("xor", "bar.sync 0; xor") + "bar.sync 0; st.global.b32 [%d8], %r3;", x, programs=2)
+    assert x.tolist() == [*range(32, 64), *range(32)]
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "says"),
     [
@@ -162,6 +173,12 @@ def test_a_copy_is_there_once_it_was_waited_for(end: str, early: bool, seen: int
         (copied("cp.async.wait_group 0; xor.b32 %r1, %r1, 4;"), Race, "a read after another lane's write"),
         (LANES, Fault, "nothing wrote"),
         ("st.shared.b32 [%s], %i;", Race, "two threads write different numbers"),
+        ("st.global.b32 [%d0], %i;", Race, "two threads write different numbers"),
+        (THERE, Race, "a read of global memory after another warp's write"),
+        (THERE.replace("%i, 32", "%i, 1"), Race, "a read of global memory after another lane's write"),
+        (THERE.replace("ld.global.b32 %r3, [%d7]", "st.global.b32 [%d7], 99"), Race, "two warps write to global"),
+        ("setp.lt.s32 %p0, %i, 32; @%p0 bar.sync 0;", Fault, "a barrier that some threads never reach"),
+        ("setp.lt.s32 %p0, %i, 32; @%p0 bra b; bar.sync 0; bra e; b: bar.sync 0; e:", Fault, "a barrier that some threads"),
         (OWN + "ld.global.b32 %r0, [%d8+4];", Fault, "is in no tensor"),
         (OWN + "ld.global.b64 %d7, [%d8];", Fault, "misaligned"),
         ("mad.lo.u32 %r1, %i, 4, %s; st.shared.b32 [%r1+3844], %i;", Fault, "shared memory has 4096 bytes"),
