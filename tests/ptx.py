@@ -122,8 +122,10 @@ class Reader:
             size = -(-size // step) * step
             self.code.parameters[name] = size, kind
             size += step
-        if threads := re.search(r"\.reqntid\s+(\d+)", head[2]):
-            self.code.threads = int(threads[1])
+        threads = re.search(r"\.reqntid\s+(\d+)((?:\s*,\s*1)*)\s*(?![\s,\d])", head[2])
+        if not threads:
+            raise Unknown(f"how many threads? {head[2].strip()}")
+        self.code.threads = int(threads[1])
         self._body(text[head.end() :])
 
     def _shared(self, text: str) -> None:
@@ -494,6 +496,14 @@ class Batch:
         if (held[places] != value).any():
             raise Race("two threads write different numbers at once")
 
+    def about_to_write(self, addresses: Array, a: Active, value: Array) -> None:
+        """What is put there later must be allowed now, and others may not read there any more: it may arrive at once."""
+        if self.machine.races and not self.machine.early:
+            size, own = value.dtype.itemsize, self.stamps(a)
+            places, wrote = self._places(addresses, a, size), self.shared.wrote.reshape(-1, size)
+            self._before(places, own, value)
+            wrote[places] = np.where(wrote[places] > 0, own, 0)
+
     def _before(self, places: Array, own: Array, value: Array) -> None:
         """Whether who touched these places last did so before a write by `own`."""
         size, s = value.dtype.itemsize, self.shared
@@ -631,6 +641,8 @@ class Machine:
         if len(values) != len(self.code.parameters):
             raise Fault(f"{len(values)} values for {len(self.code.parameters)} parameters")
         for value, (at, kind) in zip(values, self.code.parameters.values(), strict=True):
+            if isinstance(value, (float, np.floating)) and kind not in FLOATS:
+                raise Fault(f"{value} for a parameter of kind {kind}")
             parameters += bytes(at - len(parameters))
             number = np.asarray(value if dtype(kind) in FLOATS.values() else int(value))
             if number.dtype.kind in "iu":
