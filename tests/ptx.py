@@ -2,10 +2,12 @@
 
 Numbers are those of the instructions (PTX ISA 8.7), but that tensor cores' sums have another order and approximate
 functions (`ex2`, `rcp`, `sqrt`, `div.full`) are rounded to nearest. Threads of all programs of a batch go on together: at
-each step those whose next instruction comes first. Found besides: accesses outside of what was allocated or misaligned,
-shared memory that two warps touch without a barrier between them (`Race`), barriers that some never reach, instructions of a
-warp that not all of its threads reach, and numbers used before a copy was waited for: `cp.async` puts them there at the wait,
-or at once. An instruction that is not known raises `Unknown`; nothing is skipped.
+each step those whose next instruction comes first. Found besides: accesses outside of the launch's
+storages or misaligned; bytes that two threads touch, one writing, where no barrier puts one before the other (`Race`: lanes of
+a warp need one, too; in global memory writes after reads pass, and so do other programs but at one instruction); shared memory
+read that nothing wrote; barriers that some never reach; instructions of a warp that not all of its threads reach; and numbers
+used before a copy was waited for: `cp.async` puts them there at the wait, or at once. An instruction that is not known raises
+`Unknown`; nothing is skipped.
 """
 
 from __future__ import annotations

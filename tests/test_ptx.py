@@ -153,6 +153,7 @@ OTHERS = (
 )
 
 
+FIRST = "setp.eq.s32 %p0, %i, 0; @%p0 st.shared.b32 [%s], 77;"  # one of those that read it
 LANES, TOGETHER = OTHERS.replace("%i, 32", "%i, 1"), "bar.warp.sync -1; "
 
 
@@ -219,6 +220,8 @@ def test_global_memory_is_shared_behind_a_barrier_and_with_other_programs() -> N
         (UNDER, Race, "a write after another warp's read"),
         (copied("cp.async.wait_group 0; xor.b32 %r1, %r1, 4;"), Race, "a read after another lane's write"),
         (LANES, Fault, "nothing wrote"),
+        (STORED + "bar.sync 0; ld.shared.b32 %r3, [%s]; " + TOGETHER + FIRST, Race, "a write after another warp's read"),
+        (STORED + "bar.sync 0; setp.lt.s32 %p1, %i, 32; @%p1 ld.shared.b32 %r3, [%s]; " + FIRST, Race, "another lane's read"),
         ("st.shared.b32 [%s], %i;", Race, "two threads write different numbers"),
         ("st.global.b32 [%d0], %i;", Race, "two threads write different numbers"),
         (THERE, Race, "a read of global memory after another warp's write"),
