@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -30,14 +31,14 @@ MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 87: 163 * 1024, 89: 99 * 1024, 90:
 
 
 class Emulator(DriverBase):
-    """Triton's driver. memory: what launches were given, whole storages, kept alive: torch would give the place to others."""
+    """Triton's driver. A launch may touch the storages of its own tensors, whole ones."""
 
     def __init__(self, capability: int, **options: Any) -> None:
         self.capability, self.options = capability, options
-        self.memory, self.launched = Memory(), 0
+        self.launched = 0
         self.counts: dict[str, Counter[str]] | None = None
         self.utils, self.launcher_cls = self, lambda source, metadata: Launcher(self, source)
-        self.loading = threading.local()
+        self.loading, self.launching = threading.local(), threading.local()
 
     @staticmethod
     def is_active() -> bool:
@@ -72,14 +73,6 @@ class Emulator(DriverBase):
         counts = None if self.counts is None else self.counts.setdefault(name, Counter())
         return 1, Loaded(Machine(made.asm["ptx"], **self.options, counts=counts), name, shared), 32, 0, 1024
 
-    def know(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            start = storage.data_ptr()
-            self.memory.add(
-                start, np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(start), np.uint8), storage
-            )
-
     def install(self) -> None:
         from kvcal_artifacts import preflight
         from kvcal_kernels import triton as shared
@@ -93,14 +86,26 @@ class Emulator(DriverBase):
             load(made)
 
         def known(ready: Any, tensors: Any, *numbers: float) -> None:
-            for tensor in tensors:  # it gives addresses to the launch
-                self.know(tensor)
-            call(ready, tensors, *numbers)
+            self.launching.tensors = tensors  # it gives addresses to the launch
+            try:
+                call(ready, tensors, *numbers)
+            finally:
+                self.launching.tensors = ()
 
         compiler.CompiledKernel._init_handles = loaded
         shared.Ready.__call__ = known  # type: ignore[method-assign]
         preflight.interpreted = lambda: True  # kernels run on the CPU
         attention._allow = lambda made: None  # it asks the driver's library
+
+
+def memory_of(tensors: Iterable[Tensor]) -> Memory:
+    memory = Memory()
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        if storage.nbytes():
+            start = storage.data_ptr()
+            held = np.frombuffer((ctypes.c_uint8 * storage.nbytes()).from_address(start), np.uint8)
+            memory.add(start, held, storage)
+    return memory
 
 
 class Loaded:
@@ -119,20 +124,21 @@ class Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, kernel: Loaded, *given: Any) -> None:
         values: list[Any] = []
         for kind, value in zip(self.kinds, given[-len(self.kinds) :], strict=True):
-            if isinstance(value, Tensor):
-                self.owner.know(value)
             if kind != "constexpr":
                 values.append(value.data_ptr() if isinstance(value, Tensor) else value)
         values += [0] * (len(kernel.machine.code.parameters) - len(values))  # Triton's own scratch memory: none
         self.owner.launched += 1
+        tensors = [*getattr(self.owner.launching, "tensors", ()), *(x for x in given if isinstance(x, Tensor))]
         try:
-            kernel.machine.launch((x, y, z), values, kernel.shared, self.owner.memory)
+            kernel.machine.launch((x, y, z), values, kernel.shared, memory_of(tensors))
         except Fault as error:
             raise type(error)(f"{kernel.name}: {error}") from None
 
 
 def main() -> None:
     capability, _, more = os.environ["KVCAL_EMULATE"].partition(",")
+    if more not in ("", "early", "count"):
+        sys.exit(f"KVCAL_EMULATE: {more!r} is neither early nor count")
     own = Emulator(int(capability), early=more == "early")
     own.counts = {} if more == "count" else None
     own.install()

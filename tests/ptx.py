@@ -2,10 +2,12 @@
 
 Numbers are those of the instructions (PTX ISA 8.7), but that tensor cores' sums have another order and approximate
 functions (`ex2`, `rcp`, `sqrt`, `div.full`) are rounded to nearest. Threads of all programs of a batch go on together: at
-each step those whose next instruction comes first. Found besides: accesses outside of what was allocated or misaligned,
-shared memory that two warps touch without a barrier between them (`Race`), barriers that some never reach, instructions of a
-warp that not all of its threads reach, and numbers used before a copy was waited for: `cp.async` puts them there at the wait,
-or at once. An instruction that is not known raises `Unknown`; nothing is skipped.
+each step those whose next instruction comes first. Found besides: accesses outside of the launch's
+storages or misaligned; bytes that two threads touch, one writing, where no barrier puts one before the other (`Race`: lanes of
+a warp need one, too; in global memory writes after reads pass, and so do other programs but at one instruction); shared memory
+read that nothing wrote; barriers that some never reach; instructions of a warp that not all of its threads reach; and numbers
+used before a copy was waited for: `cp.async` puts them there at the wait, or at once. An instruction that is not known raises
+`Unknown`; nothing is skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 Active = Array | None  # places of the threads that take part; None: all
 LANES = 32
+# A stamp says who touched a byte, and when. From below: the lane and whether it was several, the barriers its warp had passed
+# alone (20 bits), the warp and whether several, the program's time between two barriers, which no other program has.
+MANY_LANES, ALONE, WARP, MANY_WARPS, TIME = 1 << 5, 1 << 6, 1 << 26, 1 << 31, 1 << 32
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 FLOATS: dict[str, Any] = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
@@ -33,7 +38,7 @@ class Fault(RuntimeError):
 
 
 class Race(Fault):
-    """Two warps at one byte of shared memory, one of them writing, without a barrier between."""
+    """Two threads at one byte, one of them writing, without a barrier between."""
 
 
 class Unknown(Fault):
@@ -119,8 +124,10 @@ class Reader:
             size = -(-size // step) * step
             self.code.parameters[name] = size, kind
             size += step
-        if threads := re.search(r"\.reqntid\s+(\d+)", head[2]):
-            self.code.threads = int(threads[1])
+        threads = re.search(r"\.reqntid\s+(\d+)((?:\s*,\s*1)*)\s*(?![\s,\d])", head[2])
+        if not threads:
+            raise Unknown(f"how many threads? {head[2].strip()}")
+        self.code.threads = int(threads[1])
         self._body(text[head.end() :])
 
     def _shared(self, text: str) -> None:
@@ -262,6 +269,8 @@ class Memory:
         self.starts: list[int] = []
         self.held: list[Array] = []
         self.owners: dict[int, Any] = {}
+        self.stamps: dict[int, Array] = {}  # of the last write of each byte, where the launch has written
+        self.times = 0  # between two barriers of a program, so far
 
     def add(self, start: int, held: Array, owner: Any = None) -> None:
         """held: uint8, over the bytes themselves; a range that is there already is not added. owner: kept alive."""
@@ -272,12 +281,12 @@ class Memory:
         self.held.insert(at, held)
         self.owners[start] = owner
 
-    def find(self, addresses: Array, size: int, said: str) -> list[tuple[Array | slice, Array, Array]]:
-        """For each range: which of the addresses lie there, its bytes as numbers of `size`, and their places."""
+    def find(self, addresses: Array, size: int, said: str) -> list[tuple[Array | slice, Array, Array, int]]:
+        """For each range: which of the addresses lie there, its bytes as numbers of `size`, their places, and its start."""
         if (addresses & np.uint64(size - 1)).any():
             raise Fault(f"{said}: misaligned, {int(addresses[(addresses % size) > 0][0]):#x} for {size} bytes")
         left: Array | slice = slice(None)
-        found: list[tuple[Array | slice, Array, Array]] = []
+        found: list[tuple[Array | slice, Array, Array, int]] = []
         todo = addresses
         while todo.size:
             first = int(todo[0])
@@ -290,23 +299,39 @@ class Memory:
             here = within <= held.size - size if held.size >= size else np.zeros(len(todo), bool)
             numbers = held[: held.size // size * size].view(UNSIGNED[size * 8])
             if here.all():
-                found.append((left, numbers, (within >> np.uint64(size.bit_length() - 1)).astype(np.int64)))
+                found.append((left, numbers, (within >> np.uint64(size.bit_length() - 1)).astype(np.int64), start))
                 break
             places = np.arange(len(addresses))[left]
-            found.append((places[here], numbers, (within[here] // np.uint64(size)).astype(np.int64)))
+            found.append((places[here], numbers, (within[here] // np.uint64(size)).astype(np.int64), start))
             left, todo = places[~here], todo[~here]
         return found
+
+    def written(self, start: int) -> Array:
+        """Stamps of the bytes from `start` on."""
+        if start not in self.stamps:
+            size = next(held.size for at, held in zip(self.starts, self.held, strict=True) if at == start)
+            self.stamps[start] = np.zeros(-(-size // 8) * 8, np.int64)
+        return self.stamps[start]
+
+
+def apart(stamps: Array, own: Array) -> str:
+    """How two threads differ of which nothing puts the one, of `stamps`, before the other, of `own`; else nothing."""
+    x = stamps ^ own
+    near = x < TIME
+    if not near.any():
+        return ""
+    if (near & (x >= WARP)).any():
+        return "warp"
+    return "lane" if ((x > 0) & (x < ALONE)).any() else ""
 
 
 @dataclass
 class Shared:
-    """Shared memory of all programs of a batch, one behind the other, and who touched it since the last barrier."""
+    """Shared memory of all programs of a batch, one behind the other. wrote, read: stamps of each byte's last, 0 for none."""
 
     held: Array
     size: int
-    writer: Array  # warp + 1 of the last write of each byte, 0 for none
-    wrote: Array  # barriers its program had passed by then
-    reader: Array  # warp + 1 of the last read, -1 where several
+    wrote: Array
     read: Array
 
 
@@ -342,11 +367,12 @@ class Batch:
         self.warp = (thread // 32).astype(np.int16)
         self.counter = np.zeros(self.n, np.int64)  # the next instruction
         self.state = np.zeros(self.n, np.int8)  # 0 runs, 1 waits at a barrier, 2 has ended
-        self.passed = np.zeros(len(programs), np.int32)
+        self.stamp = thread.astype(np.int64) // LANES * WARP + thread % LANES
+        self._next(np.full(len(programs), True))
         size = -(-shared // 1024) * 1024
         self.shared = Shared(
             np.full(size * len(programs), 0xFF, np.uint8), shared,
-            *(np.zeros(size * len(programs) if machine.races else 0, t) for t in (np.int16, np.int32, np.int16, np.int32)),
+            *(np.zeros(size * len(programs) if machine.races else 0, np.int64) for _ in range(2)),
         )  # fmt: skip
         self.room = size
         self.base = (self.program * size).astype(np.int64)
@@ -403,13 +429,21 @@ class Batch:
                 raise Fault(f"more than {self.machine.most} instructions: a loop without an end?")
 
     def _release(self) -> None:
-        """Programs of which every thread waits, or has ended, go on."""
-        waits = self.state.reshape(-1, self.threads)
-        free = (waits != 0).all(1) & (waits == 1).any(1)
-        if not free.any():
+        """Programs of which every thread waits at one barrier go on. None has a thread that runs."""
+        waits = (self.state == 1).reshape(-1, self.threads)
+        free, at = waits.any(1), self.counter.reshape(-1, self.threads)
+        if (free != waits.all(1)).any() or (at != at[:, :1])[free].any():
             raise Fault("a barrier that some threads never reach")
-        self.passed[free] += 1
-        self.state[(waits == 1).reshape(-1) & np.repeat(free, self.threads)] = 0
+        self._next(free)
+        self.state[np.repeat(free, self.threads)] = 0
+
+    def _next(self, programs: Array) -> None:
+        """Another time begins for these: what comes is after all that was."""
+        times = np.zeros(len(programs), np.int64)
+        times[programs] = self.memory.times + 1 + np.arange(programs.sum())
+        self.memory.times += int(programs.sum())
+        here = np.repeat(programs, self.threads)
+        self.stamp[here] = (self.stamp % TIME + TIME * np.repeat(times, self.threads))[here]
 
     def whole(self, a: Active) -> Array:
         """Places of whole warps, [warps, 32]."""
@@ -424,35 +458,69 @@ class Batch:
     # Shared memory
 
     def at_shared(self, addresses: Array, a: Active, size: int, note: bool = True) -> Array:
-        """Places among numbers of `size` bytes, of which one is read; checked."""
+        """Places among numbers of `size` bytes, of which one is read; checked. note: remember who read them."""
         places = self._places(addresses, a, size)
-        if self.machine.races and note:
-            s, (who, when) = self.shared, self._here(a)
-            for p in (places * size + byte for byte in range(size)):
-                if ((s.wrote[p] == when) & (s.writer[p] != 0) & (s.writer[p] != who)).any():
-                    raise Race("a read after another warp's write without a barrier")
-                alone = (s.read[p] != when) | (s.reader[p] == 0) | (s.reader[p] == who)
-                s.reader[p] = np.where(alone, who, np.int16(-1))
-                s.reader[p[s.reader[p] != who]] = -1
-                s.read[p] = when
+        if self.machine.races:
+            own, wrote = self.stamps(a, places.ndim), self.shared.wrote.reshape(-1, size)[places]
+            if not wrote.all():
+                raise Fault("a read of shared memory that nothing wrote")
+            if who := apart(wrote, own):
+                raise Race(f"a read after another {who}'s write without a barrier")
+            if note:
+                self._read(places, own, size)
         return places
+
+    def _read(self, places: Array, own: Array, size: int) -> None:
+        flat, read = self.shared.read, self.shared.read.reshape(-1, size)
+        x = read[places] ^ own
+        if (x < TIME).any():  # others have read, too
+            new = own | np.where((x > 0) & (x < ALONE), MANY_LANES, 0)
+            new |= np.where((x >= WARP) & (x < TIME), MANY_WARPS, 0)
+        else:
+            new = np.broadcast_to(own, x.shape)
+        read[places] = new
+        x = read[places]
+        if (x != new).any():  # of those that read one place at once, the last has it: to which the others are added
+            x ^= own
+            each = places[:, None] * size + np.arange(size)
+            flat[each[(x > 0) & (x < ALONE)]] |= MANY_LANES
+            flat[each[(x >= WARP) & (x < TIME)]] |= MANY_WARPS
 
     def to_shared(self, addresses: Array, a: Active, value: Array) -> None:
         """Writes unsigned numbers. Threads may write the same number to one place, as layouts with copies do."""
         size = value.dtype.itemsize
         places, held = self._places(addresses, a, size), self.shared.held.view(value.dtype)
         if self.machine.races:
-            s, (who, when) = self.shared, self._here(a)
-            other = held[places] != value
-            for p in (places * size + byte for byte in range(size)):
-                if (other & (s.wrote[p] == when) & (s.writer[p] != 0) & (s.writer[p] != who)).any():
-                    raise Race("two warps write, without a barrier between")
-                if (other & (s.read[p] == when) & (s.reader[p] != 0) & (s.reader[p] != who)).any():
-                    raise Race("a write after another warp's read without a barrier")
-                s.writer[p], s.wrote[p] = who, when
+            own = self.stamps(a)
+            self._before(places, own, value)
+            self.shared.wrote.reshape(-1, size)[places] = own
         held[places] = value
         if (held[places] != value).any():
             raise Race("two threads write different numbers at once")
+
+    def about_to_write(self, addresses: Array, a: Active, value: Array) -> None:
+        """What is put there later must be allowed now, and others may not read there any more: it may arrive at once."""
+        if self.machine.races and not self.machine.early:
+            size, own = value.dtype.itemsize, self.stamps(a)
+            places, wrote = self._places(addresses, a, size), self.shared.wrote.reshape(-1, size)
+            self._before(places, own, value)
+            wrote[places] = np.where(wrote[places] > 0, own, 0)
+
+    def _before(self, places: Array, own: Array, value: Array) -> None:
+        """Whether who touched these places last did so before a write by `own`."""
+        size, s = value.dtype.itemsize, self.shared
+        other = s.held.view(value.dtype)[places] != value
+        if not other.all():
+            places, own = places[other], own[other]
+        if who := apart(s.wrote.reshape(-1, size)[places], own):
+            raise Race(f"two {who}s write, without a barrier between")
+        if who := apart(s.read.reshape(-1, size)[places], own):
+            raise Race(f"a write after another {who}'s read without a barrier")
+
+    def stamps(self, a: Active, dimensions: int = 1) -> Array:
+        """Of each thread, [threads, 1] for bytes of a number."""
+        own = self.stamp if a is None else self.stamp[a]
+        return own.reshape(-1, *[1] * dimensions)
 
     def count(self, a: Active, addresses: Array, size: int) -> None:
         """Cycles that shared memory is busy: 128 bytes of so many threads at a time, as often as the fullest of 32 banks has
@@ -477,10 +545,25 @@ class Batch:
         base = self.base if a is None else self.base[a]
         return (addresses + (base if addresses.ndim == 1 else base[:, None])) // size
 
-    def _here(self, a: Active) -> tuple[Array, Array]:
-        """Of each thread: its warp + 1, and the barriers that its program has passed."""
-        warp, program = (self.warp, self.program) if a is None else (self.warp[a], self.program[a])
-        return warp + np.int16(1), self.passed[program]
+    # Global memory. Programs may meet there, in which order they will, and a write may come after another's read: small tiles
+    # have copies of a number that read, compute and write it all alike.
+
+    def seen(self, a: Active, which: Array | slice, start: int, places: Array, size: int) -> None:
+        """`which` of the threads read numbers at places of what begins at `start`."""
+        if not self.machine.races or start not in self.memory.stamps:
+            return
+        wrote = self.memory.stamps[start].reshape(-1, size)[places]
+        if who := apart(wrote, self.stamps(a)[which]):
+            raise Race(f"a read of global memory after another {who}'s write without a barrier")
+
+    def written(self, a: Active, which: Array | slice, start: int, places: Array, size: int, other: Array) -> None:
+        """other: where the number is not what was there."""
+        if not self.machine.races:
+            return
+        own, wrote = self.stamps(a)[which], self.memory.written(start).reshape(-1, size)
+        if other.any() and (who := apart(wrote[places[other]], own[other])):
+            raise Race(f"two {who}s write to global memory, without a barrier between")
+        wrote[places] = own
 
     # Copies that arrive later
 
@@ -560,6 +643,8 @@ class Machine:
         if len(values) != len(self.code.parameters):
             raise Fault(f"{len(values)} values for {len(self.code.parameters)} parameters")
         for value, (at, kind) in zip(values, self.code.parameters.values(), strict=True):
+            if isinstance(value, (float, np.floating)) and kind not in FLOATS:
+                raise Fault(f"{value} for a parameter of kind {kind}")
             parameters += bytes(at - len(parameters))
             number = np.asarray(value if dtype(kind) in FLOATS.values() else int(value))
             if number.dtype.kind in "iu":

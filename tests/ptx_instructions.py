@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ptx import (
+    ALONE,
+    FLOATS,
     LANES,
     UNSIGNED,
     Active,
@@ -18,6 +20,7 @@ from ptx import (
     Instruction,
     Machine,
     Place,
+    Race,
     Register,
     Step,
     Unknown,
@@ -35,7 +38,7 @@ def step(machine: Machine, one: Instruction) -> Step:
     """What runs the instruction, under its guard."""
     try:
         made = MAKERS[one.name[0]](machine, one)
-    except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
+    except (KeyError, IndexError, ValueError, AttributeError, TypeError, StopIteration) as error:
         raise Unknown(f"{one.text}: {type(error).__name__} {error}") from error
     if one.guard is None:
         return made
@@ -122,16 +125,40 @@ def named(table: dict[str, Callable[..., Array]]) -> Callable[[Machine, Instruct
     """By the instruction's first name; its type is the last."""
 
     def make(machine: Machine, one: Instruction) -> Step:
-        kind, compute = one.name[-1], table[one.name[0]]
-        if kind in PARTS:
-            return simple(kind, in_parts(kind, compute))(machine, one)
-        if kind == "bf16":
-            return simple(kind, lambda *x: to_bf16(compute(*(from_bf16(y) for y in x))))(machine, one)
-        if one.name[-1] == "pred" or not set(one.name[1:-1]) - ROUNDING:
-            return simple(kind, compute)(machine, one)
-        raise Unknown(one.text)
+        only(one, ROUNDING)
+        return typed(one, table[one.name[0]])(machine, one)
 
     return make
+
+
+def only(one: Instruction, known: set[str], start: int = 1, end: int = -1) -> None:
+    """What the name says besides is of these, or the instruction is not known."""
+    if more := set(one.name[start:end]) - known:
+        raise Unknown(f"{one.text}: {', '.join(sorted(more))}")
+
+
+def typed(one: Instruction, compute: Callable[..., Array], result: str = "") -> Callable[[Machine, Instruction], Step]:
+    """`simple` of the instruction's last type: pairs, bfloat16, and .ftz, too."""
+    kind, own = one.name[-1], compute
+    if "ftz" in one.name:
+        own = lambda *x: flushed(compute(*map(flushed, x)))  # noqa: E731
+    elif kind.startswith("bf16") and compute is fused:
+        own = unrounded
+    if kind in PARTS and not result:
+        return simple(kind, in_parts(kind, own))
+    if kind == "bf16" and result:
+        return simple(kind, lambda *x: own(*map(from_bf16, x)), result)
+    if kind == "bf16":
+        return simple(kind, lambda *x: to_bf16(own(*map(from_bf16, x))))
+    return simple(kind, own, result)
+
+
+def flushed(x: Array) -> Array:
+    """.ftz: floats too small for an exponent of their own become zeros of their sign."""
+    if x.dtype.kind != "f":
+        return x
+    small = np.abs(x) < np.finfo(x.dtype).tiny
+    return np.where(small, np.copysign(x.dtype.type(0), x), x) if small.any() else x
 
 
 ROUNDING = {"rn", "ftz", "approx", "full", "lo"}
@@ -155,14 +182,30 @@ def from_bf16(x: Array) -> Array:
 
 
 def to_bf16(x: Array) -> Array:
+    """Rounded to nearest; float64, too, rounded once."""
+    if x.dtype == np.float64:
+        x = odd(x)
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     made = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), made)
 
 
+def odd(x: Array) -> Array:
+    """float64 to float32, made odd where it is not exact: rounding that again is as rounding once."""
+    near = x.astype(np.float32)
+    bits, wide = near.view(np.int32), near.astype(np.float64)
+    even = np.isfinite(x) & (wide != x) & (bits & 1 == 0)
+    return np.where(even, bits + np.where(np.abs(x) > np.abs(wide), 1, -1), bits).astype(np.int32).view(np.float32)
+
+
 def fused(x: Array, y: Array, z: Array) -> Array:
-    """x y + z, rounded once: in float64 the product of two float32 is exact; the sum is made odd where it is not, so that
-    rounding it again is as rounding once.
+    """x y + z, rounded once"""
+    return unrounded(x, y, z).astype(x.dtype)
+
+
+def unrounded(x: Array, y: Array, z: Array) -> Array:
+    """x y + z in float64, where the product of two float32 is exact; the sum is made odd where it is not, so that rounding it
+    again is as rounding once.
     """
     if x.dtype == np.float64:
         raise Unknown("fma of float64")
@@ -173,8 +216,7 @@ def fused(x: Array, y: Array, z: Array) -> Array:
     bits = s.view(np.int64)
     even = np.isfinite(s) & (left != 0) & (bits & 1 == 0)
     toward = np.where((left > 0) == (s > 0), 1, -1)  # of what was cut off: one step away from zero, or towards it
-    odd = np.where(toward > 0, bits | 1, bits - 1)
-    return np.where(even, odd, bits).view(np.float64).astype(x.dtype)
+    return np.where(even, np.where(toward > 0, bits | 1, bits - 1), bits).view(np.float64)
 
 
 def divided(x: Array, y: Array) -> Array:
@@ -232,6 +274,8 @@ def multiply(machine: Machine, one: Instruction) -> Step:
     name, kind = one.name, one.name[-1]
     if dtype(kind)().dtype.kind == "f" or kind in PARTS or kind == "bf16":
         return named({"mul": operator.mul, "mad": fused})(machine, one)
+    if name[1:-1] not in {("lo",), ("wide",), ("hi",)} or name[:2] == ("mad", "hi"):
+        raise Unknown(one.text)
     if "wide" in name:
         result = kind[0] + str(2 * width(kind))
         more = dtype(result)
@@ -264,24 +308,29 @@ def compare(machine: Machine, one: Instruction) -> Step:
     how, kind = one.name[1], one.name[-1]
     if kind in PARTS:
         return _compare_parts(machine, one)
-    kind = {"b16": "u16", "b32": "u32", "b64": "u64"}.get(kind, kind)
-    if len(one.name) > 3 and one.name[2] != "ftz":
+    only(one, {"ftz"}, 2)
+    own = COMPARE.get(how)
+    if kind in FLOATS or kind == "bf16":
+        if how == "nan":
+            own = lambda x, y: np.isnan(x) | np.isnan(y)  # noqa: E731
+        elif how == "num":
+            own = lambda x, y: ~(np.isnan(x) | np.isnan(y))  # noqa: E731
+        elif how == "ne":  # ordered: false where one is NaN
+            own = lambda x, y: (x != y) & ~np.isnan(x) & ~np.isnan(y)  # noqa: E731
+        elif how.endswith("u"):
+            ordered = COMPARE[how[:-1]]
+            own = lambda x, y: ordered(x, y) | np.isnan(x) | np.isnan(y)  # noqa: E731
+    if own is None:
         raise Unknown(one.text)
-    if how == "nan":
-        return simple(kind, lambda x, y: np.isnan(x) | np.isnan(y), "pred")(machine, one)
-    if how == "num":
-        return simple(kind, lambda x, y: ~(np.isnan(x) | np.isnan(y)), "pred")(machine, one)
-    if how == "ne" and dtype(kind)().dtype.kind == "f":  # ordered: false where one is NaN
-        return simple(kind, lambda x, y: (x != y) & ~np.isnan(x) & ~np.isnan(y), "pred")(machine, one)
-    if how.endswith("u") and dtype(kind)().dtype.kind == "f":
-        own = COMPARE[how[:-1]]
-        return simple(kind, lambda x, y: own(x, y) | np.isnan(x) | np.isnan(y), "pred")(machine, one)
-    return simple(kind, COMPARE[how], "pred")(machine, one)
+    if kind[0] == "b" and kind != "bf16":
+        return simple("u" + kind[1:], own, "pred")(machine, one)
+    return typed(one, own, "pred")(machine, one)
 
 
 def _compare_parts(machine: Machine, one: Instruction) -> Step:
     """p|q: of the lower and of the upper numbers."""
     how, kind = one.name[1], one.name[-1]
+    only(one, set(), 2)
     own = COMPARE[how.removesuffix("u")]
     puts = [writer(x, "pred") for x in one.operands[0]]
     gets = [reader(x, "u32", machine) for x in one.operands[1:]]
@@ -345,6 +394,7 @@ def permute(machine: Machine, one: Instruction) -> Step:
 
 
 def logic3(machine: Machine, one: Instruction) -> Step:
+    only(one, set())
     table = one.operands[-1]
     short = Instruction(one.name, one.operands[:-1], None, False, one.text)
 
@@ -361,6 +411,8 @@ def logic3(machine: Machine, one: Instruction) -> Step:
 def funnel(machine: Machine, one: Instruction) -> Step:
     left = one.name[1] == "l"
     wrap = one.name[2] == "wrap"
+    if one.name[1:] not in {(way, how, "b32") for way in "lr" for how in ("wrap", "clamp")}:
+        raise Unknown(one.text)
 
     def compute(low: Array, high: Array, n: Array) -> Array:
         by = (n & np.uint32(31) if wrap else np.minimum(n, 32)).astype(np.uint64)
@@ -405,12 +457,13 @@ def counted(machine: Machine, one: Instruction) -> Step:
 
 
 def insert(machine: Machine, one: Instruction) -> Step:
+    if one.name != ("bfi", "b32"):
+        raise Unknown(one.text)
+
     def compute(x: Array, y: Array, at: Array, count: Array) -> Array:
-        mask = ((np.uint64(1) << (count & 255).astype(np.uint64)) - np.uint64(1)).astype(np.uint64) << (
-            at & 255
-        ).astype(np.uint64)
-        made = y.astype(np.uint64) & ~mask | x.astype(np.uint64) << (at & 255).astype(np.uint64) & mask
-        return made.astype(np.uint32)
+        by, bits = (np.minimum(v & 255, 32).astype(np.uint64) for v in (at, count))
+        mask = ((np.uint64(1) << bits) - np.uint64(1)) << by
+        return (y.astype(np.uint64) & ~mask | x.astype(np.uint64) << by & mask).astype(np.uint32)
 
     return simple("u32", compute)(machine, one)
 
@@ -421,27 +474,29 @@ def convert(machine: Machine, one: Instruction) -> Step:
     if to == "tf32":  # halves go away from zero
         if how != {"rna"} or source != "f32":
             raise Unknown(one.text)
-        return simple("u32", lambda x: (x + np.uint32(0x1000)) & np.uint32(0xFFFFE000))(machine, one)
+        return simple("u32", tf32)(machine, one)
     put = writer(one.operands[0], to)
     if to in ("f16x2", "bf16x2"):  # the first operand is the upper half
         half = dtype(to[:-2])
+        if how != {"rn"} or source != "f32":
+            raise Unknown(one.text)
         high, low = (reader(x, source, machine) for x in one.operands[1:])
 
         def pack(x: Array) -> Array:
-            if "relu" in how or "rn" not in how:
-                raise Unknown(one.text)
             return (to_bf16(x) if half == np.uint16 else x.astype(half).view(np.uint16)).astype(np.uint32)
 
         return lambda b, a: put(b, a, pack(low(b, a)) | pack(high(b, a)) << np.uint32(16))
     get = reader(one.operands[1], source, machine)
     if unknown := how - {"rn", "rzi", "rni", "rmi", "rpi", "ftz"}:
         raise Unknown(f"{one.text}: {unknown}")
-    t = dtype(to)
+    t, flush = dtype(to), "ftz" in how
 
     def run(b: Batch, a: Active) -> None:
         x = get(b, a)
         if source == "bf16":
             x = from_bf16(x)
+        if flush and source == "f32":
+            x = flushed(x)
         if x.dtype.kind == "f" and how & set(INTEGRAL):
             x = INTEGRAL[next(iter(how & set(INTEGRAL)))](x)
         if to == "bf16":
@@ -453,9 +508,15 @@ def convert(machine: Machine, one: Instruction) -> Step:
             made = np.clip(wide, float(info.min), limit).astype(t)
         else:
             made = x.astype(t)
-        put(b, a, made)
+        put(b, a, flushed(made) if flush and to == "f32" else made)
 
     return run
+
+
+def tf32(x: Array) -> Array:
+    """Of a float's bits; halves go away from zero."""
+    nan = (x & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(nan, np.uint32(0x7FFFFFFF), (x + np.uint32(0x1000)) & np.uint32(0xFFFFE000))
 
 
 INTEGRAL: dict[str, Callable[[Array], Array]] = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
@@ -529,7 +590,8 @@ def fetch(b: Batch, a: Active, at: Array, space: str, size: int, many: int = 1) 
         raise Fault(f"misaligned, {int(at[(at % (size * many)) > 0][0]):#x} for {size * many} bytes")
     made = [np.empty(len(at), UNSIGNED[size * 8]) for _ in range(many)]
     for i in range(many):
-        for which, numbers, places in b.memory.find(at + np.uint64(i * size), size, "a read"):
+        for which, numbers, places, start in b.memory.find(at + np.uint64(i * size), size, "a read"):
+            b.seen(a, which, start, places, size)
             made[i][which] = numbers[places]
     return made
 
@@ -559,13 +621,16 @@ def keep(b: Batch, a: Active, at: Array, space: str, size: int, values: list[Arr
             continue
         if space != "global":
             raise Unknown(f"memory '{space}'")
-        for which, numbers, places in b.memory.find(at + np.uint64(i * size), size, "a write"):
+        for which, numbers, places, start in b.memory.find(at + np.uint64(i * size), size, "a write"):
+            b.written(a, which, start, places, size, numbers[places] != value[which])
             numbers[places] = value[which]
+            if (numbers[places] != value[which]).any():
+                raise Race("two threads write different numbers at once")
 
 
 def atomic(machine: Machine, one: Instruction) -> Step:
     returns = one.name[0] == "atom"
-    space, kind = known(one, {"acq_rel", "add", "or", "and", "max", "min", "exch", "cas", "inc"}), one.name[-1]
+    space, kind = known(one, {"acq_rel", "add", "or", "and", "max", "min", "exch"}), one.name[-1]
     what = next(p for p in one.name if p in ATOMIC)
     kind = {"b32": "u32", "b64": "u64"}.get(kind, kind)
     if space != "global" or kind in PARTS:
@@ -579,7 +644,7 @@ def atomic(machine: Machine, one: Instruction) -> Step:
         n = b.n if a is None else len(a)
         at, x = np.broadcast_to(where(b, a), (n,)), np.broadcast_to(value(b, a), (n,))
         old = np.empty(n, t)
-        for which, numbers, places in b.memory.find(at, size, "an atomic access"):
+        for which, numbers, places, _ in b.memory.find(at, size, "an atomic access"):
             own, mine = numbers.view(t), np.arange(n)[which]
             for i, place in zip(mine, places, strict=True):
                 old[i] = own[place]
@@ -601,11 +666,19 @@ def copy(machine: Machine, one: Instruction) -> Step:
         raise Unknown(one.text)
     if one.name[2] == "commit_group":
         return lambda b, a: b.commit(a)
-    if one.name[2] in ("wait_group", "wait_all"):
-        pending = one.operands[0] if one.operands else 0
+    if one.name[2] == "wait_group":
+        pending = one.operands[0]
         return lambda b, a: b.wait(a, pending)
+    if one.name[2] == "wait_all":
+
+        def all_of_them(b: Batch, a: Active) -> None:
+            b.commit(a)
+            b.wait(a, 0)
+
+        return all_of_them
     if one.name[2] not in ("ca", "cg") or one.name[3] not in ("shared", "shared_cta") or one.name[4] != "global":
         raise Unknown(one.text)
+    only(one, {"L2_64B", "L2_128B", "L2_256B"}, 5, len(one.name))
     to, source, size = address(one.operands[0], machine), address(one.operands[1], machine), one.operands[2]
     filled = reader(one.operands[3], "u32", machine) if len(one.operands) > 3 else None
     word = min(size, 8)
@@ -625,9 +698,13 @@ def copy(machine: Machine, one: Instruction) -> Step:
         held = np.zeros((n, size // word), UNSIGNED[word * 8])
         for i in range(size // word if live.any() else 0):
             part = np.zeros(int(live.sum()), UNSIGNED[word * 8])
-            for which, numbers, places in b.memory.find(came[live] + np.uint64(i * word), word, "a copy's read"):
+            for which, numbers, places, start in b.memory.find(came[live] + np.uint64(i * word), word, "a copy's read"):
+                b.seen(threads[live], which, start, places, word)
                 part[which] = numbers[places]
             held[live, i] = part
+
+        for i in range(size // word):
+            b.about_to_write(at + np.uint64(i * word), a, held[:, i])
 
         def arrive(which: Array) -> None:
             rows = np.searchsorted(threads, which)
@@ -660,9 +737,12 @@ def leave(machine: Machine, one: Instruction) -> Step:
 
 def barrier(machine: Machine, one: Instruction) -> Step:
     if one.name[1] == "warp":
+        members = all_lanes(one, 0, machine)
 
         def together(b: Batch, a: Active) -> None:
+            members(b, a)
             b.whole(a)
+            b.stamp[b.every if a is None else a] += ALONE
 
         return together
     if one.name[1] != "sync" or one.operands not in ((0,), (0, machine.code.threads)):
@@ -682,13 +762,30 @@ def nothing(machine: Machine, one: Instruction) -> Step:
 # Whole warps
 
 
+def all_lanes(one: Instruction, at: int, machine: Machine) -> Callable[[Batch, Active], None]:
+    """Refuses an instruction of some lanes only. at: the operand that says which."""
+    mask = one.operands[at]
+    get = reader(mask, "u32", machine)
+
+    def check(b: Batch, a: Active) -> None:
+        if (get(b, a) != np.uint32(0xFFFFFFFF)).any():
+            raise Unknown(f"{one.text}: not all lanes of a warp")
+
+    if isinstance(mask, int):
+        check(None, None)  # type: ignore[arg-type]
+        return lambda b, a: None
+    return check
+
+
 def shuffle(machine: Machine, one: Instruction) -> Step:
     how = one.name[2]
     to, ok = one.operands[0] if isinstance(one.operands[0], tuple) else (one.operands[0], None)
     put, flag = writer(to, "b32"), writer(ok, "pred")
     x, by, clamp = (reader(v, "u32", machine) for v in one.operands[1:4])
+    members = all_lanes(one, 4, machine)
 
     def run(b: Batch, a: Active) -> None:
+        members(b, a)
         warps = b.whole(a)
         value = np.broadcast_to(x(b, a), (warps.size,)).reshape(warps.shape)
         n = np.broadcast_to(by(b, a), (warps.size,)).reshape(warps.shape).astype(np.int64) & 31
@@ -717,8 +814,12 @@ def shuffle(machine: Machine, one: Instruction) -> Step:
 def vote(machine: Machine, one: Instruction) -> Step:
     how, kind = one.name[2], one.name[3]
     put, p = writer(one.operands[0], kind), reader(one.operands[1], "pred", machine)
+    members = all_lanes(one, 2, machine)
+    if one.name[1] != "sync" or how not in ("ballot", "any", "all"):
+        raise Unknown(one.text)
 
     def run(b: Batch, a: Active) -> None:
+        members(b, a)
         warps = b.whole(a)
         own = np.broadcast_to(p(b, a), (warps.size,)).reshape(warps.shape)
         if how == "ballot":
@@ -734,11 +835,14 @@ def reduce(machine: Machine, one: Instruction) -> Step:
     how, kind = one.name[2], one.name[-1]
     kind = {"b32": "u32"}.get(kind, kind)
     put, x = writer(one.operands[0], kind), reader(one.operands[1], kind, machine)
+    members = all_lanes(one, 2, machine)
+    only(one, {"sync", how})
     compute: Any = {"min": np.minimum, "max": np.maximum, "add": np.add, "or": np.bitwise_or, "and": np.bitwise_and}[
         how
     ]
 
     def run(b: Batch, a: Active) -> None:
+        members(b, a)
         warps = b.whole(a)
         own = np.broadcast_to(x(b, a), (warps.size,)).reshape(warps.shape)
         put(b, a, np.repeat(compute.reduce(own, axis=1).astype(own.dtype), LANES))
@@ -810,6 +914,7 @@ def product(machine: Machine, one: Instruction) -> Step:
     shape = next(p for p in one.name if p.startswith("m16n8"))
     k = int(shape[6:])
     to, a_kind, b_kind, c_kind = one.name[-4:]
+    only(one, {"satfinite"}, 6, -4)
     if one.name[3:6] != (shape, "row", "col") or c_kind != to:
         raise Unknown(one.text)
     if k not in FORMS.get(a_kind, ()) or to not in ("f32", "s32"):
@@ -992,10 +1097,7 @@ def least(machine: Machine, one: Instruction) -> Step:
         extra = set()
     if extra:
         raise Unknown(one.text)
-    kind = one.name[-1]
-    if kind in PARTS:
-        return simple(kind, in_parts(kind, own))(machine, one)
-    return simple(kind, own)(machine, one)
+    return typed(one, own)(machine, one)
 
 
 ARITHMETIC: dict[str, Callable[..., Array]] = {
