@@ -188,12 +188,17 @@ class Form:
         return 2 if self.bits == 3 else self.bits
 
 
+def looked_up(keys: Form, values: Form) -> bool:
+    """Whether either is a grid whose points are looked up."""
+    return any(form.vector and not form.in_bytes for form in (keys, values))
+
+
 def fits_bytes(keys: Form, values: Form) -> bool:
     """Whether products of 8-bit integers (products/triton.py) take both: integers in inner groups (16 key channels are half
     of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for each, and of all
     channels of values, as probabilities have one power of two; grids in bytes.
     """
-    if keys.tiered or any(form.vector and not form.in_bytes for form in (keys, values)):
+    if keys.tiered or looked_up(keys, values):
         return False
     if keys.vector:
         fits = True

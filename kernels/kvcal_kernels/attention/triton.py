@@ -56,7 +56,7 @@ from ..products.triton import (
 )
 from ..triton import Prepared, Ready, half, interpreted, rounded_product
 from .grids import ALIGNED, ENTRIES, rotation_width
-from .reference import Blocks, Form, field_number, fits_bytes, together
+from .reference import Blocks, Form, field_number, fits_bytes, looked_up, together
 from .rope import RUN, Rope
 from .rope import runs as runs_of
 
@@ -2693,11 +2693,6 @@ def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) ->
     return (keys.inner or warps == 1) and fits_bytes(keys, values)
 
 
-def looked_up(keys: Form, values: Form) -> bool:
-    """Whether either is a grid whose points are looked up."""
-    return any(form.vector and not form.in_bytes for form in (keys, values))
-
-
 def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
     """Of a product, for so many query rows; more rows are programs of their own, which read blocks that others have just read.
     As many as compiled code holds in registers: 32 of integers at D = 128 spilled 808 bytes and took 7.9 instructions a number
@@ -2836,7 +2831,8 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share one. At 168
     registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
     """
-    if looked_up(keys, values):  # outputs of values without pairs, or of more rows, are as many more, and spill with 128
+    # outputs of values without pairs, or of more rows, are as many more, and spill with 128 registers
+    if looked_up(keys, values):
         wide = columns(keys, values, rows, False)
         enough = 128 if wide == 8 else 168 if wide == 16 and keys.dim <= 128 else 0
         return Launch(warps=4, registers=enough if values.paired else 0)
