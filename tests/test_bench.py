@@ -823,7 +823,7 @@ def test_kernels_in_the_interpreter_pass_their_checks() -> None:
     assert found[9] == "; ".join([*ENCODED, *["None"] * 5])
     assert found[10:] == [
         "triton: quantise; triton: append; None; None",
-        f"{CORRECTED}; {CORRECTED}, then copy the store; triton: correct, then torch; None; None; None",
+        f"{CORRECTED}; triton: correct, triton: append; triton: correct, then torch; None; None; None",
         f"{CHOSEN}; triton: select; None; None",
     ]
 
@@ -1743,8 +1743,8 @@ ON_GPU = {  # scheme: what attends to it, what appends to it
     "kivi-2-g128": ("triton: fused", "triton: append"),
     "higgs-2": ("triton: fused", "triton: append"),
     "turboquant-4-3": ("triton: fused", "triton: append"),
-    "squat-2": ("triton: fused", f"{CORRECTED}, then copy the store"),
-    "squat-pre-2": ("triton: fused", f"{CORRECTED}, then copy the store"),
+    "squat-2": ("triton: fused", "triton: correct, triton: append"),
+    "squat-pre-2": ("triton: fused", "triton: correct, triton: append"),
     "mixkvq-16-16": ("triton: fused", CHOSEN),
     "vqkv-256": ("triton: fused, exact tokens by torch", "triton: append to vector codes"),
     "aqua-kv-2": (None, "triton: encode, then copy the store"),

@@ -16,8 +16,8 @@ from compiled import TARGETS, compiled, resources
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
 from kvcal_kernels.attention import Form
-from kvcal_kernels.compensated import Moves, corrected, moves
-from kvcal_kernels.quantise import Rule, reference
+from kvcal_kernels.compensated import Digits, Moves, corrected, due, moves
+from kvcal_kernels.quantise import Counts, Rule, Windows, advance, reference
 
 Case = tuple[int, int, int, int, int]
 CASES: list[Case] = [  # head_dim, channels, block, group, bits
@@ -71,9 +71,100 @@ def differs(module: Any, case: Case, own: Moves, x: Tensor) -> bool:
     )
 
 
+WINDOWS = {"a ring": (4, 32), "new tokens": (0, 0)}  # sink, recent
+
+
+def a_step(case: Case, how: str, queries: int) -> tuple[Any, Moves, Tensor]:
+    """What `due` takes of three rows, of which some pack a block, and these blocks' keys (3, 2, block, D)."""
+    dim, channels, block, group, bits = case
+    sink, recent = WINDOWS[how]
+    windows, g = Windows(sink, recent, block), torch.Generator().manual_seed(dim + queries)
+    own, counts = made(case)[1], Counts(3, windows)
+    own = Moves(channels, [w.repeat(3, 1, 1, 1) for w in own.weights], [u.repeat(3, 1) for u in own.units])
+    if (
+        how == "a ring"
+    ):  # one row is short of a block by as many tokens as come, or fewer, one by more, one has not even its sink
+        before = [sink + recent + 3 * block - 1, sink + recent + block - queries - 1, 3]
+    else:
+        before = [2 * block - 1, block - queries, 1]
+    keys = torch.randn(3, 2, max(before) + queries, dim, generator=g).half() * 2 + 1
+    advance(counts, torch.tensor(before, dtype=torch.int32))
+    room = windows.room(queries)
+    ring = torch.full((3, 2, room, dim), 777.0).half()
+    held = counts.sink + 32 * counts.blocks
+    for row, tokens in enumerate(before):
+        at = torch.arange(int(held[row]), tokens)
+        ring[row, :, (at - int(counts.sink[row])) % room] = keys[row, :, at]
+    advance(counts, torch.tensor([queries] * 3, dtype=torch.int32))
+    new = torch.stack([keys[row, :, tokens : tokens + queries] for row, tokens in enumerate(before)])
+    wanted = torch.zeros(3, 2, block, dim)
+    for row in range(3):
+        if counts.blocks[row] > counts.blocks_before[row]:
+            first = int(counts.sink[row]) + 32 * int(counts.blocks_before[row])
+            here = Moves(channels, [w[:1] for w in own.weights], [u[:1] for u in own.units])
+            wanted[row] = corrected(keys[row : row + 1, :, first : first + block], here, bits, group, block)[0]
+    return (ring, counts, new), own, wanted
+
+
+STEPS = [(case, how, queries) for case in CASES[:4] for how in WINDOWS for queries in (1, 16)]
+
+
+def apart(module: Any, case: Case, how: str, queries: int, device: str = "cpu") -> tuple[bool, int]:
+    """Whether blocks that are due differ, and how many there are; rows without one must be left alone by kernels."""
+    (ring, counts, new), own, wanted = a_step(case, how, queries)
+    flush = (counts.blocks > counts.blocks_before).tolist()
+    there = Counts(3, counts.windows, device)
+    there.data.copy_(counts.data)
+    held = Digits.of(Moves(own.channels, [w.to(device) for w in own.weights], [u.to(device) for u in own.units]))
+    out = torch.full(wanted.shape, -5.0, device=device)
+    found = module.due(ring.to(device), there, new.to(device), held, case[4], case[3], out)
+    assert found is out
+    if module is not reference_module():
+        assert all(bool((out[row] == -5).all()) for row in range(3) if not flush[row])
+    return any(not torch.equal(out[row].cpu(), wanted[row]) for row in range(3) if flush[row]), sum(flush)
+
+
+def reference_module() -> Any:
+    from kvcal_kernels.compensated import reference
+
+    return reference
+
+
+@pytest.mark.parametrize(("case", "how", "queries"), STEPS, ids=str)
+def test_a_step_corrects_the_block_that_is_due(case: Case, how: str, queries: int) -> None:
+    assert apart(reference_module(), case, how, queries) == (False, 1 if how == "a ring" else 2)
+
+
+def test_weights_in_place_are_those_they_were_made_of() -> None:
+    own, other = made(CASES[0])[1], made(CASES[3])[1]
+    held = Digits.of(own)
+    where = [x.data_ptr() for x in held.tensors]
+    assert all(torch.equal(w, x) for w, x in zip(held.weights, own.weights, strict=True))
+    assert not held.renew(other)  # of another shape
+    changed = Moves(own.channels, [w.flip(2) for w in own.weights], [u * 2 for u in own.units])
+    assert held.renew(changed) and where == [x.data_ptr() for x in held.tensors]
+    assert all(torch.equal(w, x) for w, x in zip(held.weights, changed.weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda ring, counts, new: (ring, counts, new.repeat(1, 1, 33, 1)), "33 new tokens, blocks of 32"),
+        (lambda ring, counts, new: (ring.float(), counts, new), "ring .* torch.float32: must be .* torch.float16"),
+        (lambda ring, counts, new: (ring[:2], counts, new), r"ring \(2, .*must be \(3, 2, tokens, 128\)"),
+        (lambda ring, counts, new: (ring, Counts(2, counts.windows), new), "counts of 2 rows, keys of 3"),
+    ],
+)
+def test_steps_that_make_no_sense(change: Any, says: str) -> None:
+    given, own, _ = a_step(CASES[0], "a ring", 1)
+    with pytest.raises(ValueError, match=says):
+        due(*change(*given), own, 2, 32)
+
+
 def main() -> None:
     from kvcal_kernels.compensated import triton
 
+    print([apart(triton, *STEPS[i])[0] for i in (0, 1, 3, 5, 6, 9)])
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     for number, case in enumerate(CASES[:3]):
         _, own, x = made(case, dtypes[number])
@@ -85,7 +176,7 @@ def main() -> None:
 @needs_triton
 def test_interpreted_kernel_agrees_with_the_reference() -> None:
     lines = interpreted("-m", "test_compensated_kernel")
-    assert lines == ["False"] * 3
+    assert lines == [f"{[False] * 6}", *["False"] * 3]
 
 
 @needs_triton
@@ -110,13 +201,22 @@ def test_what_the_kernel_would_misread_is_refused(change: Any, says: str) -> Non
         triton.corrected(x, own, 2, 32, block)
 
 
-TYPES = {"p_x": "*fp16", "p_out": "*fp32", "p_weight": "*fp16", "p_unit": "*fp64"}
+TYPES = {
+    "p_x": "*fp16",
+    "p_new": "*fp16",
+    "p_ring": "*fp16",
+    "p_counts": "*i32",
+    "p_out": "*fp32",
+    "p_weight": "*fp16",
+    "p_unit": "*fp64",
+}
 
 
 @needs_triton
+@pytest.mark.parametrize("name", ["correct_kernel", "due_kernel"])
 @pytest.mark.parametrize("case", CASES[:1], ids=str)
 @pytest.mark.parametrize("capability", TARGETS)
-def test_compiled_kernel_spills_nothing(case: Case, capability: int, tmp_path: Path) -> None:
+def test_compiled_kernel_spills_nothing(case: Case, capability: int, name: str, tmp_path: Path) -> None:
     import triton as compiler
 
     from kvcal_kernels.compensated import triton
@@ -124,14 +224,22 @@ def test_compiled_kernel_spills_nothing(case: Case, capability: int, tmp_path: P
     if compiler.__version__ != "3.7.1":
         pytest.skip(f"triton {compiler.__version__}: counts are those of 3.7.1")
     dim, channels, block, group, bits = case
-    constants = triton.settings(0, channels, 8, dim, bits, group, block)
-    names = [name for name in triton.correct_kernel.arg_names if name not in constants]
+    kernel, constants = getattr(triton, name), triton.settings(0, channels, 8, dim, bits, group, block)
+    names = [name for name in kernel.arg_names if name not in constants]
     aligned = [name for name in names if name.startswith("p_") or name.endswith("stride")]
     types = {name: TYPES.get(name, "i32") for name in names}
     options: dict[str, Any] = {"num_warps": triton.warps(block), "num_stages": 1, "enable_fp_fusion": False}
-    own = compiled(triton.correct_kernel, types, constants, aligned, capability, **options)
+    own = compiled(kernel, types, constants, aligned, capability, **options)
     taken, spilled = resources(own, tmp_path)
     assert (taken <= 255, spilled) == (True, 0), taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "how", "queries"), STEPS, ids=str)
+def test_steps_on_a_gpu(case: Case, how: str, queries: int) -> None:
+    from kvcal_kernels.compensated import triton
+
+    assert not apart(triton, case, how, queries, "cuda")[0]
 
 
 @pytest.mark.gpu

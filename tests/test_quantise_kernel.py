@@ -336,17 +336,18 @@ INPUTS = ["p_k", "p_v", "p_sink_k", "p_sink_v", "p_ring_k", "p_ring_v"]
 TYPES = {
     **dict.fromkeys(INPUTS, "*fp16"), **dict.fromkeys(["p_kw", "p_vw"], "*i16"),
     **dict.fromkeys(["p_ks", "p_vs", "p_factor"], "*fp16"), **dict.fromkeys(["p_k_table", "p_v_table"], "*fp32"),
-    "p_counts": "*i32", "p_flags": "*i32",
+    "p_counts": "*i32", "p_flags": "*i32", "p_due": "*fp32",
 }  # fmt: skip
 
 
-def built(case: Case, capability: int, step: bool = False) -> Any:
-    """The kernel of `quantise`, or with `step` of a decode step's `append`."""
+def built(case: Case, capability: int, step: bool = False, due: int = 0) -> Any:
+    """The kernel of `quantise`, or with `step` of a decode step's `append`, of keys that are corrected with `due`."""
     from kvcal_kernels.quantise import triton
 
     rules = case.rule("key"), case.rule("value")
     launch = triton.launch_of(*rules, step)
     own = {"HEADS": case.heads, "WRITE": step, "PACK": True, "STORED": step, "FACTOR": case.factor is not None}
+    own["DUE"] = due
     constants = triton.settings(*rules) | own | {"NW": launch.warps, "ASM": True}
     names = [name for name in triton.append_kernel.arg_names if name not in constants]
     types = {name: TYPES.get(name, "i32") for name in names}
@@ -420,10 +421,10 @@ def test_compiled_kernels_keep_to_their_budgets(
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["symmetric 3", "symmetric 4", "outer 2"])
+@pytest.mark.parametrize(("name", "due"), [("symmetric 3", 0), ("symmetric 4", 0), ("outer 2", 0), ("outer 2", 32)])
 @pytest.mark.parametrize("capability", [80, 87, 90])
-def test_compiled_step_spills_nothing(name: str, capability: int, tmp_path: Path) -> None:
-    assert resources(built(Case(name, name, 128, heads=8), capability, step=True), tmp_path)[1] == 0
+def test_compiled_step_spills_nothing(name: str, due: int, capability: int, tmp_path: Path) -> None:
+    assert resources(built(Case(name, name, 128, heads=8), capability, step=True, due=due), tmp_path)[1] == 0
 
 
 @needs_triton

@@ -105,6 +105,7 @@ class KVCalLayer(CacheLayerMixin):
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
+        self.unseen = 0  # newest columns that no statistic has been shown: the device's own steps
         self._due = None
 
     @property
@@ -332,6 +333,7 @@ class KVCalLayer(CacheLayerMixin):
         if self._settled():
             return self._current() if plan.flush else {}
         at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
+        self.unseen = 0
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
         for own in self.statistics.values():
@@ -558,9 +560,11 @@ class KVCalLayer(CacheLayerMixin):
         """After a crop: take the newest `count` columns out of the statistics. held, untouched: of the ledger."""
         if not self.is_initialized:
             return
+        unseen = min(count, self.unseen)
+        self.unseen -= unseen
         for own in self.statistics.values():
             if isinstance(own, Summed):
-                own.crop(count)
+                own.crop(count - unseen)
             if isinstance(own, KeyScale):
                 keys = torch.cat([self.sink[0], self.window[0]], 2)
                 own.renew(keys, held.to(keys.device), untouched.to(keys.device))
@@ -568,7 +572,8 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def tail(self) -> int | None:
         """How many of the newest columns the statistics of queries can forget; None without any."""
-        return min((own.tail for own in self.statistics.values() if isinstance(own, Summed)), default=None)
+        tails = [own.tail + self.unseen for own in self.statistics.values() if isinstance(own, Summed)]
+        return min(tails, default=None)
 
     def select_rows(self, rows: Tensor, widths: tuple[int, int, int]) -> None:
         """Keep these batch rows in this order; widths: sink, blocks and window that the fullest of them needs."""
@@ -913,6 +918,7 @@ class KVCalCache(Cache):
         fixed.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
         for layer in ready if new else ():
             layer.columns = length
+            layer.unseen += new
             layer.overlook(self.held)
 
     @property

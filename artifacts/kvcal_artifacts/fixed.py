@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.attention import BLOCK, Form, Rope, rope
+from kvcal_kernels.compensated import Digits
 from kvcal_kernels.quantise import AnyRule, Counts
 
 from . import fused, hf, vectors
@@ -28,7 +29,7 @@ from .errors import KVCalError, NonFiniteError
 from .ledger import Ledger, Plan
 from .modes import without_autocast, without_grad
 from .scheme import LayerCodecs, Windows
-from .statistics import KeyScale
+from .statistics import KeyScale, QuerySubspace
 
 NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
@@ -45,10 +46,10 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     if isinstance(pair.key, MixKVQ):
         by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
         return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
+    if isinstance(pair.key, Squat):
+        return None if pair.key.plain else f"SQuat over {pair.key.inner.describe()}, whose correction asks the host"
     if others := sorted(name for name in pair.stats if name != KeyScale.name):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
-    if isinstance(pair.key, Squat):
-        return "SQuat corrects keys before it rounds them: no kernel appends them, and torch's correction asks the host"
     return None
 
 
@@ -86,7 +87,8 @@ class Steps:
 @dataclass
 class Room:
     """Storage of B rows: sink and ring of recent tokens [keys, values] (B, H, tokens, D), packed blocks (B, H, N, ...).
-    flags: of quantise.check, (H,) int32. statistics: of KeyScale, where they stay.
+    flags: of quantise.check, (H,) int32. statistics: of KeyScale, where they stay. moves: of SQuat, what corrects the keys of
+    blocks that are due; due: these keys (B, H, block, D) float32.
     """
 
     sink: list[Tensor]
@@ -94,6 +96,8 @@ class Room:
     packed: list[Packed]
     flags: Tensor
     statistics: dict[str, Tensor]
+    moves: Digits | None = None
+    due: Tensor | None = None
 
 
 def most_blocks(windows: Windows, tokens: int) -> int:
@@ -251,7 +255,7 @@ class FixedLayer(KVCalLayer):
                 self._begin_turns(steps.turns)
         room.flags.zero_()
         self._factor = None
-        for own in self.statistics.values():
+        for own in self._scales.values():
             for name, value in own.state.items():
                 kept = room.statistics.get(name)
                 if kept is None or kept.shape != value.shape:
@@ -259,8 +263,36 @@ class FixedLayer(KVCalLayer):
                 own.state[name] = kept.copy_(value)
         if self._cache.opened and not self.vectors:
             self._key_factor()
+        self._correct_by(room)
         self.ready = True
         self.overlook(held)
+
+    @property
+    def _scales(self) -> dict[str, KeyScale]:
+        """The statistics that steps go on with; a subspace of queries stays as it is."""
+        return {name: own for name, own in self.statistics.items() if isinstance(own, KeyScale)}
+
+    def _correct_by(self, room: Room) -> None:
+        """Of SQuat: what corrects the blocks of the steps to come."""
+        key, ledger, own = self.codecs.key, self._cache.ledger, None
+        if not isinstance(key, Squat):
+            return
+        for statistic in self.statistics.values():
+            assert isinstance(statistic, QuerySubspace)
+            own = statistic.standing(ledger.blocks, ledger.seen, self.site.ratio)
+        given = self._corrected_for
+        if room.moves is not None and own is not None and given is not None and torch.equal(own, given):
+            return
+        moves = key.step_moves(own)
+        self._corrected_for = own
+        if room.moves is None or not room.moves.renew(moves):
+            room.moves = Digits.of(moves)
+        if room.due is None:
+            keys = room.sink[0]
+            size = *keys.shape[:2], self._cache.scheme.windows.block, keys.shape[3]
+            room.due = torch.zeros(size, device=keys.device)
+
+    _corrected_for: Tensor | None = None  # rows' own subspaces that room.moves are of
 
     def _begin_turns(self, turns: Turns) -> None:
         """Rows begin where the ledger says."""
@@ -390,7 +422,11 @@ class FixedLayer(KVCalLayer):
         return self.room.sink + self.room.ring
 
     def bookkeeping(self) -> list[Tensor]:
-        return super().bookkeeping() + ([] if self.room is None else [self.room.flags])
+        room = self.room
+        if room is None:
+            return super().bookkeeping()
+        corrects = [] if room.moves is None or room.due is None else [*room.moves.tensors, room.due]
+        return [*super().bookkeeping(), room.flags, *corrects]
 
     # On the device.
 
@@ -422,10 +458,11 @@ class FixedLayer(KVCalLayer):
             # not kept where a replayed graph may change the statistics in place, nor in memory of a compiled forward's graphs
             factor, wide = self._key_factor(settled and uncompiled, seen)
             keys, values = self._as_blocks(room.packed)
+            due = self._keys_due(room, counts, k)
             if by is not None and not isinstance(self._step_rules, str):
-                by.append(self._stored(room), counts, k, v, *self._step_rules, factor)
+                by.append(self._stored(room), counts, k, v, *self._step_rules, factor, due)
             else:
-                self._append(room, counts, [k, v])
+                self._append(room, counts, [k, v], due)
             out = fused.attention(
                 self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
                 (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
@@ -434,6 +471,14 @@ class FixedLayer(KVCalLayer):
             if self.index == steps.last:
                 steps.length.add_(k.shape[2])
         return out.to(q.dtype)
+
+    def _keys_due(self, room: Room, counts: Counts, keys: Tensor) -> Tensor | None:
+        """Of SQuat: keys of the block that this step packs, corrected; this step's attention sees the exact ones."""
+        if not isinstance(self.codecs.key, Squat):
+            return None
+        self.pending_queries = None
+        assert room.moves is not None
+        return self.codecs.key.due(room.ring[0], counts, keys, room.moves, room.due)
 
     def _stored(self, room: Room) -> quantise.Layer:
         """What the kernel appends to."""
@@ -460,11 +505,13 @@ class FixedLayer(KVCalLayer):
         ratio = self.site.ratio
         return {
             name: by.observe(own.state["peak"], own.state["fixed"], counts, keys, ratio)
-            for name, own in self.statistics.items()
+            for name, own in self._scales.items()
         }
 
-    def _append(self, room: Room, counts: Counts, new: list[Tensor]) -> None:
-        """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due."""
+    def _append(self, room: Room, counts: Counts, new: list[Tensor], keys: Tensor | None = None) -> None:
+        """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due.
+        keys: those that are due, corrected.
+        """
         windows, each = self._cache.scheme.windows, fused.kernel_blocks(self.codecs)
         quantise.keep((room.sink[0], room.sink[1]), (room.ring[0], room.ring[1]), counts, (new[0], new[1]))
         due, slot = counts.blocks > counts.blocks_before, counts.blocks_before.long() // each
@@ -473,7 +520,11 @@ class FixedLayer(KVCalLayer):
         for role, (codec, packed) in enumerate(zip(self._pair, room.packed, strict=True)):
             with device_only() as fits:
                 first = _slots(slot, windows.block, windows.block, room.ring[role])
-                made = codec.encode(_take(room.ring[role], first), context)
+                leaving = _take(room.ring[role], first)
+                if role == 0 and keys is not None:
+                    assert isinstance(codec, Squat)
+                    codec, leaving = codec.inner, keys
+                made = codec.encode(leaving, context)
             bad = (due & ~torch.stack(fits).all(0)).any() * NOT_FINITE + (due & (slot > last)).any() * ROOM
             room.flags.bitwise_or_(bad.int() << quantise.reference.VALUES * role)
             for name, x in made.items():

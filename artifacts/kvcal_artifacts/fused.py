@@ -302,11 +302,14 @@ def rule_of(codec: Codec) -> AnyRule | str:
 
 
 def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
-    """How the append kernel packs keys and values of steps; why torch does where no kernel can or passes its check."""
-    found = _rules(kernels, pair.key, pair.value)
+    """How the append kernel packs keys and values of steps, SQuat's as they are corrected; why torch does where no kernel
+    can or passes its check.
+    """
+    channels = pair.key.channels if isinstance(pair.key, Squat) else 0
+    found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
     if isinstance(found, str) or preflight.interpreted():
         return found
-    if why := preflight.append_verdict(*found, dtype, device):
+    if why := preflight.append_verdict(*found, dtype, device, channels):
         warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
         return f"the append kernel does not pass: {why}"
     return found

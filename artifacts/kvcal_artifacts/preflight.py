@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 import kvcal_kernels
-from kvcal_kernels import attention, quantise, reconstruct, vq_append, vq_attention
+from kvcal_kernels import attention, compensated, quantise, reconstruct, vq_append, vq_attention
 from kvcal_kernels.attention import BLOCK, Form, reference
+from kvcal_kernels.compensated import Moves
 from kvcal_kernels.device import capturing, on
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
@@ -124,10 +125,15 @@ def verdict(
     return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
 
 
-def append_verdict(key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device) -> str | None:
-    """As `verdict`, of the kernel that appends and packs the tokens of a step; heads count where there is a grid."""
+def append_verdict(
+    key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device, channels: int = 0
+) -> str | None:
+    """As `verdict`, of the kernel that appends and packs the tokens of a step; heads count where there is a grid. channels: of
+    keys that SQuat corrects, rounded at a time; 0: they are packed as they are.
+    """
     parts = ["append", rule_said(key), rule_said(value), f"d{key.form.dim}"]
-    return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device))
+    parts += [f"corrected by {channels} channels"] if channels else []
+    return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device, channels))
 
 
 def quantise_verdict(
@@ -559,10 +565,10 @@ def vectors_append_trial(
 
 
 def append_trial(
-    key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device, flushes: int = 2
+    key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device, channels: int = 0, flushes: int = 2
 ) -> str | None:
     """A prompt and steps over so many flushes of rows of different lengths, against the reference on the CPU, bit by bit;
-    then attention over what they left.
+    then attention over what they left. channels: of append_verdict.
     """
     generator = torch.Generator().manual_seed(0)
     windows = quantise.Windows(4, 32, BLOCK * max(key.form.scale_blocks, value.form.scale_blocks))
@@ -572,7 +578,8 @@ def append_trial(
     room = 4 * windows.block // BLOCK
     own = [_empty(*pair, windows, dtype, where, room) for pair, where in zip(pairs, places, strict=True)]
     heads = len(own[0][0].flags)
-    factor = torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5
+    factor = None if channels else torch.rand(heads, 1, key.form.dim, generator=generator) + 0.5
+    moves = _random_moves(heads, key.form.dim, channels, generator) if channels else None
     seen = [
         (torch.zeros(3, heads, key.form.dim, device=where), torch.zeros(3, dtype=torch.bool, device=where))
         for where in places
@@ -583,7 +590,9 @@ def append_trial(
         for (layer, counts), by, pair, held in zip(own, (quantise, quantise.fast()), pairs, seen, strict=True):
             where = counts.data.device
             by.advance(counts, torch.tensor(new, dtype=torch.int32, device=where))
-            by.append(layer, counts, *(x.to(where) for x in fresh), *pair, factor.to(where))
+            k, v = (x.to(where) for x in fresh)
+            due = None if moves is None else _keys_due(layer, counts, k, moves, key.form, by is not quantise)
+            by.append(layer, counts, k, v, *pair, None if factor is None else factor.to(where), due)
             if min(new) == max(new):  # a step: no row is padded
                 factors.append([x.cpu() for x in (*by.observe(*held, counts, fresh[0].to(where), 2), *held)])
         if factors and not all(map(torch.equal, *factors)):
@@ -606,6 +615,27 @@ def append_trial(
         scaling = key.form.dim**-0.5
         outs.append(by.attend(asked, layer.keys, layer.values, now.blocks_before, sink, ring, scaling, ring=True))
     return _apart(outs[1].to("cpu"), outs[0], dtype, "attention over the ring")
+
+
+def _random_moves(heads: int, dim: int, channels: int, generator: torch.Generator) -> Moves:
+    """SQuat's of three rows, so large that a wrong digit shows."""
+    steps = range(channels, dim, channels)
+    responses = [torch.randn(3, heads, channels, dim - stop, generator=generator).double() / 8 for stop in steps]
+    return compensated.moves(responses, channels)
+
+
+def _keys_due(
+    layer: quantise.Layer, counts: quantise.Counts, keys: Tensor, moves: Moves, form: Form, by_kernel: bool
+) -> Tensor | None:
+    """What SQuat makes of the keys that a step packs; None of a prompt."""
+    block, device = counts.windows.block, keys.device
+    if keys.shape[2] > block:
+        return None
+    here = Moves(moves.channels, [x.to(device) for x in moves.weights], [x.to(device) for x in moves.units])
+    refused = compensated.refusal(form.dim, moves.channels, form.group, block)
+    by = compensated.fast() if by_kernel and not refused else compensated
+    made: Tensor = by.due(layer.recent[0], counts, keys, here, form.bits, form.group)
+    return made
 
 
 def _rule_on(rule: AnyRule, device: torch.device) -> AnyRule:

@@ -251,6 +251,9 @@ class QuerySubspace(Summed):
     fit before them. Q'Q is a sum of integers: products of fixed-point queries are summed exactly in float64, and in int64
     from product to product, 2^63 / 2^36 = 1.3e8 query vectors of the largest entries, so the order of adding never shows.
     A NaN counts as zero: its keys are refused where they are packed.
+
+    Steps that a device does by itself are not seen (`standing`): their queries are in no sum, and a fit that falls among them
+    is left out; with `length` later fits still divide by all tokens.
     """
 
     name = "query_subspace"
@@ -317,10 +320,26 @@ class QuerySubspace(Summed):
 
     def _refit(self, due: Tensor, vectors: int) -> None:
         fitted = self.state["fitted"].clone()
-        unit = QUERY_STEP / (vectors**0.5 if self.by_length else 1.0)
         for row in due.nonzero().flatten().tolist():
-            fitted[row] = (subspace(self.state["gram"][row].double(), self.rank) * unit).float()
+            fitted[row] = self._fit(row, vectors)
         self.state["fitted"] = fitted
+
+    def _fit(self, row: int, vectors: int) -> Tensor:
+        """(H, R, D) float32 of a row's sums so far, of so many query vectors a kv head."""
+        unit = QUERY_STEP / (vectors**0.5 if self.by_length else 1.0)
+        return (subspace(self.state["gram"][row].double(), self.rank) * unit).float()
+
+    def standing(self, blocks: Tensor, seen: Tensor, group: int) -> Tensor:
+        """(B, H, R, D) of blocks that are packed unseen from now on: the last fit; of rows without a block, which have none, a
+        fit of their queries so far. blocks, seen (B,) on the CPU: packed blocks, tokens; group: query heads of a kv head.
+        """
+        none = ((blocks == 0) & (seen > 0)).nonzero().flatten().tolist()
+        if not none:
+            return self.state["fitted"]
+        fitted = self.state["fitted"].clone()
+        for row in none:
+            fitted[row] = self._fit(row, int(seen[row]) * group)
+        return fitted
 
 
 class QuerySubspaceBeforeRope(QuerySubspace):

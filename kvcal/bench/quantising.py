@@ -19,6 +19,7 @@ from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import vq
 from kvcal_kernels.attention import BLOCK, Blocks
+from kvcal_kernels.compensated import Digits
 from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
 
 from . import distortion
@@ -32,8 +33,8 @@ VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the co
 
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
-    """Of keys and values that steps append; else why the reference path is measured."""
-    return _rules(case, case.scheme.codecs.key, case.scheme.codecs.value)
+    """Of keys and values that steps append, of SQuat's as they are corrected; else why the reference path is measured."""
+    return fixed.refusal(case.scheme.codecs, False) or block_rules(case)
 
 
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
@@ -144,18 +145,30 @@ def _unlike(filled: Filled, made: tuple[Blocks, Blocks]) -> str | None:
 
 
 def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
-    """The steps of a block, one launch each: all but the last only write a new token, the last packs a block of every row."""
+    """The steps of a block, one launch each: all but the last only write a new token, the last packs a block of every row.
+    Of SQuat two or more, whose first ones correct the keys that are due.
+    """
     from kvcal_kernels.quantise import triton as kernel
 
     new, windows = fill(one_block(case)), _windows(case)
-    factor = factor_of(new)
+    factor, path, moves, room = factor_of(new), "triton: append", None, None
     layer = _filled_layer(case, new, windows, own)
-    blocks = layer.keys, layer.values
+    blocks, key = (layer.keys, layer.values), encoders(case, new.codecs)[0].key
+    if isinstance(key, Squat):
+        subspace = new.encoding.stats.get(key.statistic)
+        moves = Digits.of(key.step_moves(None if subspace is None else subspace[:, :, 0]))
+        room = torch.empty(
+            case.batch, case.geometry.kv_heads, windows.block, case.geometry.head_dim, device=case.device
+        )
+        path = f"{'triton: correct' if key.encodes_by_kernel else 'torch: correct'}, {path}"
 
     def step(counts: Counts, k: Tensor, v: Tensor) -> None:
-        kernel.append(layer, counts, k, v, *own, factor)
+        due = None
+        if isinstance(key, Squat) and moves is not None:
+            due = key.due(layer.recent[0], counts, k, moves, room)
+        kernel.append(layer, counts, k, v, *own, factor, due)
 
-    return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), "triton: append")
+    return _steps(case, new, windows, layer.recent, layer.flags, step, partial(_unlike, new, blocks), path)
 
 
 def appends_vectors(case: Case) -> bool:

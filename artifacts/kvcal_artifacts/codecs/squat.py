@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvcal_kernels import compensated
 from kvcal_kernels.attention import Blocks, Form
-from kvcal_kernels.compensated import Moves
+from kvcal_kernels.compensated import Digits, Moves
 from kvcal_kernels.hadamard import tree_sum
 
 from ..errors import KVCalError
@@ -33,6 +33,8 @@ from .base import EMPTY, Codec, Context, Packed, Role, Shape, check_finite
 from .uniform import Uniform
 
 if TYPE_CHECKING:
+    from kvcal_kernels.quantise import Counts
+
     from ..scheme import Scheme
 
 Subspace = Literal["prompt", "calibrated", "both"]
@@ -50,6 +52,9 @@ class Squat(Codec):
     subspace: the row's own queries so far ("prompt"), the bundle's `calibrated` (H, R, D), or both terms added in M.
     normalise: singular values as they are, which grow with the root of the tokens ("paper"), or over that root ("length");
     `calibrated` is used as it is. queries: whether the row's own are taken before or after RoPE, in either frame of the keys.
+
+    Steps that the device does by itself (max_length) keep the row's own subspace as they find it, that of the prompt as in the
+    paper's Algorithm 1; where the host does them it is fitted anew as often as the tokens have doubled.
     """
 
     name = "squat"
@@ -110,14 +115,18 @@ class Squat(Codec):
         # what the kernel makes of a NaN is not finite either, where it is rounded; torch rounds here, and refuses scales
         return self.corrected(x if self._kernel else check_finite(x, context.layer, self.role), context)
 
+    @property
+    def plain(self) -> bool:
+        """Whether `compensated` has its corrections: of uniform integers, asymmetric, without a search."""
+        own = self.inner
+        return isinstance(own, Uniform) and own.mode == "asymmetric" and not own.search
+
     def by_kernel(self) -> Squat:
-        """Its corrections by a Triton kernel, bit for bit those of torch: of plain uniform integers at shapes that
-        `compensated.refusal` lets through.
+        """Its corrections by a Triton kernel, bit for bit those of torch: of `plain` ones at shapes that `compensated.refusal`
+        lets through.
         """
         own, dim, block = self.inner, self.shape.dim, self.shape.block
-        if not isinstance(own, Uniform) or own.mode != "asymmetric" or own.search:
-            return self
-        if compensated.refusal(dim, self.channels, own.group, block):
+        if not self.plain or not isinstance(own, Uniform) or compensated.refusal(dim, self.channels, own.group, block):
             return self
         if self.subspace == "calibrated":  # solved once for all caches; a prompt's own subspace is of one
             self._solved(next(self._bases(EMPTY, 1))[1])
@@ -166,6 +175,26 @@ class Squat(Codec):
 
     def _moves(self, basis: Tensor) -> Moves:
         return self._solved(basis).moves
+
+    def step_moves(self, own: Tensor | None) -> Moves:
+        """What corrects the blocks of steps whose rows' own subspaces (B, H, R, D) stay; None where there are none."""
+        root = self.strength**0.5
+        fixed = [] if self.subspace == "prompt" or self.calibrated is None else [self.calibrated.double()[None] * root]
+        if own is None:
+            return self._moves(fixed[0])
+        return self._moves(
+            torch.cat([own.double() * root, *(basis.expand(len(own), -1, -1, -1) for basis in fixed)], 2)
+        )
+
+    def due(
+        self, ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, out: Tensor | None = None
+    ) -> Tensor:
+        """compensated.due of the codec inside: keys that a step packs, as they are rounded (B, H, block, D) float32."""
+        own = self.inner
+        assert isinstance(own, Uniform)
+        by = compensated.fast() if self._kernel else compensated
+        made: Tensor = by.due(ring, counts, new, moves, own.bits, own.group, out)
+        return made
 
     @property
     def _steps(self) -> list[slice]:

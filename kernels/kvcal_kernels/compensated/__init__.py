@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from .reference import Moves, corrected, moves, refusal
+from .reference import Digits, Moves, corrected, due, moves, refusal
 
 
 def fast() -> ModuleType:
-    """The Triton kernel's `corrected`; ImportError without triton."""
+    """The Triton kernels' `corrected` and `due`; ImportError without triton."""
     from . import triton
 
     return triton
 
 
-__all__ = ["Moves", "corrected", "fast", "moves", "refusal"]
+__all__ = ["Digits", "Moves", "corrected", "due", "fast", "moves", "refusal"]

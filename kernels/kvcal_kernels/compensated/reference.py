@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..quantise import Counts
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,44 @@ class Moves:
         return found
 
 
+@dataclass(frozen=True)
+class Digits:
+    """`Moves` as the kernel reads them, in storage that stays where it is: steps of a CUDA graph know its address."""
+
+    channels: int
+    digits: list[Tensor]
+    units: list[Tensor]
+
+    @classmethod
+    def of(cls, own: Moves) -> Digits:
+        return cls(own.channels, [x.clone() for x in own.digits], [x.clone() for x in own.units])
+
+    def renew(self, own: Moves) -> bool:
+        """Hold these in place of what was held; False where they are of another shape or device, and nothing is done."""
+        new, held = [*own.digits, *own.units], self.tensors
+        if [(x.shape, x.device) for x in new] != [(x.shape, x.device) for x in held]:
+            return False
+        for old, x in zip(held, new, strict=True):
+            old.copy_(x)
+        return True
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.digits, *self.units]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """As of `Moves`."""
+        return [x[0].double() + 256 * x[1].double() + 65536 * x[2].double() for x in self.digits]
+
+
 def moves(responses: list[Tensor], channels: int) -> Moves:
     """responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as codecs.squat.responses makes them."""
     found = [_integers(response, _bits(channels)) for response in responses]
     return Moves(channels, [weight for weight, _ in found], [unit.flatten(1) for _, unit in found])
 
 
-def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tensor:
+def corrected(x: Tensor, own: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
     """x (B, H, T, D), T whole blocks of `block` tokens -> keys as they are rounded in the end, float32. bits, group: of
     the rounding, asymmetric, groups of tokens of one channel.
     """
@@ -56,6 +91,42 @@ def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tenso
         rest = keys[..., here.stop :]
         rest.copy_((rest.double() - product * (size * unit[:, :, None, None, None])).float())
     return keys.flatten(2, 3)
+
+
+def due(
+    ring: Tensor, counts: Counts, new: Tensor, own: Moves | Digits, bits: int, group: int, out: Tensor | None = None
+) -> Tensor:
+    """`corrected` of the one block of counts.windows.block tokens that a call of at most as many packs, before `append` puts
+    its tokens away; operations of fixed shape, no value is looked at.
+
+    ring (B, H, room, D): keys of the window, as of quantise.Layer.recent. new (B, H, Q, D), a row's real tokens last; counts:
+    behind the call. -> (B, H, block, D) float32, anything in rows of which no block is due; out: where to.
+    """
+    block, queries, room = counts.windows.block, new.shape[2], ring.shape[2]
+    check_due(ring, counts, new)
+    token, window = torch.arange(block, device=new.device)[None], counts.window_before[:, None].long()
+    held = (counts.blocks_before[:, None].long() * 32 + token) % room
+    taken = (counts.sink - counts.sink_before)[:, None]
+    fresh = (queries - counts.new[:, None] + taken + token - window).clamp(0, queries - 1)
+
+    def take(x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    keys = torch.where((token < window)[:, None, :, None], take(ring, held), take(new, fresh))
+    made = corrected(keys, own, bits, group, block)
+    return made if out is None else out.copy_(made)
+
+
+def check_due(ring: Tensor, counts: Counts, new: Tensor) -> None:
+    """Raises ValueError: `due` knows of one block a row."""
+    batch, heads, queries, dim = new.shape
+    if queries > counts.windows.block:
+        raise ValueError(f"{queries} new tokens, blocks of {counts.windows.block}: must be at most one block")
+    if (ring.shape[0], ring.shape[1], ring.shape[3]) != (batch, heads, dim) or ring.dtype != new.dtype:
+        seen = f"{tuple(ring.shape)} {ring.dtype}"
+        raise ValueError(f"ring {seen}: must be ({batch}, {heads}, tokens, {dim}) {new.dtype}, as the new keys")
+    if counts.data.shape[1] != batch:
+        raise ValueError(f"counts of {counts.data.shape[1]} rows, keys of {batch}: must be the same")
 
 
 def refusal(dim: int, channels: int, group: int, block: int) -> str | None:

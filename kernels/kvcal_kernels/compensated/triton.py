@@ -1,5 +1,5 @@
-"""`corrected` of reference.py for NVIDIA GPUs: one launch for each step of channels, a block's error and what it moves
-in registers.
+"""`corrected` and `due` of reference.py for NVIDIA GPUs: one launch for each step of channels, a block's error and what
+it moves in registers.
 
 Both factors of the product are integers of at most 25 bits, in three digits of 8 bits each: float16 tensor-core products of
 digits add up to less than 2^24, which float32 holds exactly in any order, and float64 puts the digits' sums together.
@@ -7,15 +7,21 @@ digits add up to less than 2^24, which float32 holds exactly in any order, and f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.reference import about
 from ..device import on
-from .reference import Moves, _bits, refusal
+from ..triton import Prepared, Ready
+from .reference import Digits, Moves, _bits, check_due, refusal
+from .reference import due as due_by_torch
+
+if TYPE_CHECKING:
+    from ..quantise import Counts
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23
 ROUND64 = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52
@@ -54,22 +60,15 @@ def _digits(x):
     return low.to(tl.float16), middle.to(tl.float16), ((x - middle) >> 8).to(tl.float16)
 
 
-@triton.jit(do_not_specialize=["tokens", "batch_of_weights"])
-def correct_kernel(
-    p_x, p_out, p_weight, p_unit, tokens, plane, batch_stride, head_stride, token_stride, batch_of_weights,
-    HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def _step(
+    p_from, p_to, p_weight, p_unit, i_head, live, plane,
+    DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens / (BLOCK * BLOCKS), HEADS, batch). Rounds channels from START on; with START 0 `p_out` gets all
-    channels, else it is `p_x` and those behind change. plane: numbers of a digit of all weights. batch_of_weights: 0 if
-    all rows share them, else 1.
+    """Round channels from START on of the keys at p_from, and store at p_to those that change, with START 0 all; pointers
+    [BLOCK * BLOCKS, 1] of channel 0. i_head: of the weights.
     """
-    # heads of a prompt lie 2^31 numbers apart, and more
-    i_kv, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    token = tl.program_id(0) * (BLOCK * BLOCKS) + tl.arange(0, BLOCK * BLOCKS)
-    live = (token < tokens)[:, None]
-    p_from = p_x + i_batch * batch_stride + i_kv * head_stride + token.to(tl.int64)[:, None] * token_stride
-    p_to = p_out + ((i_batch * HEADS + i_kv) * tokens + token)[:, None] * DIM
     channel = START + tl.arange(0, CHANNELS)[None, :]
     x = tl.load(p_from + channel, mask=live, other=0.0).to(tl.float32)
     if START == 0:
@@ -78,7 +77,6 @@ def correct_kernel(
     size = _unit(tl.max(tl.max(tl.abs(error), 2), 1), BITS)
     whole = error.to(tl.float64) * (1.0 / size)[:, None, None] + ROUND64
     digits = _digits(tl.reshape(whole, [BLOCKS * BLOCK, CHANNELS]).to(tl.int64, bitcast=True).to(tl.int32))
-    i_head = (i_batch * batch_of_weights) * HEADS + i_kv
     size = tl.broadcast_to((size * tl.load(p_unit + i_head))[:, None], [BLOCKS, BLOCK])
     size = tl.reshape(size, [BLOCKS * BLOCK, 1])
     REST: tl.constexpr = DIM - START - CHANNELS
@@ -99,24 +97,72 @@ def correct_kernel(
         tl.store(p_to + behind, (y.to(tl.float64) - moved * size).to(tl.float32), mask=live)
 
 
-def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tensor:
-    """As reference.corrected, for any strides but that of channels, which is 1. One launch for each of `own.weights`."""
+@triton.jit(do_not_specialize=["tokens", "batch_of_weights"])
+def correct_kernel(
+    p_x, p_out, p_weight, p_unit, tokens, plane, batch_stride, head_stride, token_stride, batch_of_weights,
+    HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens / (BLOCK * BLOCKS), HEADS, batch). Rounds channels from START on; with START 0 `p_out` gets all
+    channels, else it is `p_x` and those behind change. plane: numbers of a digit of all weights. batch_of_weights: 0 if
+    all rows share them, else 1.
+    """
+    # heads of a prompt lie 2^31 numbers apart, and more
+    i_kv, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token = tl.program_id(0) * (BLOCK * BLOCKS) + tl.arange(0, BLOCK * BLOCKS)
+    live = (token < tokens)[:, None]
+    p_from = p_x + i_batch * batch_stride + i_kv * head_stride + token.to(tl.int64)[:, None] * token_stride
+    p_to = p_out + ((i_batch * HEADS + i_kv) * tokens + token)[:, None] * DIM
+    i_head = (i_batch * batch_of_weights) * HEADS + i_kv
+    _step(
+        p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP, BITS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "queries", "batch_of_weights"])
+def due_kernel(
+    p_new, p_ring, p_out, p_weight, p_unit, p_counts, batch, queries, plane, ring_room, batch_stride, head_stride,
+    token_stride, batch_of_weights,
+    HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """correct_kernel of the block that a row packs now; grid (HEADS, batch). With START 0 keys come from the ring or are new,
+    else from p_out. BLOCKS: 1.
+    """
+    i_kv, i_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    p_row = p_counts + i_batch
+    before = tl.load(p_row + 2 * batch)
+    if tl.load(p_row + 7 * batch) > before:
+        token = tl.arange(0, BLOCK)
+        live = tl.full([BLOCK, 1], True, tl.int1)
+        p_to = p_out + ((i_batch * HEADS + i_kv) * BLOCK + token)[:, None] * DIM
+        i_head = (i_batch * batch_of_weights) * HEADS + i_kv
+        if START == 0:
+            window = tl.load(p_row + batch)
+            pads = queries - tl.load(p_row + 3 * batch) + tl.load(p_row + 4 * batch) - tl.load(p_row)
+            slot = (before * 32 % ring_room + token) % ring_room
+            p_old = p_ring + ((i_batch * HEADS + i_kv) * ring_room + slot)[:, None] * DIM
+            new = (pads + token - window).to(tl.int64) * token_stride
+            p_fresh = p_new + i_batch * batch_stride + i_kv * head_stride + new[:, None]
+            p_from = tl.where((token < window)[:, None], p_old, p_fresh)
+            _step(
+                p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
+                BITS,
+            )  # fmt: skip
+        else:
+            _step(
+                p_to, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
+                BITS,
+            )  # fmt: skip
+
+
+def corrected(x: Tensor, own: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
+    """As reference.corrected, for any strides but that of channels, which is 1. One launch for each of `own.digits`."""
     batch, heads, tokens, dim = x.shape
-    if why := refusal(dim, own.channels, group, block):
-        raise ValueError(why)
+    _check(x, own, group, block)
     if tokens % block:
         raise ValueError(f"{tokens} tokens: must be whole blocks of {block}")
-    if x.stride(3) != 1 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"keys of {x.dtype}, strides {x.stride()}: float16, bfloat16 or float32 with contiguous channels"
-        )
-    for i, (weight, unit) in enumerate(zip(own.weights, own.units, strict=True)):
-        wanted = (heads, own.channels, dim - (i + 1) * own.channels)
-        if tuple(weight.shape[1:]) != wanted or len(weight) not in (1, batch) or unit.shape != weight.shape[:2]:
-            raise ValueError(
-                f"step {i}: weight {tuple(weight.shape)}, units {tuple(unit.shape)}; must be (1 or {batch}, *{wanted})"
-            )
-    if not own.weights:
+    if not own.units:
         return x.float().contiguous()
     out = torch.empty(batch, heads, tokens, dim, dtype=torch.float32, device=x.device)
     with on(x.device):
@@ -127,6 +173,55 @@ def corrected(x: Tensor, own: Moves, bits: int, group: int, block: int) -> Tenso
                 **fixed, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
             )  # fmt: skip
     return out
+
+
+def due(
+    ring: Tensor, counts: Counts, new: Tensor, own: Moves | Digits, bits: int, group: int, out: Tensor | None = None
+) -> Tensor:
+    """As reference.due; one launch for each of `own.digits`, which ends at once in rows of which no block is due."""
+    batch, heads, queries, dim = new.shape
+    block = counts.windows.block
+    _check(new, own, group, block)
+    check_due(ring, counts, new)
+    if not ring.is_contiguous():
+        raise ValueError(f"ring: strides {ring.stride()} of {tuple(ring.shape)}; must be contiguous")
+    if out is None:
+        out = torch.empty(batch, heads, block, dim, dtype=torch.float32, device=new.device)
+    if not own.units:
+        return due_by_torch(ring, counts, new, own, bits, group, out)
+    tensors = [ring, counts.data, out]
+    for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
+        name = (i, bits, group, counts.windows, *map(about, (new, *tensors, weight, unit)))
+        if name not in _PREPARED:
+            fixed = settings(i, own.channels, heads, dim, bits, group, block) | {"BLOCKS": 1}
+            numbers = (
+                batch, queries, weight[0].numel(), ring.shape[2], *new.stride()[:3], int(len(unit) > 1),
+            )  # fmt: skip
+            options = fixed | {"num_warps": warps(block), "num_stages": 1, "enable_fp_fusion": False}
+            _PREPARED[name] = Ready(due_kernel, (heads, batch), options), numbers
+        ready, numbers = _PREPARED[name]
+        ready((new, ring, out, weight, unit, counts.data), *numbers)
+    return out
+
+
+_PREPARED = Prepared()
+
+
+def _check(x: Tensor, own: Moves | Digits, group: int, block: int) -> None:
+    """What the kernels rely on and cannot see."""
+    batch, heads, _, dim = x.shape
+    if why := refusal(dim, own.channels, group, block):
+        raise ValueError(why)
+    if x.stride(3) != 1 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"keys of {x.dtype}, strides {x.stride()}: float16, bfloat16 or float32 with contiguous channels"
+        )
+    for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
+        wanted = (heads, own.channels, dim - (i + 1) * own.channels)
+        if tuple(weight.shape[2:]) != wanted or weight.shape[1] not in (1, batch) or unit.shape != weight.shape[1:3]:
+            raise ValueError(
+                f"step {i}: weight {tuple(weight.shape[1:])}, units {tuple(unit.shape)}; must be (1 or {batch}, *{wanted})"
+            )
 
 
 def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: int, block: int) -> dict[str, Any]:

@@ -382,19 +382,42 @@ def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Count
 
 
 def append(
-    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None = None
+    layer: Layer,
+    counts: Counts,
+    k: Tensor,
+    v: Tensor,
+    key: AnyRule,
+    value: AnyRule,
+    factor: Tensor | None = None,
+    due: Tensor | None = None,
 ) -> None:
     """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its
     window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of
-    `quantise`.
+    `quantise`. due (B, H, block, D) float32, contiguous: in the place of these keys, as they are rounded (compensated.due).
     """
+    if due is not None:
+        check_due(counts, k, key, due, factor)
     for row in range(len(k)):
         here = {name: int(counts.data[i, row]) for i, name in enumerate(FIELDS)}
         for role, (x, rule, stored) in enumerate(((k, key, layer.keys), (v, value, layer.values))):
             own = factor if role == 0 else None
             own = own[row] if own is not None and own.ndim == 4 else own
-            bits = _append_row(layer, role, row, here, x[row], rule, stored, own)
+            instead = None if role or due is None else due[row]
+            bits = _append_row(layer, role, row, here, x[row], rule, stored, own, instead)
             layer.flags.bitwise_or_(bits << VALUES * role)
+
+
+def check_due(counts: Counts, k: Tensor, key: AnyRule, due: Tensor, factor: Tensor | None) -> None:
+    """Raises ValueError unless `due` is what keys of the one block that a call can pack are rounded from."""
+    block, wanted = counts.windows.block, (*k.shape[:2], counts.windows.block, k.shape[3])
+    if due.shape != wanted or due.dtype != torch.float32 or not due.is_contiguous() or due.device != k.device:
+        seen = f"{tuple(due.shape)} {due.dtype} on {due.device}"
+        raise ValueError(f"keys due {seen}: must be {wanted} torch.float32 on {k.device}, contiguous")
+    if k.shape[2] > block or factor is not None or isinstance(key, GridRule):
+        raise ValueError(
+            f"keys due with {k.shape[2]} new tokens, {'a' if factor is not None else 'no'} factor, {type(key).__name__}: "
+            f"must be at most {block}, without factor, of integers"
+        )
 
 
 def _append_row(
@@ -406,6 +429,7 @@ def _append_row(
     rule: AnyRule,
     stored: Blocks,
     factor: Tensor | None,
+    due: Tensor | None,
 ) -> Tensor:
     """x (H, Q, D) -> flags (H,)."""
     sink, ring = layer.sink[role][row], layer.recent[role][row]
@@ -421,7 +445,7 @@ def _append_row(
     flush = here["blocks"] - here["blocks_before"]
     if flush:
         own = None if factor is None else factor[None]
-        made, more = quantise(waiting[None, :, : flush * BLOCK], rule, own)
+        made, more = quantise(waiting[None, :, : flush * BLOCK] if due is None else due[None], rule, own)
         first, each = here["blocks_before"], rule.form.scale_blocks
         fits = max(0, min(flush, stored.words.shape[2] - first))
         stored.words[row, :, first : first + fits] = made.words[0, :, :fits]

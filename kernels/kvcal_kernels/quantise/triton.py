@@ -561,16 +561,18 @@ def _any(bad, BIT: tl.constexpr):
 
 @triton.jit
 def _role(
-    p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags,
+    p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags, p_due,
     i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
-    batch_stride, head_stride, token_stride, factor_stride,
+    batch_stride, head_stride, token_stride, factor_stride, DUE: tl.constexpr,
     HEADS: tl.constexpr, SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VECTOR: tl.constexpr, POINTS: tl.constexpr,
     NORM_HEADS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """All that one program does for keys or values."""
+    """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs is; 0: it
+    packs what the ring has.
+    """
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     p_row = p_counts + i_batch
     sink_before, window, before = tl.load(p_row), tl.load(p_row + batch), tl.load(p_row + 2 * batch)
@@ -604,12 +606,20 @@ def _role(
                 tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
     elif PACK:
         for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
-            bad = _pack(
-                p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
-                window, before, room, ring_room, token_stride,
-                SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
-                VALUE, FACTOR, STORED, NW, ASM,
-            )  # fmt: skip
+            if DUE > 0:
+                bad = _pack(
+                    p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first, flush,
+                    0, before, room, ring_room, SLICES * 16,
+                    SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
+                    VALUE, FACTOR, False, NW, ASM,
+                )  # fmt: skip
+            else:
+                bad = _pack(
+                    p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
+                    window, before, room, ring_room, token_stride,
+                    SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
+                    VALUE, FACTOR, STORED, NW, ASM,
+                )  # fmt: skip
             found = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
             if found != 0:
                 tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
@@ -618,8 +628,8 @@ def _role(
 @triton.jit(do_not_specialize=["programs", "batch", "queries", "room", "sink_room", "ring_room", "factor_stride"])
 def append_kernel(
     p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_kw, p_ks, p_vw, p_vs, p_factor, p_k_table, p_v_table, p_counts,
-    p_flags, programs, batch, queries, room, sink_room, ring_room,
-    k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride,
+    p_flags, p_due, programs, batch, queries, room, sink_room, ring_room,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride, DUE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     FACTOR: tl.constexpr,
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
@@ -633,23 +643,24 @@ def append_kernel(
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
-    is due. STORED: there is a ring.
+    is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch, HEADS,
+    DUE, D); 0: the ring's.
     """
     i_program, i_kv = tl.program_id(0), tl.program_id(1)
     i_batch = tl.program_id(2) // 2
     if tl.program_id(2) % 2 == 0:
         _role(
-            p_k, p_sink_k, p_ring_k, p_kw, p_ks, p_factor, p_k_table, p_counts, p_flags,
+            p_k, p_sink_k, p_ring_k, p_kw, p_ks, p_factor, p_k_table, p_counts, p_flags, p_due,
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
-            k_batch, k_head, k_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
+            k_batch, k_head, k_token, factor_stride, DUE, HEADS, D // 16, WRITE, PACK, STORED,
             K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
             K_FIRST, K_ALL, K_VECTOR, K_POINTS, K_NORM_HEADS, False, FACTOR, NW, ASM,
         )  # fmt: skip
     else:
         _role(
-            p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags,
+            p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags, p_due,
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
-            v_batch, v_head, v_token, factor_stride, HEADS, D // 16, WRITE, PACK, STORED,
+            v_batch, v_head, v_token, factor_stride, 0, HEADS, D // 16, WRITE, PACK, STORED,
             V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
             V_FIRST, V_ALL, V_VECTOR, V_POINTS, V_NORM_HEADS, True, False, NW, ASM,
         )  # fmt: skip
@@ -807,20 +818,29 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
 
 
 def append(
-    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None = None
+    layer: Layer,
+    counts: Counts,
+    k: Tensor,
+    v: Tensor,
+    key: AnyRule,
+    value: AnyRule,
+    factor: Tensor | None = None,
+    due: Tensor | None = None,
 ) -> None:
     """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
     decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
     """
     given = (layer.about, counts.windows, about(counts.data), about(k), about(v))
-    name = (*given, key, value, None if factor is None else about(factor))
+    name = (*given, key, value, *(None if x is None else about(x) for x in (factor, due)))
     prepared = _PREPARED.get(name)
     if prepared is None:
         _check_layer(layer, counts, k, v, key, value)
-        launches = list(_steps(layer, counts, k, v, key, value, factor))
+        if due is not None:
+            reference.check_due(counts, k, key, due, factor)
+        launches = list(_steps(layer, counts, k, v, key, value, factor, due))
         prepared = _PREPARED[name] = [_table(rule, k.device) for rule in (key, value)], launches
     tables, launches = prepared
-    tensors = _tensors(layer, counts.data, k, v, factor, tables)
+    tensors = _tensors(layer, counts.data, k, v, factor, tables, due)
     for ready, numbers in launches:
         ready(tensors, *numbers)
 
@@ -829,11 +849,18 @@ _PREPARED = Prepared()
 
 
 def _steps(
-    layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRule, value: AnyRule, factor: Tensor | None
+    layer: Layer,
+    counts: Counts,
+    k: Tensor,
+    v: Tensor,
+    key: AnyRule,
+    value: AnyRule,
+    factor: Tensor | None,
+    due: Tensor | None,
 ) -> Iterator[tuple[Ready, tuple[int, ...]]]:
     """The launches of an `append`."""
     queries, windows, room = k.shape[2], counts.windows, layer.recent[0].shape[2]
-    prepare = functools.partial(_prepared, layer, k, v, key, value, factor)
+    prepare = functools.partial(_prepared, layer, k, v, key, value, factor, due=due)
     if queries <= room - (windows.recent + windows.block - 1):
         yield prepare(1, launch_of(key, value, step=True), write=True, pack=True)
         return
@@ -890,9 +917,15 @@ def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Te
 
 
 def _tensors(
-    layer: Layer, data: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, tables: list[Tensor]
+    layer: Layer,
+    data: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: Tensor | None,
+    tables: list[Tensor],
+    due: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return k, v, *layer.tensors, k if factor is None else factor, *tables, data, layer.flags
+    return k, v, *layer.tensors, k if factor is None else factor, *tables, data, layer.flags, k if due is None else due
 
 
 def _prepared(
@@ -907,6 +940,7 @@ def _prepared(
     write: bool,
     pack: bool,
     stored: bool = True,
+    due: Tensor | None = None,
 ) -> tuple[Ready, tuple[int, ...]]:
     """What starts a launch, and its numbers: all that follows from shapes and strides."""
     batch, heads, queries, dim = k.shape
@@ -915,7 +949,8 @@ def _prepared(
         if tuple(factor.shape) not in wanted or not factor.is_contiguous():
             raise ValueError(f"factor {tuple(factor.shape)}: must be {wanted[0]} or {wanted[1]}, contiguous")
     options = settings(key, value) | {
-        "HEADS": heads, "WRITE": write, "PACK": pack, "STORED": stored, "FACTOR": factor is not None, "NW": launch.warps,
+        "HEADS": heads, "WRITE": write, "PACK": pack, "STORED": stored, "FACTOR": factor is not None,
+        "DUE": 0 if due is None else due.shape[2], "NW": launch.warps,
         "ASM": not interpreted(), "num_warps": launch.warps, "num_stages": 1, "enable_fp_fusion": False,
     }  # fmt: skip
     options |= {"maxnreg": launch.registers} if launch.registers else {}
