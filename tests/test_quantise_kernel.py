@@ -421,14 +421,14 @@ def test_compiled_kernels_keep_to_their_budgets(
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "due"), [("symmetric 3", 0), ("symmetric 4", 0), ("outer 2", 0), ("outer 2", 32)])
+@pytest.mark.parametrize(("name", "due"), [*((name, 0) for name in SETTINGS), ("outer 2", 32)])
 @pytest.mark.parametrize("capability", [80, 87, 90])
 def test_compiled_step_spills_nothing(name: str, due: int, capability: int, tmp_path: Path) -> None:
     assert resources(built(Case(name, name, 128, heads=8), capability, step=True, due=due), tmp_path)[1] == 0
 
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 87, 90])
 def test_compiled_key_factors_spill_nothing(capability: int, tmp_path: Path) -> None:
     from kvcal_kernels.quantise import triton
 
@@ -440,6 +440,17 @@ def test_compiled_key_factors_spill_nothing(capability: int, tmp_path: Path) -> 
     made = compiled(
         triton.observe_kernel, types, sizes, ["p_k", "p_peak", "p_factor", "p_wide"], capability, num_warps=4
     )
+    assert resources(made, tmp_path)[1] == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 87, 90])
+def test_compiled_counts_spill_nothing(capability: int, tmp_path: Path) -> None:
+    from kvcal_kernels.quantise import triton
+
+    types = {"p_counts": "*i32", "p_new": "*i32", "batch": "i32"}
+    sizes = {"SINK": 32, "RECENT": 96, "BLOCK_": 32, "WIDE": 256}
+    made = compiled(triton.advance_kernel, types, sizes, ["p_counts", "p_new"], capability, num_warps=1)
     assert resources(made, tmp_path)[1] == 0
 
 

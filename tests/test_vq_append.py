@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ def test_compiles_without_spilling(d: int, k: int, stages: int, capability: int,
     made = compiled(fused.encode_kernel, types, own, aligned, capability, **options)
     assert resources(made, tmp_path)[1] == 0
     assert made.metadata.shared <= (227 if capability == 90 else 99) * 1024
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 87, 90])
+def test_windows_and_codes_compile_without_spilling(capability: int, tmp_path: Path) -> None:
+    from kvcal_kernels.vq_append import triton as fused
+
+    sizes: dict[Any, dict[str, Any]] = {
+        fused.windows_kernel: {"H": 8, "D": 128, "BD": 128, "num_warps": 1},
+        fused.pack_kernel: {"H": 8, "BLOCK": 1024, "S": 20, "BITS": 8, "BYTES": 1024, "num_warps": 4},
+    }
+    for kernel, own in sizes.items():
+        warps = own.pop("num_warps")
+        names = [name for name in kernel.arg_names if name not in own]
+        pointers = {"p_counts": "*i32", "p_codes": "*i32", "p_packed": "*u8"}
+        types = {name: pointers.get(name, "*fp16") if name.startswith("p_") else "i32" for name in names}
+        aligned = [name for name in names if name.startswith("p_")]
+        made = compiled(kernel, types, own, aligned, capability, num_warps=warps)
+        assert resources(made, tmp_path)[1] == 0, kernel
 
 
 def test_what_the_kernels_rely_on_is_checked() -> None:

@@ -2841,7 +2841,7 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     if turned:
         # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
-    length = 96 if by_bytes(keys, values, rows, 1) else 60
+    length = 96 if by_bytes(keys, values, rows, 1) and not (keys.in_bytes or values.in_bytes) else 60
     return Launch(registers=176 if keys.tiered else 168, length=length)
 
 
@@ -2957,6 +2957,9 @@ def _grid(
     """Groups of query rows; programs of each over packed tokens; sink and recent tokens of a program, programs of those."""
     groups, processors = batch * fixed["HEADS"] * fixed["CHUNKS"], _processors(device)
     at_once = max(1, 2048 // (launch.registers or 168) // launch.warps)  # of 65536 registers
+    if POINTS in (fixed["K_MODE"], fixed["V_MODE"]):
+        # as if it were one less: TurboQuant 4/3, programs a head: 10: 278 us, 11: 297, 12: 305, 16: 272, 18: 293 (H200)
+        at_once -= 1
     packed = launch.parts or splits(groups, room, launch.warps, processors, at_once, launch.length)
     return groups, packed, *shares(windows, groups * packed > 4 * processors, launch.warps)
 
