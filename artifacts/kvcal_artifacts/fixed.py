@@ -10,7 +10,7 @@ Recent tokens lie in a ring, as kvcal_kernels.quantise has them: token j of a ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ class Turns:
 @dataclass
 class Steps:
     """What the layers of a cache on one device share. length: columns, 0-d int64. first, last: their indices; the first
-    moves the counts of a call, the last its length. turns: where keys are stored before RoPE.
+    moves the counts of a call, the last its length. turns: where keys are stored before RoPE. due: by their size, room for
+    keys of the block that SQuat packs, one layer after the other.
     """
 
     counts: Counts
@@ -82,13 +83,14 @@ class Steps:
     first: int
     last: int
     turns: Turns | None = None
+    due: dict[torch.Size, Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class Room:
     """Storage of B rows: sink and ring of recent tokens [keys, values] (B, H, tokens, D), packed blocks (B, H, N, ...).
     flags: of quantise.check, (H,) int32. statistics: of KeyScale, where they stay. moves: of SQuat, what corrects the keys of
-    blocks that are due; due: these keys (B, H, block, D) float32.
+    blocks that are due; due: these keys (B, H, block, D) float32, of Steps.
     """
 
     sink: list[Tensor]
@@ -289,8 +291,8 @@ class FixedLayer(KVCalLayer):
             room.moves = Digits.of(moves)
         if room.due is None:
             keys = room.sink[0]
-            size = *keys.shape[:2], self._cache.scheme.windows.block, keys.shape[3]
-            room.due = torch.zeros(size, device=keys.device)
+            size = torch.Size((*keys.shape[:2], self._cache.scheme.windows.block, keys.shape[3]))
+            room.due = self.steps.due.setdefault(size, torch.zeros(size, device=keys.device))
 
     _corrected_for: Tensor | None = None  # rows' own subspaces that room.moves are of
 
@@ -425,8 +427,8 @@ class FixedLayer(KVCalLayer):
         room = self.room
         if room is None:
             return super().bookkeeping()
-        corrects = [] if room.moves is None or room.due is None else [*room.moves.tensors, room.due]
-        return [*super().bookkeeping(), room.flags, *corrects]
+        shared = [*self.steps.due.values()] if self.ready and self.index == self.steps.first else []
+        return [*super().bookkeeping(), room.flags, *([] if room.moves is None else room.moves.tensors), *shared]
 
     # On the device.
 
