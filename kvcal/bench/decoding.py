@@ -123,14 +123,14 @@ def _run(stepper: Stepper, steps: int) -> Ran:
             no_graph, apart = _compare(stepper, eager, replay, logits)
             graph = _replayed(stepper, replay, len(eager.times)) if no_graph is None else None
             used = max(used, peak_bytes(device))
-    times = [_typical(one, start) if one else (None, None) for one in (eager.times, graph)]
+    times = [typical(one, start) if one else (None, None) for one in (eager.times, graph)]
     assert times[0][0] is not None
     weights = weight_bytes(stepper.model)
     read = None if weights is None or start.bytes is None else weights + start.bytes
     return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart, read)
 
 
-def _typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
+def typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
     """A step's time with its share of packing, and the time of a step that packs, if one did."""
     plain = statistics.median(t for i, t in enumerate(times) if i != start.flush)
     if start.flush is None or start.flush >= len(times):
