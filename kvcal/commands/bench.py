@@ -179,6 +179,8 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     yield ("dtype",), runs or bool(sized), "rows that are measured or fill a memory", run
     yield ("batch",), shaped or ("longest-generation" in wanted and not on_gpu), "rows of a given batch", another
     yield ("length",), shaped or "largest-batch" in wanted, "rows of a given length", another
+    calls = {name for name, one in OPERATIONS.items() if one.of_calls}
+    yield ("queries",), bool(kernels & calls), "decode attention and append where they run", another if here else run
     yield ("model",), wanted != {"innerq-table-4"}, "rows of a given model", another
     yield ("preset", "bundle"), bool(wanted - alike), "rows of a scheme", another
     yield ("sink", "recent"), bool(wanted - alike), "rows of a scheme", another
@@ -348,11 +350,13 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
             check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
     able = generated
     for shape in shapes if kernels else []:
-        given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"]
+        given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
         found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
         able |= bool(found)
         rows += found
-        rows += left_out(found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name)
+        rows += left_out(
+            found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name, o["queries"]
+        )
     if not able:
         kept.work.remove()
         first = rows[0]
