@@ -683,6 +683,37 @@ def test_attention_of_several_new_tokens_is_measured_and_checked(new: int, monke
         assert len(found) == 2 and all(str(peer.why_not).startswith("check failed: off by ") for peer in found)
 
 
+@pytest.mark.parametrize("row", range(5))
+def test_each_row_of_a_batch_is_checked(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of five that attends to nothing of its own, and one whose feed-forward part is off."""
+    honest, silu = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.silu
+    one = case("inner-4", 5, 200, WIDE, torch.bfloat16)
+    assert kernels.decode_then_attend(one).check() is None and OPERATIONS["mlp"].build(one).check() is None
+
+    def spoilt(found: torch.Tensor) -> torch.Tensor:
+        if found.dtype == torch.bfloat16 and len(found) == 5:
+            found[row] = found[row - 1]
+        return found
+
+    for module in (kernels, peers):
+        attends = lambda q, k, v, **more: spoilt(honest(q, k, v, **more))  # noqa: E731
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attends)
+    assert str(kernels.decode_then_attend(one).check()).startswith("check failed: off by ")
+    monkeypatch.setattr(peers, "BACKENDS", {"math": peers.BACKENDS["math"]})
+    assert all("check failed" in str(peer.why_not) for peer in peers._of_dtype(one, clock(), torch.bfloat16))
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x: spoilt(silu(x)))
+    assert str(OPERATIONS["mlp"].build(one).check()).startswith("check failed: off by ")
+
+
+def test_some_rows_are_spread_by_a_seed() -> None:
+    for batch in range(1, 9):
+        found = layer.some_rows(batch)
+        assert found == sorted(set(found)) and {0, batch - 1} <= set(found) <= set(range(batch))
+        assert len(found) == min(batch, 4)
+    every = {row for seed in range(99) for row in layer.some_rows(9, seed)}
+    assert every == set(range(9)) and layer.some_rows(9, 3) == layer.some_rows(9, 3)
+
+
 def test_where_several_new_tokens_do_not_go() -> None:
     several, known = replace(case("kivi-2", length=131), new=8), OPERATIONS
     assert "nothing is packed" in str(known["decode-then-attend"].refuses(several))

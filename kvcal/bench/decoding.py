@@ -24,7 +24,7 @@ from kvcal_kernels.device import on
 from ..models import is_oom
 from ..room import cuda_bytes
 from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
-from .layer import fill
+from .layer import fill, some_rows
 from .peers import first_line
 
 WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
@@ -63,7 +63,9 @@ class Stepper:
         self.model, self.start = model, start
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.place = torch.full((1, 1), start.length, dtype=torch.long, device=model.device)
-        self.rows = sorted({0, batch // 2, batch - 1})  # whose logits are compared
+        self.rows = some_rows(
+            batch
+        )  # whose logits are compared: of all rows they take more than there is beside a full cache
 
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""

@@ -60,6 +60,17 @@ class Case:
         return self.random(self.geometry.heads, self.new if count is None else count, salt=1)
 
 
+SOME = 4  # rows of a batch
+
+
+def some_rows(batch: int, seed: int = 0) -> list[int]:
+    """At most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others between them
+    by that seed.
+    """
+    order = torch.randperm(max(0, batch - 2), generator=torch.Generator().manual_seed(seed))
+    return sorted({0, batch - 1, *(1 + int(row) for row in order[: SOME - 2])})
+
+
 @dataclass
 class Filled:
     """Keys and values [keys, values] of `length` tokens: sink and window (B, H, tokens, D) in the model's dtype, packed blocks
