@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from architectures import TINY
 from interpreted import interpreted, needs_triton
+from kvcal import checkout
 from kvcal.bench import (
     caches,
     decoding,
@@ -1624,7 +1625,7 @@ def test_an_earlier_row_that_is_none_of_ours_is_refused(tmp_path: Path, changed:
 
 
 SET = {"dtype": "float16", "sink": 32, "recent": 96, "block": 32, "queries": None}
-MADE = {"kvcal": "0.1.0", "torch": "2.13.0", "triton": None, "processor": "A", "GPU": None}
+MADE = {"kvcal": "0.1.0", "commit": "d3bc10c", "torch": "2.13.0", "triton": None, "processor": "A", "GPU": None}
 
 
 @pytest.mark.parametrize(
@@ -1671,6 +1672,8 @@ def test_older_files_are_of_one_new_token_a_call() -> None:
         ({"torch": "2.14.0"}, ["torch 2.14.0 there, 2.13.0 here"]),
         ({"kvcal": "0.0.9", "processor": "B\nC"}, ["kvcal 0.0.9 there, 0.1.0 here, processor B C there, A here"]),
         ({"triton": "3.7.1"}, ["triton 3.7.1 there, none here"]),
+        ({"commit": "abc0123-dirty"}, ["commit abc0123-dirty there, d3bc10c here"]),
+        ({"commit": None}, ["commit none there, d3bc10c here"]),
     ],
 )
 def test_a_file_made_otherwise_is_said_to_be(changed: dict[str, Any], said: list[str]) -> None:
@@ -1688,7 +1691,7 @@ def test_the_command_says_what_it_does_not_compare(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     (row,) = done.json["rows"]
     assert {name: row[name] for name in rows.SETTINGS} == SET
-    assert {*rows.MADE_BY} <= set(done.json["machine"])
+    assert {*rows.MADE_BY} <= set(done.json["machine"]) and done.json["commit"] == checkout.commit()
     path = tmp_path / "earlier.json"
     path.write_text(done.out)
 

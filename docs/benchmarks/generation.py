@@ -39,6 +39,7 @@ from kvcal.bench import caches, decoding, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.rows import Row
 from kvcal.bench.timing import Clock
+from kvcal.checkout import commit
 from kvcal.commands.bench import numbers
 
 SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
@@ -215,7 +216,7 @@ def main(given: Sequence[str] | None = None) -> None:
     model = models.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
     on_gpu = model.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    about: dict[str, Any] = {"device": device, **libraries(), "copy_bandwidth": copy}
+    about: dict[str, Any] = {"device": device, "commit": commit(), **libraries(), "copy_bandwidth": copy}
     if on_gpu:
         about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")

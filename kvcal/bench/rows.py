@@ -79,17 +79,17 @@ def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Earlier:
-    """A file of before. by: the versions and processors that made it, as far as it says."""
+    """A file of before. by: the versions, commit and processors that made it, as far as it says."""
 
     rows: list[dict[str, Any]]
     by: Mapping[str, Any]
 
 
 def made_by(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions and processors of a result. None: there is none; a name is missing where the result does not say."""
+    """Versions, commit and processors of a result. None: there is none; a name is missing where the result does not say."""
     machine = found.get("machine")
     known = machine if isinstance(machine, Mapping) else {}
-    version = {"kvcal": found["version"]} if "version" in found else {}
+    version = {name: found[key] for name, key in (("kvcal", "version"), ("commit", "commit")) if key in found}
     return version | {name: known[name] for name in MADE_BY if name in known}
 
 

@@ -31,6 +31,7 @@ from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
 from ..build import code_identity
+from ..checkout import commit
 from ..fit import check_output, cpu_record
 from ..kept import Work, short
 from ..near import allowed
@@ -74,6 +75,7 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     """
     _check_numbers(o)
     _check_files(o)
+    ran_from = commit()  # now: the next one may be made while this runs
     earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
     where = target(o["device"])
     wanted = _wanted(o["operation"], where)
@@ -90,8 +92,8 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     rows = [row.as_dict() for row in found.pop("rows")]
     beside = None if earlier is None else compared(rows, earlier.rows)
     found = {
-        "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
-        "compared": beside,
+        "version": __version__, "commit": ran_from, "device": where.name, "projected": where.device is None, **found,
+        "rows": rows, "compared": beside,
     }  # fmt: skip
     if earlier is not None:
         if not beside:
