@@ -63,7 +63,7 @@ def test_the_first_token_is_in_no_figure_and_packing_is_shared_out(monkeypatch: 
     found = called(one)
     period = schemes.named("inner-4", geometry()).windows.block
     assert found.timed == 16 and found.flush == pytest.approx(5e5)
-    assert found.taken == pytest.approx(1e5 + 4e5 / period)
+    assert found.taken == pytest.approx(1e5 + 4e5 / period) and found.mean == pytest.approx(2e6 / 16)
 
 
 def test_a_call_ends_after_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_rows_of_generate() -> None:
     assert found[2].more["flush_microseconds"] and found[2].more["logits_apart"] == 0.0
 
 
-FOUND = Called(LENGTH, 1000.0, None, 16, 1 << 30, 0.0, None, None)
+FOUND = Called(LENGTH, 1000.0, None, 1000.0, 16, 1 << 30, 0.0, None, None)
 
 
 def fitting(monkeypatch: pytest.MonkeyPatch, most: int, found: Called = FOUND) -> None:

@@ -9,6 +9,7 @@ those of bare steps that are given the same tokens, where the cache can go back.
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,12 +34,14 @@ ROOM = TOKENS + 1
 @dataclass(frozen=True)
 class Called:
     """Microseconds from one token of generate() to the next, packing shared out over the steps from one to the next; flush: of
-    a step that packs; timed: how many there are of them. wrong: why the figure is none. bytes, apart, read: as of Ran.
+    a step that packs; mean: of all that were timed, as they came; timed: how many. wrong: why the figure is none. bytes, apart,
+    read: as of Ran.
     """
 
     length: int
     taken: float
     flush: float | None
+    mean: float
     timed: int
     bytes: int
     apart: float | None
@@ -113,7 +116,7 @@ def _run(stepper: Stepper, batch: int, compiled: CompileConfig | None) -> Called
         wrong, apart = _compare(stepper, heard, tokens)
     weights = weight_bytes(model)
     read = None if weights is None or start.bytes is None else weights + start.bytes
-    return Called(before, taken, packing, len(times), used, apart, wrong, read)
+    return Called(before, taken, packing, statistics.fmean(times), len(times), used, apart, wrong, read)
 
 
 def generate(

@@ -188,7 +188,12 @@ def _call_row(
     more = {"tokens": ran.length, "logits_apart": ran.apart, "peak_bytes": ran.bytes, **kind.more, **more}
     if ran.wrong is not None:
         return _row(model, at, batch, length, device, operation, None, ran.wrong, more)
-    more = {"tokens_per_second": batch * 1e6 / ran.taken, "flush_microseconds": ran.flush, **more}
+    more = {
+        "tokens_per_second": batch * 1e6 / ran.taken,
+        "flush_microseconds": ran.flush,
+        "mean_microseconds": ran.mean,
+        **more,
+    }
     made = _row(model, at, batch, length, device, operation, ran.taken, more=more)
     known = ran.read is not None and copy is not None
     fraction = ran.read / copy * 1e6 / ran.taken if known else None  # type: ignore[operator]
