@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from architectures import TINY
 from interpreted import interpreted, needs_triton
+from kvcal import checkout
 from kvcal.bench import (
     caches,
     decoding,
@@ -73,7 +74,7 @@ from kvcal_artifacts.codecs import (
 )  # fmt: skip
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
 from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
@@ -541,6 +542,10 @@ def test_an_append_kernel_that_stores_something_else_is_refused(
     why = made.check()
     assert made.path == "triton: append"
     assert why == said if said is None else said in str(why)
+    several = kernels.append(replace(case(name, geometry=replace(SMALL, head_dim=64), dtype=torch.float16), new=16))
+    why = several.check()  # of two calls, which bring the same tokens
+    assert (several.per, several.bytes > made.bytes) == (2, True)
+    assert why == said if said is None else said in str(why)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -629,16 +634,127 @@ def test_more_products_than_the_device_makes_are_no_figure(
 
 
 def test_attention_in_plain_products_is_attention() -> None:
-    one = case("kivi-2")
+    one = case("kivi-2", 3)
     queries, keys, values = one.queries(3), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
     wanted = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
     torch.testing.assert_close(peers.attention(queries, keys, values), wanted, atol=1e-5, rtol=1e-5)
     assert peers.wrong(wanted, queries, keys, values) is None
     assert peers.wrong(wanted + 1e-4, queries, keys, values) is not None
     assert peers.wrong(wanted * float("nan"), queries, keys, values) is not None
-    last = wanted.clone()
-    last[-1] += 1e-4
-    assert len(last) > 1 and peers.wrong(last, queries, keys, values) is not None
+    for row in range(3):  # of every row, as the largest error of any
+        off = wanted.clone()
+        off[row] += 1e-4
+        assert peers.wrong(off, queries, keys, values) is not None
+
+
+def test_new_tokens_of_a_call_see_those_before_them() -> None:
+    """Three calls of four: the mask is torch's lower triangle of the last columns, in each call the same."""
+    one = case("kivi-2", 2)
+    queries, keys, values = one.queries(12), one.random(2, 50, salt=2), one.random(2, 50, salt=3)
+    mask = torch.ones(4, 50, dtype=torch.bool).tril(46)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask.repeat(3, 1), enable_gqa=True
+    )
+    torch.testing.assert_close(peers.attention(queries, keys, values, 4), wanted, atol=1e-5, rtol=1e-5)
+    assert peers.wrong(wanted, queries, keys, values, new=4) is None
+    assert peers.wrong(wanted, queries, keys, values) is not None
+    assert bool((peers.unseen(12, 4, 50, CPU) == ~mask.repeat(3, 1)).all())
+
+
+@pytest.mark.parametrize("new", [2, 16])
+def test_attention_of_several_new_tokens_is_measured_and_checked(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours and every peer's, with the mask, without one, and with that of the first columns."""
+    one = replace(case("inner-4", 3, 200, WIDE, torch.bfloat16), new=new)
+    assert one.queries().shape[2] == new and kernels.decode_then_attend(one).check() is None
+    ran = [peer for peer in peers.measure(one, clock()) if peer.timed is not None]
+    assert {peer.name.split(" ")[1].strip(",") for peer in ran} == {"flash", "math"} and len(ran) == 12
+    honest = torch.nn.functional.scaled_dot_product_attention
+    upper = torch.ones(new, 200, dtype=torch.bool).tril()
+    for wrong in (None, upper):
+
+        def attends(q: Any, k: Any, v: Any, wrong: Any = wrong, attn_mask: Any = None, **more: Any) -> torch.Tensor:
+            mask = wrong if wrong is None else wrong.repeat(q.shape[2] // new, 1)
+            return honest(q, k, v, attn_mask=mask, **more)
+
+        for module in (kernels, peers):
+            monkeypatch.setattr(module, "scaled_dot_product_attention", attends)
+        assert str(kernels.decode_then_attend(one).check()).startswith("check failed: off by ")
+        monkeypatch.setattr(peers, "BACKENDS", {"math": peers.BACKENDS["math"]})
+        found = peers._of_dtype(one, clock(), torch.bfloat16)
+        assert len(found) == 2 and all(str(peer.why_not).startswith("check failed: off by ") for peer in found)
+
+
+@pytest.mark.parametrize("row", range(5))
+def test_each_row_of_a_batch_is_checked(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of five that attends to nothing of its own, and one whose feed-forward part is off."""
+    honest, silu = torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.silu
+    one = case("inner-4", 5, 200, WIDE, torch.bfloat16)
+    assert kernels.decode_then_attend(one).check() is None and OPERATIONS["mlp"].build(one).check() is None
+
+    def spoilt(found: torch.Tensor) -> torch.Tensor:
+        if found.dtype == torch.bfloat16 and len(found) == 5:
+            found[row] = found[row - 1]
+        return found
+
+    for module in (kernels, peers):
+        attends = lambda q, k, v, **more: spoilt(honest(q, k, v, **more))  # noqa: E731
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attends)
+    assert str(kernels.decode_then_attend(one).check()).startswith("check failed: off by ")
+    monkeypatch.setattr(peers, "BACKENDS", {"math": peers.BACKENDS["math"]})
+    assert all("check failed" in str(peer.why_not) for peer in peers._of_dtype(one, clock(), torch.bfloat16))
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x: spoilt(silu(x)))
+    assert str(OPERATIONS["mlp"].build(one).check()).startswith("check failed: off by ")
+
+
+def test_some_rows_are_spread_by_a_seed() -> None:
+    for batch in range(1, 9):
+        found = layer.some_rows(batch)
+        assert found == sorted(set(found)) and {0, batch - 1} <= set(found) <= set(range(batch))
+        assert len(found) == min(batch, 4)
+    every = {row for seed in range(99) for row in layer.some_rows(9, seed)}
+    assert every == set(range(9)) and layer.some_rows(9, 3) == layer.some_rows(9, 3)
+
+
+def test_where_several_new_tokens_do_not_go() -> None:
+    several, known = replace(case("kivi-2", length=131), new=8), OPERATIONS
+    assert "nothing is packed" in str(known["decode-then-attend"].refuses(several))
+    near = replace(several.scheme, windows=Windows(32, 0, 32))
+    few = replace(several, scheme=near, length=32 + 64 + 5)
+    for name in ("decode-then-attend", "append"):
+        assert known[name].refuses(replace(several, length=300)) is None
+    assert known["decode-then-attend"].refuses(replace(few, length=32 + 64 + 8)) is None
+    assert known["decode-then-attend"].refuses(few) == (
+        "8 new tokens of a call are not packed yet: needs as many in the window, which holds 5"
+    )
+    assert known["append"].refuses(replace(several, new=3, length=300)) == (
+        "calls of 3 tokens do not fill a block of 32: needs a divisor of it"
+    )
+
+
+def test_vector_codes_take_fewer_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    Kernels(monkeypatch)
+    one = of_few_codewords(VECTORS, torch.float16)
+    assert (
+        fused.refuses_fused(replace(one, new=16)) is None
+        and fused.fused_attention(replace(one, new=16)).check() is None
+    )
+    assert kernels.append(replace(one, new=16)).check() is None
+    many = of_few_codewords(replace(VECTORS, heads=32), torch.float16)
+    most = vectors.most_queries(16)
+    assert most < 16 and fused.refuses_fused(replace(many, new=most)) is None
+    assert "up to" in str(fused.refuses_fused(replace(many, new=most + 1)))
+
+
+def test_rows_say_how_many_new_tokens_a_call_has() -> None:
+    which = ["decode-then-attend", "append", "quantise"]
+    found = measure.rows_of(
+        "small", SMALL, [schemes.named("kivi-2", SMALL)], [OPERATIONS[name] for name in which], [(2, LENGTH)], clock(),
+        torch.float32, "cpu", lambda line: None, 0, 4,
+    )  # fmt: skip
+    said = {(row.operation, row.queries) for row in found}
+    assert said == {("decode-attention", 4), ("decode-then-attend", 4), ("append", 4), ("quantise", None)}
+    assert [row.more["calls"] for row in found if row.operation == "append"] == ["one in 8 steps"]
+    assert all(row.refused is None for row in found if row.operation != "decode-attention")
 
 
 LOST = {  # of tokens, sink 32, recent 96
@@ -784,11 +900,11 @@ from test_bench import of_few_codewords
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
-    print(fused.refuses_fused(case), fused.fused_attention(case).check())
+    print(fused.refuses_fused(case), fused.fused_attention(case).check(), fused.fused_attention(replace(case, new=3)).check())
 for name in ("kivi-2", "higgs-2", "turboquant-4-3"):
     case = Case(schemes.named(name, geometry), geometry, 1, 170, torch.device("cpu"), torch.float16)
     made = kernels.quantise(case), kernels.append(case)
-    print(*(one.path for one in made), *(one.check() for one in made))
+    print(*(one.path for one in made), *(one.check() for one in (*made, kernels.append(replace(case, new=4)))))
 for dtype in (torch.float16, torch.bfloat16):
     case = of_few_codewords(geometry, dtype)
     made = fused.fused_attention(case), kernels.append(case)
@@ -815,8 +931,8 @@ ENCODED = ["triton: encode", "triton: encode, then copy the store", *["triton: e
 @needs_triton
 def test_kernels_in_the_interpreter_pass_their_checks() -> None:
     found = interpreted("-c", INTERPRETED)
-    assert found[:4] == ["None None"] * 4
-    assert found[4:7] == ["triton: quantise triton: append None None"] * 3
+    assert found[:4] == ["None None None"] * 4
+    assert found[4:7] == ["triton: quantise triton: append None None None"] * 3
     assert (
         found[7:9] == ["None; triton: fused, exact tokens by torch; triton: append to vector codes; None; None"] * 2
     )  # the kernels that a cache runs
@@ -1321,6 +1437,30 @@ def test_a_model_that_runs_on_a_cpu_is_tiny() -> None:
     assert {row["model"] for row in done.json["rows"]} == {"tiny"}
 
 
+def test_new_tokens_of_a_call_on_the_command_line(tmp_path: Path) -> None:
+    """Rows say them, others than those of an earlier file are not compared, and what they do not go into is refused."""
+    options = [
+        "bench", "--device", "cpu", "--model", "tiny", "-o", "append", "-p", "kivi-2", "--length", "200", "--repeats", "1",
+        "--seconds", "0", "--json",
+    ]  # fmt: skip
+    done = kvcal(*options, "--queries", "4")
+    assert done.code == 0, done.err
+    assert [row["queries"] for row in done.json["rows"]] == [4]
+    path = tmp_path / "earlier.json"
+    path.write_text(done.out)
+    assert len(kvcal(*options, "--queries", "4", "--compare", path).json["compared"]) == 1
+    one = kvcal(*options, "--compare", path)
+    assert one.json["compared"] == [] and "queries 4 there, 1 here" in one.err
+    none = kvcal(*options, "--queries", "5").err.splitlines()
+    assert none[-1].startswith(
+        "kvcal: nothing to measure: append of kivi-2: calls of 5 tokens do not fill a block of 32"
+    )
+    for count in ("0", "17"):
+        assert kvcal(*options, "--queries", count).code == 2
+    shown = report.tables({"rows": done.json["rows"]})
+    assert "4 new tokens a call" in next(shown).rows[0][-1]
+
+
 def test_files_without_a_row_in_common_are_said_to_be(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.json"
     options = ["bench", "--length", "1k", "-p", "inner-4", "--compare", earlier, "--device"]
@@ -1484,8 +1624,8 @@ def test_an_earlier_row_that_is_none_of_ours_is_refused(tmp_path: Path, changed:
         rows.read_earlier(path)
 
 
-SET = {"dtype": "float16", "sink": 32, "recent": 96, "block": 32}
-MADE = {"kvcal": "0.1.0", "torch": "2.13.0", "triton": None, "processor": "A", "GPU": None}
+SET = {"dtype": "float16", "sink": 32, "recent": 96, "block": 32, "queries": None}
+MADE = {"kvcal": "0.1.0", "commit": "d3bc10c", "torch": "2.13.0", "triton": None, "processor": "A", "GPU": None}
 
 
 @pytest.mark.parametrize(
@@ -1495,6 +1635,7 @@ MADE = {"kvcal": "0.1.0", "torch": "2.13.0", "triton": None, "processor": "A", "
         ({"sink": 16384}, "sink 32 there, 16384 here"),
         ({"sink": 4, "recent": 0}, "sink 32 there, 4 here, recent 96 there, 0 here"),
         ({"block": None}, "block 32 there, none here"),
+        ({"queries": 4}, "queries none there, 4 here"),
     ],
 )
 def test_rows_of_other_settings_are_not_compared(changed: dict[str, Any], said: str) -> None:
@@ -1514,6 +1655,16 @@ def test_older_files_without_settings_are_compared_and_said_to_be() -> None:
     assert line.startswith("it does not say dtype, sink, recent, block of its rows")
 
 
+def test_older_files_are_of_one_new_token_a_call() -> None:
+    then = EARLIER | {name: value for name, value in SET.items() if name != "queries"}
+    assert (
+        len(rows.compared([EARLIER | SET | {"queries": 1}], [then])) == 1 == len(rows.compared([EARLIER | SET], [then]))
+    )
+    assert rows.compared([EARLIER | SET | {"queries": 4}], [then]) == []
+    (line,) = rows.remarks([EARLIER | SET | {"queries": 4}], MADE, rows.Earlier([then], MADE))
+    assert "they differ in settings: queries 1 there, 4 here" in line
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -1521,6 +1672,8 @@ def test_older_files_without_settings_are_compared_and_said_to_be() -> None:
         ({"torch": "2.14.0"}, ["torch 2.14.0 there, 2.13.0 here"]),
         ({"kvcal": "0.0.9", "processor": "B\nC"}, ["kvcal 0.0.9 there, 0.1.0 here, processor B C there, A here"]),
         ({"triton": "3.7.1"}, ["triton 3.7.1 there, none here"]),
+        ({"commit": "abc0123-dirty"}, ["commit abc0123-dirty there, d3bc10c here"]),
+        ({"commit": None}, ["commit none there, d3bc10c here"]),
     ],
 )
 def test_a_file_made_otherwise_is_said_to_be(changed: dict[str, Any], said: list[str]) -> None:
@@ -1538,7 +1691,7 @@ def test_the_command_says_what_it_does_not_compare(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     (row,) = done.json["rows"]
     assert {name: row[name] for name in rows.SETTINGS} == SET
-    assert {*rows.MADE_BY} <= set(done.json["machine"])
+    assert {*rows.MADE_BY} <= set(done.json["machine"]) and done.json["commit"] == checkout.commit()
     path = tmp_path / "earlier.json"
     path.write_text(done.out)
 
@@ -1624,17 +1777,24 @@ EVERYWHERE = ("preset", "bundle", "sink", "recent", "model")
 TAKEN: list[tuple[Target, str, tuple[str, ...]]] = [  # where, an operation, the options that it takes besides those
     (HERE_CPU, "quantise", ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_CPU, "generate", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_CPU, "generate-call", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_CPU, "largest-batch", ("memory", "require_kernels", "dtype", "length")),
     (HERE_CPU, "longest-generation", ("memory", "require_kernels", "dtype", "batch")),
+    (
+        HERE_GPU,
+        "append",
+        ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot", "queries"),
+    ),
     (HERE_GPU, "quantise", ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_GPU, "generate", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_GPU, "generate-call", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_GPU, "largest-batch", ("memory", "seed", "require_kernels", "dtype", "length", "plot")),
     (HERE_GPU, "longest-generation", ("memory", "seed", "require_kernels", "dtype")),
     (PROJECTED, "fused-attention", ("batch", "length", "plot")),
     (PROJECTED, "largest-batch", ("memory", "dtype", "length")),
     (PROJECTED, "longest-generation", ("memory", "dtype", "batch")),
 ]
-DEPENDING = ("memory", "repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")
+DEPENDING = ("memory", "repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot", "queries")
 WITHOUT = {"preset": None, "bundle": None}
 
 
@@ -1663,7 +1823,7 @@ def test_what_has_no_scheme_takes_none() -> None:
 
 
 def test_one_row_that_takes_it_is_enough() -> None:
-    command.check_taken(WITHOUT, HERE_CPU, ["quantise", "longest-generation"], {*DEPENDING, *EVERYWHERE})
+    command.check_taken(WITHOUT, HERE_CPU, ["append", "longest-generation"], {*DEPENDING, *EVERYWHERE})
 
 
 @pytest.mark.parametrize(
@@ -1674,6 +1834,14 @@ def test_one_row_that_takes_it_is_enough() -> None:
             "--memory applies only to largest-batch and longest-generation",
         ),
         (["--device", "cpu", "--memory", "2"], "--memory applies only to largest-batch and longest-generation"),
+        (
+            ["--device", "cpu", "-o", "quantise", "--queries", "2"],
+            "--queries applies only to decode attention and append",
+        ),
+        (
+            ["--device", "jetson", "--queries", "2"],
+            "--queries applies only to decode attention and append where they run",
+        ),
         (["--device", "jetson", "--seed", "0"], "--seed applies only to random data that is measured"),
         (["--device", "jetson", "--require-kernels"], "--require-kernels applies only to rows that are measured"),
         (

@@ -202,9 +202,9 @@ def test_witnesses() -> None:
 
 def test_packing_is_shared_out_over_its_period() -> None:
     own = Start(None, 10, flush=1, period=32)
-    assert decoding._typical([10.0, 74.0, 12.0, 11.0], own) == (11.0 + 63 / 32, 74.0)
-    assert decoding._typical([10.0, 8.0, 10.0], own) == (10.0, 8.0)
-    assert decoding._typical([3.0, 1.0, 2.0], replace(own, flush=None)) == (2.0, None)
+    assert decoding.typical([10.0, 74.0, 12.0, 11.0], own) == (11.0 + 63 / 32, 74.0)
+    assert decoding.typical([10.0, 8.0, 10.0], own) == (10.0, 8.0)
+    assert decoding.typical([3.0, 1.0, 2.0], replace(own, flush=None)) == (2.0, None)
 
 
 # Rows.
@@ -452,10 +452,13 @@ def test_what_takes_the_place_of_quantos_code() -> None:
 
 def test_the_script_begins_with_what_matters_most() -> None:
     fast, slow, ours = plain("full"), plain("Dynamic"), [kind("inner-4"), kind("kivi-2-g128")]
-    jobs = script().order([slow, *ours, fast])
+    jobs = script().order([plain("StaticCache"), slow, *ours, fast])
     assert [(job, one.name) for job, one in jobs[:3]] == [("largest", "inner-4"), ("largest", "fp32"), ("long", "fp32")]
-    assert len(jobs) == len({(job, one.path, one.name) for job, one in jobs}) == 8
-    assert all(one is slow for _, one in jobs[-2:])
+    assert len(jobs) == len({(job, one.path, one.name) for job, one in jobs}) == 11
+    assert [(job, one.path) for job, one in jobs[-5:-1]] == [
+        (job, path) for path in ("DynamicCache", "StaticCache") for job in ("largest", "long")
+    ]
+    assert jobs[-1] == ("compiled", ours[0])
 
 
 # On a GPU.

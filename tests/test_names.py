@@ -53,7 +53,7 @@ def test_operations_say_what_they_are() -> None:
     about = {row["name"]: row["about"] for row in run_names("operation", "tiny")}
     assert len(set(about.values())) == len(about) and min(map(len, about.values())) > 10
     assert about["append"] == "a decode step's share of packing and storing a block"
-    assert about["generation"] == "generate, largest-batch, longest-generation"
+    assert about["generation"] == "generate, generate-call, largest-batch, longest-generation"
     assert about["innerq-table-4"].endswith("(InnerQ Table 4); projected only")
 
 

@@ -3,8 +3,10 @@
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/generation.py [--out DIR] [--seconds 480]
 
 Llama-3.1-8B's geometry, random weights made on the device, bfloat16. Caches are not prefilled but hold random packed data (a
-few blocks that repeat); every step runs through the whole model with greedy choice. What a row says, and what is compared:
-docs/benchmarks.md, "Whole models".
+few blocks that repeat); every step runs through the whole model with greedy choice. Behind each largest batch model.generate()
+itself is called there (`largest-batch-call`: 4 tokens, then 17 of which 16 are timed, some seconds a kind). What a row says,
+and what is compared: docs/benchmarks.md, "Whole models". --compiled: then once more with generate()'s compiled forward, the
+first scheme alone; compiling takes a minute or so.
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
 written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone:
@@ -30,12 +32,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from kvcal import models
 from kvcal.bench import caches, decoding, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.rows import Row
 from kvcal.bench.timing import Clock
+from kvcal.checkout import commit
 from kvcal.commands.bench import numbers
 
 SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
@@ -49,13 +53,18 @@ ROOM = 3 * GIB
 
 
 def order(every: Sequence[Kind]) -> list[tuple[str, Kind]]:
-    """largest: batches at --length; long: one row of --long tokens. Ours and the best FP16 first, what is slow last."""
+    """largest: batches at --length, and generate() there; long: one row of --long tokens; compiled: generate() with a compiled
+    forward at the largest batch of the first scheme. Ours and the best FP16 first, what is slow last: of the other FP16
+    DynamicCache, which generate() makes by itself, before StaticCache.
+    """
     ours = [kind for kind in every if kind.stored_bits is not None]
     plain, quanto = [kind for kind in every if kind.plain], [k for k in every if "quanto" in k.name]
     full, rest = [k for k in plain if k.path.startswith("full")], [k for k in plain if not k.path.startswith("full")]
+    rest.sort(key=lambda kind: kind.path == "StaticCache")
     first = [("largest", ours[0]), ("largest", full[0]), ("long", full[0]), *(("long", kind) for kind in ours)]
     then = [("largest", kind) for kind in (*ours[1:], *full[1:])] + [("long", kind) for kind in full[1:]]
-    return [*first, *then, *((job, kind) for kind in (*rest, *quanto) for job in ("largest", "long"))]
+    slow = [(job, kind) for kind in rest for job in ("largest", "long")]
+    return [*first, *then, *slow, ("compiled", ours[0]), *((job, k) for k in quanto for job in ("largest", "long"))]
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -65,13 +74,29 @@ def copy_bandwidth(device: torch.device) -> float:
     return rate
 
 
+Largest = dict[tuple[str, str], int]  # batches by name and path of a kind
+
+
 def rows_of(
-    job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int], device: str, copy: float
+    job: str, kind: Kind, model: Any, chosen: Any, found: dict[str, int], largest: Largest, device: str, copy: float
 ) -> Iterator[Row]:
+    """found: as of largest_batch_rows. largest: is added to."""
     if job == "long":
         shapes = [(1, chosen.long)]
-        return generation.generate_rows(chosen.model, model, [kind], shapes, device, copy=copy)
-    return generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found, copy)
+        yield from generation.generate_rows(chosen.model, model, [kind], shapes, device, copy=copy)
+        return
+    if job == "largest":
+        for row in generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found, copy):
+            if "largest_batch" in row.more:
+                largest[kind.name, kind.path] = row.batch
+            yield row
+    batch = largest.get((kind.name, kind.path))
+    if batch is not None:
+        compiled = CompileConfig() if job == "compiled" else None
+        given = chosen.model, model, kind, chosen.length, batch, device, copy, compiled
+        yield from generation.largest_called_rows(*given)
+    elif job == "compiled":
+        raise RuntimeError("its largest batch is not known")
 
 
 def in_its_own_process(job: str, kind: str, chosen: Any, seconds: float) -> list[Row]:
@@ -174,6 +199,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--schemes", default=",".join(SCHEMES))
     options.add_argument("--only", default="", help="largest or long")
     options.add_argument("--kind", default="", help="this one alone, in this process")
+    options.add_argument("--compiled", action="store_true", help="also generate() with its forward compiled")
     chosen = options.parse_args(given)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
         options.error("needs a CUDA GPU, and torch finds none here (--device cpu --model tiny tries the script)")
@@ -190,7 +216,7 @@ def main(given: Sequence[str] | None = None) -> None:
     model = models.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
     on_gpu = model.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    about: dict[str, Any] = {"device": device, **libraries(), "copy_bandwidth": copy}
+    about: dict[str, Any] = {"device": device, "commit": commit(), **libraries(), "copy_bandwidth": copy}
     if on_gpu:
         about["free_bytes"], about["total_bytes"] = torch.cuda.mem_get_info()
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
@@ -201,7 +227,9 @@ def main(given: Sequence[str] | None = None) -> None:
     every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
     rows: list[Row] = []
     found: dict[str, int] = {}
+    largest: Largest = {}
     jobs = [(job, kind) for job, kind in order(every) if chosen.only in ("", job) and chosen.kind in ("", kind.name)]
+    jobs = [(job, kind) for job, kind in jobs if job != "compiled" or chosen.compiled]
     if not on_gpu:
         for name in (f"largest {kind.name}, {kind.path}" for job, kind in jobs if job == "largest"):
             print(f"{name}: not measured, a CPU has no memory of its own to fill")
@@ -229,7 +257,9 @@ def main(given: Sequence[str] | None = None) -> None:
             left = chosen.seconds + began - time.time()
             quanto = quanto or quanto_built(building, min(BUILD_SECONDS, left))
             kind = replace(kind, path=f"{kind.path}{quanto}, {ROOM // GIB} GiB left to libraries")
-        take(f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, device, copy))
+        take(
+            f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, largest, device, copy)
+        )
     if apart:  # the model's memory is theirs; kinds hold it too
         del model, every, jobs, kind
         gc.collect()

@@ -44,15 +44,16 @@ def _no_tensors() -> list[Tensor]:
 class Start:
     """A cache that holds `length` tokens a row, ready for `steps` more.
 
-    again: brings it back there, in the same storage if `no_graph` is None; else nothing needs to happen. flush: the step,
-    from 0, in which blocks are packed, None if none is; period: steps from one to the next. witness: what two runs of the same
-    steps must agree on besides logits. no_graph: why a CUDA graph cannot hold its step. bytes: of the cache, that a step must
-    read; None where it is not known.
+    again: brings it back there, in the same storage if `no_graph` is None; goes_back: whether it does, or no step changes the
+    length. flush: the step, from 0, in which blocks are packed, None if none is; period: steps from one to the next. witness:
+    what two runs of the same steps must agree on besides logits. no_graph: why a CUDA graph cannot hold its step. bytes: of
+    the cache, that a step must read; None where it is not known.
     """
 
     cache: Any
     length: int
     again: Callable[[], None] = _nothing
+    goes_back: bool = False
     flush: int | None = None
     period: int = 1
     witness: Callable[[], list[Tensor]] = _no_tensors
@@ -224,7 +225,8 @@ def _packed(
     again()
     flush = FLUSH_AT if blocks_of(own, start + FLUSH_AT + 1) > blocks_of(own, start + FLUSH_AT) else None
     found = partial(_witness, cache)
-    return Start(cache, start, again, flush, own.block, found, cache.why_not_compileable, packed_bytes(cache))
+    why_not, held = cache.why_not_compileable, packed_bytes(cache)
+    return Start(cache, start, again, True, flush, own.block, found, why_not, held)
 
 
 def packed_bytes(cache: KVCalCache) -> int:
@@ -290,7 +292,7 @@ def _static(model: Any, geometry: Geometry, batch: int, length: int, steps: int)
 
     again()
     used = _held_bytes(layers) * length // (length + steps)
-    return Start(cache, length, again, no_graph=None, bytes=used)
+    return Start(cache, length, again, True, no_graph=None, bytes=used)
 
 
 class FullLayer(DynamicLayer):
@@ -318,4 +320,4 @@ def _full(model: Any, geometry: Geometry, batch: int, length: int, steps: int) -
         FullLayer(*(tokens(model, geometry, batch, length, 2 * layer + role) for role in (0, 1)))
         for layer in range(geometry.layers)
     ]
-    return Start(cache, length, no_graph=None, bytes=_held_bytes(cache.layers))
+    return Start(cache, length, goes_back=True, no_graph=None, bytes=_held_bytes(cache.layers))

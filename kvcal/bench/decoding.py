@@ -24,7 +24,7 @@ from kvcal_kernels.device import on
 from ..models import is_oom
 from ..room import cuda_bytes
 from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
-from .layer import fill
+from .layer import fill, some_rows
 from .peers import first_line
 
 WARM_UP = FLUSH_AT + 2  # steps nobody times: kernels are compiled, a block is packed
@@ -63,7 +63,9 @@ class Stepper:
         self.model, self.start = model, start
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.place = torch.full((1, 1), start.length, dtype=torch.long, device=model.device)
-        self.rows = sorted({0, batch // 2, batch - 1})  # whose logits are compared
+        self.rows = some_rows(
+            batch
+        )  # whose logits are compared: of all rows they take more than there is beside a full cache
 
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""
@@ -123,14 +125,14 @@ def _run(stepper: Stepper, steps: int) -> Ran:
             no_graph, apart = _compare(stepper, eager, replay, logits)
             graph = _replayed(stepper, replay, len(eager.times)) if no_graph is None else None
             used = max(used, peak_bytes(device))
-    times = [_typical(one, start) if one else (None, None) for one in (eager.times, graph)]
+    times = [typical(one, start) if one else (None, None) for one in (eager.times, graph)]
     assert times[0][0] is not None
     weights = weight_bytes(stepper.model)
     read = None if weights is None or start.bytes is None else weights + start.bytes
     return Ran(start.length, times[0][0], times[1][0], no_graph, used, times[0][1], times[1][1], apart, read)
 
 
-def _typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
+def typical(times: Sequence[float], start: Start) -> tuple[float, float | None]:
     """A step's time with its share of packing, and the time of a step that packs, if one did."""
     plain = statistics.median(t for i, t in enumerate(times) if i != start.flush)
     if start.flush is None or start.flush >= len(times):

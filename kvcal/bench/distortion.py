@@ -33,7 +33,7 @@ from kvcal_artifacts.codecs.higgs import GRID_MSE, gaussian_grid
 from kvcal_artifacts.codecs.transform import GRID_OF, MSE, ONE_BIT
 from kvcal_artifacts.errors import KVCalError
 
-from .layer import Filled
+from .layer import Filled, some_rows
 
 # A block has up to 1.14 times the error that a sample promises (measured: every scheme of schemes.known() at head_dim 32 and
 # 128, blocks of 2048 random numbers or more, four seeds); decoding 5 % of each number misses by 0.9 of the squares, 3 times
@@ -48,7 +48,8 @@ FLOOR = 2.0**-22  # of the squares: float32 sums and products
 
 def misread(filled: Filled, role: int, found: Tensor) -> str | None:
     """What is wrong with keys (role 0) or values (1) as they were read, (B, H, N * b, D); None if every block of every row
-    lies as near to the input as its format promises.
+    lies as near to the input as its format promises. What it promises is computed of SAMPLE tokens in some_rows, as are the
+    nearest codewords that lengths are compared with.
     """
     codec, raw = filled.pair[role], filled.raw[role]
     if found.shape != raw.shape:
@@ -87,7 +88,7 @@ def _samples(filled: Filled, role: int) -> Iterator[tuple[int, slice, Context]]:
     tokens = slice(0, min(filled.raw[role].shape[2], max(1, SAMPLE // block) * block))
     if "k0" in codec.needs:
         context = replace(context, k0=filled.decoded()[0])
-    for row in sorted({0, filled.case.batch - 1}):
+    for row in some_rows(filled.case.batch, filled.case.seed):
         own = context.rows(row, row + 1)
         yield row, tokens, replace(own.part(tokens.start, tokens.stop), stats=own.stats)
 

@@ -20,7 +20,7 @@ from kvcal_kernels.attention import rope as turning
 
 from ..catalogue import Geometry
 from .layer import Case, Filled, angles, fill
-from .operation import Prepared, misattended, needs_blocks, packed_blocks
+from .operation import Prepared, misattended, needs_blocks, needs_window, packed_blocks
 from .peers import DTYPE_NAMES, SIXTEEN, Attend
 from .schemes import Benched
 
@@ -31,7 +31,9 @@ def refuses_fused(case: Case) -> str | None:
         return why
     if not interpreted() and (why := unsupported(case.device)):
         return why if case.device.type == "cuda" else "needs a CUDA GPU"
-    return needs_blocks(case)
+    if vectors.both(case.scheme.codecs) and case.new > (most := vectors.most_queries(case.group)):
+        return f"vector codes are attended to by up to {most} new tokens a call at {case.group} query heads a kv head"
+    return needs_window(case)
 
 
 def refuses_anywhere(case: Case) -> str | None:

@@ -1,8 +1,9 @@
 """Whole models with random weights: tokens a second, largest batch and longest generation on a memory, peak memory.
 
 Caches start filled with random packed data (caches.py), so that no prefill of the length is needed. Decode steps then run
-through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own. Ratios are to the best FP16 among the
-rows at hand, named in each (`beside_fp16`).
+through the model, eagerly and as a CUDA graph (decoding.py), each in a row of its own; or generate() itself takes them
+(calling.py), in rows of operations of their own. Ratios are to the best FP16 among the rows at hand, named in each
+(`beside_fp16`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import decoding
+from transformers import CompileConfig
+
+from . import calling, decoding
 from .caches import Kind
 from .decoding import Ran, ran_out, released
 from .memory import vqkv_beside
@@ -22,15 +25,24 @@ LARGEST = 1 << 24  # where a search for a length or a batch ends
 TRIALS = 8  # of a largest batch, each some seconds of a GPU
 PROBES = (1, 8)  # batches from whose memory the largest is estimated
 CAUTION = 0.97  # of that estimate: a large batch that runs gives a far better one
-EAGER, GRAPH = "eager", "CUDA graph"
+EAGER, GRAPH, CALL, COMPILED = "eager", "CUDA graph", "generate()", "generate(), its forward compiled"
+CALLED, LARGEST_CALLED = "generate-call", "largest-batch-call"  # operations of rows that generate() itself gives
+AT_BATCH, AT_LARGEST = ("generate", CALLED), ("largest-batch", LARGEST_CALLED)
+FEWER = 2  # times that a smaller batch is tried where generate() does not fit at the largest one of steps
 FP16 = ("fp16", "fp32")  # schemes that compress nothing
 
 
 def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS) -> Ran | str:
-    """How it ran; else why it did not: memory, or a backend that is not there. What else is raised goes on."""
+    """How decode steps ran; else why they did not: memory, or a backend that is not there. What else is raised goes on."""
+    ran: Ran | str = _attempted(model, kind, lambda: decoding.run(model, kind, batch, length, steps))
+    return ran
+
+
+def _attempted(model: Any, kind: Kind, run: Callable[[], Any]) -> Any:
+    """What `run` gives; else, as a text, why it did not run."""
     released(model.device)
     try:
-        return decoding.run(model, kind, batch, length, steps)
+        return run()
     except Exception as error:
         if ran_out(error):
             return "out of memory"
@@ -103,19 +115,105 @@ def _row(
     )  # fmt: skip
 
 
+# By generate() itself.
+
+
+def called_rows(
+    model_name: str,
+    model: Any,
+    every: Sequence[Kind],
+    shapes: Sequence[tuple[int, int]],
+    device: str,
+    copy: float | None = None,
+) -> Iterator[Row]:
+    """Tokens a second that generate() gives with each kind at each (batch, length). copy: as of generate_rows."""
+    for batch, length in shapes:
+        for kind in every:
+            try:
+                ran = str(kind.why_not) if kind.maker is None else _called(model, kind, batch, length, None)
+            except Exception as error:  # of this kind alone: the others go on
+                ran = first_line(error)
+            yield _call_row(model_name, kind, batch, length, device, CALLED, ran, copy, CALL)
+
+
+def largest_called_rows(
+    model_name: str,
+    model: Any,
+    kind: Kind,
+    length: int,
+    largest: int,
+    device: str,
+    copy: float | None = None,
+    compiled: CompileConfig | None = None,
+) -> list[Row]:
+    """generate() at the largest batch of decode steps, or at a somewhat smaller one if there is no room for what it needs
+    besides: ids, masks, logits in float32, what a compiled forward holds. compiled: how its forward is; None: not at all.
+    """
+    sizes = [largest]
+    for _ in range(FEWER if largest > FEWER else 0):
+        sizes.append(min(sizes[-1] - 1, int(CAUTION * sizes[-1])))
+    ran: calling.Called | str = "out of memory"
+    try:
+        for batch in sizes:
+            ran = _called(model, kind, batch, length, compiled)
+            if ran != "out of memory":
+                break
+    except Exception as error:  # of this row alone
+        ran = first_line(error)
+    mode = CALL if compiled is None else COMPILED
+    made = _call_row(model_name, kind, batch, length, device, LARGEST_CALLED, ran, copy, mode, largest_batch=largest)
+    return [made]
+
+
+def _called(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig | None) -> calling.Called | str:
+    ran: calling.Called | str = _attempted(model, kind, lambda: calling.run(model, kind, batch, length, compiled))
+    return ran
+
+
+def _call_row(
+    model: str,
+    kind: Kind,
+    batch: int,
+    length: int,
+    device: str,
+    operation: str,
+    ran: calling.Called | str,
+    copy: float | None,
+    mode: str,
+    **more: Any,
+) -> Row:
+    at = replace(kind, path=f"{kind.path}; {mode}")
+    if isinstance(ran, str):
+        return _row(model, at, batch, length, device, operation, None, ran)
+    more = {"tokens": ran.length, "logits_apart": ran.apart, "peak_bytes": ran.bytes, **kind.more, **more}
+    if ran.wrong is not None:
+        return _row(model, at, batch, length, device, operation, None, ran.wrong, more)
+    more = {
+        "tokens_per_second": batch * 1e6 / ran.taken,
+        "flush_microseconds": ran.flush,
+        "mean_microseconds": ran.mean,
+        **more,
+    }
+    made = _row(model, at, batch, length, device, operation, ran.taken, more=more)
+    known = ran.read is not None and copy is not None
+    fraction = ran.read / copy * 1e6 / ran.taken if known else None  # type: ignore[operator]
+    return replace(made, bytes=ran.read, fraction_of_copy=fraction, repeats=ran.timed)
+
+
 # Against FP16.
 
 
 def beside_fp16(rows: Sequence[Row]) -> list[Row]:
     """The same rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
-    generate: time, of the same batch. largest-batch: `batch_to_fp16`, and `throughput_to_fp16` each at its own batch.
+    generate, generate-call: time, of the same batch. largest-batch, largest-batch-call: `batch_to_fp16`, and
+    `throughput_to_fp16` each at its own batch.
     """
-    return [_beside(row, rows) if row.operation in ("generate", "largest-batch") else row for row in rows]
+    return [_beside(row, rows) if row.operation in (*AT_BATCH, *AT_LARGEST) else row for row in rows]
 
 
 def _beside(row: Row, rows: Sequence[Row]) -> Row:
-    at_batch = row.operation == "generate"
+    at_batch = row.operation in AT_BATCH
     peers = [
         one
         for one in rows

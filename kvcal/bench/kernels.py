@@ -20,6 +20,7 @@ from kvcal_kernels import vq
 from . import quantising
 from .layer import Case, fill, nbytes, rope
 from .operation import Prepared, misappended, misattended, misencoded, misread, one_block, packed_blocks
+from .peers import unseen
 
 CODEWORDS = 4096  # of `nearest` where the scheme has no codebooks
 CHECKED = 512  # vectors that its check looks at in each of start, middle, end and all over
@@ -32,12 +33,14 @@ ROUNDINGS = 6
 
 def decode_then_attend(case: Case) -> Prepared:
     """Everything decoded to the model's dtype, then torch's attention: what the cache does without fused kernels."""
-    filled, queries = fill(case), case.queries()
+    filled, queries, mask = fill(case), case.queries(), None
+    if case.new > 1:
+        mask = ~unseen(case.new, case.new, case.length, case.device).repeat(case.group, 1)
 
     def attend(queries: Tensor) -> Tensor:
         keys, values = filled.materialised()
         rows = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-        return scaled_dot_product_attention(rows, keys, values).reshape(queries.shape)
+        return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).reshape(queries.shape)
 
     return Prepared(
         lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
@@ -61,7 +64,7 @@ def quantise(case: Case) -> Prepared:
 
 
 def append(case: Case) -> Prepared:
-    """One block of every row quantised and put behind the others, over the tokens of a block: a decode step's share."""
+    """One block of every row quantised and put behind the others, over the calls that fill a block: a decode step's share."""
     own = quantising.rules(case)
     if not isinstance(own, str):
         return quantising.append_by_kernel(case, own)
@@ -86,11 +89,12 @@ def append(case: Case) -> Prepared:
         found = misappended(filled, new, run(), by)
         return found or misread(filled, filled.decoded()) or misencoded(new, by)
 
-    size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes) / block
+    calls = block // case.new
+    size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes) / calls
     path = "reference: quantise" if path == "reference" else path
     return Prepared(
-        run, round(size), check, f"{path}, then copy the store", per=block,
-        more={"calls": f"one in {block} steps"},
+        run, round(size), check, f"{path}, then copy the store", per=calls,
+        more={"calls": f"one in {calls} steps"},
     )  # fmt: skip
 
 

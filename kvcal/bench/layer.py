@@ -26,7 +26,9 @@ ROPE_BASE = 10000.0  # of keys stored before RoPE: the work is the same whatever
 
 @dataclass(frozen=True)
 class Case:
-    """What one figure is of. dtype: of the model, and so of windows and queries."""
+    """What one figure is of. dtype: of the model, and so of windows and queries. new: tokens that a call brings, the last of
+    `length`: each attends to those before it and itself.
+    """
 
     scheme: Benched
     geometry: Geometry
@@ -35,6 +37,7 @@ class Case:
     device: torch.device
     dtype: torch.dtype
     seed: int = 0
+    new: int = 1
 
     def __post_init__(self) -> None:
         codecs = self.scheme.codecs.read_by(self.group)
@@ -52,9 +55,20 @@ class Case:
         size = (self.batch if rows is None else rows, heads, tokens, self.geometry.head_dim)
         return torch.randn(size, generator=generator, device=self.device).to(self.dtype)
 
-    def queries(self, count: int = 1) -> Tensor:
-        """(B, heads, count, D)."""
-        return self.random(self.geometry.heads, count, salt=1)
+    def queries(self, count: int | None = None) -> Tensor:
+        """(B, heads, count, D), by default of the new tokens."""
+        return self.random(self.geometry.heads, self.new if count is None else count, salt=1)
+
+
+SOME = 4  # rows of a batch
+
+
+def some_rows(batch: int, seed: int = 0) -> list[int]:
+    """At most SOME rows of a batch, for checks that cannot look at all of them: the first, the last, and others between them
+    by that seed.
+    """
+    order = torch.randperm(max(0, batch - 2), generator=torch.Generator().manual_seed(seed))
+    return sorted({0, batch - 1, *(1 + int(row) for row in order[: SOME - 2])})
 
 
 @dataclass

@@ -24,13 +24,14 @@ def left_out(
     device: torch.device,
     dtype: torch.dtype,
     device_name: str,
+    new: int = 1,
 ) -> Iterator[Row]:
     """A row with `refused` and no figure for each scheme and operation that `measured`, of one shape (batch, length), has no
     row of; none where an operation is `alone` and so has its row without a scheme.
     """
     there = {(row.operation, row.scheme) for row in measured}
     for one in schemes:
-        case = Case(one, geometry, *shape, device, dtype)
+        case = Case(one, geometry, *shape, device, dtype, new=new)
         for operation in operations:
             if operation.alone or (operation.name, one.name) in there:
                 continue
@@ -39,5 +40,5 @@ def left_out(
                     operation=operation.name, scheme=one.name, model=model, batch=case.batch, length=case.length,
                     microseconds=None, stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None,
                     fp16_backend=None, projected=False, device=device_name, path="none", refused=why,
-                    dtype=DTYPE_NAMES[dtype], **one.settings,
+                    dtype=DTYPE_NAMES[dtype], queries=new if operation.of_calls else None, **one.settings,
                 )  # fmt: skip

@@ -43,12 +43,15 @@ def rows_of(
     device_name: str,
     say: Say,
     seed: int = 0,
+    new: int = 1,
 ) -> list[Row]:
-    """shapes: (batch, length) pairs. The first rows of each are the FP16 peers, if an operation compares with them."""
+    """shapes: (batch, length) pairs; new: tokens that a call brings, the last of them. The first rows of each shape are the
+    FP16 peers, if an operation compares with them.
+    """
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     for batch, length in shapes:
-        plain = Case(fp16_scheme(geometry), geometry, batch, length, clock.device, dtype, seed)
+        plain = Case(fp16_scheme(geometry), geometry, batch, length, clock.device, dtype, seed, new)
         best: Peer | None = None
         if any(operation.peer == "attention" for operation in operations):
             say(f"batch {batch}, length {length}: FP16 attention, every backend")
@@ -86,6 +89,7 @@ def _peer_row(model: str, case: Case, peer: Peer, best: Peer | None, clock: Cloc
         ratio_to_fp16=None if taken is None or fastest is None else fastest / taken,
         fp16_backend=None if best is None else best.name, projected=False, device=device, path=peer.name, bytes=size,
         repeats=None if peer.timed is None else peer.timed.repeats, refused=peer.why_not, dtype=peer.dtype,
+        queries=case.new,
         more=_spread(peer.timed),
     )  # fmt: skip
 
@@ -147,5 +151,5 @@ def _figure(model: str, case: Case, operation: Operation, device: str, prepared:
         operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
         length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
         path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
-        dtype=DTYPE_NAMES[case.dtype], **windows, **(empty | own),
+        dtype=DTYPE_NAMES[case.dtype], queries=case.new if operation.of_calls else None, **windows, **(empty | own),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from kvcal_artifacts.scheme import LayerCodecs
 
 from . import distortion
 from .layer import Case, Filled, nbytes
-from .peers import Attend, misattends
+from .peers import Attend, Check
 
 Peer = Literal["attention"]
 APART = 1e-3  # of a packed tensor's numbers, a kernel's against torch's: CUDA divides by a constant in its own way
@@ -42,6 +42,7 @@ class Prepared:
 class Operation:
     """refuses: why there is no such operation for a case, or None. peer: what FP16 does in its place, for the ratio. alone: it
     depends on the model's shape only, so it is measured once for all schemes, and beyond that for those it does not refuse.
+    of_calls: it depends on how many new tokens a call brings.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Operation:
     peer: Peer | None = None
     by_default: bool = True
     alone: bool = False
+    of_calls: bool = False
 
 
 def packed_blocks(case: Case) -> int:
@@ -63,6 +65,22 @@ def needs_blocks(case: Case) -> str | None:
     if packed_blocks(case):
         return None
     return f"nothing is packed: needs more than {own.sink + own.recent + own.block - 1} tokens"
+
+
+def needs_window(case: Case) -> str | None:
+    """Blocks, and a window that holds the new tokens of a call."""
+    own = case.scheme.windows
+    held = case.length - own.sink - packed_blocks(case) * own.block
+    if (why := needs_blocks(case)) or case.new == 1 or held >= case.new:
+        return why
+    return f"{case.new} new tokens of a call are not packed yet: needs as many in the window, which holds {held}"
+
+
+def needs_whole_calls(case: Case) -> str | None:
+    """Blocks, each of them filled by whole calls."""
+    if (block := case.scheme.windows.block) % case.new:
+        return f"calls of {case.new} tokens do not fill a block of {block}: needs a divisor of it"
+    return needs_blocks(case)
 
 
 def one_block(case: Case) -> Case:
@@ -105,10 +123,11 @@ def misread(filled: Filled, made: Sequence[Tensor | None]) -> str | None:
 
 
 def misattended(attend: Attend, queries: Tensor, filled: Filled) -> str | None:
-    """`attend` is attention over all tokens decoded, and these are what their formats promise."""
+    """`attend` is attention over all tokens decoded, of every row, and these are what their formats promise."""
     decoded = filled.decoded()
     sink, recent = filled.sink[0].shape[2], filled.window[0].shape[2]
-    return misattends(attend, queries, *filled.materialised(decoded), sink, recent) or misread(filled, decoded)
+    check = Check(queries, *filled.materialised(decoded), sink, recent)
+    return check.misattends(attend) or misread(filled, decoded)
 
 
 def misappended(old: Filled, new: Filled, grown: Sequence[Packed], by: LayerCodecs | None = None) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from . import paper
 from .fused import fused_attention, refuses_fused
 from .kernels import append, decode_then_attend, nearest, needs_codebooks, quantise, reconstruct
-from .operation import Operation, needs_blocks
+from .operation import Operation, needs_blocks, needs_whole_calls, needs_window
 from .tables import (
     channel_selection,
     hybrid_share,
@@ -23,14 +23,17 @@ from .tables import (
 
 _ALL = (
     Operation(
-        "decode-then-attend", "one decode step's attention: decode all, then attend", decode_then_attend, needs_blocks,
-        "attention",
+        "decode-then-attend", "one decode step's attention: decode all, then attend", decode_then_attend, needs_window,
+        "attention", of_calls=True,
     ),
     Operation(
         "fused-attention", "one decode step's attention, from packed codes", fused_attention, refuses_fused, "attention",
+        of_calls=True,
     ),
     Operation("quantise", "prefill: keys and values to packed blocks", quantise, needs_blocks),
-    Operation("append", "a decode step's share of packing and storing a block", append, needs_blocks),
+    Operation(
+        "append", "a decode step's share of packing and storing a block", append, needs_whole_calls, of_calls=True
+    ),
     Operation("nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True),
     Operation("reconstruct", "packed blocks to keys and values", reconstruct, needs_blocks),
     Operation("quantise-step", "a decode step's share of quantising (InnerQ Table 5)", quantise_step, by_default=False),

@@ -6,10 +6,12 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal_artifacts.errors import KVCalError
@@ -52,44 +54,86 @@ class Peer:
     dtype: str | None = None
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Plain products and softmax in the dtype of the arguments: q (B, heads, Q, D), k and v (B, H, T, D) -> as q."""
+def unseen(queries: int, new: int, tokens: int, device: torch.device) -> Tensor:
+    """(queries, tokens) bool, True where a query of calls of `new` each, whose own tokens are the last, attends to none."""
+    behind = new - 1 - torch.arange(queries, device=device) % new
+    return torch.arange(tokens, device=device) >= (tokens - behind)[:, None]
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, new: int = 1) -> Tensor:
+    """Plain products and softmax in the dtype of the arguments: q (B, heads, Q, D), k and v (B, H, T, D) -> as q. new: queries
+    of a call; the last one sees all tokens, each other one less than the next.
+    """
     grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     scores = (grouped @ keys.transpose(-1, -2)) * keys.shape[-1] ** -0.5
+    if new > 1:
+        hidden = unseen(queries.shape[2], new, keys.shape[2], keys.device)
+        scores = scores.masked_fill_(hidden.repeat(queries.shape[1] // keys.shape[1], 1), -torch.inf)
     out: Tensor = (scores.softmax(-1) @ values).view_as(queries)
     return out
 
 
-def wrong(
-    found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | Sequence[float] = UNITS
-) -> str | None:
-    """None if attention over these (first and last row) is as exact as it should be: each query of a head at most twice the
-    error that plain products in the same dtype have against float64, and `units` of the dtype's rounding (one for all
-    queries of a head, or one each; of float32 UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
+class Wanted:
+    """What attention over these keys and values is, of every row and query: in float64, and by plain products in the same
+    dtype. A row at a time, and a call's `new` queries, so that its room is that of one row's keys, values and scores.
     """
-    if queries.dtype == torch.float32:
-        units = UNITS_OF_FLOAT32
-    ends = sorted({0, len(queries) - 1})
-    own = [x[ends] for x in (queries, keys, values)]
-    exact = attention(*(x.double() for x in own))
-    plain = attention(*own).double()
-    scales = exact.abs().amax((0, 1, 3))
-    errors, allowances = ((x.double() - exact).abs().amax((0, 1, 3)) for x in (found[ends], plain))
-    least = torch.as_tensor(units, device=scales.device) * float(torch.finfo(queries.dtype).eps)
-    allowances = TOLERANCE * allowances + least * scales
-    for error, allowed, scale in torch.stack([errors, allowances, scales], 1).tolist():
-        if not error <= allowed:  # of NaN, too
-            return f"check failed: off by {error:.2g}, allowed {allowed:.2g} (values up to {scale:.2g})"
-    return None
+
+    def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, new: int = 1) -> None:
+        exact, plain = [], []
+        for row in range(len(queries)):
+            q, k, v = (x[row, None] for x in (queries, keys, values))
+            wide = k.double(), v.double()
+            calls = q.split(new, 2)
+            exact.append(torch.cat([attention(one.double(), *wide, new) for one in calls], 2))
+            plain.append(torch.cat([attention(one, k, v, new) for one in calls], 2))
+        self.exact, self.dtype = torch.cat(exact), queries.dtype
+        self.scales = self.exact.abs().amax((0, 1, 3))
+        self.errors = self._off(torch.cat(plain))
+
+    def _off(self, found: Tensor) -> Tensor:
+        """The largest error of each query of a head."""
+        return torch.stack([(a.double() - b).abs().amax((0, 2)) for a, b in zip(found, self.exact, strict=True)]).amax(
+            0
+        )
+
+    def wrong(self, found: Tensor, units: float | Sequence[float]) -> str | None:
+        """None if these (B, heads, Q, D) are as exact as they should be: each query of a head at most twice the error of plain
+        products, and `units` of the dtype's rounding (one for all queries of a head, or one each; of float32
+        UNITS_OF_FLOAT32: it is torch that attends there); else what was found.
+        """
+        if self.dtype == torch.float32:
+            units = UNITS_OF_FLOAT32
+        least = torch.as_tensor(units, device=self.scales.device) * float(torch.finfo(self.dtype).eps)
+        allowances = TOLERANCE * self.errors + least * self.scales
+        for error, allowed, scale in torch.stack([self._off(found), allowances, self.scales], 1).tolist():
+            if not error <= allowed:  # of NaN, too
+                return f"check failed: off by {error:.2g}, allowed {allowed:.2g} (values up to {scale:.2g})"
+        return None
 
 
-def misattends(
-    attend: Attend, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int, units: float = UNITS
+def wrong(
+    found: Tensor, queries: Tensor, keys: Tensor, values: Tensor, units: float | Sequence[float] = UNITS, new: int = 1
 ) -> str | None:
-    """None if `attend` of these queries (B, Hq, 1, D), and of those that `pointed` makes, is as exact as `wrong` asks."""
-    more = pointed(queries, keys, sink, recent)
-    every, each = [queries, *more], [units, *[max(units, UNITS_POINTED)] * len(more)]
-    return wrong(torch.cat([attend(one) for one in every], 2), torch.cat(every, 2), keys, values, each)
+    """None if attention over these is as exact as `Wanted.wrong` asks. new: queries of a call."""
+    return Wanted(queries, keys, values, new).wrong(found, units)
+
+
+class Check:
+    """Of attention over these keys and values (B, H, T, D): of the queries of a call (B, Hq, new, D), and of those that
+    `pointed` makes, each of these in all places of a call. Computed once for all that is checked.
+    """
+
+    def __init__(self, queries: Tensor, keys: Tensor, values: Tensor, sink: int, recent: int) -> None:
+        new = queries.shape[2]
+        more = pointed(queries[:, :, :1], keys, sink, recent)
+        self.every = [queries, *(one.expand_as(queries).contiguous() for one in more)]
+        self.wanted = Wanted(torch.cat(self.every, 2), keys, values, new)
+
+    def misattends(self, attend: Attend, units: float = UNITS) -> str | None:
+        """None if `attend` of them is as exact as `Wanted.wrong` asks."""
+        others = [max(units, UNITS_POINTED)] * (len(self.every) - 1)
+        each = [unit for unit in (units, *others) for _ in range(self.every[0].shape[2])]
+        return self.wanted.wrong(torch.cat([attend(one) for one in self.every], 2), each)
 
 
 def pointed(queries: Tensor, keys: Tensor, sink: int, recent: int) -> list[Tensor]:
@@ -146,44 +190,51 @@ def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
     try:
         queries = case.queries().to(dtype)
         keys, values = (case.random(case.geometry.kv_heads, case.length, salt=2 + role).to(dtype) for role in (0, 1))
+        check = Check(queries, keys, values, WINDOWS.sink, WINDOWS.recent)
     except Exception as error:  # no memory for them: compressed ones may still fit
         return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, first_line(error), DTYPE_NAMES[dtype])]
     found = []
-    for name, attend in _candidates(keys, values, case.group):
-        found.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", attend, clock, (queries, keys, values)))
+    for name, attend in _candidates(keys, values, case.group, case.new):
+        found.append(_tried(f"{name} {DTYPE_NAMES[dtype]}", attend, clock, queries, check))
     if case.device.type == "cuda" and importlib.util.find_spec("flashinfer"):
         try:
             attend = _flashinfer(queries, keys, values)
         except Exception as error:  # another version's interface, no compiler: a peer less, and said
             found.append(Peer("flashinfer", None, first_line(error), DTYPE_NAMES[dtype]))
         else:
-            found.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, (queries, keys, values)))
+            found.append(_tried(f"flashinfer {DTYPE_NAMES[dtype]}", attend, clock, queries, check))
     return found
 
 
-def _candidates(keys: Tensor, values: Tensor, ratio: int) -> Iterator[tuple[str, Attend]]:
-    """Each backend with grouped heads as torch has them, and with a kv head's query heads as rows of one query."""
+def _candidates(keys: Tensor, values: Tensor, ratio: int, new: int) -> Iterator[tuple[str, Attend]]:
+    """Each backend with grouped heads as torch has them, and with a kv head's query heads as rows of one query. Several new
+    tokens have a mask; flash, which takes none on a GPU, torch's own name for it.
+    """
+    tokens = keys.shape[2]
+    mask = None if new == 1 else ~unseen(new, new, tokens, keys.device)
+    rows_mask = None if mask is None else mask.repeat(ratio, 1)
     for name, backend in BACKENDS.items():
+        bias = causal_lower_right(new, tokens) if new > 1 and name == "flash" else mask
 
-        def gqa(queries: Tensor, backend: SDPBackend = backend) -> Tensor:
+        def gqa(queries: Tensor, backend: SDPBackend = backend, bias: Any = bias) -> Tensor:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+                return scaled_dot_product_attention(queries, keys, values, attn_mask=bias, enable_gqa=True)
 
         def stacked(queries: Tensor, backend: SDPBackend = backend) -> Tensor:
             rows = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(rows, keys, values).reshape(queries.shape)
+                return scaled_dot_product_attention(rows, keys, values, attn_mask=rows_mask).reshape(queries.shape)
 
         yield f"sdpa {name}", gqa
         if ratio > 1:
             yield f"sdpa {name}, heads as rows", stacked
 
 
-def _tried(name: str, attend: Attend, clock: Clock, given: tuple[Tensor, Tensor, Tensor]) -> Peer:
-    dtype = DTYPE_NAMES[given[0].dtype]
+def _tried(name: str, attend: Attend, clock: Clock, queries: Tensor, check: Check) -> Peer:
+    dtype = DTYPE_NAMES[queries.dtype]
     try:
-        why = misattends(attend, *given, WINDOWS.sink, WINDOWS.recent, UNITS_OF_PEERS)
-        return Peer(name, None if why else clock.time(lambda: attend(given[0])), why, dtype)
+        why = check.misattends(attend, UNITS_OF_PEERS)
+        return Peer(name, None if why else clock.time(lambda: attend(queries)), why, dtype)
     except Exception as error:  # "No viable backend", a shape it does not take, or no memory
         return Peer(name, None, first_line(error), dtype)
 
@@ -199,7 +250,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _flashinfer(queries: Tensor, keys: Tensor, values: Tensor) -> Attend:
-    """FlashInfer's batched decode over a paged cache of the same tokens."""
+    """FlashInfer's batched decode over a paged cache of the same tokens; of several new tokens its prefill behind others."""
     import flashinfer
 
     batch, heads, tokens, dim = keys.shape
@@ -211,8 +262,18 @@ def _flashinfer(queries: Tensor, keys: Tensor, values: Tensor) -> Attend:
     indices = torch.arange(batch * pages, dtype=torch.int32, device=keys.device)
     last = torch.full((batch,), tokens - (pages - 1) * PAGE, dtype=torch.int32, device=keys.device)
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=keys.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-    wrapper.plan(
-        indptr, indices, last, queries.shape[1], heads, dim, PAGE, q_data_type=queries.dtype, kv_data_type=keys.dtype
-    )
-    return lambda queries: wrapper.run(queries[:, :, 0], paged)[:, :, None]
+    shape, kinds = (queries.shape[1], heads, dim, PAGE), {"q_data_type": queries.dtype, "kv_data_type": keys.dtype}
+    if (new := queries.shape[2]) == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        wrapper.plan(indptr, indices, last, *shape, **kinds)
+        return lambda queries: wrapper.run(queries[:, :, 0], paged)[:, :, None]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=keys.device) * new
+    several = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    several.plan(starts, indptr, indices, last, *shape, causal=True, **kinds)
+
+    def attend(queries: Tensor) -> Tensor:
+        out: Tensor = several.run(queries.transpose(1, 2).flatten(0, 1), paged)
+        rows: Tensor = out.unflatten(0, (batch, new))
+        return rows.transpose(1, 2)
+
+    return attend

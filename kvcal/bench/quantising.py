@@ -24,7 +24,7 @@ from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, 
 
 from . import distortion
 from .fused import unreadable
-from .layer import Case, Filled, fill, nbytes
+from .layer import Case, Filled, fill, nbytes, some_rows
 from .operation import APART, Prepared, misread, one_block, packed_blocks
 from .peers import DTYPE_NAMES, SIXTEEN
 
@@ -113,13 +113,17 @@ def by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
         return kernel.quantise(rounded(), raw[1], *own, factor)
 
     def check() -> str | None:
+        """All rows beside the codec's packing, of which few numbers may differ; some_rows beside the kernel's reference, all
+        of whose bits must be the same.
+        """
         keys, values, flags = run()
         if said := reference.check(flags, 0):
             return f"check failed: {said}"
         if why := _unlike(filled, (keys, values)):
             return why
-        for row in {0, case.batch - 1}:
-            for x, rule, made, by in zip((rounded(), raw[1]), own, (keys, values), (factor, None), strict=True):
+        given = rounded(), raw[1]
+        for row in some_rows(case.batch, case.seed):
+            for x, rule, made, by in zip(given, own, (keys, values), (factor, None), strict=True):
                 by = by[row, None] if by is not None and by.ndim == 4 else by
                 wanted, _ = reference.quantise(x[row, None], rule, by)
                 for name, some in (("words", made.words), ("scale", made.scale)):
@@ -145,7 +149,7 @@ def _unlike(filled: Filled, made: tuple[Blocks, Blocks]) -> str | None:
 
 
 def append_by_kernel(case: Case, own: tuple[AnyRule, AnyRule]) -> Prepared:
-    """The steps of a block, one launch each: all but the last only write a new token, the last packs a block of every row.
+    """The steps that fill a block, one launch each: all but the last write new tokens, the last packs a block of every row.
     Of SQuat two or more, whose first ones correct the keys that are due.
     """
     from kvcal_kernels.quantise import triton as kernel
@@ -218,26 +222,28 @@ def _steps(
     differing: Callable[[], str | None],
     path: str,
 ) -> Prepared:
-    """The steps of a block by `step`(counts, k, v). differing: what is wrong with the block that they leave, or None.
+    """The steps that fill a block by `step`(counts, k, v). differing: what is wrong with the block that they leave, or None.
 
     New tokens are those that the ring has at their slots, which are emptied: where a block is longer than the window, they
     are of the block that is packed.
     """
     from kvcal_kernels.quantise import triton as kernel
 
-    block, one = windows.block, torch.ones(case.batch, dtype=torch.int32, device=case.device)
-    calls: list[tuple[Counts, int, list[Tensor]]] = []
-    for waiting in (0, block - 1):  # a step that only writes its token, and one that packs
+    new_tokens, steps = case.new, windows.block // case.new
+    each = torch.full((case.batch,), new_tokens, dtype=torch.int32, device=case.device)
+    calls: list[tuple[Counts, slice, list[Tensor]]] = []
+    for waiting in sorted({0, windows.block - new_tokens}):  # a step that only writes its tokens, and one that packs
         counts, slot = Counts(case.batch, windows, case.device), windows.recent + waiting
         counts.data[4], counts.data[6] = windows.sink, slot
-        kernel.advance(counts, one)
-        calls.append((counts, slot, [held[:, :, slot : slot + 1].clone() for held in ring]))
+        kernel.advance(counts, each)
+        slots = slice(slot, slot + new_tokens)
+        calls.append((counts, slots, [held[:, :, slots].clone() for held in ring]))
         for held in ring:
-            held[:, :, slot] = 0
-    (idle, _, first), (due, _, last) = calls
+            held[:, :, slots] = 0
+    (idle, _, first), (due, _, last) = calls[0], calls[-1]  # the same, where a call fills a block
 
     def run() -> None:
-        for _ in range(block - 1):
+        for _ in range(steps - 1):
             step(idle, *first)
         step(due, *last)
 
@@ -248,14 +254,14 @@ def _steps(
         if why := differing():
             return why
         for role, what in enumerate(("keys", "values")):
-            for _, slot, new_tokens in calls:
-                if not torch.equal(ring[role][:, :, slot], new_tokens[role][:, :, 0]):
-                    return f"check failed: the window's token {slot} of {what} is not the one that came"
+            for _, slots, came in calls:
+                if not torch.equal(ring[role][:, :, slots], came[role]):
+                    return f"check failed: the window's token {slots.start} of {what} is not the one that came"
         return misread(new, new.decoded())
 
-    written = 2 * sum(nbytes(x) for x in first) * block  # a step reads its token and writes it
+    written = 2 * sum(nbytes(x) for x in first) * steps  # a step reads its tokens and writes them
     size = sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes + written
-    return Prepared(run, round(size / block), check, path, per=block, more={"calls": f"one packs in {block} steps"})
+    return Prepared(run, round(size / steps), check, path, per=steps, more={"calls": f"one packs in {steps} steps"})
 
 
 def _windows(case: Case) -> Windows:
@@ -276,6 +282,6 @@ def _exact(case: Case, new: Filled, windows: Windows) -> tuple[tuple[Tensor, Ten
     rings, sinks = [], []
     for raw, window in zip(new.raw, new.window, strict=True):
         ring = torch.cat([raw, window], 2)
-        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, windows.room(1) - ring.shape[2])).contiguous())
+        rings.append(torch.nn.functional.pad(ring, (0, 0, 0, windows.room(case.new) - ring.shape[2])).contiguous())
         sinks.append(raw.new_zeros(*raw.shape[:2], max(windows.sink, 1), raw.shape[3]))
     return (sinks[0], sinks[1]), (rings[0], rings[1])

@@ -20,7 +20,8 @@ class Row:
     windows excluded. fraction_of_copy: the time in which this device copies as many bytes as the operation must move, over the
     median. ratio_to_fp16: the best FP16 attention of the same run over the median, fp16_backend which one it was.
     projected: computed from a device profile, not measured. path: which code ran. dtype: of the model, or of an FP16 peer.
-    sink, recent, block: the scheme's windows, None where there is no scheme. more: what only this operation has.
+    sink, recent, block: the scheme's windows, None where there is no scheme. queries: new tokens of a call, None where an
+    operation is not of calls. more: what only this operation has.
     """
 
     operation: str
@@ -43,6 +44,7 @@ class Row:
     sink: int | None = None
     recent: int | None = None
     block: int | None = None
+    queries: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,7 +56,9 @@ KEY = {
     "operation": str, "scheme": str, "model": str, "batch": int, "length": int, "path": str, "device": str,
     "projected": bool,
 }  # fmt: skip
-SETTINGS = {"dtype": str, "sink": int, "recent": int, "block": int}  # may be None, and are missing in older files
+# May be None, and are missing in older files.
+SETTINGS = {"dtype": str, "sink": int, "recent": int, "block": int, "queries": int}
+BEFORE = {"queries": 1}  # of rows that have it, where a file is older: there was no other
 MADE_BY = ("torch", "triton", "torch built for", "processor", "GPU")  # of the machine, beside the version of kvcal
 KINDS = {str: "a text", int: "a whole number", bool: "true or false"}
 LONGEST_NAME = 60
@@ -75,17 +79,17 @@ def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Earlier:
-    """A file of before. by: the versions and processors that made it, as far as it says."""
+    """A file of before. by: the versions, commit and processors that made it, as far as it says."""
 
     rows: list[dict[str, Any]]
     by: Mapping[str, Any]
 
 
 def made_by(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions and processors of a result. None: there is none; a name is missing where the result does not say."""
+    """Versions, commit and processors of a result. None: there is none; a name is missing where the result does not say."""
     machine = found.get("machine")
     known = machine if isinstance(machine, Mapping) else {}
-    version = {"kvcal": found["version"]} if "version" in found else {}
+    version = {name: found[key] for name, key in (("kvcal", "version"), ("commit", "commit")) if key in found}
     return version | {name: known[name] for name in MADE_BY if name in known}
 
 
@@ -161,7 +165,16 @@ def _pairs(
 
 def _unlike(row: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
     """Which SETTINGS differ, of those that both rows have."""
-    return [name for name in SETTINGS if name in old and name in row and row[name] != old[name]]
+    return [name for name in SETTINGS if _says(name, old) and name in row and row[name] != _then(name, row, old)]
+
+
+def _says(name: str, old: Mapping[str, Any]) -> bool:
+    return name in old or name in BEFORE
+
+
+def _then(name: str, row: Mapping[str, Any], old: Mapping[str, Any]) -> Any:
+    """A setting of an earlier row, beside one of now."""
+    return old[name] if name in old else None if row[name] is None else BEFORE[name]
 
 
 def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Earlier) -> Iterator[str]:
@@ -175,7 +188,7 @@ def remarks(now: Sequence[Mapping[str, Any]], by: Mapping[str, Any], earlier: Ea
         yield f"{len(apart)} rows are not compared, they differ in settings: {said}; give the options of then"
     if len(apart) == len(pairs):
         return
-    if missing := [name for name in SETTINGS if any(name not in old for _, every in pairs for old in every)]:
+    if missing := [name for name in SETTINGS if any(not _says(name, old) for _, every in pairs for old in every)]:
         yield f"it does not say {', '.join(missing)} of its rows, as older versions did not: compared as if these were alike"
     then = {name: earlier.by.get(name, "not said") for name in by}
     differing = [_both(name, _named(then[name]), _named(by[name])) for name in by if then[name] != by[name]]
@@ -189,7 +202,7 @@ def _settings(pairs: Iterable[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]
     for row, every in pairs:
         for old in every:
             for name in _unlike(row, old):
-                found.setdefault(name, []).append((_named(old[name]), _named(row[name])))
+                found.setdefault(name, []).append((_named(_then(name, row, old)), _named(row[name])))
     return {name: [" and ".join(dict.fromkeys(one[i] for one in both)) for i in (0, 1)] for name, both in found.items()}
 
 

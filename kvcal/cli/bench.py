@@ -46,6 +46,7 @@ def bench(
     operation: Operations = None,
     batch: Annotated[str | None, typer.Option(help="Rows, as 1,8,32.")] = None,
     length: Annotated[str | None, typer.Option(help="Cached tokens, as 512,4k,32k.")] = None,
+    queries: Annotated[int, typer.Option(min=1, max=16, help="New tokens of a call: decode attention, append.")] = 1,
     sink: Annotated[int | None, typer.Option(min=0, help="First tokens kept exact. Default: 32.")] = None,
     recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept exact. Default: 96.")] = None,
     dtype: Annotated[str, typer.Option(help="Of windows, queries and peers: float16, bfloat16, float32.")] = "auto",

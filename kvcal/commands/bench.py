@@ -31,6 +31,7 @@ from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
 from ..build import code_identity
+from ..checkout import commit
 from ..fit import check_output, cpu_record
 from ..kept import Work, short
 from ..near import allowed
@@ -46,9 +47,11 @@ GPU_SCHEMES = (
     "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq-16-16", "mixkvq-16-16-g128",
 )  # fmt: skip
 SIZED = ("largest-batch", "longest-generation")  # how far a memory goes
+AT_SHAPE = {"generate", "generate-call"}  # a whole model at each --batch and --length
 GENERATION = {  # of whole models, and what they are
     "generate": "decode steps of a whole model: tokens a second, peak memory",
-    "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second",
+    "generate-call": "the same by model.generate() itself, as a caller gets them",
+    "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second, also by model.generate()",
     "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
 }
 PROJECTED_ONLY = {
@@ -72,6 +75,7 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     """
     _check_numbers(o)
     _check_files(o)
+    ran_from = commit()  # now: the next one may be made while this runs
     earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
     where = target(o["device"])
     wanted = _wanted(o["operation"], where)
@@ -88,8 +92,8 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     rows = [row.as_dict() for row in found.pop("rows")]
     beside = None if earlier is None else compared(rows, earlier.rows)
     found = {
-        "version": __version__, "device": where.name, "projected": where.device is None, **found, "rows": rows,
-        "compared": beside,
+        "version": __version__, "commit": ran_from, "device": where.name, "projected": where.device is None, **found,
+        "rows": rows, "compared": beside,
     }  # fmt: skip
     if earlier is not None:
         if not beside:
@@ -162,8 +166,8 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     """(options, whether a row takes them, what they apply to, what to do)."""
     here, on_gpu = where.device is not None, where.device is not None and where.device.type == "cuda"
     kernels, sized = wanted & set(OPERATIONS) if here else set(), wanted & set(SIZED)
-    runs = bool(kernels or (here and "generate" in wanted) or (on_gpu and sized))  # else of bytes alone
-    shaped = bool(kernels or wanted & {"generate", "fused-attention"})
+    runs = bool(kernels or (here and AT_SHAPE & wanted) or (on_gpu and sized))  # else of bytes alone
+    shaped = bool(kernels or wanted & {*AT_SHAPE, "fused-attention"})
     alike = {"innerq-table-4", *(name for name, one in OPERATIONS.items() if one.refuses is no_scheme)}
     untimed = {"longest-generation"} if on_gpu else set(SIZED)
     another, run = (
@@ -177,6 +181,8 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     yield ("dtype",), runs or bool(sized), "rows that are measured or fill a memory", run
     yield ("batch",), shaped or ("longest-generation" in wanted and not on_gpu), "rows of a given batch", another
     yield ("length",), shaped or "largest-batch" in wanted, "rows of a given length", another
+    calls = {name for name, one in OPERATIONS.items() if one.of_calls}
+    yield ("queries",), bool(kernels & calls), "decode attention and append where they run", another if here else run
     yield ("model",), wanted != {"innerq-table-4"}, "rows of a given model", another
     yield ("preset", "bundle"), bool(wanted - alike), "rows of a scheme", another
     yield ("sink", "recent"), bool(wanted - alike), "rows of a scheme", another
@@ -346,11 +352,13 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
             check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
     able = generated
     for shape in shapes if kernels else []:
-        given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"]
+        given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
         found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
         able |= bool(found)
         rows += found
-        rows += left_out(found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name)
+        rows += left_out(
+            found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name, o["queries"]
+        )
     if not able:
         kept.work.remove()
         first = rows[0]
@@ -450,7 +458,7 @@ def _with_shares(rows: list[Row]) -> list[Row]:
 
 def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[models.ModelSource, torch.dtype, bool]:
     """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
-    runs_here = not on_gpu and "generate" in wanted
+    runs_here = not on_gpu and bool(AT_SHAPE & set(wanted))
     name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
     source = models.resolve(name, o["revision"])
     return source, _dtype(o, torch.bfloat16 if on_gpu else torch.float32), on_gpu or runs_here
@@ -476,12 +484,16 @@ def _generation(
     model = models.load_model(source, dtype=dtype, device=where.device, random_weights=True, seed=o["seed"]).model
     every = caches.kinds(model, geometry, own, o["require_kernels"])
     measured: list[Row] = []
-    if "generate" in wanted:
-        say("decode steps from caches filled with random packed data")
+    ways: dict[str, Callable[..., Iterable[Row]]]
+    ways = {"generate": generation.generate_rows, generation.CALLED: generation.called_rows}
+    for operation, rows_of in ways.items():
+        if operation not in wanted:
+            continue
+        say(f"{operation}: decode steps from caches filled with random packed data")
         for shape, kind in itertools.product(shapes, every):
             measured += kept.rows(
-                f"generate {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}",
-                partial(generation.generate_rows, source.name, model, [kind], [shape], where.name, copy=copy),
+                f"{operation} {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}",
+                partial(rows_of, source.name, model, [kind], [shape], where.name, copy=copy),
             )
     if on_gpu and "largest-batch" in wanted:
         for length in dict.fromkeys(length for _, length in shapes):
@@ -492,9 +504,14 @@ def _generation(
                     f"largest-batch {kind.name} ({kind.path}), length {length}",
                     partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found, copy),
                 )
+                measured += rows_now
                 if sizes := [row.more["largest_batch"] for row in rows_now if "largest_batch" in row.more]:
                     found[kind.path] = sizes[0]
-                measured += rows_now
+                    given = source.name, model, kind, length, sizes[0], where.name, copy
+                    measured += kept.rows(
+                        f"{generation.LARGEST_CALLED} {kind.name} ({kind.path}), length {length}",
+                        partial(generation.largest_called_rows, *given),
+                    )
     if on_gpu and "longest-generation" in wanted:
         gib = o["memory"] or torch.cuda.get_device_properties(where.device).total_memory / 2**30
         say(f"longest generation on {gib:g} GiB")

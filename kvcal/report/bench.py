@@ -97,6 +97,8 @@ def _remark(row: Found) -> str:
     ):  # fmt: skip
         if row.get(key) is not None:
             parts.append(form.format(row[key]))
+    if (row.get("queries") or 1) > 1:
+        parts.append(f"{row['queries']} new tokens a call")
     if row.get("peak_bytes"):
         parts.append(f"peak {row['peak_bytes'] / 2**30:.2f} GiB")
     return ", ".join(parts)
