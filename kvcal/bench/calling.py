@@ -34,8 +34,8 @@ ROOM = TOKENS + 1
 @dataclass(frozen=True)
 class Called:
     """Microseconds from one token of generate() to the next, packing shared out over the steps from one to the next; flush: of
-    a step that packs; mean: of all that were timed, as they came; timed: how many. wrong: why the figure is none. bytes, apart,
-    read: as of Ran.
+    a step that packs; mean: of all that were timed, as they came; timed: how many they are. wrong: why the figure is none.
+    bytes, apart, read: as of Ran.
     """
 
     length: int
