@@ -18,7 +18,6 @@ from torch import Tensor
 SPAN = 4.0  # numbers have a variance of 1
 SIDES = (32, 64)  # a word of four codes a cell: 16 KB at most
 MOST = 8  # candidates of a cell, two words
-FEWEST = 5  # points: fewer are as soon looked at one by one
 COMMON = 3.0  # beyond it, in both coordinates, are 7e-6 of Gaussian vectors
 ROUNDING = 2.0**-20  # three roundings of 2^-24 in each of two scores, and more than twice that
 
@@ -44,7 +43,7 @@ def raster_of(points: Tensor) -> Raster | None:
 @functools.cache
 def _raster(numbers: tuple[float, ...], d: int) -> Raster | None:
     points = torch.tensor(numbers, dtype=torch.float32).view(-1, d)
-    if d > 2 or points.shape[0] < FEWEST:
+    if d > 2:
         return None
     made = [own for side in SIDES if (own := _of_side(points, side)) is not None]
     return min(made, key=lambda own: (own.few, own.side), default=None)
@@ -68,8 +67,8 @@ def _of_side(points: Tensor, side: int) -> Raster | None:
         reach = float(inner[count > few].min()) if few < most else math.inf
     if few > 4:
         return None
-    order = allowed.int().argsort(dim=-1, descending=True, stable=True)[:, : 4 if most <= 4 else 8]
-    place = torch.arange(order.shape[1]).minimum(count[:, None] - 1)
+    order = allowed.int().argsort(dim=-1, descending=True, stable=True)
+    place = torch.arange(4 if most <= 4 else 8).minimum(count[:, None] - 1)
     codes = order.gather(1, place).to(torch.uint8).unflatten(1, (-1, 4)).transpose(0, 1).contiguous()
     return Raster(side, few, most, reach, codes.view(torch.int32)[..., 0])
 
@@ -83,9 +82,11 @@ def _candidates(points: Tensor, side: int) -> Tensor | None:
     low, high = ((middle + off) * (2 * SPAN / side) for off in (-0.5, 0.5))
     low[0], high[-1] = -math.inf, math.inf
     edges = torch.stack([low, high], -1)  # (side, 2)
-    cells = edges[:, None] if d == 1 else torch.stack(
-        [edges[:, None].expand(side, side, 2), edges[None].expand(side, side, 2)], 2
-    ).flatten(0, 1)  # (side^d, d, 2)
+    cells = (
+        edges[:, None]
+        if d == 1
+        else torch.stack([edges[:, None].expand(side, side, 2), edges[None].expand(side, side, 2)], 2).flatten(0, 1)
+    )  # (side^d, d, 2)
     inside = cells.clamp(-SPAN, SPAN).mean(-1)
     first = (half - inside @ g.T).argmin(-1)  # (cells,)
     allowed = ~_further(half, g, torch.arange(n)[None], first[:, None], cells[:, None])
