@@ -74,7 +74,7 @@ def _of_side(points: Tensor, side: int) -> Raster | None:
 
 
 def _candidates(points: Tensor, side: int) -> Tensor | None:
-    """bool (side^d, n); None where more than four times MOST points are not much further than one near the middle of a cell."""
+    """bool (side^d, n); None where the point nearest to the middle of some cell leaves more than 4 MOST others."""
     g = points.double()
     n, d = g.shape
     half = 0.5 * (points * points).sum(-1).double()  # rounded, as `nearest` has it

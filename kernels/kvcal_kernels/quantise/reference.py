@@ -121,8 +121,8 @@ class GridRule:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph must find it
-        where it was.
+        """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph must find
+        it where it was.
         """
         own = self.how
         return torch.cat([own.sign.float(), own.table.new_full((1,), self.gain), own.table])

@@ -41,8 +41,8 @@ class Rotated:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points (d, n) and,
-        of a raster, reach and the bits of its words. Made once, as a CUDA graph must find it where it was.
+        """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points (d, n);
+        of a raster also its reach and the bits of its words. Made once, as a CUDA graph must find it where it was.
         """
         own = self.points.cpu()
         parts = [0.5 * (own * own).sum(-1), own.T.flatten()]

@@ -53,10 +53,8 @@ def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def _nearer(
-    parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """best, nearest: lowest score and its code so far, and point `code` where it scores lower; FIRST: there is none so far."""
+def _nearer(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """best, nearest: the lowest score so far and its code, those of point `code` where it scores lower."""
     score = tl.load(p_table + code) - parts[0] * tl.load(p_table + POINTS + code)
     for axis in tl.static_range(1, D):
         g = tl.load(p_table + (1 + axis) * POINTS + code)
@@ -64,11 +62,8 @@ def _nearer(
             score = tl.fma(-parts[axis], g, score)
         else:  # the interpreter's is not fused: in float64 the product is exact
             score = (score.to(tl.float64) - parts[axis].to(tl.float64) * g.to(tl.float64)).to(tl.float32)
-    if FIRST:
-        return score, code
-    else:  # noqa: RET505 (both are compiled otherwise)
-        better = score < best
-        return tl.where(better, score, best), tl.where(better, code, nearest)
+    better = score < best
+    return tl.where(better, score, best), tl.where(better, code, nearest)
 
 
 @triton.jit
@@ -76,7 +71,7 @@ def _nearest_of_all(parts, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: 
     best = tl.zeros_like(parts[0]) + float("inf")
     nearest = tl.zeros_like(parts[0]).to(tl.int32)
     for i in range(POINTS):
-        best, nearest = _nearer(parts, i, best, nearest, p_table, POINTS, D, False, ASM)
+        best, nearest = _nearer(parts, i, best, nearest, p_table, POINTS, D, ASM)
     return nearest
 
 
@@ -99,12 +94,12 @@ def _place(parts, D: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.constexpr_function
 def _gathering(points, d):
-    """Assembly of `_nearer` for one vector: $0, $1 of best and nearest, $2 its code, $3 the table, $4, $5, the vector after."""
+    """Assembly of `_nearer` for one vector: $0, $1 new, $4, $5 old best and nearest; $2 code, $3 table, then the vector."""
     text = "{ .reg .b64 p; .reg .f32 s, g, x; .reg .pred q; mad.wide.u32 p, $2, 4, $3; ld.global.nc.f32 s, [p];"
     for axis in range(d):
         text += f" ld.global.nc.f32 g, [p + {4 * (1 + axis) * points}];"
         if axis == 0:
-            text += f" mul.rn.f32 g, g, $6; sub.rn.f32 s, s, g;"
+            text += " mul.rn.f32 g, g, $6; sub.rn.f32 s, s, g;"
         else:
             text += f" neg.f32 x, ${6 + axis}; fma.rn.f32 s, x, g, s;"
     return text + " setp.lt.f32 q, s, $4; selp.f32 $0, s, $4, q; selp.b32 $1, $2, $5, q; }"
@@ -122,7 +117,7 @@ def _nearer_there(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: 
             dtype=(tl.float32, tl.uint32), is_pure=True, pack=1,
         )  # fmt: skip
     else:  # noqa: RET505 (both are compiled otherwise)
-        return _nearer(parts, code, best, nearest, p_table, POINTS, D, False, ASM)
+        return _nearer(parts, code, best, nearest, p_table, POINTS, D, ASM)
 
 
 @triton.jit
@@ -134,7 +129,7 @@ def _nearest_of_cells(
     p_reach = p_table + POINTS * (1 + D)
     p_words = (p_reach + 1).to(tl.pointer_type(tl.uint32), bitcast=True)
     word = tl.load(p_words + _place(parts, D, SIDE))
-    best, nearest = tl.zeros_like(parts[0]) + float("inf"), word
+    best, nearest = tl.zeros_like(parts[0]) + float("inf"), tl.zeros_like(word)  # a NaN is nearest to point 0
     for i in tl.static_range(FEW):
         best, nearest = _nearer_there(parts, word >> 8 * i & 255, best, nearest, p_table, POINTS, D, ASM)
     if MOST > FEW:
@@ -352,7 +347,8 @@ def _decoded(
 def encode_kernel(
     p_x, p_sign, p_table, p_codes, p_norm, p_flags, p_made, tokens, batch_stride, head_stride, token_stride, scale, gain,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr,
-    D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
+    D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
+    LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens / ROWS, batch). scale: WIDTH^-0.5. DECODE: p_made takes what is decoded."""
     N: tl.constexpr = HEADS * DIM
