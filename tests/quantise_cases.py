@@ -34,6 +34,7 @@ GRIDS: dict[str, tuple[int, int, Any, Any]] = {
     "higgs 2 of 4": (4, 256, "token", "debiased"),
     "higgs 3": (2, 64, "token", "mse"),
     "higgs 4": (2, 256, "head", "mse"),
+    "higgs 4, token": (2, 256, "token", "mse"),
     "turboquant 2": (1, 4, "head", "mse"),
     "turboquant 3": (1, 8, "head", "debiased"),
     "turboquant 4": (1, 16, "token", "mse"),

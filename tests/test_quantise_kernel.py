@@ -456,27 +456,31 @@ def test_compiled_counts_spill_nothing(capability: int, tmp_path: Path) -> None:
 
 # Of a decode step's append, 8 kv heads of 128: ceilings of instructions of a thread that has 32 of a block's 4096 numbers.
 # `own`: a block, but for what follows; `others`: 4096 numbers of any heads towards norms that span all, which take as many
-# turns as there are heads; `point`: a grid point of the search.
+# turns as there are heads; `point`: a grid point of a search through all, or a candidate beyond those that most cells of a
+# raster have. With 128 registers four programs fit a multiprocessor.
 STEPS = [
-    ("higgs 2", 90, 200, 1310, 680, 114),
-    ("turboquant 3", 90, 210, 2430, 0, 240),
-    ("higgs 2", 87, 200, 1310, 680, 114),
-    ("higgs 2", 80, 200, 1310, 680, 114),
-    ("turboquant 3", 87, 210, 2430, 0, 240),
-    ("turboquant 3", 80, 210, 2430, 0, 240),
-    ("higgs 2 of 4", 87, 200, 1200, 680, 90),
-    ("higgs 3", 80, 200, 1350, 680, 114),
-    ("higgs 4", 87, 200, 2050, 0, 118),
-    ("turboquant 2", 90, 210, 2430, 0, 240),
-    ("turboquant 4", 90, 240, 1600, 680, 240),
-    ("higgs 2 in bytes", 90, 200, 1310, 680, 114),
-    ("turboquant 3 in bytes", 90, 210, 2430, 0, 240),
-    ("turboquant 4 in bytes", 87, 216, 2430, 0, 240),
-    ("turboquant 2 in bytes", 80, 210, 2430, 0, 240),
+    ("higgs 2", 90, 2530, 690, 0),
+    ("turboquant 3", 90, 2680, 0, 0),
+    ("higgs 2", 87, 2530, 690, 0),
+    ("higgs 2", 80, 2530, 690, 0),
+    ("turboquant 3", 87, 2650, 0, 0),
+    ("turboquant 3", 80, 2610, 0, 0),
+    ("higgs 2 of 4", 87, 1320, 690, 79),
+    ("higgs 3", 90, 2630, 690, 280),
+    ("higgs 3", 80, 2600, 690, 280),
+    ("higgs 4", 90, 3100, 0, 280),
+    ("higgs 4, token", 90, 2660, 690, 280),
+    ("higgs 4", 87, 3060, 0, 280),
+    ("turboquant 2", 90, 2700, 0, 0),
+    ("turboquant 4", 90, 2250, 690, 0),
+    ("higgs 2 in bytes", 90, 2410, 690, 0),
+    ("turboquant 3 in bytes", 90, 2890, 0, 0),
+    ("turboquant 4 in bytes", 87, 2410, 0, 0),
+    ("turboquant 2 in bytes", 80, 2700, 0, 0),
 ]
 
 
-def of_grids(name: str, capability: int, registers: int, own: int, others: int, point: int, folder: Path) -> None:
+def of_grids(name: str, capability: int, own: int, others: int, point: int, folder: Path) -> None:
     import triton
 
     if triton.__version__ != PINNED:
@@ -484,15 +488,15 @@ def of_grids(name: str, capability: int, registers: int, own: int, others: int, 
     made = built(Case(name, name, 128, heads=8), capability, step=True)
     taken, spilled = resources(made, folder)
     assert spilled == 0
-    assert taken <= registers
+    assert taken <= 128
     found = [loop.total() for loop in loops(made, folder)]
     each = len(found) // 2  # of keys, then of values: the new tokens, the block and the loops in it
     assert len(found) == 2 * each
     for _, block, *inner in (found[:each], found[each:]):
-        assert len(inner) == 1 + bool(others), found
+        assert len(inner) == bool(others) + bool(point), found
         assert block - sum(inner) <= own, found
         assert not others or inner[0] <= others, found
-        assert inner[-1] <= point, found
+        assert not point or inner[-1] <= point, found
 
 
 @needs_triton

@@ -30,7 +30,7 @@ for what in "$@"; do
         reconstruct) $of/reconstruct.py --out "$out" ;;
         vectors) $of/vq_attention.py --out "$out" ;;
         aqua) $of/aqua_tokens.py --out "$out" ;;
-        generation) $of/generation.py --out "$out" --seconds 300 ;;
+        generation) $of/generation.py --out "$out" --seconds 330 ;;
         *) echo "$what: must be one of those in the head of this script" >&2 && exit 2 ;;
     esac 2>&1 | tee "$out/$what.log"
     echo "== $what: $SECONDS s since the start"

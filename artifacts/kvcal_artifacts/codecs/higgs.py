@@ -184,7 +184,7 @@ class Higgs(Codec):
         self.rule()  # which all twins have
         twin = copy.copy(self)
         twin._how = Rotated(self.grid, self.sign, self._norms, self._gain, self.rotation_width)
-        _ = twin._how.half  # made now: no graph of a step may wait for it
+        _ = twin._how.table  # made now: no graph of a step may wait for it
         return twin
 
     @property

@@ -121,12 +121,11 @@ class GridRule:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What the kernel reads, float32: signs (H * D,), half |g|^2 (n,), points (n * d,), gain; made once, as a CUDA graph
-        must find it where it was.
+        """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph must find
+        it where it was.
         """
         own = self.how
-        parts = [own.sign.float(), own.half, own.points.flatten(), own.half.new_full((1,), self.gain)]
-        return torch.cat(parts)
+        return torch.cat([own.sign.float(), own.table.new_full((1,), self.gain), own.table])
 
 
 AnyRule: TypeAlias = Rule | GridRule

@@ -510,8 +510,8 @@ def _encode(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room, ring_room,
     head_stride, token_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, POINTS: tl.constexpr,
-    NORM_HEADS: tl.constexpr, WORDS: tl.constexpr, BYTES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
-    STORED: tl.constexpr, ASM: tl.constexpr,
+    SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, NORM_HEADS: tl.constexpr, WORDS: tl.constexpr,
+    BYTES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
     LOG: tl.constexpr = _log(DIM)
@@ -519,16 +519,8 @@ def _encode(
     r = tl.arange(0, 32)
     fits = unit < tl.minimum(flush, room - before)
     live = tl.broadcast_to(fits, [32])
-    gain = tl.load(p_table + SIGNS + POINTS * (1 + D))
-    x = _waiting(
-        p_new, p_ring, p_factor, o_new, i_row, i_kv, unit * 32 + r, live, window, before, ring_room, head_stride,
-        token_stride, DIM, DIM, FACTOR, STORED, ASM,
-    )  # fmt: skip
-    bad = tl.where(tl.min(tl.min((x * 0.0 == 0.0).to(tl.int32), 1), 0) == 0, NONFINITE, 0)
-    x = rotate_rows(x, tl.load(p_table + i_kv * DIM + tl.arange(0, DIM)), DIM**-0.5, 32, DIM, LOG)
-    if NORM_HEADS == 1:
-        norm = norms_of(x, gain, 32, DIM, LOG, ASM)
-    else:
+    gain = tl.load(p_table + SIGNS)
+    if NORM_HEADS != 1:  # before its own numbers take registers
         ROWS: tl.constexpr = _rows(HEADS * DIM)
         sign = tl.load(p_table + tl.arange(0, HEADS * DIM))
         norm = tl.zeros([32], tl.float32)
@@ -542,9 +534,17 @@ def _encode(
             some = norms_of(y, gain, ROWS, HEADS * DIM, _log(HEADS * DIM), ASM)
             wide = tl.reshape(tl.broadcast_to(some[None, :], [32 // ROWS, ROWS]), [32])
             norm = tl.where(r // ROWS == i, wide, norm)
+    x = _waiting(
+        p_new, p_ring, p_factor, o_new, i_row, i_kv, unit * 32 + r, live, window, before, ring_room, head_stride,
+        token_stride, DIM, DIM, FACTOR, STORED, ASM,
+    )  # fmt: skip
+    bad = tl.where(tl.min(tl.min((x * 0.0 == 0.0).to(tl.int32), 1), 0) == 0, NONFINITE, 0)
+    x = rotate_rows(x, tl.load(p_table + i_kv * DIM + tl.arange(0, DIM)), DIM**-0.5, 32, DIM, LOG)
+    if NORM_HEADS == 1:
+        norm = norms_of(x, gain, 32, DIM, LOG, ASM)
     stored = norm.to(tl.float16)
     x = x * units_of(stored, gain, 32, ASM)[:, None]
-    code = nearest_points(x, p_table + SIGNS + POINTS, p_table + SIGNS, POINTS, 32, DIM, D, ASM)
+    code = nearest_points(x, p_table + SIGNS + 1, 32, DIM, POINTS, D, SIDE, FEW, MOST, ASM)
     block = (i_row + i_kv).to(tl.int64) * room + before + unit
     store_words(p_words + block * (WORDS // 2), code, fits, DIM, BITS, D, VALUE, BYTES)
     own = fits & ((NORM_HEADS == 1) | (i_kv == 0))
@@ -568,7 +568,8 @@ def _role(
     BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
     TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VECTOR: tl.constexpr, POINTS: tl.constexpr,
-    NORM_HEADS: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, NORM_HEADS: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs is; 0: it
     packs what the ring has.
@@ -596,11 +597,11 @@ def _role(
         p_own = p_factor + i_batch * factor_stride
     if PACK and VECTOR > 0:
         o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
-        for unit in range(i_program, flush, programs):
+        for unit in tl.range(i_program, flush, programs, disable_licm=True):
             found = _encode(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
-                room, ring_room, head_stride, token_stride, HEADS, SLICES * 16, BITS, VECTOR, POINTS, NORM_HEADS, WORDS,
-                MODE == GRID_IN_BYTES, VALUE, FACTOR, STORED, ASM,
+                room, ring_room, head_stride, token_stride, HEADS, SLICES * 16, BITS, VECTOR, POINTS, SIDE, FEW,
+                MOST, NORM_HEADS, WORDS, MODE == GRID_IN_BYTES, VALUE, FACTOR, STORED, ASM,
             )  # fmt: skip
             if found != 0:
                 tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
@@ -635,11 +636,13 @@ def append_kernel(
     K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
     K_PIECES: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr, K_COLUMNS: tl.constexpr,
     K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr,
-    K_VECTOR: tl.constexpr, K_POINTS: tl.constexpr, K_NORM_HEADS: tl.constexpr,
+    K_VECTOR: tl.constexpr, K_POINTS: tl.constexpr, K_SIDE: tl.constexpr, K_FEW: tl.constexpr, K_MOST: tl.constexpr,
+    K_NORM_HEADS: tl.constexpr,
     V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_ALONG: tl.constexpr, V_INNER: tl.constexpr, V_GROUP: tl.constexpr,
     V_PIECES: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr, V_COLUMNS: tl.constexpr,
     V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
-    V_VECTOR: tl.constexpr, V_POINTS: tl.constexpr, V_NORM_HEADS: tl.constexpr,
+    V_VECTOR: tl.constexpr, V_POINTS: tl.constexpr, V_SIDE: tl.constexpr, V_FEW: tl.constexpr, V_MOST: tl.constexpr,
+    V_NORM_HEADS: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
@@ -654,7 +657,7 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             k_batch, k_head, k_token, factor_stride, DUE, HEADS, D // 16, WRITE, PACK, STORED,
             K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
-            K_FIRST, K_ALL, K_VECTOR, K_POINTS, K_NORM_HEADS, False, FACTOR, NW, ASM,
+            K_FIRST, K_ALL, K_VECTOR, K_POINTS, K_SIDE, K_FEW, K_MOST, K_NORM_HEADS, False, FACTOR, NW, ASM,
         )  # fmt: skip
     else:
         _role(
@@ -662,7 +665,7 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             v_batch, v_head, v_token, factor_stride, 0, HEADS, D // 16, WRITE, PACK, STORED,
             V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
-            V_FIRST, V_ALL, V_VECTOR, V_POINTS, V_NORM_HEADS, True, False, NW, ASM,
+            V_FIRST, V_ALL, V_VECTOR, V_POINTS, V_SIDE, V_FEW, V_MOST, V_NORM_HEADS, True, False, NW, ASM,
         )  # fmt: skip
 
 
@@ -735,9 +738,12 @@ class Launch:
 
 # A row packs one unit at most: of prompts, one warp took 0.70 of four warps' time at 4/4, 0.35 hybrid (H200).
 STEP = Launch(warps=1)
-# Registers, of which grids take up to 239; left to itself the compiler spills some to have more programs. GRID_STEP: of a
-# decode step, in which most programs have nothing to pack.
-GRID, GRID_STEP = 240, 240
+# Registers of programs over grids, which left to the compiler take up to 239. GRID_STEP: of a decode step, in which most have
+# nothing to pack. With 128, four of 4 warps fit a multiprocessor of 65,536, so that the 512 of 32 rows and 8 kv heads run at
+# once on an H200, where 240 let two: an append takes 7.5 in place of 9.8 to 9.9 us with nothing due, and one with a block in
+# every row 16 to 28 % less (HIGGS 2 36.7 in place of 50.8); 160, which let three, 9.3. At head_dim 256 the 8192 numbers of a
+# block want 8 warps, and two programs fit: 64 registers, for four, would hold little more than the numbers themselves.
+GRID, GRID_STEP = 240, 128
 
 
 def launch_of(key: AnyRule, value: AnyRule, step: bool) -> Launch:
@@ -764,13 +770,14 @@ def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
             "VECTOR": form.vector, "NORM_HEADS": form.norm_heads,
         }  # fmt: skip
         if isinstance(rule, GridRule):
-            own |= {"MODE": int(form.in_bytes), "FIRST": 0, "ALL": 0, "POINTS": 1 << form.bits * form.vector}
+            own |= {"MODE": int(form.in_bytes), "FIRST": 0, "ALL": 0} | rotated.searched(rule.how)
         else:
             own |= {
                 "MODE": KERNEL_MODES[rule.mode],
                 "FIRST": len(rule._symmetric),
                 "ALL": len(rule.factors),
                 "POINTS": 0,
+                **rotated.NO_RASTER,
             }
         made |= {f"{name}_{what}": number for what, number in own.items()}
     return made

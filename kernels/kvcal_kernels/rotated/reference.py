@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..hadamard import largest_power_of_two, root, rotate, tree_sum, unrotate
 from ..lattice import lookup, nearest
+from ..lattice.raster import Raster, raster_of
 
 NONFINITE, SCALE = 1, 2  # flags, as of quantise.reference
 HALF_MAX = 65504.0
@@ -35,10 +36,19 @@ class Rotated:
     width: int = 0
 
     @functools.cached_property
-    def half(self) -> Tensor:
-        """|g|^2 / 2 (n,) as lattice.nearest has it on a CPU; made once, as a CUDA graph must find it where it was."""
+    def raster(self) -> Raster | None:
+        return raster_of(self.points)
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points (d, n);
+        of a raster also its reach and the bits of its words. Made once, as a CUDA graph must find it where it was.
+        """
         own = self.points.cpu()
-        return (0.5 * (own * own).sum(-1)).to(self.points.device)
+        parts = [0.5 * (own * own).sum(-1), own.T.flatten()]
+        if self.raster:
+            parts += [own.new_full((1,), self.raster.reach), self.raster.words.view(torch.float32).flatten()]
+        return torch.cat(parts).to(self.points.device)
 
     def rotation(self, dim: int) -> int:
         return self.width or largest_power_of_two(dim)

@@ -2,7 +2,9 @@
 tokens. `pack` lays their codes out for attention. Their parts are also what quantise/triton.py packs grids by.
 
 Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
-one fused operation for each further number, and the first of the lowest is taken.
+one fused operation for each further number, and the first of the lowest is taken. Where a raster has been made for the grid
+(lattice/raster.py) the few points that can be nearest in a vector's cell are looked at in place of all: gathered one by one,
+as lanes have different cells.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from ..attention import grids
 from ..attention.reference import BLOCK, Form
 from ..device import on
+from ..lattice import raster
 from ..triton import interpreted
 from . import reference
 from .reference import Rotated
@@ -23,6 +26,8 @@ NONFINITE, SCALE = tl.constexpr(reference.NONFINITE), tl.constexpr(reference.SCA
 HALF_MAX, LEAST = tl.constexpr(reference.HALF_MAX), tl.constexpr(reference.LEAST)
 ALIGNED, OVER = tl.constexpr(grids.ALIGNED), tl.constexpr(32 - grids.ALIGNED)
 LOW = tl.constexpr((1 << grids.ALIGNED) - 1)
+SPAN, WHOLE = tl.constexpr(raster.SPAN), tl.constexpr(2.0**23)
+NO_RASTER = {"SIDE": 0, "FEW": 0, "MOST": 0}
 NUMBERS = 4096  # of a program
 
 
@@ -48,22 +53,95 @@ def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
 
 
 @triton.jit
-def _nearest(parts, p_points, p_half, n, D: tl.constexpr, ASM: tl.constexpr):
-    """The first nearest point to tuples given as D tensors of one shape."""
+def _nearer(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """best, nearest: the lowest score so far and its code, those of point `code` where it scores lower."""
+    score = tl.load(p_table + code) - parts[0] * tl.load(p_table + POINTS + code)
+    for axis in tl.static_range(1, D):
+        g = tl.load(p_table + (1 + axis) * POINTS + code)
+        if ASM:
+            score = tl.fma(-parts[axis], g, score)
+        else:  # the interpreter's is not fused: in float64 the product is exact
+            score = (score.to(tl.float64) - parts[axis].to(tl.float64) * g.to(tl.float64)).to(tl.float32)
+    better = score < best
+    return tl.where(better, score, best), tl.where(better, code, nearest)
+
+
+@triton.jit
+def _nearest_of_all(parts, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
     best = tl.zeros_like(parts[0]) + float("inf")
-    code = tl.zeros_like(parts[0]).to(tl.int32)
-    for i in range(n):
-        score = tl.load(p_half + i) - parts[0] * tl.load(p_points + i * D)
+    nearest = tl.zeros_like(parts[0]).to(tl.int32)
+    for i in range(POINTS):
+        best, nearest = _nearer(parts, i, best, nearest, p_table, POINTS, D, ASM)
+    return nearest
+
+
+@triton.jit
+def _cell(x, SIDE: tl.constexpr):
+    """Of a raster's axis. The product is exact, the sum rounds to whole numbers and leaves them in the lowest bits."""
+    PER: tl.constexpr = SIDE / (2 * SPAN)
+    inside = tl.minimum(tl.maximum(x, -SPAN), SPAN - 1 / PER)
+    return tl.fma(inside, PER, WHOLE + SIDE // 2).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _place(parts, D: tl.constexpr, SIDE: tl.constexpr):
+    """Number of a vector's cell."""
+    cell = _cell(parts[0], SIDE)
+    for axis in tl.static_range(1, D):
+        cell = cell * SIDE + _cell(parts[axis], SIDE)
+    return cell & SIDE**D - 1
+
+
+@triton.constexpr_function
+def _gathering(points, d):
+    """Assembly of `_nearer` for one vector: $0, $1 new, $4, $5 old best and nearest; $2 code, $3 table, then the vector."""
+    text = "{ .reg .b64 p; .reg .f32 s, g, x; .reg .pred q; mad.wide.u32 p, $2, 4, $3; ld.global.nc.f32 s, [p];"
+    for axis in range(d):
+        text += f" ld.global.nc.f32 g, [p + {4 * (1 + axis) * points}];"
+        if axis == 0:
+            text += " mul.rn.f32 g, g, $6; sub.rn.f32 s, s, g;"
+        else:
+            text += f" neg.f32 x, ${6 + axis}; fma.rn.f32 s, x, g, s;"
+    return text + " setp.lt.f32 q, s, $4; selp.f32 $0, s, $4, q; selp.b32 $1, $2, $5, q; }"
+
+
+@triton.jit
+def _nearer_there(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """`_nearer` of codes that differ. In assembly one vector follows another; Triton has the loads of all before the first
+    is used, whose addresses alone would take two registers a vector.
+    """
+    if ASM:
+        KINDS: tl.constexpr = "=f,=r,r,l,f,r,f" + (D - 1) * ",f"
+        return tl.inline_asm_elementwise(
+            _gathering(POINTS, D), KINDS, (code, p_table.to(tl.int64), best, nearest) + parts,
+            dtype=(tl.float32, tl.uint32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:  # noqa: RET505 (both are compiled otherwise)
+        return _nearer(parts, code, best, nearest, p_table, POINTS, D, ASM)
+
+
+@triton.jit
+def _nearest_of_cells(
+    parts, p_table, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Of the candidates of a vector's cell (lattice/raster.py): a word has the first four, which most cells do with."""
+    p_reach = p_table + POINTS * (1 + D)
+    p_words = (p_reach + 1).to(tl.pointer_type(tl.uint32), bitcast=True)
+    word = tl.load(p_words + _place(parts, D, SIDE))
+    best, nearest = tl.zeros_like(parts[0]) + float("inf"), tl.zeros_like(word)  # a NaN is nearest to point 0
+    for i in tl.static_range(FEW):
+        best, nearest = _nearer_there(parts, word >> 8 * i & 255, best, nearest, p_table, POINTS, D, ASM)
+    if MOST > FEW:
+        inner = tl.abs(parts[0])
         for axis in tl.static_range(1, D):
-            g = tl.load(p_points + i * D + axis)
-            if ASM:
-                score = tl.fma(-parts[axis], g, score)
-            else:  # the interpreter's is not fused: in float64 the product is exact
-                score = (score.to(tl.float64) - parts[axis].to(tl.float64) * g.to(tl.float64)).to(tl.float32)
-        better = score < best
-        best = tl.where(better, score, best)
-        code = tl.where(better, i, code)
-    return code
+            inner = tl.minimum(inner, tl.abs(parts[axis]))
+        last = tl.where(tl.max(inner) >= tl.load(p_reach), MOST, FEW)
+        for k in range(FEW, last):  # cells anew: their numbers would take registers in the other programs
+            place = k // 4 * SIDE**D + _place(parts, D, SIDE)
+            code = tl.load(p_words + place) >> k % 4 * 8 & 255
+            best, nearest = _nearer_there(parts, code, best, nearest, p_table, POINTS, D, ASM)
+    return nearest.to(tl.int32)
 
 
 @triton.jit
@@ -90,8 +168,13 @@ def units_of(stored, gain, ROWS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def nearest_points(x, p_points, p_half, n, ROWS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
-    """Codes int32 [ROWS, N / D] of [ROWS, N]."""
+def nearest_points(
+    x, p_table, ROWS: tl.constexpr, N: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
+    FEW: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Codes int32 [ROWS, N / D] of [ROWS, N]: the first of the nearest points. p_table: Rotated.table; SIDE, FEW, MOST: of its
+    raster, 0 without.
+    """
     if D == 1:
         parts = (x,)
     else:
@@ -102,7 +185,10 @@ def nearest_points(x, p_points, p_half, n, ROWS: tl.constexpr, N: tl.constexpr, 
             x0, x2 = tl.split(tl.reshape(low, [ROWS, N // 4, 2]))
             x1, x3 = tl.split(tl.reshape(high, [ROWS, N // 4, 2]))
             parts = (x0, x1, x2, x3)
-    return _nearest(parts, p_points, p_half, n, D, ASM)
+    if SIDE:
+        return _nearest_of_cells(parts, p_table, POINTS, D, SIDE, FEW, MOST, ASM)
+    else:  # noqa: RET505 (both are compiled otherwise)
+        return _nearest_of_all(parts, p_table, POINTS, D, ASM)
 
 
 # Codes to words, in the order of attention/grids.py, of one block of one head.
@@ -238,16 +324,18 @@ def _store_units(
 
 @triton.jit
 def _decoded(
-    code, stored, p_points, sign, scale,
-    ROWS: tl.constexpr, N: tl.constexpr, NORMS: tl.constexpr, D: tl.constexpr, LOG_WIDTH: tl.constexpr,
+    code, stored, p_table, sign, scale,
+    ROWS: tl.constexpr, N: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr,
+    LOG_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, N] float32 of codes [ROWS, N / D] and norms [ROWS * NORMS] float16, as the codec decodes them."""
-    x = tl.load(p_points + code * D)
+    p_point = p_table + POINTS + code
+    x = tl.load(p_point)
     if D == 2:
-        x = tl.join(x, tl.load(p_points + code * D + 1))
+        x = tl.join(x, tl.load(p_point + POINTS))
     elif D == 4:
-        even = tl.join(x, tl.load(p_points + code * D + 2))
-        x = tl.join(even, tl.join(tl.load(p_points + code * D + 1), tl.load(p_points + code * D + 3)))
+        even = tl.join(x, tl.load(p_point + 2 * POINTS))
+        x = tl.join(even, tl.join(tl.load(p_point + POINTS), tl.load(p_point + 3 * POINTS)))
     x = tl.reshape(x, [ROWS * NORMS, N // NORMS]) * stored.to(tl.float32)[:, None]
     x = tl.reshape(x, [ROWS, N]) * scale
     for i in tl.static_range(LOG_WIDTH):
@@ -255,11 +343,11 @@ def _decoded(
     return x * sign.to(tl.float32)[None, :]
 
 
-@triton.jit(do_not_specialize=["tokens", "n"])
+@triton.jit(do_not_specialize=["tokens"])
 def encode_kernel(
-    p_x, p_sign, p_points, p_half, p_codes, p_norm, p_flags, p_made, tokens, n, batch_stride, head_stride, token_stride,
-    scale, gain,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    p_x, p_sign, p_table, p_codes, p_norm, p_flags, p_made, tokens, batch_stride, head_stride, token_stride, scale, gain,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr,
+    D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens / ROWS, batch). scale: WIDTH^-0.5. DECODE: p_made takes what is decoded."""
@@ -280,13 +368,13 @@ def encode_kernel(
     stored = norm.to(tl.float16)
     unit = units_of(stored, gain, ROWS * NORMS, ASM)
     scaled = tl.reshape(groups * unit[:, None], [ROWS, N])
-    code = nearest_points(scaled, p_points, p_half, n, ROWS, N, D, ASM)
+    code = nearest_points(scaled, p_table, ROWS, N, POINTS, D, SIDE, FEW, MOST, ASM)
     o = tl.arange(0, N // D)
     head, column = o // (DIM // D), o % (DIM // D)
     o_codes = ((i_batch * HEADS + head) * tokens)[None, :] + token[:, None]
     tl.store(p_codes + o_codes * (DIM // D) + column[None, :], code.to(tl.uint8), mask=live[:, None])
     if DECODE:
-        made = _decoded(code, stored, p_points, sign, scale, ROWS, N, NORMS, D, LOG_WIDTH)
+        made = _decoded(code, stored, p_table, sign, scale, ROWS, N, NORMS, POINTS, D, LOG_WIDTH)
         o_made = ((i_batch * HEADS + at // DIM) * tokens)[None, :] + token[:, None]
         tl.store(p_made + o_made * DIM + (at % DIM)[None, :], made, mask=live[:, None])
     group = tl.arange(0, ROWS * NORMS)
@@ -330,7 +418,7 @@ def encode(
     fixed = settings(how, heads, dim)
     with on(x.device):
         encode_kernel[(-(-tokens // fixed["ROWS"]), batch)](
-            x, how.sign, how.points, how.half, codes, norm, flags, norm if made is None else made, tokens, n,
+            x, how.sign, how.table, codes, norm, flags, norm if made is None else made, tokens,
             *x.stride()[:3], fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=made is not None, ASM=not interpreted(),
             num_warps=4, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
@@ -376,4 +464,12 @@ def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
     width = how.rotation(dim)
     made = {"HEADS": heads, "DIM": dim, "WIDTH": width, "NORMS": how.norms, "D": how.points.shape[1]}
     made |= {"ROWS": max(1, NUMBERS // (heads * dim)), "LOG_WIDTH": width.bit_length() - 1}
+    made |= searched(how)
     return made | {"LOG_NORM": (heads * dim // how.norms).bit_length() - 1}
+
+
+def searched(how: Rotated) -> dict[str, int]:
+    """Compile-time constants of `nearest_points` that follow from the points."""
+    own = how.raster
+    sizes = {"SIDE": own.side, "FEW": own.few, "MOST": own.most} if own else NO_RASTER
+    return {"POINTS": how.points.shape[0], **sizes}
