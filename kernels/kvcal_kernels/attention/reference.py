@@ -4,7 +4,9 @@ A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens 
 W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of
 W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a
 32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
-field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
+field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero. Where an even tile
+is the last one (3 bits at head_dim 64), its third bits are half a tile, 16 rows of 8 words: bit 2 f of column c is of column c,
+bit 2 f + 1 of column c + 8.
 
 Keys in outer groups: piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit numbers contracts
 together are a pair, the first of which lies in the low byte of a word, the second at the same place of the high byte. Of a
@@ -150,8 +152,8 @@ class Form:
         """Words of 16 bits in a block."""
         if self.tiered:
             return BLOCK * self.full + self.tiles * PIECE * PIECE
-        third = -(-self.tiles // 2) if self.bits == 3 and not self.vector else 0
-        return (self.tiles + third) * PIECE * PIECE
+        whole = self.tiles * PIECE * PIECE
+        return whole * 3 // 2 if self.bits == 3 and not self.vector else whole
 
     @property
     def scale_blocks(self) -> int:
@@ -330,12 +332,12 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
     fields = 16 // form._plane
     wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
     wide = wide.unflatten(3, (form.tiles, fields))
-    planes = [_gather(wide & ((1 << form._plane) - 1), form._plane)]
+    planes = [_gather(wide & ((1 << form._plane) - 1), form._plane).flatten(3)]
     if form.bits == 3:
         third = torch.nn.functional.pad(wide >> 2, (0, 0, 0, 0, 0, 0, 0, form.tiles % 2)).unflatten(3, (-1, 2))
-        planes.append(_gather(third.transpose(4, 5).flatten(4, 5), 1))  # field f of even, odd tile: bits 2 f, 2 f + 1
-    words = torch.cat(planes, 3).flatten(3)
-    return Blocks(form, _int16(words), pack_scales(scale, zero, form))
+        bits = _gather(third.transpose(4, 5).flatten(4, 5), 1)  # field f of even, odd tile: bits 2 f, 2 f + 1
+        planes.append(_without_odd(bits) if form.tiles % 2 else bits.flatten(3))
+    return Blocks(form, _int16(torch.cat(planes, -1)), pack_scales(scale, zero, form))
 
 
 def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Blocks:
@@ -378,6 +380,20 @@ def _gather(fields: Tensor, width: int) -> Tensor:
     """(..., tiles, fields, 16, 16) -> (..., tiles, 16, 16): field f at bit f * width."""
     shifts = torch.arange(fields.shape[-3], device=fields.device, dtype=torch.int32) * width
     return (fields << shifts[:, None, None]).sum(-3, dtype=torch.int32)
+
+
+def _without_odd(tiles: Tensor) -> Tensor:
+    """Words of tiles (..., 16, 16) of third bits, the last of which belongs to an even tile alone: half a tile."""
+    last = tiles[..., -1, :, :]
+    half = last[..., : PIECE // 2] | last[..., PIECE // 2 :] << 1
+    return torch.cat([tiles[..., :-1, :, :].flatten(-3), half.flatten(-2)], -1)
+
+
+def _with_odd(words: Tensor) -> Tensor:
+    """The other way round; odd bits of the last tile may be anything."""
+    half = words[..., -(PIECE * PIECE // 2) :].unflatten(-1, (PIECE, -1))
+    last = torch.cat([half, half >> 1], -1)
+    return torch.cat([words[..., : -(PIECE * PIECE // 2)], last.flatten(-2)], -1)
 
 
 def _int16(words: Tensor) -> Tensor:
@@ -426,6 +442,8 @@ def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
     if blocks.form.vector:
         return _unpack_grid(blocks), blocks.scale.flatten(2)[..., None], None
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
+    if form.bits == 3 and form.tiles % 2:
+        words = _with_odd(words)
     words = words.unflatten(-1, (-1, PIECE, PIECE))
     fields = _scatter(words[:, :, :, : form.tiles], form._plane)
     if form.bits == 3:

@@ -50,6 +50,7 @@ from ..products.triton import (
     block_constraints,
     constants,
     field_place,
+    halved,
     pairs_of_word,
     points_tensors,
     spreading,
@@ -415,6 +416,13 @@ def _matrix(byte):
 
 
 @triton.constexpr_function
+def _half_matrix(byte):
+    """What `_matrix` gives of a tile of which there is half, as far as its even bits count."""
+    load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
+    return f"{load} shr.u32 $2, $0, 1; shr.u32 $3, $1, 1;"
+
+
+@triton.constexpr_function
 def _shared(bits, byte):
     return f"ld.shared.b{bits} $0, [$1+{byte}];", {64: "=l,r", 32: "=r,r", 16: "=h,r"}[bits]
 
@@ -478,6 +486,25 @@ def _tile(
 
 
 @triton.jit
+def _half_tile(p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """As `_tile` of third bits of which there is half a tile: bits 2 f of [NW, 16, 16] int16, others are anything."""
+    r = tl.arange(0, 16)
+    if ASM:
+        row = (r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)) & 15  # of the lane
+        at = ring[:, :, None] + (row ^ row >> 3) * 16  # as `_copies` swaps halves of rows of 32 bytes
+        w = tl.inline_asm_elementwise(
+            _half_matrix(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
+        )
+    else:
+        # two loads: a shift that depends on the column keeps Triton from the layout that a product wants
+        p = p_words + b_at[:, :, None] + (U * TILE + r[None, :, None] * 8 + r[None, None, :] % 8)
+        first = r[None, None, :] < 8
+        w = tl.load(p, mask=b_live[:, :, None] & first, other=0)
+        w = w | tl.load(p, mask=b_live[:, :, None] & ~first, other=0) >> 1
+    return w
+
+
+@triton.jit
 def _codes(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
     INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr, ASM: tl.constexpr,
@@ -495,7 +522,10 @@ def _codes(
         if BITS == 2:
             parts = parts + unpack2(w, ASM)
         if BITS == 3:
-            third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
+            if TILES % 2 == 1 and u == TILES - 1:
+                third = _half_tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, NW, ASM and HELD)
+            else:
+                third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     found = ()
     for m in tl.static_range(2 * STRIDE):
@@ -1651,10 +1681,12 @@ def _lanes(NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _byte_state(
-    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr,
+    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr, HALVES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """State and places of products/triton.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
+    """State and places of products/triton.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
+    values have half tiles.
+    """
     number, lane = _lanes(NW, N)
     row = lane & 15
     words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
@@ -1668,7 +1700,10 @@ def _byte_state(
     if V_MODE < 2:
         values = lane // 4 * (2 * _together(D // 16 * (1 + V_MODE)))
     state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
-    return state, tl.where(number == 0, words, tl.where(number == 1, keys, values)) + at[:, None, None]
+    places = tl.where(number == 0, words, tl.where(number == 1, keys, values))
+    if HALVES:
+        places = tl.where(number == 3, (row ^ row >> 3) * 16, places)
+    return state, places + at[:, None, None]
 
 
 @triton.jit
@@ -2426,7 +2461,10 @@ def attend_kernel(
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
     if BYTES and ASM:
-        b_m, places = _byte_state(unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, NW, N)
+        HALVES: tl.constexpr = halved(K_TILES, K_BITS, K_MODE) or halved(V_TILES, V_BITS, V_MODE)
+        b_m, places = _byte_state(
+            unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, HALVES, NW, N
+        )  # fmt: skip
         if K_MODE == 2:
             sums = (_byte_base(unit, NW, N),)
         plain = _constants(room, constants(SLICES, V_TILES, V_BITS, V_MODE), NW, N)

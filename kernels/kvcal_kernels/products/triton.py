@@ -27,7 +27,8 @@ Operands are registers of tensors [warps, 16, 8] in the layout of a product's re
 - queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
 - points: a grid's table, four registers for each number of a point.
-- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales.
+- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for ldmatrix of
+  half tiles, where there are such (`halved`).
 
 The interpreter does not run it: `_byte_step` in attention/triton.py computes the same there, tests/test_products.py runs the
 assembly.
@@ -105,7 +106,8 @@ def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
         text += [_matrix(f"{name}{u}_", byte + 512 * u)]
     if bits == 3:
         for u in range(0, tiles, 2):
-            text += [f".reg .b32 {name}third{u}_<4>;", _matrix(f"{name}third{u}_", byte + 512 * (tiles + u // 2))]
+            load = _half_matrix if u + 1 == tiles else _matrix
+            text += [f".reg .b32 {name}third{u}_<4>;", load(f"{name}third{u}_", byte + 512 * (tiles + u // 2))]
             for v in range(u, min(u + 2, tiles)):
                 text += _thirds(f"{name}{v}_", f"{name}third{u}_", v % 2 == 1)
     return text
@@ -114,6 +116,19 @@ def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
 @constexpr_function
 def _matrix(name: str, byte: int) -> str:
     return f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{name}0, {name}1, {name}2, {name}3}}, [words+{byte}];"
+
+
+@constexpr_function
+def _half_matrix(name: str, byte: int) -> str:
+    """As `_matrix` of third bits of which there is half a tile, right in even bits."""
+    load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{{name}0, {name}1}}, [halves+{byte}];"
+    return f"{load} shr.u32 {name}2, {name}0, 1; shr.u32 {name}3, {name}1, 1;"
+
+
+@constexpr_function
+def halved(tiles: int, bits: int, mode: int) -> bool:
+    """Whether third bits end with half a tile; see attention/reference.py."""
+    return mode != POINTS and bits == 3 and tiles % 2 == 1
 
 
 @constexpr_function
@@ -677,6 +692,8 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
         text += [f"setp.ne.s32 there, {names['live'][0]}, 0; @!there bra KVCAL_NONE;"]
     for i, name in enumerate(("words", "key_scales", "value_scales")):
         text += [f"add.s32 {name}, {names['slot'][0]}, {names['places'][i]};"]
+    if halved(tiles, bits, mode) or halved(v_tiles, v_bits, v_mode):
+        text += [f".reg .b32 halves; add.s32 halves, {names['slot'][0]}, {names['places'][3]};"]
     unit, shift, magic = names["state"][2], "", names["constants"][:4]
     if mode == 2:
         unit, shift = names["about"][0], names["about"][1]

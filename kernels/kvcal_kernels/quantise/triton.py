@@ -431,7 +431,12 @@ def _store_words(
             if VALUE:
                 word = tl.trans(word, 0, 2, 1)
             o_words = o_unit + i // ALL_TILES * WORDS + i % ALL_TILES * 256
-            o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
+            if BITS == 3 and TILES % 2 == 1 and i % ALL_TILES == ALL_TILES - 1:  # half a tile
+                word = tl.reshape(word, [word.shape[0], 16, 2, 8])
+                word = tl.sum(word << tl.arange(0, 2).to(tl.int16)[None, None, :, None], 2).to(tl.int16)
+                o_word = o_words[:, None, None] + (r[:, None] * 8 + tl.arange(0, 8)[None, :])[None]
+            else:
+                o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
             tl.store(p_words + o_word, word, mask=fits[:, None, None])
 
 
