@@ -152,8 +152,17 @@ class Form:
         """Words of 16 bits in a block."""
         if self.tiered:
             return BLOCK * self.full + self.tiles * PIECE * PIECE
-        whole = self.tiles * PIECE * PIECE
-        return whole * 3 // 2 if self.bits == 3 and not self.vector else whole
+        third = -(-self.tiles // 2) if self.bits == 3 and not self.vector else 0
+        return (self.tiles + third) * PIECE * PIECE - (PIECE * PIECE // 2 if self.halved else 0)
+
+    @property
+    def halved(self) -> bool:
+        """Whether the last tile is half of one."""
+        if self.in_bytes:
+            return grids.byte_halved(self.dim // PIECE // self.vector, self.bits * self.vector)
+        if self.vector:
+            return grids.halved(2 * self.pieces, self.bits)
+        return self.bits == 3 and self.tiles % 2 == 1
 
     @property
     def scale_blocks(self) -> int:
@@ -336,7 +345,7 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
     if form.bits == 3:
         third = torch.nn.functional.pad(wide >> 2, (0, 0, 0, 0, 0, 0, 0, form.tiles % 2)).unflatten(3, (-1, 2))
         bits = _gather(third.transpose(4, 5).flatten(4, 5), 1)  # field f of even, odd tile: bits 2 f, 2 f + 1
-        planes.append(_without_odd(bits) if form.tiles % 2 else bits.flatten(3))
+        planes.append(_without_odd(bits) if form.halved else bits.flatten(3))
     return Blocks(form, _int16(torch.cat(planes, -1)), pack_scales(scale, zero, form))
 
 
@@ -346,10 +355,10 @@ def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Bl
     if form.in_bytes:
         order = grids.byte_order(form.role, form.dim, form.vector, codes.device)
         words = grids.byte_words(codes.unflatten(2, (-1, BLOCK)).flatten(3)[..., order], form.bits * form.vector)
-        return Blocks(form, words.flatten(3).contiguous(), norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
+        return Blocks(form, words.contiguous(), norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
     wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, codes.device)
-    words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).flatten(3).contiguous()
+    words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).contiguous()
     return Blocks(form, words, norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
 
 
@@ -357,13 +366,13 @@ def _unpack_grid(blocks: Blocks) -> Tensor:
     form = blocks.form
     if form.in_bytes:
         places = grids.byte_order(form.role, form.dim, form.vector, blocks.words.device)
-        own = grids.byte_codes(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(places), form.bits * form.vector)
+        own = grids.byte_codes(blocks.words, len(places), form.bits * form.vector)
         codes: Tensor = torch.empty_like(own.flatten(3))
         codes[..., places.flatten()] = own.flatten(3)
         made: Tensor = codes.unflatten(-1, (BLOCK, -1))
         return made.flatten(2, 3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, blocks.words.device)
-    found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
+    found = grids.ununits(blocks.words, len(order), form.bits).flatten(3)
     wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)
     wide[..., order.flatten()] = found
     wide = wide[..., :-1]
@@ -442,7 +451,7 @@ def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
     if blocks.form.vector:
         return _unpack_grid(blocks), blocks.scale.flatten(2)[..., None], None
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
-    if form.bits == 3 and form.tiles % 2:
+    if form.halved:
         words = _with_odd(words)
     words = words.unflatten(-1, (-1, PIECE, PIECE))
     fields = _scatter(words[:, :, :, : form.tiles], form._plane)

@@ -423,6 +423,13 @@ def _half_matrix(byte):
 
 
 @triton.constexpr_function
+def _half_units(byte):
+    """What `_matrix` gives of a tile of units of which there is half: in the lower half of each what is its own."""
+    load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
+    return f"{load} prmt.b32 $2, $0, $0, 0x1032; prmt.b32 $3, $1, $1, 0x1032;"
+
+
+@triton.constexpr_function
 def _shared(bits, byte):
     return f"ld.shared.b{bits} $0, [$1+{byte}];", {64: "=l,r", 32: "=r,r", 16: "=h,r"}[bits]
 
@@ -486,16 +493,24 @@ def _tile(
 
 
 @triton.jit
+def _half_rows(ring, MIXED: tl.constexpr, NW: tl.constexpr):
+    """Where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows here."""
+    r = tl.arange(0, 16)
+    lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
+    row = _mixed(lane & 15) if MIXED else lane & 15
+    return ring[:, :, None] + (row ^ row >> 3) * 16
+
+
+@triton.jit
 def _half_tile(p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
     """As `_tile` of third bits of which there is half a tile: bits 2 f of [NW, 16, 16] int16, others are anything."""
-    r = tl.arange(0, 16)
     if ASM:
-        row = (r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)) & 15  # of the lane
-        at = ring[:, :, None] + (row ^ row >> 3) * 16  # as `_copies` swaps halves of rows of 32 bytes
         w = tl.inline_asm_elementwise(
-            _half_matrix(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
-        )
+            _half_matrix(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, False, NW)],
+            dtype=tl.int16, is_pure=False, pack=8,
+        )  # fmt: skip
     else:
+        r = tl.arange(0, 16)
         # two loads: a shift that depends on the column keeps Triton from the layout that a product wants
         p = p_words + b_at[:, :, None] + (U * TILE + r[None, :, None] * 8 + r[None, None, :] % 8)
         first = r[None, None, :] < 8
@@ -569,6 +584,23 @@ def _look_up(bits, step, first, pack=2):
             text += [f"shl.b32 turned, ${outputs + unit}, {up};", f"lop3.b32 at, turned, {3 << up + 5}, at, 0xEA;"]
         text += load(3, 0)
     return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def _look_up_eight(step, first):
+    """As `_look_up` of 3 bits, of the 8 pieces of a unit and half of one: two words of each are the operands."""
+    text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;"]
+    text += [f"and.b32 lane, kvcal_place, {(1 << step) // 4 - 1};", "shl.b32 lane, lane, 2;"]
+    for piece in range(7):
+        source, turn = f"${8 + piece // 5}", piece % 5 * 6 + ALIGNED - step
+        if turn:
+            text += [f"shf.r.wrap.b32 turned, {source}, {source}, {turn};"]
+            source = "turned"
+        text += [f"lop3.b32 at, {source}, {63 << step}, lane, 0xEA;"]
+        text += ["add.u32 at, at, table;", f"ld.shared.b32 ${piece}, [at + {first}];"]
+    text += [f"shl.b32 turned, $8, {step - 5};", f"lop3.b32 at, turned, {3 << step}, lane, 0xEA;"]
+    text += [f"shr.u32 turned, $9, {17 - step};", f"lop3.b32 at, turned, {15 << step + 2}, at, 0xEA;"]
+    return " ".join([*text, "add.u32 at, at, table;", f"ld.shared.b32 $7, [at + {first}];", "}"])
 
 
 @triton.constexpr_function
@@ -717,6 +749,45 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
 
 
 @triton.jit
+def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Eight pieces of a tile and of half a tile, as `_half_unit_tile` gives it."""
+    if ASM:
+        parts = tl.inline_asm_elementwise(
+            _look_up_eight(STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        whole, half_ = _units(w, NW), _units(u, NW)
+        parts = ()
+        for code in tl.static_range(5):
+            parts = parts + (_entry(p_table, (whole >> (7 + 6 * code)) & 63, 0, 1, NW),)
+        for code in tl.static_range(2):
+            parts = parts + (_entry(p_table, (half_ >> (7 + 6 * code)) & 63, 0, 1, NW),)
+        parts = parts + (_entry(p_table, (whole >> 5) & 3 | ((half_ >> 19) & 15) << 2, 0, 1, NW),)
+    return parts
+
+
+@triton.jit
+def _half_unit_tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_tile` of units of which there is half a tile: what is a unit's own is its lower half, not turned."""
+    if ASM:
+        w = tl.inline_asm_elementwise(
+            _half_units(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, MIXED, NW)],
+            dtype=tl.int16, is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        r = tl.arange(0, 16)
+        column = r % 8 ^ r // 8
+        p = p_words + b_at[:, :, None] + (U * TILE + r[None, :, None] * 8 + column[None, None, :])
+        w = tl.load(p, mask=b_live[:, :, None], other=0)
+    return w
+
+
+@triton.jit
 def _points(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, p_table, BITS: tl.constexpr, TILES: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
@@ -728,13 +799,13 @@ def _points(
     if BITS == 3:
         for u in tl.static_range(0, TILES, 3):
             w0 = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
-            w1 = w0
-            w2 = w0
-            if u + 1 < TILES:
+            if u + 2 == TILES:
+                half_ = _half_unit_tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
+                parts = parts + look3_half(w0, half_, p_table, STEP, FIRST, NW, ASM)
+            else:
                 w1 = _tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
-            if u + 2 < TILES:
                 w2 = _tile(p_words, b_at, b_live, ring, BYTE, u + 2, MIXED, NW, ASM)
-            parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
+                parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
     else:
         for u in tl.static_range(TILES):
             w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
@@ -1901,7 +1972,10 @@ def _byte_points(
         code = _nibble(p_words + SET // 4 * 256 + at, nibble) >> SET // 2 % 2 * 2 & 3
     else:
         p_first = p_words + SET // 8 * 768 + at
-        if SET % 8 < 6:
+        if SLICES == 4 and SET >= 2:  # in half a tile but for the highest bit
+            low = _nibble(p_words + 256 + row * 8 + place % 8 + second, nibble) >> place // 8 * 2 & 3
+            code = low | (_nibble(p_words + at, nibble) >> 3 & 1) << 2
+        elif SET % 8 < 6:
             code = _nibble(p_first + SET % 8 // 2 * 256, nibble) & 7
         else:
             code = _nibble(p_first, nibble) >> 3 & 1

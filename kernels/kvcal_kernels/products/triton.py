@@ -106,8 +106,8 @@ def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
         text += [_matrix(f"{name}{u}_", byte + 512 * u)]
     if bits == 3:
         for u in range(0, tiles, 2):
-            load = _half_matrix if u + 1 == tiles else _matrix
-            text += [f".reg .b32 {name}third{u}_<4>;", load(f"{name}third{u}_", byte + 512 * (tiles + u // 2))]
+            own, at = f"{name}third{u}_", byte + 512 * (tiles + u // 2)
+            text += [f".reg .b32 {own}<4>;", _half_matrix(own, at, 1) if u + 1 == tiles else _matrix(own, at)]
             for v in range(u, min(u + 2, tiles)):
                 text += _thirds(f"{name}{v}_", f"{name}third{u}_", v % 2 == 1)
     return text
@@ -119,16 +119,16 @@ def _matrix(name: str, byte: int) -> str:
 
 
 @constexpr_function
-def _half_matrix(name: str, byte: int) -> str:
-    """As `_matrix` of third bits of which there is half a tile, right in even bits."""
+def _half_matrix(name: str, byte: int, further: int) -> str:
+    """As `_matrix` of half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits are anything."""
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{{name}0, {name}1}}, [halves+{byte}];"
-    return f"{load} shr.u32 {name}2, {name}0, 1; shr.u32 {name}3, {name}1, 1;"
+    return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
 
 
 @constexpr_function
 def halved(tiles: int, bits: int, mode: int) -> bool:
-    """Whether third bits end with half a tile; see attention/reference.py."""
-    return mode != POINTS and bits == 3 and tiles % 2 == 1
+    """Whether words end with half a tile; see attention/reference.py and grids.py."""
+    return bits == 3 and (tiles == 2 if mode == POINTS else tiles % 2 == 1)
 
 
 @constexpr_function
@@ -138,7 +138,9 @@ def _coded(name: str, byte: int, tiles: int, bits: int) -> list[str]:
     """
     text = []
     for u in range(tiles):
-        text += [f".reg .b32 {name}{u}_<4>;", _matrix(f"{name}{u}_", byte + 512 * u)]
+        own, at = f"{name}{u}_", byte + 512 * u
+        half = u > 0 and halved(tiles, bits, POINTS)
+        text += [f".reg .b32 {own}<4>;", _half_matrix(own, at, 2) if half else _matrix(own, at)]
     made: list[
         tuple[str, int, list[str]]
     ] = []  # kind, set in the lower half (the next one is in the upper), its registers
@@ -147,6 +149,13 @@ def _coded(name: str, byte: int, tiles: int, bits: int) -> list[str]:
         text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
         made = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
                 for u in range(tiles) for kind in "sn"]  # fmt: skip
+    elif halved(tiles, bits, POINTS):
+        text += [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
+        for i in range(4):
+            text += [f"and.b32 {name}0_l{i}, {name}0_{i}, 0x77777777;"]
+            text += [f"shr.u32 t, {name}0_{i}, 1; and.b32 t, t, 0x44444444;"]
+            text += [f"lop3.b32 {name}1_l{i}, {name}1_{i}, 0x33333333, t, 0xEA;"]
+        made = [("s", 2 * u, [f"{name}{u}_l{i}" for i in range(4)]) for u in range(2)]
     elif bits == 3:
         for u in range(tiles):
             text += [f".reg .b32 {name}{u}_l<4>;"]
