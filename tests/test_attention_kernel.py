@@ -347,6 +347,12 @@ def test_a_grid_in_bytes_is_looked_up_at_other_head_dims(dim: int) -> None:
     assert isinstance(form, Form) and not form.in_bytes
 
 
+def test_codes_that_do_not_fill_words_are_stored_without() -> None:
+    assert "codes of 3 bits at head_dim 96 would take 4 bits in" in str(Higgs(Shape(2, 96, 32), "key", 2, 64).fused())
+    wide = str(Uniform(Shape(2, 96, 32), "value", 3, 32, "token", "symmetric").fused())
+    assert "3 bits at head_dim 96 would take 4.5 bits in the fused kernel's layout, 3.5 as stored" in wide
+
+
 @pytest.mark.parametrize(("n", "d"), [(64, 2), (256, 2), (256, 4)])
 def test_larger_grids_have_no_points_of_bytes(n: int, d: int) -> None:
     with pytest.raises(KVCalError, match=f"higgs grid d={d} n={n} with points of bytes: allowed are d=2 n=16, d=1 n=4"):
@@ -940,6 +946,27 @@ def test_compiled_kernels_keep_to_their_budgets(
     name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
 ) -> None:
     within(scheme(name), capability, cap, registers, ceiling, tmp_path)
+
+
+AT_64 = [  # head_dim 64, where 3 bits end with half a tile
+    ("InnerQ Base", 90, 168, 168, 1.94),
+    ("InnerQ Hybrid", 87, 168, 168, 1.95),
+    ("KIVI 3", 90, 168, 168, 2.82),
+    ("InnerQ Base before RoPE", 90, 200, 175, 4.48),
+    ("KIVI 3 before RoPE", 90, 216, 200, 4.46),
+    ("HIGGS 3", 90, 128, 125, 2.98),
+    ("TurboQuant 4/3", 87, 0, 128, 2.92),
+    ("TurboQuant 4/3 in bytes", 90, 168, 168, 2.26),
+]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "capability", "cap", "registers", "ceiling"), AT_64)
+def test_compiled_kernels_at_head_dim_64_keep_to_their_budgets(
+    name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
+) -> None:
+    within(scheme(name, 64), capability, cap, registers, ceiling, tmp_path)
 
 
 @needs_triton

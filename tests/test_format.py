@@ -102,7 +102,12 @@ def uniform_words(state: dict[str, Any], role: str, block: int, packed: dict[str
     kinds, inner = (1 if symmetric else 2), tokens_too == (role == "value")
     per = pieces if tokens_too else dim // group  # columns of scales: of a group of tokens, or of a half block
     blocks = packed["words"].shape[2] * block // 32
-    words = packed["words"].astype(np.uint16).reshape(*packed["words"].shape[:2], blocks, -1, 16, 16).astype(np.int64)
+    words = packed["words"].astype(np.uint16).reshape(*packed["words"].shape[:2], blocks, -1).astype(np.int64)
+    if bits == 3 and dim == 64:  # behind one tile half of one, in whose odd bits the right half is
+        half = words[..., 256:].reshape(*words.shape[:3], 16, 8)
+        whole = np.concatenate([half, half >> 1], -1).reshape(*words.shape[:3], -1)
+        words = np.concatenate([words[..., :256], whole], -1)
+    words = words.reshape(*words.shape[:3], -1, 16, 16)
     shared = group // 32 if tokens_too else 1
     scales = packed["scale"].reshape(*words.shape[:2], blocks // shared, -1).astype(np.float32)
     made = np.zeros((*words.shape[:2], blocks * 32, dim), np.float32)
@@ -143,6 +148,7 @@ WORDS = [
     ("key", 2, 64, 64, "token", "asymmetric", 128), ("value", 8, 96, 16, "channel", "asymmetric", 32),
     ("value", 4, 64, 64, "token", "asymmetric", 64), ("key", 4, 96, 48, "channel", "asymmetric", 32),
     ("key", 2, 64, 16, "channel", "symmetric", 32), ("key", 8, 96, 32, "channel", "symmetric", 32),
+    ("key", 3, 64, 32, "channel", "symmetric", 32), ("value", 3, 64, 32, "channel", "asymmetric", 32),
 ]  # fmt: skip
 
 
@@ -160,8 +166,15 @@ def test_words_of_the_fused_kernel_are_as_the_page_says(
 
 
 def pair_code(words: ndarray, role: str, bits: int, d: int, piece: int, row: int, column: int) -> ndarray:
-    """words (..., tiles, 16, 8) unsigned 32 bits."""
+    """words (..., units) unsigned 32 bits."""
     turned = words >> 7 | words << 25 & 0xFFFFFFFF
+    if bits == 3 and words.shape[-1] == 192:  # D 64
+        whole, half = (turned[..., i : i + n].reshape(*turned.shape[:-1], 16, -1) for i, n in ((0, 128), (128, 64)))
+        if piece < 5:
+            return whole[..., row, column] >> 6 * piece & 63
+        own = half[..., row, column % 4] >> 16 * (column // 4) + 6 * (piece - 5)
+        return own & 63 if piece < 7 else whole[..., row, column] >> 30 & 3 | (own & 15) << 2
+    turned = turned.reshape(*turned.shape[:-1], -1, 16, 8)
     if bits == 4:
         return turned[..., piece // 4, row, column] >> 8 * (piece % 4) & 255
     if bits == 3 and piece % 16 == 15:
@@ -180,12 +193,7 @@ def higgs_words(state: dict[str, Any], role: str, block: int, packed: dict[str, 
     d, dim = state["config"]["d"], state["shape"][1]
     bits = (state["config"]["n"] - 1).bit_length() // d
     shape = packed["words"].shape
-    own = (
-        packed["words"]
-        .reshape(*shape[:2], shape[2] * block // 32, -1, 16, 8, 2)
-        .view(np.uint32)[..., 0]
-        .astype(np.int64)
-    )
+    own = packed["words"].reshape(*shape[:2], shape[2] * block // 32, -1, 2).view(np.uint32)[..., 0].astype(np.int64)
     found = np.zeros((*own.shape[:3], 32, dim // d), np.int64)
     for t, i in np.ndindex(32, dim // d):
         half, across = t // 16, dim // 16
@@ -210,6 +218,7 @@ GRIDS = [
     ("key", 2, 16, 64, 32), ("value", 2, 16, 128, 32), ("key", 2, 64, 128, 32), ("value", 2, 64, 128, 64),
     ("key", 2, 256, 96, 32), ("value", 2, 256, 64, 32), ("key", 4, 256, 64, 64), ("value", 4, 256, 128, 32),
     ("key", 1, 8, 128, 32), ("value", 1, 8, 256, 32), ("key", 1, 16, 64, 32), ("value", 1, 4, 64, 32),
+    ("key", 2, 64, 64, 32), ("value", 1, 8, 64, 32), ("value", 2, 64, 64, 32),
 ]  # fmt: skip
 
 

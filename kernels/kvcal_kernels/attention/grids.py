@@ -9,9 +9,9 @@ piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pie
 4 bits: 4 pieces, a byte a pair. Bytes of 2 and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel
 wants it, as a multiple of 128.
 3 bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair is
-bits 5 and 6 of the three. 8 pieces (head_dim 64) are one unit and half of one: five pairs from bit 7 on, and the second unit,
-16 rows of 4, has in its lower half from bit 7 on the sixth, the seventh and the higher 4 bits of the eighth of column c, in its
-higher half those of column c + 4; the eighth's lower 2 bits are bits 5 and 6 of the first unit.
+bits 5 and 6 of the three. 8 pieces (head_dim 64) are one unit and half of one: five pairs from bit 7 on, and the second
+unit, 16 rows of 4, has in its lower half from bit 7 on the sixth, the seventh and the higher 4 bits of the eighth of column c,
+in its higher half those of column c + 4; the eighth's lower 2 bits are bits 5 and 6 of the first unit.
 
 A pair is: with d = 1 two numbers, neighbours along the contracted dimension; with d = 2 a code, two channels; with d = 4 half
 a code; the other half is in the same byte.
@@ -26,8 +26,8 @@ row is of set s of two: codes of lane q of four, in its register i of the row, t
 Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two
 sets more, bit j of their codes in tile j. Four sets (head_dim 64) lie in a tile and half of one: two in the lower 3 bits; the
 highest bit of each four is bit 2 of a code of the other two, whose lower bits are in 16 rows of 8 words: word 2 q + s has in
-the lower 2 bits of each four those of register 0, in the higher 2 those of register 1. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each
-four.
+the lower 2 bits of each four those of register 0, in the higher 2 those of register 1. Of 2 bits a tile holds two sets in the
+lower and two in the higher 2 bits of each four.
 """
 
 from __future__ import annotations
@@ -317,8 +317,8 @@ def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
 def _codes_of_four_sets(wide: Tensor) -> Tensor:
     """As `byte_codes` of words int32 where `byte_halved`."""
     shifts = torch.arange(0, 16, 4, device=wide.device, dtype=torch.int32)
-    whole = wide[..., :256].unflatten(-1, (16, 2, 4, 2)).movedim(-1, -4)[..., None] >> shifts & 15  # (..., 2, 16, 2, 4, 4)
-    half = wide[..., 256:].unflatten(-1, (16, 4, 2)).movedim(-1, -3)[..., None] >> shifts & 15
+    whole = wide[..., :256].unflatten(-1, (16, 2, 4, 2)).movedim(-1, -4)[..., None] >> shifts & 15
+    half = wide[..., 256:].unflatten(-1, (16, 4, 2)).movedim(-1, -3)[..., None] >> shifts & 15  # (..., 2, 16, 4, 4)
     low = torch.stack([half & 3, half >> 2], -3)
     return torch.cat([whole & 7, low | whole >> 3 << 2], -5)
 
@@ -370,8 +370,8 @@ def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
         whole, half = made[..., :128].unflatten(-1, (16, 8)), made[..., 128:].unflatten(-1, (16, 4))
         both = torch.cat([half, half >> 16], -1)
         first = whole[..., None, :, :] >> _steps(5, 6, words.device) & 63
-        own = [both & 63, both >> 6 & 63, whole >> 30 & 3 | (both >> 12 & 15) << 2]
-        return torch.cat([first, torch.stack(own, -3)], -3)
+        last = torch.stack([both & 63, both >> 6 & 63, whole >> 30 & 3 | (both >> 12 & 15) << 2], -3)
+        return torch.cat([first, last], -3)
     made = made.unflatten(-1, (-1, 16, 8))
     if bits == 3:
         made = torch.nn.functional.pad(made, (0, 0, 0, 0, 0, -made.shape[-3] % 3))

@@ -4,9 +4,9 @@ A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens 
 W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of
 W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a
 32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
-field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero. Where an even tile
-is the last one (3 bits at head_dim 64), its third bits are half a tile, 16 rows of 8 words: bit 2 f of column c is of column c,
-bit 2 f + 1 of column c + 8.
+field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero. Where an even
+tile is the last one (3 bits at head_dim 64), its third bits are half a tile, 16 rows of 8 words: bit 2 f of column c is of
+column c, bit 2 f + 1 of column c + 8.
 
 Keys in outer groups: piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit numbers contracts
 together are a pair, the first of which lies in the low byte of a word, the second at the same place of the high byte. Of a

@@ -27,8 +27,8 @@ Operands are registers of tensors [warps, 16, 8] in the layout of a product's re
 - queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
 - points: a grid's table, four registers for each number of a point.
-- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for ldmatrix of
-  half tiles, where there are such (`halved`).
+- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for ldmatrix
+  of half tiles, where there are such (`halved`).
 
 The interpreter does not run it: `_byte_step` in attention/triton.py computes the same there, tests/test_products.py runs the
 assembly.
