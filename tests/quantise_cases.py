@@ -324,6 +324,7 @@ def small() -> list[Case]:
         Case("turboquant 3", "turboquant 3", 128, heads=3, cuts=(32,), pads=(0,), kind="odd", dtype=torch.float32),
         Case("higgs 4", "higgs 3", 128, heads=1, cuts=(32,), pads=(0,), dtype=bf),
         Case("outer 3", "asymmetric 3", heads=1, cuts=(64,), pads=(0,), warps=1),
+        Case("outer 2", "hybrid 2", 96, heads=1, cuts=(64,), pads=(0,), warps=1),
         Case("higgs 3", "turboquant 3 in bytes", windows=Windows(3, 8), cuts=(40, 1, 30), pads=(0, 5)),
         Case("turboquant 4", "higgs 2 of 4", 256, cuts=(32,), pads=(0,)),
         Case("turboquant 4 in bytes", "turboquant 3 in bytes", 128, cuts=(64,), pads=(0,), dtype=bf),

@@ -5,7 +5,8 @@ of a tensor core's operand holds two numbers, a pair: 2 * bits bits of code. Uni
 pieces:
 
 2 bits: 8 pieces, a byte two pairs; a look-up by the byte gives both (4 numbers). Byte j of row r < 8 is of rows r and r + 8 of
-piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1.
+piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1. Of the last 4 of 12 pieces
+(head_dim 96) there are the first 8 rows, but for such keys.
 4 bits: 4 pieces, a byte a pair. Bytes of 2 and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel
 wants it, as a multiple of 128.
 3 bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair is

@@ -46,11 +46,11 @@ from ..products.triton import (
     beginning,
     beginning_constraints,
     beginning_tensors,
+    beyond,
     block,
     block_constraints,
     constants,
     field_place,
-    halved,
     pairs_of_word,
     points_tensors,
     spreading,
@@ -246,7 +246,10 @@ def _tier_scores(
     ORDER: tl.constexpr = BEHIND + (SLICES - FULL) * 64
     tiles = ()
     for u in tl.static_range(TILES):
-        tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
+        if _halved(WORDS) and u == TILES - 1:
+            tiles = tiles + (_half_tile(p_k, at, live, ring, 0, 2 * FULL + u, 8, NW, ASM),)
+        else:
+            tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
     b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
     b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
     for i in tl.static_range(SLICES):
@@ -416,10 +419,22 @@ def _matrix(byte):
 
 
 @triton.constexpr_function
-def _half_matrix(byte):
-    """What `_matrix` gives of a tile of which there is half, as far as its even bits count."""
+def _halved(words):
+    """Whether a block's words end with half a tile."""
+    return words % 256 > 0
+
+
+@triton.constexpr_function
+def _half_matrix(byte, further):
+    """What `_matrix` gives of a tile of which there is half, as far as its fields count."""
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
-    return f"{load} shr.u32 $2, $0, 1; shr.u32 $3, $1, 1;"
+    return f"{load} shr.u32 $2, $0, {further}; shr.u32 $3, $1, {further};"
+
+
+@triton.constexpr_function
+def _upper_matrix(byte):
+    """What `_matrix` gives of a tile's first 8 rows, and nothing of the others."""
+    return f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $2}}, [$4+{byte}]; mov.b32 $1, 0; mov.b32 $3, 0;"
 
 
 @triton.constexpr_function
@@ -502,11 +517,16 @@ def _half_rows(ring, MIXED: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def _half_tile(p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """As `_tile` of third bits of which there is half a tile: bits 2 f of [NW, 16, 16] int16, others are anything."""
+def _half_tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, FURTHER: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits that are of no field may be
+    anything.
+    """
     if ASM:
         w = tl.inline_asm_elementwise(
-            _half_matrix(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, False, NW)],
+            _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, False, NW)],
             dtype=tl.int16, is_pure=False, pack=8,
         )  # fmt: skip
     else:
@@ -515,21 +535,25 @@ def _half_tile(p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr,
         p = p_words + b_at[:, :, None] + (U * TILE + r[None, :, None] * 8 + r[None, None, :] % 8)
         first = r[None, None, :] < 8
         w = tl.load(p, mask=b_live[:, :, None] & first, other=0)
-        w = w | tl.load(p, mask=b_live[:, :, None] & ~first, other=0) >> 1
+        w = w | tl.load(p, mask=b_live[:, :, None] & ~first, other=0) >> FURTHER
     return w
 
 
 @triton.jit
 def _codes(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
-    INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr, ASM: tl.constexpr,
+    WORDS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
     of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
+    FURTHER: tl.constexpr = beyond(WORDS, BITS, 0)
     parts = ()
     for u in tl.static_range(TILES):
-        w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
+        if BITS == 2 and FURTHER > 0 and u == TILES - 1:
+            w = _half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
+        else:
+            w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
         if BITS == 8:
             parts = parts + unpack8(w, ASM)
         if BITS == 4:
@@ -537,8 +561,8 @@ def _codes(
         if BITS == 2:
             parts = parts + unpack2(w, ASM)
         if BITS == 3:
-            if TILES % 2 == 1 and u == TILES - 1:
-                third = _half_tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, NW, ASM and HELD)
+            if FURTHER > 0 and u == TILES - 1:
+                third = _half_tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, FURTHER, NW, ASM and HELD)
             else:
                 third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
@@ -788,18 +812,39 @@ def _half_unit_tile(
 
 
 @triton.jit
+def _upper_tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_tile` of which there are the first 8 rows."""
+    r = tl.arange(0, 16)
+    if ASM:
+        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
+        row = _mixed(lane & 7) if MIXED else lane & 7
+        at = ring[:, :, None] + (row * 32 + ((lane >> 3 & 1) ^ (row >> 2)) * 16)
+        w = tl.inline_asm_elementwise(
+            _upper_matrix(BYTE + U * 512), "=&r,=r,=&r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
+        )
+    else:
+        upper = b_live[:, :, None] & (r < 8)[None, :, None]
+        w = tl.load(p_words + _words(b_at) + U * TILE, mask=upper, other=0)
+    return w
+
+
+@triton.jit
 def _points(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, p_table, BITS: tl.constexpr, TILES: tl.constexpr,
-    STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    HALVED: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr,
+    NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. FOUR: keys of which a code stands for four channels. MIXED:
-    rows as `_mixed` says.
+    """As `_codes`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a code
+    stands for four channels. MIXED: rows as `_mixed` says.
     """
     parts = ()
     if BITS == 3:
         for u in tl.static_range(0, TILES, 3):
             w0 = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
-            if u + 2 == TILES:
+            if HALVED and u + 2 == TILES:
                 half_ = _half_unit_tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
                 parts = parts + look3_half(w0, half_, p_table, STEP, FIRST, NW, ASM)
             else:
@@ -808,7 +853,10 @@ def _points(
                 parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
     else:
         for u in tl.static_range(TILES):
-            w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+            if HALVED and u == TILES - 1:
+                w = _upper_tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+            else:
+                w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             if BITS == 4:
                 parts = parts + look4(w, p_table, STEP, FIRST, NW, ASM)
             elif FOUR:
@@ -1082,9 +1130,9 @@ def _key_place(half, i, bits, mode, stride):
 
 
 @triton.constexpr_function
-def _ahead(bits, stride):
-    """How many times its place in the first half block a piece's in the second is, of keys in inner groups."""
-    return _key_place(1, 0, bits, 0, stride) / _key_place(0, 0, bits, 0, stride)
+def _ahead(bits, mode, stride):
+    """How many times its place in the first half block a piece's in the second is, of keys."""
+    return _key_place(1, 0, bits, mode, stride) / _key_place(0, 0, bits, mode, stride)
 
 
 @triton.constexpr_function
@@ -1103,15 +1151,15 @@ def _scores(
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, True, ASM)
+    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, True, ASM)
     BEHIND: tl.constexpr = WORDS * 2  # bytes of a slot before the scales
+    AHEAD: tl.constexpr = _ahead(BITS, MODE, STRIDE)
     scores = ()
     if MODE < 2:  # groups of channels of one token
         GROUPS: tl.constexpr = SLICES * 16 // GROUP
         EACH: tl.constexpr = GROUP // 16
         BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
         HALF: tl.constexpr = GROUPS * BOTH * 16
-        AHEAD: tl.constexpr = _ahead(BITS, STRIDE)
         for h in tl.static_range(2):
             scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
@@ -1141,6 +1189,8 @@ def _scores(
             b_q = _scaled(q[i], scale, NW, N)
             b_0 = tl.dot(parts[i], b_q, b_0)
             b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
+        if AHEAD > 1:
+            b_1 = b_1 * (1 / AHEAD)
         scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
     return scores
 
@@ -1324,7 +1374,7 @@ def _turned_scores(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, ASM)
+    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = tl.zeros([NW, 16, N], tl.float32)
@@ -1377,7 +1427,7 @@ def _grid_scores(
     """As `_scores`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `_mixed`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * WORDS
-    parts = _points(p_k, at, live, ring, 0, p_table, BITS, TILES, STEP, 0, FOUR, MIXED, NW, ASM)
+    parts = _points(p_k, at, live, ring, 0, p_table, BITS, TILES, _halved(WORDS), STEP, 0, FOUR, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
         b_dot = tl.dot(parts[h * STRIDE], q[0])
@@ -1427,7 +1477,7 @@ def _add(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, MODE < 2, True, NW, True, ASM)
+    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, WORDS, MODE < 2, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + WORDS * 2
     made = ()
     if MODE < 2:  # groups of tokens of one channel
@@ -1472,7 +1522,7 @@ def _add_points(
     """As `_add`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `_mixed`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * WORDS
-    parts = _points(p_v, at, live, ring, BYTE, p_table, BITS, TILES, STEP, FIRST, False, False, NW, ASM)
+    parts = _points(p_v, at, live, ring, BYTE, p_table, BITS, TILES, _halved(WORDS), STEP, FIRST, False, False, NW, ASM)
     at_norm = (i_norm * room + b_block)[:, None] * 32
     b_0 = (b_0 * _norms(p_vs, at_norm, live, ring, BYTE + WORDS * 2, MIXED, NW, N, ASM)).to(tl.float16)
     b_1 = (b_1 * _norms(p_vs, at_norm + 16, live, ring, BYTE + WORDS * 2 + 32, MIXED, NW, N, ASM)).to(tl.float16)
@@ -1898,7 +1948,7 @@ def _plain_scores(
     live = at >= 0
     made = ()
     if MODE < IN_BYTES:
-        parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, False)
+        parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, False, False)
     if MODE == IN_BYTES:
         r = tl.arange(0, 16)
         for h in tl.static_range(2):
@@ -2027,7 +2077,7 @@ def _plain_added(
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
     if MODE < IN_BYTES:
-        parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, True, True, NW, False, False)
+        parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, True, True, NW, False, False)
     p_0 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5)
     p_1 = tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
     b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
@@ -2535,7 +2585,7 @@ def attend_kernel(
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
     if BYTES and ASM:
-        HALVES: tl.constexpr = halved(K_TILES, K_BITS, K_MODE) or halved(V_TILES, V_BITS, V_MODE)
+        HALVES: tl.constexpr = _halved(K_WORDS) or _halved(V_WORDS)
         b_m, places = _byte_state(
             unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, HALVES, NW, N
         )  # fmt: skip
