@@ -1,20 +1,20 @@
 """Decode attention over packed integers: the order in which blocks are stored, and what attention over them gives.
 
-A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block;
-W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of
-W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a
-32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
-field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero; where they fill
-half of the last one, that is half a tile, 16 rows of 8 words, with columns from 8 on in the bits that the others leave: one bit
-further of third bits (3 bits at head_dim 64), four further of 2 bits (at 96: fields 0, 1, 4, 5), eight further of tiers.
+A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block; W
+= 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of W pieces.
+Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a 32-bit
+register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to field f of
+the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero; where they fill half of the
+last one, that is half a tile, 16 rows of 8 words, with columns from 8 on in the bits that the others leave: one bit further
+of third bits (3 bits at head_dim 64), four further of 2 bits (at 96: fields 0, 1, 4, 5), eight further of tiers.
 
-Keys in outer groups (not of 2 bits at 96): piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit numbers contracts
-together are a pair, the first of which lies in the low byte of a word, the second at the same place of the high byte. Of a
-key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value the two half
-blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a key's half
-block has an odd number of pairs to tiles of two or four (4 and 2 bits at head_dim 96), half blocks take turns, P = 2 g + half:
-fields of the second lie as many bits beyond those of the first for all g, 4 and 2 there, 4 at head_dim 64 in 2 or 3 bits too,
-else none.
+Keys in outer groups (not of 2 bits at 96): piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit
+numbers contracts together are a pair, the first of which lies in the low byte of a word, the second at the same place of the
+high byte. Of a key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value
+the two half blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a
+key's half block has an odd number of pairs to tiles of two or four (4 and 2 bits at head_dim 96), half blocks take turns, P =
+2 g + half: fields of the second lie as many bits beyond those of the first for all g, 4 and 2 there, 4 at head_dim 64 in 2 or
+3 bits too, else none.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
 -2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a value),

@@ -521,7 +521,7 @@ def _half_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, FURTHER: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits that are of no field may be
+    """As `_tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may be
     anything.
     """
     if ASM:
@@ -542,7 +542,8 @@ def _half_tile(
 @triton.jit
 def _codes(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
-    WORDS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr, ASM: tl.constexpr,
+    WORDS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
     of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
@@ -837,8 +838,8 @@ def _points(
     HALVED: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr,
     NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a code
-    stands for four channels. MIXED: rows as `_mixed` says.
+    """As `_codes`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
+    code stands for four channels. MIXED: rows as `_mixed` says.
     """
     parts = ()
     if BITS == 3:

@@ -97,7 +97,7 @@ def _thirds(name: str, third: str, odd: bool) -> list[str]:
 
 @constexpr_function
 def _loaded(name: str, byte: int, bits: int, tiles: int, behind: int) -> list[str]:
-    """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`). behind: the byte at which words end."""
+    """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`). behind: where words end."""
     text, further = [], beyond((behind - byte) // 2, bits, 0)
     for u in range(tiles):
         text += [
@@ -129,8 +129,8 @@ def _half_matrix(name: str, byte: int, further: int) -> str:
 
 @constexpr_function
 def beyond(words: int, bits: int, mode: int) -> int:
-    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where they end with a whole
-    one. See attention/reference.py and grids.py.
+    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one is
+    whole. See attention/reference.py and grids.py.
     """
     if words % 256 == 0:
         return 0
