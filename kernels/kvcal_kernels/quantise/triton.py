@@ -293,7 +293,7 @@ def _further(
 @triton.constexpr_function
 def _turns(pieces, bits):
     """Whether half blocks of keys take turns in outer groups, too (`field_number`)."""
-    return field_number(1, 0, bits, pieces, False, False) != pieces
+    return _field_number(1, 0, bits, pieces, False, False) != pieces
 
 
 @triton.constexpr_function
