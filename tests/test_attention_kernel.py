@@ -954,25 +954,28 @@ def test_compiled_kernels_keep_to_their_budgets(
     within(scheme(name), capability, cap, registers, ceiling, tmp_path)
 
 
-AT_64 = [  # head_dim 64, where 3 bits end with half a tile
-    ("InnerQ Base", 90, 168, 168, 1.94),
-    ("InnerQ Hybrid", 87, 168, 168, 1.95),
-    ("KIVI 3", 90, 168, 168, 2.82),
-    ("InnerQ Base before RoPE", 90, 200, 175, 4.48),
-    ("KIVI 3 before RoPE", 90, 216, 200, 4.46),
-    ("HIGGS 3", 90, 128, 125, 2.98),
-    ("TurboQuant 4/3", 87, 0, 128, 2.92),
-    ("TurboQuant 4/3 in bytes", 90, 168, 168, 2.26),
+HALF_TILES = [  # shapes whose words end with half a tile
+    ("InnerQ Base", 64, 90, 168, 168, 1.94),
+    ("InnerQ Hybrid", 64, 87, 168, 168, 1.95),
+    ("KIVI 3", 64, 90, 168, 168, 2.83),
+    ("InnerQ Base before RoPE", 64, 90, 200, 175, 4.48),
+    ("KIVI 3 before RoPE", 64, 90, 216, 200, 4.46),
+    ("HIGGS 3", 64, 90, 128, 125, 2.98),
+    ("TurboQuant 4/3", 64, 90, 0, 128, 2.92),
+    ("TurboQuant 4/3 in bytes", 64, 90, 168, 168, 2.26),
+    ("KIVI", 96, 87, 168, 168, 2.15),
+    ("HIGGS 2", 96, 90, 128, 128, 1.79),
+    ("MixKVQ", 96, 90, 176, 156, 2.91),
 ]
 
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "capability", "cap", "registers", "ceiling"), AT_64)
-def test_compiled_kernels_at_head_dim_64_keep_to_their_budgets(
-    name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
+@pytest.mark.parametrize(("name", "dim", "capability", "cap", "registers", "ceiling"), HALF_TILES)
+def test_compiled_kernels_of_half_tiles_keep_to_their_budgets(
+    name: str, dim: int, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
 ) -> None:
-    within(scheme(name, 64), capability, cap, registers, ceiling, tmp_path)
+    within(scheme(name, dim), capability, cap, registers, ceiling, tmp_path)
 
 
 @needs_triton
