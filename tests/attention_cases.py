@@ -404,6 +404,12 @@ def small() -> list[Case]:
         Case("tiers 16 16", "outer 2", blocks=(3,), kind="wide"),
         Case("tiers 32 16", "grid 3 of 2", 96, ratio=3, heads=2, blocks=(2, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
         Case("tiers 0 16", "outer 2", 64, queries=9, group=64, blocks=(6,), spare=0, recent=(17,)),
+        Case("grid 3 of 2", "grid 3 of 1", 64, heads=2, ratio=2, blocks=(3, 0), sink=(5, 2), recent=(9, 1), dtype=bf),
+        Case("bytes 3 of 1", "symmetric 3", 64, blocks=(4,), launch=(1, 2)),
+        Case("asymmetric 2", "symmetric 2", 96, blocks=(4,), launch=(1, 2)),
+        Case(
+            "grid 2 of 2", "grid 2 of 1", 96, heads=2, ratio=2, blocks=(3, 0), sink=(5, 2), recent=(9, 1), launch=(4, 1)
+        ),
         *before_rope(),
     ]
 

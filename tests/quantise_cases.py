@@ -324,6 +324,9 @@ def small() -> list[Case]:
         Case("higgs 2", "turboquant 2", factor="rows", windows=windows, cuts=(64, 1, 4, 36), pads=(0, 63)),
         Case("turboquant 3", "turboquant 3", 128, heads=3, cuts=(32,), pads=(0,), kind="odd", dtype=torch.float32),
         Case("higgs 4", "higgs 3", 128, heads=1, cuts=(32,), pads=(0,), dtype=bf),
+        Case("outer 3", "asymmetric 3", heads=1, cuts=(64,), pads=(0,), warps=1),
+        Case("outer 2", "hybrid 2", 96, heads=1, cuts=(64,), pads=(0,), warps=1),
+        Case("higgs 3", "turboquant 3 in bytes", windows=Windows(3, 8), cuts=(40, 1, 30), pads=(0, 5)),
         Case("turboquant 4", "higgs 2 of 4", 256, cuts=(32,), pads=(0,)),
         Case("turboquant 4 in bytes", "turboquant 3 in bytes", 128, cuts=(64,), pads=(0,), dtype=bf),
         Case("higgs 2 in bytes", "turboquant 2 in bytes", windows=Windows(3, 8), cuts=(40, 1, 30), pads=(0, 5)),
@@ -359,7 +362,6 @@ def exhaustive() -> list[Case]:
         Case(name, name, dim, heads=next(heads), dtype=next(dtypes), kind=next(kinds), cuts=(64,), pads=(0,))
         for name in GRIDS
         for dim in (64, 128, 256)
-        if not ("3" in name and dim == 64)
     ]
     appended = [
         Case(key, value, heads=2, windows=own, cuts=cut, pads=(0, 7, 66), factor=factor)

@@ -81,10 +81,11 @@ def test_unpack_gives_what_was_packed(form: Form) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "bits", "stored"), [(128, 4, 4.5), (128, 3, 3.5), (64, 2, 2.5), (96, 8, 8.5), (96, 2, 3.17)]
+    ("dim", "bits", "stored"),
+    [(128, 4, 4.5), (128, 3, 3.5), (64, 3, 3.5), (64, 2, 2.5), (96, 8, 8.5), (96, 2, 2.5), (96, 3, 4.5)],
 )
 def test_stored_bits(dim: int, bits: int, stored: float) -> None:
-    """96 channels are 6 pieces; 2 bits keep room for 8."""
+    """96 channels are 6 pieces; 3 bits keep room for 8."""
     form = Form("key", dim, bits)
     assert form.stored_bits == pytest.approx(stored, abs=0.005)
     packed = pack(*random(form), form)
@@ -104,22 +105,28 @@ def test_a_code_lies_where_the_description_says(form: Form, token: int, channel:
         codes = torch.cat([codes, torch.zeros_like(codes).repeat(1, 1, form.scale_blocks - 1, 1)], 2)
     words = pack(codes, scale, zero, form).words[0, 0, 0].int() & 0xFFFF
     pieces = {2: 8, 3: 8, 4: 4, 8: 2}[form.bits]  # to a tile
-    across = form.dim // 16 if form.bits >= 4 else -(-form.dim // 64) * 4
+    across = -(-form.dim // 64) * 4 if form.bits == 3 else form.dim // 16
     half, slice_ = token // 16, channel // 16
     row, column = (token % 16, channel % 16) if form.role == "key" else (channel % 16, token % 16)
-    if not form.inner and form.role == "key":
+    turns = form.dim == 96 and form.bits in (2, 4)  # three pairs of a half block to tiles of four or two
+    if not form.inner and form.role == "key" and not (turns and form.bits == 2):
         tile, field = divmod(half * across + slice_, pieces)
     elif form.role == "value":  # the halves of a slice in the bytes of a word
         tile, field = slice_ // (pieces // 2), slice_ % (pieces // 2) + half * (pieces // 2)
     else:  # neighbouring slices
         pair = half * (across // 2) + slice_ // 2
-        if form.bits == 4 and form.dim == 96:  # three pairs of a half block to tiles of two
+        if turns:
             pair = slice_ // 2 * 2 + half
         tile, field = pair // (pieces // 2), pair % (pieces // 2) + slice_ % 2 * (pieces // 2)
     wanted = {tile * 256 + row * 16 + column: ((1 << min(form.bits, 16 // pieces)) - 1) << field * (16 // pieces)}
+    if form.bits == 2 and form.dim == 96 and tile == 1:  # half a tile, in whose fields 2, 3, 6, 7 lie columns from 8 on
+        wanted = {256 + row * 8 + column % 8: 3 << 2 * field + column // 8 * 4}
     if form.bits == 3:
         tiles = -(-2 * across // 8)
-        wanted[(tiles + tile // 2) * 256 + row * 16 + column] = 1 << (2 * field + tile % 2)
+        if form.dim == 64:  # half a tile, in whose odd bits lie columns from 8 on
+            wanted[tiles * 256 + row * 8 + column % 8] = 1 << (2 * field + column // 8)
+        else:
+            wanted[(tiles + tile // 2) * 256 + row * 16 + column] = 1 << (2 * field + tile % 2)
     assert {int(i): int(words[i]) for i in words.nonzero()[:, 0]} == wanted
 
 
@@ -143,12 +150,15 @@ def test_a_code_of_a_grid_in_bytes_lies_where_the_description_says(form: Form, t
         wanted = {(number // 2, row, at, 4 * place + bit) for bit in range(4)}
     elif bits == 2:
         wanted = {(number // 4, row, at, 4 * place + number // 2 % 2 * 2 + bit) for bit in range(2)}
+    elif form.dim == 64 and number > 1:  # half a tile has the lower bits, of register 1 in the higher 2 of four
+        lower = (1, row // 2, row % 2 * 8 + at % 8)
+        wanted = {(*lower, 4 * place + 2 * register + bit) for bit in range(2)} | {(0, row, at, 4 * place + 3)}
     elif number % 8 < 6:
         wanted = {(number // 8 * 3 + number % 8 // 2, row, at, 4 * place + bit) for bit in range(3)}
     else:
         wanted = {(number // 8 * 3 + bit, row, at, 4 * place + 3) for bit in range(3)}
-    bitwise = packed.words[0, 0, 0].view(-1, 16, 16, 1).int() >> torch.arange(16) & 1
-    assert {tuple(i) for i in bitwise.nonzero().tolist()} == wanted
+    bitwise = packed.words[0, 0, 0].view(-1, 16, 1).int() >> torch.arange(16) & 1
+    assert {(i // 16, i % 16, *rest) for i, *rest in bitwise.nonzero().tolist()} == wanted
 
 
 def selected(table: Tensor, code: Tensor, points: int) -> Tensor:
@@ -203,7 +213,6 @@ def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int
     codes = torch.zeros(1, 1, 32, form.dim // d, dtype=torch.int32)
     codes[..., token, code] = (1 << bits * d) - 1
     packed = pack(codes, torch.ones(1, 1, 32, 1).half(), None, replace(form, norm_heads=1), grid(form))
-    words = (packed.words[0, 0, 0].int() & 0xFFFF).view(-1, 16, 8, 2)
     wide, across = bits * min(d, 2), form.dim // 16
     if form.role == "key" and d < 4:
         channel = code * d
@@ -220,14 +229,20 @@ def test_a_code_of_a_grid_lies_where_the_description_says(form: Form, token: int
     for piece, row, pair, offset in found:
         for bit in range(offset, offset + wide):
             tile, unit_row, at = piece * bits // 16, row, 7 + piece * 2 * bits % 32 + bit
-            if bits == 2 and (form.role, d) != ("key", 4):
+            if bits == 3 and form.dim == 64 and (piece in (5, 6) or (piece == 7 and bit > 1)):  # half a tile of 16 x 4
+                at = 7 + (6 * (piece - 5) + bit if piece < 7 else 10 + bit) + pair // 4 * 16
+                wanted.add((128 + row * 4 + pair % 4, at % 32 // 16, at % 16))
+                continue
+            if bits == 3 and form.dim == 64 and piece == 7:
+                tile, at = 0, 5 + bit
+            elif bits == 2 and (form.role, d) != ("key", 4):
                 unit_row, at = row % 8 + piece % 8 // 4 * 8, 7 + piece % 4 * 8 + row // 8 * 4 + bit
             elif bits == 3 and piece % 16 == 15:
                 tile, at = piece // 16 * 3 + bit // 2, 5 + bit % 2
             elif bits == 3:
                 tile, at = piece // 16 * 3 + piece % 16 // 5, 7 + piece % 16 % 5 * 6 + bit
-            wanted.add((tile, unit_row, pair, at % 32 // 16, at % 16))
-    bitwise = words[..., None] >> torch.arange(16) & 1
+            wanted.add((tile * 128 + unit_row * 8 + pair, at % 32 // 16, at % 16))
+    bitwise = packed.words[0, 0, 0].view(-1, 2, 1).int() >> torch.arange(16) & 1
     assert {tuple(i) for i in bitwise.nonzero().tolist()} == wanted
 
 
@@ -267,9 +282,8 @@ def test_forms_are_refused_in_one_line(settings: Any, says: str) -> None:
 )
 def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode: Any) -> None:
     axis = ("channel" if role == "key" else "token") if axis == "inner" else axis
-    dim = 128 if bits == 3 else 64  # 64 channels of 3 bits do not fill tiles
-    codec = Uniform(Shape(2, dim, 32), role, bits, 32, axis, mode)
-    x = torch.randn(2, 2, 96, dim, generator=torch.Generator().manual_seed(bits)) * 3 + 1
+    codec = Uniform(Shape(2, 64, 32), role, bits, 32, axis, mode)
+    x = torch.randn(2, 2, 96, 64, generator=torch.Generator().manual_seed(bits)) * 3 + 1
     x[..., ::3] -= 2
     packed = codec.encode(x)
     if mode == "hybrid":
@@ -288,10 +302,11 @@ def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode:
 
 @pytest.mark.parametrize("role", ["key", "value"])
 @pytest.mark.parametrize("norm", ["head", "token"])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("n", "d"), [(16, 2), (64, 2), (256, 2), (256, 4), (4, 1), (8, 1), (16, 1)])
-def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, n: int, d: int) -> None:
-    codec = Higgs(Shape(2, 128, 64), role, d, n, norm=norm, gain="debiased", seed=n)
-    x = torch.randn(2, 2, 128, 128, generator=torch.Generator().manual_seed(d)) * 3 + 1
+def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, dim: int, n: int, d: int) -> None:
+    codec = Higgs(Shape(2, dim, 64), role, d, n, norm=norm, gain="debiased", seed=n)
+    x = torch.randn(2, 2, 128, dim, generator=torch.Generator().manual_seed(d)) * 3 + 1
     packed, other = codec.encode(x), codec.for_decoding()
     made = codec.as_blocks(packed)
     assert made.form == codec.fused() and made.form.stored_bits == codec.bits_per_value() == other.bits_per_value()
@@ -313,9 +328,6 @@ def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: 
     codec = Higgs(Shape(2, dim, 64), role, d, n, norm="head", seed=n, points="bytes")
     x = torch.randn(2, 2, 128, dim, generator=torch.Generator().manual_seed(d)) * 3 + 1
     packed, looked_up, other = codec.encode(x), codec.for_lookups(), codec.for_decoding()
-    if (dim, n) == (64, 8):  # 64 channels do not fill tiles of 3 bits
-        assert "would take 4 bits" in str(codec.fused())
-        return
     made, elsewhere = codec.as_blocks(packed), looked_up.encode(x)
     assert made.form.in_bytes and not looked_up.as_blocks(elsewhere).form.in_bytes
     assert made.form.stored_bits == codec.bits_per_value() == looked_up.bits_per_value()
@@ -337,6 +349,12 @@ def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: 
 def test_a_grid_in_bytes_is_looked_up_at_other_head_dims(dim: int) -> None:
     form = Higgs(Shape(2, dim, 32), "key", 1, 16, points="bytes").fused()
     assert isinstance(form, Form) and not form.in_bytes
+
+
+def test_codes_that_do_not_fill_words_are_stored_without() -> None:
+    assert "codes of 3 bits at head_dim 96 would take 4 bits in" in str(Higgs(Shape(2, 96, 32), "key", 2, 64).fused())
+    wide = str(Uniform(Shape(2, 96, 32), "value", 3, 32, "token", "symmetric").fused())
+    assert "3 bits at head_dim 96 would take 4.5 bits in the fused kernel's layout, 3.5 as stored" in wide
 
 
 @pytest.mark.parametrize(("n", "d"), [(64, 2), (256, 2), (256, 4)])
@@ -364,7 +382,9 @@ def test_rounding_of_a_table_does_not_add_up_over_tokens(d: int, n: int) -> None
     assert off(table[codes].mean(0), points.double()[codes].mean(0)) < 4e-4  # as they are up to 4.8e-3
 
 
-@pytest.mark.parametrize(("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64), (96, 128, 16, 48)])
+@pytest.mark.parametrize(
+    ("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64), (96, 128, 16, 48), (96, 32, 16, 16)]
+)
 def test_blocks_hold_what_a_codec_of_tiers_decodes(dim: int, block: int, full: int, four: int) -> None:
     settings: Any = {"group": block, "round_up": 16, "full": full, "four": four, "importance": "none"}
     codec, other = (MixKVQ(Shape(2, dim, block), "key", **settings) for _ in range(2))
@@ -392,7 +412,7 @@ def test_blocks_hold_what_a_codec_of_tiers_decodes(dim: int, block: int, full: i
         ({}, "another size in every block"),
         ({"full": 16, "four": 16, "group": 16}, "groups of 16 tokens, blocks of 32"),
         ({"full": 16, "four": 16, "dtype": "bfloat16"}, "first tier in bfloat16"),
-        ({"full": 0, "four": 16}, "tiers of 0 and 16 of 64 channels would take 256 bits a token .*, 160 as stored"),
+        ({"full": 0, "four": 16}, "tiers of 0 and 16 of 64 channels would take 192 bits a token .*, 160 as stored"),
     ],
 )
 def test_tiers_that_the_kernel_does_not_read_are_refused(settings: Any, says: str) -> None:
@@ -573,23 +593,24 @@ def looked_up(
 
 
 @needs_triton
-@pytest.mark.parametrize(("bits", "pack"), [(2, 2), (2, 4), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("bits", "pack", "pieces"), [(2, 2, 8), (2, 4, 8), (3, 2, 16), (3, 2, 8), (4, 2, 4)])
 @pytest.mark.parametrize("step", [7, 6])
-def test_assembly_looks_up_each_code(bits: int, pack: int, step: int) -> None:
+def test_assembly_looks_up_each_code(bits: int, pack: int, pieces: int, step: int) -> None:
     """Each result is the number of its pair's entry, from every lane's own copy of the table."""
     from kvcal_kernels.attention import triton as fused
 
     g = torch.Generator().manual_seed(bits)
-    pieces = 16 if bits == 3 else 16 // bits
-    words = torch.randint(-(1 << 15), 1 << 15, (grids.tiles(pieces, bits), 16, 16), generator=g).short()
-    wide = words.view(torch.int32).long() & 0xFFFFFFFF  # (tiles, 16, 8)
+    half, whole = bits == 3 and pieces == 8, grids.tiles(pieces, bits)
+    words = torch.randint(-(1 << 15), 1 << 15, (whole * 256 - half * 128,), generator=g).short()
+    units = words.view(torch.int32).long() & 0xFFFFFFFF
+    if half:  # what is of columns 4 to 7 is the upper half of units of columns 0 to 3
+        last = units[128:].view(16, 4)
+        units = torch.cat([units[:128], torch.cat([last, last >> 16 | last << 16 & 0xFFFFFFFF], 1).flatten()])
+    wide = units.view(-1, 16, 8)  # tile by tile
     codes = grids.ununits(words, pieces, bits)
     outputs, size = pieces * pack // 2, 8 if bits == 2 else 4
-    text = (
-        fused._look_up.fn(bits, step, 640, pack)
-        if hasattr(fused._look_up, "fn")
-        else fused._look_up(bits, step, 640, pack)
-    )
+    made, given = (fused._look_up_eight, (step, 640)) if half else (fused._look_up, (bits, step, 640, pack))
+    text = made.fn(*given) if hasattr(made, "fn") else made(*given)
     if bits > 2:
         inputs, wanted = list(wide), list(codes)
     else:
@@ -931,6 +952,30 @@ def test_compiled_kernels_keep_to_their_budgets(
     name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
 ) -> None:
     within(scheme(name), capability, cap, registers, ceiling, tmp_path)
+
+
+HALF_TILES = [  # shapes whose words end with half a tile
+    ("InnerQ Base", 64, 90, 168, 168, 1.94),
+    ("InnerQ Hybrid", 64, 87, 168, 168, 1.95),
+    ("KIVI 3", 64, 90, 168, 168, 2.83),
+    ("InnerQ Base before RoPE", 64, 90, 200, 175, 4.48),
+    ("KIVI 3 before RoPE", 64, 90, 216, 200, 4.46),
+    ("HIGGS 3", 64, 90, 128, 125, 2.98),
+    ("TurboQuant 4/3", 64, 90, 0, 128, 2.92),
+    ("TurboQuant 4/3 in bytes", 64, 90, 168, 168, 2.26),
+    ("KIVI", 96, 87, 168, 168, 2.15),
+    ("HIGGS 2", 96, 90, 128, 128, 1.79),
+    ("MixKVQ", 96, 90, 176, 156, 2.91),
+]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dim", "capability", "cap", "registers", "ceiling"), HALF_TILES)
+def test_compiled_kernels_of_half_tiles_keep_to_their_budgets(
+    name: str, dim: int, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
+) -> None:
+    within(scheme(name, dim), capability, cap, registers, ceiling, tmp_path)
 
 
 @needs_triton

@@ -1926,12 +1926,14 @@ QUANTISED_ON_GPU = {
 
 
 def test_what_is_looked_for_on_a_gpu_is_what_kernels_take() -> None:
-    """At head_dim 64 none reads 3 bits: the table must be of 128."""
+    """At head_dim 96 none reads 3 bits: the table must be of another."""
     geometry = CATALOGUE["llama-3.1-8b"].geometry
     taken = {name for name in ON_GPU if fused.refuses_anywhere(case(name, 2, 1024, geometry)) is None}
     assert taken == {name for name, (path, _) in ON_GPU.items() if path}
     small = CATALOGUE["llama-3.2-1b"].geometry
-    assert "3 bits at head_dim 64" in str(fused.refuses_anywhere(case("innerq-hybrid", 2, 1024, small)))
+    assert small.head_dim == 64 and fused.refuses_anywhere(case("innerq-hybrid", 2, 1024, small)) is None
+    other = replace(small, head_dim=96)
+    assert "3 bits at head_dim 96" in str(fused.refuses_anywhere(case("innerq-hybrid", 2, 1024, other)))
 
 
 @pytest.mark.gpu
@@ -1987,7 +1989,7 @@ def test_an_append_kernel_with_wrong_scales_is_refused_on_a_gpu(
 ) -> None:
     from kvcal_kernels.quantise import triton as kernel
 
-    geometry = CATALOGUE["llama-3.1-8b"].geometry  # at head_dim 64 no kernel stores 3 bits
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
     one = Case(schemes.named(name, geometry), geometry, 3, 1024, torch.device("cuda"), dtype)
     made = kernels.append(one)
     assert made.path == "triton: append" and made.check() is None

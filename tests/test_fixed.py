@@ -452,8 +452,8 @@ def test_caches_that_do_not_compile_say_why() -> None:
     assert why(scheme(PAIRS["squat"], frame="pre_rope"), max_length=100) is True
     short = LayerCodecs(*(codes(role, shape=Shape(2, 64, 16)) for role in ("key", "value")))
     assert "vector codes in blocks of 16 tokens" in why(scheme(short, windows=Windows(4, 32, 16)), max_length=100)
-    narrow = LayerCodecs(Uniform(pair.key.shape, "key", 3, 32), pair.value)
-    assert "3 bits at head_dim 64" in why(scheme(narrow), max_length=100)
+    odd = LayerCodecs(Uniform(pair.key.shape, "key", 5, 32), pair.value)
+    assert "5 bits at head_dim 64" in why(scheme(odd), max_length=100)
     assert "token selection" in why(scheme(pair).keeping(HeavyHitters()), max_length=100)
     searched = Squat(Uniform(SHAPE, "key", 4, 32, "token", search=True), channels=32)
     assert "layer 0: SQuat over uniform" in why(scheme(LayerCodecs(searched, pair.value)), max_length=100)

@@ -93,6 +93,12 @@ def uniform(state: dict[str, Any], role: str, block: int, packed: dict[str, ndar
     return np.where(np.signbit(scale), q * np.abs(scale) + spread(packed["min"]), centred * np.abs(scale))
 
 
+def whole(half: ndarray, beyond: int) -> ndarray:
+    """A tile (..., 256) of half of one (..., 128), whose right half lies `beyond` bits further; between fields is anything."""
+    rows = half.reshape(*half.shape[:-1], 16, 8)
+    return np.concatenate([rows, rows >> beyond], -1).reshape(*half.shape[:-1], 256)
+
+
 def uniform_words(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarray]) -> ndarray:
     """Number by number: (B, H, T, D) of the fused kernel's words and scales."""
     c, (_, dim) = state["config"], state["shape"]
@@ -102,17 +108,20 @@ def uniform_words(state: dict[str, Any], role: str, block: int, packed: dict[str
     kinds, inner = (1 if symmetric else 2), tokens_too == (role == "value")
     per = pieces if tokens_too else dim // group  # columns of scales: of a group of tokens, or of a half block
     blocks = packed["words"].shape[2] * block // 32
-    words = packed["words"].astype(np.uint16).reshape(*packed["words"].shape[:2], blocks, -1, 16, 16).astype(np.int64)
+    words = packed["words"].astype(np.uint16).reshape(*packed["words"].shape[:2], blocks, -1).astype(np.int64)
+    if (bits, dim) in ((3, 64), (2, 96)):  # behind one tile half of one, between whose fields the right half is
+        words = np.concatenate([words[..., :256], whole(words[..., 256:], 1 if bits == 3 else 4)], -1)
+    words = words.reshape(*words.shape[:3], -1, 16, 16)
     shared = group // 32 if tokens_too else 1
     scales = packed["scale"].reshape(*words.shape[:2], blocks // shared, -1).astype(np.float32)
     made = np.zeros((*words.shape[:2], blocks * 32, dim), np.float32)
     tiles = -(-2 * pieces // fields)
     for t, d in np.ndindex(blocks * 32, dim):
         n, half, row, piece, column = t // 32, t % 32 // 16, t % 16, d // 16, d % 16
-        if not inner and role == "key":
+        turns = pieces // 2 % (fields // 2) % 2 and bits in (2, 4)
+        if not inner and role == "key" and not (turns and bits == 2):
             tile, field = divmod(half * pieces + piece, fields)
         else:
-            turns = pieces // 2 % (fields // 2) % 2
             of_key = piece // 2 * 2 + half if turns else half * (pieces // 2) + piece // 2
             pair, byte = (of_key, piece % 2) if role == "key" else (piece, half)
             tile, field = pair // (fields // 2), pair % (fields // 2) + byte * (fields // 2)
@@ -143,6 +152,9 @@ WORDS = [
     ("key", 2, 64, 64, "token", "asymmetric", 128), ("value", 8, 96, 16, "channel", "asymmetric", 32),
     ("value", 4, 64, 64, "token", "asymmetric", 64), ("key", 4, 96, 48, "channel", "asymmetric", 32),
     ("key", 2, 64, 16, "channel", "symmetric", 32), ("key", 8, 96, 32, "channel", "symmetric", 32),
+    ("key", 3, 64, 32, "channel", "symmetric", 32), ("value", 3, 64, 32, "channel", "asymmetric", 32),
+    ("key", 2, 96, 32, "channel", "asymmetric", 32), ("value", 2, 96, 32, "token", "symmetric", 32),
+    ("key", 2, 96, 32, "token", "asymmetric", 32), ("value", 2, 96, 96, "channel", "asymmetric", 32),
 ]  # fmt: skip
 
 
@@ -160,8 +172,17 @@ def test_words_of_the_fused_kernel_are_as_the_page_says(
 
 
 def pair_code(words: ndarray, role: str, bits: int, d: int, piece: int, row: int, column: int) -> ndarray:
-    """words (..., tiles, 16, 8) unsigned 32 bits."""
+    """words (..., units) unsigned 32 bits."""
     turned = words >> 7 | words << 25 & 0xFFFFFFFF
+    if bits == 3 and words.shape[-1] == 192:  # D 64
+        whole, half = (turned[..., i : i + n].reshape(*turned.shape[:-1], 16, -1) for i, n in ((0, 128), (128, 64)))
+        if piece < 5:
+            return whole[..., row, column] >> 6 * piece & 63
+        own = half[..., row, column % 4] >> 16 * (column // 4) + 6 * (piece - 5)
+        return own & 63 if piece < 7 else whole[..., row, column] >> 30 & 3 | (own & 15) << 2
+    if bits == 2 and words.shape[-1] == 192:  # D 96: the upper half of a tile
+        turned = np.concatenate([turned, np.zeros_like(turned[..., :64])], -1)
+    turned = turned.reshape(*turned.shape[:-1], -1, 16, 8)
     if bits == 4:
         return turned[..., piece // 4, row, column] >> 8 * (piece % 4) & 255
     if bits == 3 and piece % 16 == 15:
@@ -180,12 +201,7 @@ def higgs_words(state: dict[str, Any], role: str, block: int, packed: dict[str, 
     d, dim = state["config"]["d"], state["shape"][1]
     bits = (state["config"]["n"] - 1).bit_length() // d
     shape = packed["words"].shape
-    own = (
-        packed["words"]
-        .reshape(*shape[:2], shape[2] * block // 32, -1, 16, 8, 2)
-        .view(np.uint32)[..., 0]
-        .astype(np.int64)
-    )
+    own = packed["words"].reshape(*shape[:2], shape[2] * block // 32, -1, 2).view(np.uint32)[..., 0].astype(np.int64)
     found = np.zeros((*own.shape[:3], 32, dim // d), np.int64)
     for t, i in np.ndindex(32, dim // d):
         half, across = t // 16, dim // 16
@@ -210,6 +226,8 @@ GRIDS = [
     ("key", 2, 16, 64, 32), ("value", 2, 16, 128, 32), ("key", 2, 64, 128, 32), ("value", 2, 64, 128, 64),
     ("key", 2, 256, 96, 32), ("value", 2, 256, 64, 32), ("key", 4, 256, 64, 64), ("value", 4, 256, 128, 32),
     ("key", 1, 8, 128, 32), ("value", 1, 8, 256, 32), ("key", 1, 16, 64, 32), ("value", 1, 4, 64, 32),
+    ("key", 2, 64, 64, 32), ("value", 1, 8, 64, 32), ("value", 2, 64, 64, 32), ("key", 2, 16, 96, 32),
+    ("value", 2, 16, 96, 32), ("key", 1, 4, 96, 32),
 ]  # fmt: skip
 
 
@@ -282,6 +300,8 @@ def mixkvq_words(state: dict[str, Any], packed: dict[str, ndarray], block: int) 
     full, four, low = c["full"], c["four"], dim - c["full"]
     words = packed["words"].reshape(*perm.shape[:3], block // 32, -1).view(np.uint16)
     exact, tiles = words[..., : 32 * full].view(np.float16), words[..., 32 * full :].astype(np.int64)
+    if tiles.shape[-1] % 256:
+        tiles = np.concatenate([tiles[..., :-128], whole(tiles[..., -128:], 8)], -1)
     scale = packed["scale"].astype(np.float32).reshape(*perm.shape[:3], -1)
     out = np.zeros((*perm.shape[:3], block, dim), np.float32)
     for t, i in np.ndindex(block, dim):
@@ -305,7 +325,7 @@ def mixkvq_words(state: dict[str, Any], packed: dict[str, ndarray], block: int) 
     return out.reshape(*perm.shape[:2], -1, dim)
 
 
-@pytest.mark.parametrize(("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64)])
+@pytest.mark.parametrize(("dim", "block", "full", "four"), [(64, 32, 16, 16), (128, 64, 0, 64), (96, 32, 16, 16)])
 def test_words_of_tiers_are_as_the_page_says(dim: int, block: int, full: int, four: int) -> None:
     codec = MixKVQ(Shape(2, dim, block), "key", group=block, full=full, four=four, importance="none")
     packed = codec.encode(numbers(2, 2, 2 * block, dim, seed=full))

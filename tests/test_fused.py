@@ -308,7 +308,6 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
         scheme(higgs(2, 16, rotation="token"))
     )
     assert "keys: HIGGS along tokens" in paths(scheme(higgs(2, 16, axis="token")))
-    assert "keys: codes of 3 bits at head_dim 64 would take 4 bits" in paths(scheme(higgs(2, 64)))
     ragged = LayerCodecs(MixKVQ(SHAPE, "key"), PAIRS["mixkvq"].value)
     assert "keys: MixKVQ's tiers take another size in every block" in paths(scheme(ragged))
     odd = Windows(4, 32, 16)
@@ -316,8 +315,8 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
     assert "keys: blocks of 16 tokens" in paths(scheme(LayerCodecs(*small), windows=odd))
     factors = Scaled(uniform("value", 4, mode="symmetric"), factor())
     assert "values: values divided by factors" in paths(scheme(LayerCodecs(pair.key, factors)))
-    narrow = LayerCodecs(Uniform(SHAPE, "key", 3, 32), pair.value)
-    assert "keys: 3 bits at head_dim 64 would take" in paths(scheme(narrow))
+    five = LayerCodecs(Uniform(SHAPE, "key", 5, 32), pair.value)
+    assert "keys: the fused kernel cannot read 5 bits at head_dim 64" in paths(scheme(five))
     small = LayerCodecs(Uniform(shape16, "key", 4, 16), Uniform(shape16, "value", 4, 16))
     assert "keys: blocks of 8 tokens" in paths(scheme(small, windows=Windows(4, 16, 8)), build("Llama"))
     assert "takes float16 and bfloat16, not float32" in paths(scheme(pair), kernels="auto")
@@ -348,22 +347,22 @@ def test_shapes_without_a_kernel_are_warned_of_once(
         ]
 
     monkeypatch.setattr(fused, "_WARNED", set())
-    narrow = LayerCodecs(Uniform(SHAPE, "key", 3, 32), PAIRS["inner-4"].value)
+    odd = LayerCodecs(Uniform(SHAPE, "key", 5, 32), PAIRS["inner-4"].value)
     if kernels == "auto":
-        assert lines(narrow) == []  # on a CPU
+        assert lines(odd) == []  # on a CPU
         monkeypatch.setattr(fused, "runs_kernels", lambda device: True)
         assert lines(PAIRS["inner-4"]) == ["fused kernel: the fused kernel takes float16 and bfloat16, not float32"]
-    (line,) = lines(narrow)
-    assert line.startswith("fused kernel: keys: 3 bits at head_dim 64 would take")
+    (line,) = lines(odd)
+    assert line.startswith("fused kernel: keys: the fused kernel cannot read 5 bits at head_dim 64")
     many = build("Llama", head_dim=64, num_attention_heads=34, hidden_size=68, num_hidden_layers=1)
     assert lines(PAIRS["kivi-4"], many) == ["fused kernel: 17 query heads a kv head: the fused kernel takes 16 at most"]
     assert lines(PAIRS["kivi-4"], many) == []
     monkeypatch.setattr(fused, "_WARNED", set())
-    assert lines(narrow, kernels="off") == []
+    assert lines(odd, kernels="off") == []
     higgs = Preset("higgs-2", "higgs-2", "post_rope", 4, 32, 32).scheme(model()).layers[0]
     assert higgs is not None and lines(LayerCodecs(higgs.key, PAIRS["inner-4"].value)) == []
-    with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*3 bits at head_dim 64"):
-        opened(scheme(narrow), model(), kernels=kernels, require_kernels=True)
+    with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*5 bits at head_dim 64"):
+        opened(scheme(odd), model(), kernels=kernels, require_kernels=True)
 
 
 def test_attention_without_a_config_takes_the_reference_path() -> None:

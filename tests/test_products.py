@@ -195,12 +195,12 @@ class Warp:
 
 
 def slot(keys: Blocks, values: Blocks, block: int) -> bytes:
-    """A slot of the ring as `_copies` fills it: halves of rows of words change places in every other four rows."""
+    """A slot of the ring as `_copies` fills it: of each 32 bytes of words the halves change places in every other 128."""
     made = b""
     for blocks in (keys, values):
-        words = blocks.words[0, 0, block].view(-1, 16, 2, 8).clone()
-        swapped = torch.arange(16) // 4 % 2 == 1
-        words[:, swapped] = words[:, swapped].flip(2)
+        words = blocks.words[0, 0, block].view(-1, 2, 8).clone()
+        swapped = torch.arange(len(words)) // 4 % 2 == 1
+        words[swapped] = words[swapped].flip(1)
         made += words.numpy().tobytes()
         made += blocks.scale[0, 0, block // blocks.form.scale_blocks].numpy().tobytes()
     return made
@@ -371,7 +371,7 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     )
     places += [LANE % 4 * 8 if modes[0] == 2 else ROW * 2 * min(4, columns[0] & -columns[0])]
     places += [ROW // 2 * 8 + ROW % 2 * 2 if modes[1] == 2 else ROW * 2 * min(4, columns[1] & -columns[1])]
-    given["places"] = [*places, LANE * 0]
+    given["places"] = [*places, (row ^ row >> 3) * 16]
     fixed = products.constants.fn(slices, value.tiles, value.bits, modes[1])
     given["constants"] = [np.full(32, one) for one in fixed for _ in range(4)]
     operands = products._operands.fn(slices, about(key), about(value), True, same)

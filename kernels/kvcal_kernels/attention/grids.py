@@ -5,11 +5,14 @@ of a tensor core's operand holds two numbers, a pair: 2 * bits bits of code. Uni
 pieces:
 
 2 bits: 8 pieces, a byte two pairs; a look-up by the byte gives both (4 numbers). Byte j of row r < 8 is of rows r and r + 8 of
-piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1.
+piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1. Of the last 4 of 12 pieces
+(head_dim 96) there are the first 8 rows, but for such keys.
 4 bits: 4 pieces, a byte a pair. Bytes of 2 and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel
 wants it, as a multiple of 128.
 3 bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair is
-bits 5 and 6 of the three.
+bits 5 and 6 of the three. 8 pieces (head_dim 64) are one unit and half of one: five pairs from bit 7 on, and the second
+unit, 16 rows of 4, has in its lower half from bit 7 on the sixth, the seventh and the higher 4 bits of the eighth of column c,
+in its higher half those of column c + 4; the eighth's lower 2 bits are bits 5 and 6 of the first unit.
 
 A pair is: with d = 1 two numbers, neighbours along the contracted dimension; with d = 2 a code, two channels; with d = 4 half
 a code; the other half is in the same byte.
@@ -22,8 +25,10 @@ codes lie in another order. A set is what the first operand of a product holds, 
 16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words, word 8 i + 2 q + s of a
 row is of set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`).
 Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two
-sets more, bit j of their codes in tile j. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each
-four.
+sets more, bit j of their codes in tile j. Four sets (head_dim 64) lie in a tile and half of one: two in the lower 3 bits; the
+highest bit of each four is bit 2 of a code of the other two, whose lower bits are in 16 rows of 8 words: word 2 q + s has in
+the lower 2 bits of each four those of register 0, in the higher 2 those of register 1. Of 2 bits a tile holds two sets in the
+lower and two in the higher 2 bits of each four.
 """
 
 from __future__ import annotations
@@ -251,9 +256,19 @@ def byte_tiles(sets: int, bits: int) -> int:
     return -(-sets * bits // 8)
 
 
+def byte_halved(sets: int, bits: int) -> bool:
+    """Whether the last of `byte_tiles` is half of one."""
+    return bits == 3 and sets == 4
+
+
 def byte_words(found: Tensor, bits: int) -> Tensor:
-    """Codes of `bits` bits (..., sets, 16, 2, 4, 4) -> int16 words (..., tiles, 16, 16)."""
+    """Codes of `bits` bits (..., sets, 16, 2, 4, 4) -> int16 words (..., n), tile after tile."""
     sets = found.shape[-5]
+    if byte_halved(sets, bits):
+        two, other = found.int().unflatten(-5, (2, 2)).unbind(-6)
+        low = other[..., 0, :, :] & 3 | (other[..., 1, :, :] & 3) << 2
+        own = (two | other >> 2 << 3).flatten(-3, -2), low
+        return _short(torch.cat([_fours(x).movedim(-3, -1).flatten(-3) for x in own], -1))
     wide = torch.nn.functional.pad(found.int(), [0] * 9 + [-sets % (8 if bits == 3 else 8 // bits)])
     if bits == 2:
         both = wide.unflatten(-5, (-1, 2, 2))  # tile, its lower or higher bits, set of two
@@ -264,16 +279,26 @@ def byte_words(found: Tensor, bits: int) -> Tensor:
         fours = (both[..., :3, :, :, :, :, :] | last << 3).flatten(-7, -6)
     else:
         fours = wide.unflatten(-5, (-1, 2))
-    shifts = torch.arange(0, 16, 4, device=found.device, dtype=torch.int32)
-    words = (fours << shifts).sum(-1, dtype=torch.int32)  # (..., tiles, 2, 16, 2, 4)
-    made = words.movedim(-4, -1).flatten(-3)  # (..., tiles, 16 rows, register, lane, set)
-    kept = made[..., : byte_tiles(sets, bits), :, :]
-    return torch.where(kept >= 1 << 15, kept - (1 << 16), kept).to(torch.int16)
+    made = _fours(fours).movedim(-4, -1).flatten(-3)  # (..., tiles, 16 rows, register, lane, set)
+    return _short(made[..., : byte_tiles(sets, bits), :, :].flatten(-3))
+
+
+def _fours(codes: Tensor) -> Tensor:
+    """(..., 4) of 4 bits -> words (...)."""
+    shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
+    return (codes << shifts).sum(-1, dtype=torch.int32)
+
+
+def _short(words: Tensor) -> Tensor:
+    return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
 
 
 def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
-    """int16 words (..., tiles, 16, 16) -> codes int32 (..., sets, 16, 2, 4, 4)."""
+    """int16 words (..., n) -> codes int32 (..., sets, 16, 2, 4, 4)."""
     wide = words.int() & 0xFFFF
+    if byte_halved(sets, bits):
+        return _codes_of_four_sets(wide)
+    wide = wide.unflatten(-1, (-1, 16, 16))
     if bits == 3:
         wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, -wide.shape[-3] % 3))
     apart = wide.unflatten(-1, (2, 4, 2)).movedim(-1, -4)  # (..., tiles, 2, 16, 2, 4)
@@ -290,6 +315,20 @@ def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
     return found[..., :sets, :, :, :, :]
 
 
+def _codes_of_four_sets(wide: Tensor) -> Tensor:
+    """As `byte_codes` of words int32 where `byte_halved`."""
+    shifts = torch.arange(0, 16, 4, device=wide.device, dtype=torch.int32)
+    whole = wide[..., :256].unflatten(-1, (16, 2, 4, 2)).movedim(-1, -4)[..., None] >> shifts & 15
+    half = wide[..., 256:].unflatten(-1, (16, 4, 2)).movedim(-1, -3)[..., None] >> shifts & 15  # (..., 2, 16, 4, 4)
+    low = torch.stack([half & 3, half >> 2], -3)
+    return torch.cat([whole & 7, low | whole >> 3 << 2], -5)
+
+
+def halved(pieces: int, bits: int) -> bool:
+    """Whether the last of `tiles` is half of one."""
+    return bits == 3 and pieces == 8
+
+
 def tiles(pieces: int, bits: int) -> int:
     """Tiles of 16 x 8 units for so many pieces."""
     if bits == 3:
@@ -298,8 +337,14 @@ def tiles(pieces: int, bits: int) -> int:
 
 
 def units(found: Tensor, bits: int) -> Tensor:
-    """Pair codes (..., pieces, 16, 8) -> int16 words (..., tiles, 16, 16)."""
+    """Pair codes (..., pieces, 16, 8) -> int16 words (..., n), tile after tile."""
     pieces = found.shape[-3]
+    if halved(pieces, bits):
+        first, sixth, seventh, eighth = found.int().split((5, 1, 1, 1), -3)
+        whole = (first << _steps(5, 6, found.device)).sum(-3, dtype=torch.int32) | (eighth[..., 0, :, :] & 3) << 30
+        own = (sixth | seventh << 6 | eighth >> 2 << 12)[..., 0, :, :]
+        half = own[..., :4] | own[..., 4:] << 16
+        return _turned(torch.cat([whole.flatten(-2), half.flatten(-2)], -1)).view(torch.int16)
     width, count = 2 * bits, 32 // (2 * bits)
     together = 16 if bits == 3 else count
     wide = torch.nn.functional.pad(found.int(), (0, 0, 0, 0, 0, -pieces % together)).unflatten(-3, (-1, together))
@@ -309,16 +354,26 @@ def units(found: Tensor, bits: int) -> Tensor:
     made = (own << _steps(count, width, found.device)).sum(-3, dtype=torch.int32)
     if bits == 3:
         made = made | (wide[..., 15:, :, :] >> _steps(3, 2, found.device) & 3).flatten(-4, -3) << 30
-    turned = made << ALIGNED | made >> 32 - ALIGNED & (1 << ALIGNED) - 1
-    kept: Tensor = turned[..., : tiles(pieces, bits), :, :].contiguous()
+    kept: Tensor = _turned(made)[..., : tiles(pieces, bits), :, :].flatten(-3).contiguous()
     return kept.view(torch.int16)
 
 
+def _turned(units: Tensor) -> Tensor:
+    return units << ALIGNED | units >> 32 - ALIGNED & (1 << ALIGNED) - 1
+
+
 def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
-    """int16 words (..., tiles, 16, 16) -> pair codes int32 (..., pieces, 16, 8)."""
+    """int16 words (..., n) -> pair codes int32 (..., pieces, 16, 8)."""
     width, count = 2 * bits, 32 // (2 * bits)
     turned = words.contiguous().view(torch.int32)
     made = turned << 32 - ALIGNED | turned >> ALIGNED & (1 << 32 - ALIGNED) - 1
+    if halved(pieces, bits):
+        whole, half = made[..., :128].unflatten(-1, (16, 8)), made[..., 128:].unflatten(-1, (16, 4))
+        both = torch.cat([half, half >> 16], -1)
+        first = whole[..., None, :, :] >> _steps(5, 6, words.device) & 63
+        last = torch.stack([both & 63, both >> 6 & 63, whole >> 30 & 3 | (both >> 12 & 15) << 2], -3)
+        return torch.cat([first, last], -3)
+    made = made.unflatten(-1, (-1, 16, 8))
     if bits == 3:
         made = torch.nn.functional.pad(made, (0, 0, 0, 0, 0, -made.shape[-3] % 3))
     own = made[..., None, :, :] >> _steps(count, width, words.device) & (1 << width) - 1

@@ -1,17 +1,20 @@
 """Decode attention over packed integers: the order in which blocks are stored, and what attention over them gives.
 
-A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block;
-W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of
-W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a
-32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to
-field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero.
+A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block; W
+= 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of W pieces.
+Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a 32-bit
+register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to field f of
+the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero; where they fill half of the
+last one, that is half a tile, 16 rows of 8 words, with columns from 8 on in the bits that the others leave: one bit further
+of third bits (3 bits at head_dim 64), four further of 2 bits (at 96: fields 0, 1, 4, 5), eight further of tiers.
 
-Keys in outer groups: piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit numbers contracts
-together are a pair, the first of which lies in the low byte of a word, the second at the same place of the high byte. Of a
-key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value the two half
-blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a key's half
-block has an odd number of pairs to tiles of two (4 bits at head_dim 96), half blocks take turns, P = 2 g + half: fields of the
-second lie as many bits beyond those of the first for all g, 4 there, 4 at head_dim 64 in 2 or 3 bits too, else none.
+Keys in outer groups (not of 2 bits at 96): piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit
+numbers contracts together are a pair, the first of which lies in the low byte of a word, the second at the same place of the
+high byte. Of a key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value
+the two half blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a
+key's half block has an odd number of pairs to tiles of two or four (4 and 2 bits at head_dim 96), half blocks take turns, P =
+2 g + half: fields of the second lie as many bits beyond those of the first for all g, 4 and 2 there, 4 at head_dim 64 in 2 or
+3 bits too, else none.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
 -2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a value),
@@ -43,6 +46,7 @@ from .rope import Rope, recent_places
 
 BLOCK = 32
 PIECE = 16
+HALF_TILE = PIECE * PIECE // 2  # words
 BITS = (2, 3, 4, 8)
 DIMS = (64, 96, 128, 256)
 BYTE_DIMS = (64, 128, 256)  # of grids in bytes, whose words are of 64 channels
@@ -132,7 +136,7 @@ class Form:
     def pieces(self) -> int:
         """Pieces of a half block, with empty ones where fields of both halves must lie at the same bits."""
         count = self.dim // PIECE
-        return count if self.bits >= 4 or self.vector else -(-count // 4) * 4
+        return -(-count // 4) * 4 if self.bits == 3 and not self.vector else count
 
     @property
     def tiles(self) -> int:
@@ -148,10 +152,31 @@ class Form:
     @property
     def words(self) -> int:
         """Words of 16 bits in a block."""
-        if self.tiered:
-            return BLOCK * self.full + self.tiles * PIECE * PIECE
         third = -(-self.tiles // 2) if self.bits == 3 and not self.vector else 0
-        return (self.tiles + third) * PIECE * PIECE
+        tiles = (self.tiles + third) * PIECE * PIECE - (HALF_TILE if self.halved else 0)
+        return BLOCK * self.full + tiles if self.tiered else tiles
+
+    @property
+    def halved(self) -> bool:
+        """Whether the last tile is half of one."""
+        if self.in_bytes:
+            return grids.byte_halved(self.dim // PIECE // self.vector, self.bits * self.vector)
+        if self.vector:
+            upper = self.bits == 2 and not (self.role == "key" and self.vector == 4)
+            return grids.halved(2 * self.pieces, self.bits) or (upper and self.pieces % 4 == 2)
+        if self.bits == 3:
+            return self.tiles % 2 == 1
+        return self.bits == 2 and (self.fields if self.tiered else self.pieces) % 4 == 2
+
+    @property
+    def _beyond(self) -> int:
+        """How many bits columns from 8 on lie beyond the others in a half tile of integers."""
+        return 1 if self.bits == 3 else 4
+
+    @property
+    def _in_pairs(self) -> bool:
+        """Whether pieces lie in pairs (`field_number`), not as they are counted."""
+        return self.inner or self.role == "value" or (self.bits == 2 and self.halved)
 
     @property
     def scale_blocks(self) -> int:
@@ -219,8 +244,12 @@ class _Fields(Form):
         pass
 
     @property
-    def pieces(self) -> int:
-        return self.dim // PIECE
+    def _beyond(self) -> int:
+        return 8
+
+    @property
+    def _in_pairs(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -254,9 +283,9 @@ def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, val
     """tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers, whose half blocks
     have `pieces`. Kernels compute it, too, as they are compiled.
     """
-    if not (inner or value):
-        return half * pieces + piece
     across = 8 // (2 if bits == 3 else bits)  # pairs of a tile
+    if not (inner or value) and (bits >= 4 or pieces // 2 % across % 2 == 0):
+        return half * pieces + piece
     if value:
         pair, second = piece, half
     elif pieces // 2 % across % 2:
@@ -266,12 +295,12 @@ def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, val
     return pair // across * (2 * across) + second * across + pair % across
 
 
-def _piece_order(form: Form, device: torch.device, back: bool) -> Tensor:
-    """Which piece each field has or, `back`, which field has each piece: int64 (2 * form.pieces,)."""
+def _field_numbers(form: Form, device: torch.device) -> Tensor:
+    """Which field has each piece: int64 (2 * form.pieces,)."""
     piece = torch.arange(2 * form.pieces, device=device)  # made there: a list would be copied from the host
     rest = form.bits, form.pieces, form.inner, form.role == "value"
     numbers: Tensor = field_number(piece // form.pieces, piece % form.pieces, *rest)
-    return numbers if back else numbers.argsort()
+    return numbers
 
 
 def about(x: Tensor) -> tuple[Any, ...]:
@@ -325,16 +354,20 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Gr
     wide = wide.flatten(3, 4)
     if form.role == "value":
         wide = wide.transpose(-1, -2)
-    if form.inner or form.role == "value":
-        wide = wide[:, :, :, _piece_order(form, wide.device, False)]
     fields = 16 // form._plane
-    wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
+    if form._in_pairs:
+        none = wide.new_zeros(*wide.shape[:3], form.tiles * fields, PIECE, PIECE)
+        wide = none.index_copy_(3, _field_numbers(form, wide.device), wide)
+    else:
+        wide = torch.nn.functional.pad(wide, (0, 0, 0, 0, 0, form.tiles * fields - wide.shape[3]))
     wide = wide.unflatten(3, (form.tiles, fields))
     planes = [_gather(wide & ((1 << form._plane) - 1), form._plane)]
     if form.bits == 3:
         third = torch.nn.functional.pad(wide >> 2, (0, 0, 0, 0, 0, 0, 0, form.tiles % 2)).unflatten(3, (-1, 2))
         planes.append(_gather(third.transpose(4, 5).flatten(4, 5), 1))  # field f of even, odd tile: bits 2 f, 2 f + 1
     words = torch.cat(planes, 3).flatten(3)
+    if form.halved:
+        words = _folded(words, form._beyond)
     return Blocks(form, _int16(words), pack_scales(scale, zero, form))
 
 
@@ -344,10 +377,11 @@ def _pack_grid(codes: Tensor, norm: Tensor, form: Form, grid: Grid | None) -> Bl
     if form.in_bytes:
         order = grids.byte_order(form.role, form.dim, form.vector, codes.device)
         words = grids.byte_words(codes.unflatten(2, (-1, BLOCK)).flatten(3)[..., order], form.bits * form.vector)
-        return Blocks(form, words.flatten(3).contiguous(), norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
+        return Blocks(form, words.contiguous(), norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
     wide = grids.pairs(codes.unflatten(2, (-1, BLOCK)).int(), form.bits, form.vector, _pairs_of_tokens(form)).flatten(3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, codes.device)
-    words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits).flatten(3).contiguous()
+    words = grids.units(torch.nn.functional.pad(wide, (0, 1))[..., order], form.bits)
+    words = words[..., : form.words].contiguous()  # of half a tile of 2 bits the first 8 rows
     return Blocks(form, words, norm[..., 0].unflatten(2, (-1, BLOCK)).contiguous(), grid)
 
 
@@ -355,13 +389,14 @@ def _unpack_grid(blocks: Blocks) -> Tensor:
     form = blocks.form
     if form.in_bytes:
         places = grids.byte_order(form.role, form.dim, form.vector, blocks.words.device)
-        own = grids.byte_codes(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(places), form.bits * form.vector)
+        own = grids.byte_codes(blocks.words, len(places), form.bits * form.vector)
         codes: Tensor = torch.empty_like(own.flatten(3))
         codes[..., places.flatten()] = own.flatten(3)
         made: Tensor = codes.unflatten(-1, (BLOCK, -1))
         return made.flatten(2, 3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, blocks.words.device)
-    found = grids.ununits(blocks.words.unflatten(-1, (-1, PIECE, PIECE)), len(order), form.bits).flatten(3)
+    words = torch.nn.functional.pad(blocks.words, (0, HALF_TILE if form.bits == 2 and form.halved else 0))
+    found = grids.ununits(words, len(order), form.bits).flatten(3)
     wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)
     wide[..., order.flatten()] = found
     wide = wide[..., :-1]
@@ -378,6 +413,20 @@ def _gather(fields: Tensor, width: int) -> Tensor:
     """(..., tiles, fields, 16, 16) -> (..., tiles, 16, 16): field f at bit f * width."""
     shifts = torch.arange(fields.shape[-3], device=fields.device, dtype=torch.int32) * width
     return (fields << shifts[:, None, None]).sum(-3, dtype=torch.int32)
+
+
+def _folded(words: Tensor, beyond: int) -> Tensor:
+    """Words (..., n) of which the last tile becomes half of one: columns from 8 on, `beyond` bits further, in the others."""
+    whole, last = words.tensor_split((-2 * HALF_TILE,), -1)
+    left, right = last.unflatten(-1, (PIECE, 2, -1)).unbind(-2)
+    return torch.cat([whole, (left | right << beyond).flatten(-2)], -1)
+
+
+def _unfolded(words: Tensor, beyond: int) -> Tensor:
+    """The other way round; bits of fields that are none may be anything."""
+    whole, half = words.tensor_split((-HALF_TILE,), -1)
+    half = half.unflatten(-1, (PIECE, -1))
+    return torch.cat([whole, torch.cat([half, half >> beyond], -1).flatten(-2)], -1)
 
 
 def _int16(words: Tensor) -> Tensor:
@@ -426,14 +475,16 @@ def unpack(blocks: Blocks) -> tuple[Tensor, Tensor, Tensor | None]:
     if blocks.form.vector:
         return _unpack_grid(blocks), blocks.scale.flatten(2)[..., None], None
     form, words = blocks.form, blocks.words.to(torch.int32) & 0xFFFF
+    if form.halved:
+        words = _unfolded(words, form._beyond)
     words = words.unflatten(-1, (-1, PIECE, PIECE))
     fields = _scatter(words[:, :, :, : form.tiles], form._plane)
     if form.bits == 3:
         third = _scatter(words[:, :, :, form.tiles :], 1).unflatten(4, (-1, 2)).transpose(4, 5).flatten(3, 4)
         fields = fields | third[:, :, :, : form.tiles] << 2
-    pieces = fields.flatten(3, 4)[:, :, :, : 2 * form.pieces]
-    if form.inner or form.role == "value":
-        pieces = pieces[:, :, :, _piece_order(form, pieces.device, True)]
+    pieces = fields.flatten(3, 4)
+    chosen = _field_numbers(form, pieces.device) if form._in_pairs else slice(2 * form.pieces)
+    pieces = pieces[:, :, :, chosen]
     if form.role == "value":
         pieces = pieces.transpose(-1, -2)
     pieces = pieces.unflatten(3, (2, form.pieces)).transpose(4, 5)  # (B, H, N, 2, 16 tokens, pieces, 16)

@@ -46,6 +46,7 @@ from ..products.triton import (
     beginning,
     beginning_constraints,
     beginning_tensors,
+    beyond,
     block,
     block_constraints,
     constants,
@@ -245,7 +246,10 @@ def _tier_scores(
     ORDER: tl.constexpr = BEHIND + (SLICES - FULL) * 64
     tiles = ()
     for u in tl.static_range(TILES):
-        tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
+        if _halved(WORDS) and u == TILES - 1:
+            tiles = tiles + (_half_tile(p_k, at, live, ring, 0, 2 * FULL + u, 8, NW, ASM),)
+        else:
+            tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
     b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
     b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
     for i in tl.static_range(SLICES):
@@ -415,6 +419,32 @@ def _matrix(byte):
 
 
 @triton.constexpr_function
+def _halved(words):
+    """Whether a block's words end with half a tile."""
+    return words % 256 > 0
+
+
+@triton.constexpr_function
+def _half_matrix(byte, further):
+    """What `_matrix` gives of a tile of which there is half, as far as its fields count."""
+    load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
+    return f"{load} shr.u32 $2, $0, {further}; shr.u32 $3, $1, {further};"
+
+
+@triton.constexpr_function
+def _upper_matrix(byte):
+    """What `_matrix` gives of a tile's first 8 rows, and nothing of the others."""
+    return f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $2}}, [$4+{byte}]; mov.b32 $1, 0; mov.b32 $3, 0;"
+
+
+@triton.constexpr_function
+def _half_units(byte):
+    """What `_matrix` gives of a tile of units of which there is half: in the lower half of each what is its own."""
+    load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{$0, $1}}, [$4+{byte}];"
+    return f"{load} prmt.b32 $2, $0, $0, 0x1032; prmt.b32 $3, $1, $1, 0x1032;"
+
+
+@triton.constexpr_function
 def _shared(bits, byte):
     return f"ld.shared.b{bits} $0, [$1+{byte}];", {64: "=l,r", 32: "=r,r", 16: "=h,r"}[bits]
 
@@ -478,16 +508,53 @@ def _tile(
 
 
 @triton.jit
+def _half_rows(ring, MIXED: tl.constexpr, NW: tl.constexpr):
+    """Where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows here."""
+    r = tl.arange(0, 16)
+    lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
+    row = _mixed(lane & 15) if MIXED else lane & 15
+    return ring[:, :, None] + (row ^ row >> 3) * 16
+
+
+@triton.jit
+def _half_tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, FURTHER: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may be
+    anything.
+    """
+    if ASM:
+        w = tl.inline_asm_elementwise(
+            _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, False, NW)],
+            dtype=tl.int16, is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        r = tl.arange(0, 16)
+        # two loads: a shift that depends on the column keeps Triton from the layout that a product wants
+        p = p_words + b_at[:, :, None] + (U * TILE + r[None, :, None] * 8 + r[None, None, :] % 8)
+        first = r[None, None, :] < 8
+        w = tl.load(p, mask=b_live[:, :, None] & first, other=0)
+        w = w | tl.load(p, mask=b_live[:, :, None] & ~first, other=0) >> FURTHER
+    return w
+
+
+@triton.jit
 def _codes(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
-    INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr, ASM: tl.constexpr,
+    WORDS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
     of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
+    FURTHER: tl.constexpr = beyond(WORDS, BITS, 0)
     parts = ()
     for u in tl.static_range(TILES):
-        w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
+        if BITS == 2 and FURTHER > 0 and u == TILES - 1:
+            w = _half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
+        else:
+            w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
         if BITS == 8:
             parts = parts + unpack8(w, ASM)
         if BITS == 4:
@@ -495,7 +562,10 @@ def _codes(
         if BITS == 2:
             parts = parts + unpack2(w, ASM)
         if BITS == 3:
-            third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
+            if FURTHER > 0 and u == TILES - 1:
+                third = _half_tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, FURTHER, NW, ASM and HELD)
+            else:
+                third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     found = ()
     for m in tl.static_range(2 * STRIDE):
@@ -539,6 +609,23 @@ def _look_up(bits, step, first, pack=2):
             text += [f"shl.b32 turned, ${outputs + unit}, {up};", f"lop3.b32 at, turned, {3 << up + 5}, at, 0xEA;"]
         text += load(3, 0)
     return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def _look_up_eight(step, first):
+    """As `_look_up` of 3 bits, of the 8 pieces of a unit and half of one: two words of each are the operands."""
+    text = ["{ .reg .b32 lane, at, turned, table;", "mov.u32 table, kvcal_table;"]
+    text += [f"and.b32 lane, kvcal_place, {(1 << step) // 4 - 1};", "shl.b32 lane, lane, 2;"]
+    for piece in range(7):
+        source, turn = f"${8 + piece // 5}", piece % 5 * 6 + ALIGNED - step
+        if turn:
+            text += [f"shf.r.wrap.b32 turned, {source}, {source}, {turn};"]
+            source = "turned"
+        text += [f"lop3.b32 at, {source}, {63 << step}, lane, 0xEA;"]
+        text += ["add.u32 at, at, table;", f"ld.shared.b32 ${piece}, [at + {first}];"]
+    text += [f"shl.b32 turned, $8, {step - 5};", f"lop3.b32 at, turned, {3 << step}, lane, 0xEA;"]
+    text += [f"shr.u32 turned, $9, {17 - step};", f"lop3.b32 at, turned, {15 << step + 2}, at, 0xEA;"]
+    return " ".join([*text, "add.u32 at, at, table;", f"ld.shared.b32 $7, [at + {first}];", "}"])
 
 
 @triton.constexpr_function
@@ -687,27 +774,90 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
 
 
 @triton.jit
+def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+    """Eight pieces of a tile and of half a tile, as `_half_unit_tile` gives it."""
+    if ASM:
+        parts = tl.inline_asm_elementwise(
+            _look_up_eight(STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        whole, half_ = _units(w, NW), _units(u, NW)
+        parts = ()
+        for code in tl.static_range(5):
+            parts = parts + (_entry(p_table, (whole >> (7 + 6 * code)) & 63, 0, 1, NW),)
+        for code in tl.static_range(2):
+            parts = parts + (_entry(p_table, (half_ >> (7 + 6 * code)) & 63, 0, 1, NW),)
+        parts = parts + (_entry(p_table, (whole >> 5) & 3 | ((half_ >> 19) & 15) << 2, 0, 1, NW),)
+    return parts
+
+
+@triton.jit
+def _half_unit_tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_tile` of units of which there is half a tile: what is a unit's own is its lower half, not turned."""
+    if ASM:
+        w = tl.inline_asm_elementwise(
+            _half_units(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, MIXED, NW)],
+            dtype=tl.int16, is_pure=False, pack=8,
+        )  # fmt: skip
+    else:
+        r = tl.arange(0, 16)
+        column = r % 8 ^ r // 8
+        p = p_words + b_at[:, :, None] + (U * TILE + r[None, :, None] * 8 + column[None, None, :])
+        w = tl.load(p, mask=b_live[:, :, None], other=0)
+    return w
+
+
+@triton.jit
+def _upper_tile(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """As `_tile` of which there are the first 8 rows."""
+    r = tl.arange(0, 16)
+    if ASM:
+        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
+        row = _mixed(lane & 7) if MIXED else lane & 7
+        at = ring[:, :, None] + (row * 32 + ((lane >> 3 & 1) ^ (row >> 2)) * 16)
+        w = tl.inline_asm_elementwise(
+            _upper_matrix(BYTE + U * 512), "=&r,=r,=&r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
+        )
+    else:
+        upper = b_live[:, :, None] & (r < 8)[None, :, None]
+        w = tl.load(p_words + _words(b_at) + U * TILE, mask=upper, other=0)
+    return w
+
+
+@triton.jit
 def _points(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, p_table, BITS: tl.constexpr, TILES: tl.constexpr,
-    STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    HALVED: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr,
+    NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. FOUR: keys of which a code stands for four channels. MIXED:
-    rows as `_mixed` says.
+    """As `_codes`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
+    code stands for four channels. MIXED: rows as `_mixed` says.
     """
     parts = ()
     if BITS == 3:
         for u in tl.static_range(0, TILES, 3):
             w0 = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
-            w1 = w0
-            w2 = w0
-            if u + 1 < TILES:
+            if HALVED and u + 2 == TILES:
+                half_ = _half_unit_tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
+                parts = parts + look3_half(w0, half_, p_table, STEP, FIRST, NW, ASM)
+            else:
                 w1 = _tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
-            if u + 2 < TILES:
                 w2 = _tile(p_words, b_at, b_live, ring, BYTE, u + 2, MIXED, NW, ASM)
-            parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
+                parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
     else:
         for u in tl.static_range(TILES):
-            w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+            if HALVED and u == TILES - 1:
+                w = _upper_tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+            else:
+                w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             if BITS == 4:
                 parts = parts + look4(w, p_table, STEP, FIRST, NW, ASM)
             elif FOUR:
@@ -981,9 +1131,9 @@ def _key_place(half, i, bits, mode, stride):
 
 
 @triton.constexpr_function
-def _ahead(bits, stride):
-    """How many times its place in the first half block a piece's in the second is, of keys in inner groups."""
-    return _key_place(1, 0, bits, 0, stride) / _key_place(0, 0, bits, 0, stride)
+def _ahead(bits, mode, stride):
+    """How many times its place in the first half block a piece's in the second is, of keys."""
+    return _key_place(1, 0, bits, mode, stride) / _key_place(0, 0, bits, mode, stride)
 
 
 @triton.constexpr_function
@@ -1002,15 +1152,15 @@ def _scores(
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, True, ASM)
+    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, True, ASM)
     BEHIND: tl.constexpr = WORDS * 2  # bytes of a slot before the scales
+    AHEAD: tl.constexpr = _ahead(BITS, MODE, STRIDE)
     scores = ()
     if MODE < 2:  # groups of channels of one token
         GROUPS: tl.constexpr = SLICES * 16 // GROUP
         EACH: tl.constexpr = GROUP // 16
         BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
         HALF: tl.constexpr = GROUPS * BOTH * 16
-        AHEAD: tl.constexpr = _ahead(BITS, STRIDE)
         for h in tl.static_range(2):
             scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
@@ -1040,6 +1190,8 @@ def _scores(
             b_q = _scaled(q[i], scale, NW, N)
             b_0 = tl.dot(parts[i], b_q, b_0)
             b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
+        if AHEAD > 1:
+            b_1 = b_1 * (1 / AHEAD)
         scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
     return scores
 
@@ -1223,7 +1375,7 @@ def _turned_scores(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, ASM)
+    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = tl.zeros([NW, 16, N], tl.float32)
@@ -1276,7 +1428,7 @@ def _grid_scores(
     """As `_scores`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `_mixed`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * WORDS
-    parts = _points(p_k, at, live, ring, 0, p_table, BITS, TILES, STEP, 0, FOUR, MIXED, NW, ASM)
+    parts = _points(p_k, at, live, ring, 0, p_table, BITS, TILES, _halved(WORDS), STEP, 0, FOUR, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
         b_dot = tl.dot(parts[h * STRIDE], q[0])
@@ -1326,7 +1478,7 @@ def _add(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, MODE < 2, True, NW, True, ASM)
+    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, WORDS, MODE < 2, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + WORDS * 2
     made = ()
     if MODE < 2:  # groups of tokens of one channel
@@ -1371,7 +1523,7 @@ def _add_points(
     """As `_add`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `_mixed`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * WORDS
-    parts = _points(p_v, at, live, ring, BYTE, p_table, BITS, TILES, STEP, FIRST, False, False, NW, ASM)
+    parts = _points(p_v, at, live, ring, BYTE, p_table, BITS, TILES, _halved(WORDS), STEP, FIRST, False, False, NW, ASM)
     at_norm = (i_norm * room + b_block)[:, None] * 32
     b_0 = (b_0 * _norms(p_vs, at_norm, live, ring, BYTE + WORDS * 2, MIXED, NW, N, ASM)).to(tl.float16)
     b_1 = (b_1 * _norms(p_vs, at_norm + 16, live, ring, BYTE + WORDS * 2 + 32, MIXED, NW, N, ASM)).to(tl.float16)
@@ -1651,10 +1803,12 @@ def _lanes(NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _byte_state(
-    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr,
+    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr, HALVES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """State and places of products/triton.py. unit [NW, N]; at [NW]: where each warp's ring begins."""
+    """State and places of products/triton.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
+    values have half tiles.
+    """
     number, lane = _lanes(NW, N)
     row = lane & 15
     words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
@@ -1668,7 +1822,10 @@ def _byte_state(
     if V_MODE < 2:
         values = lane // 4 * (2 * _together(D // 16 * (1 + V_MODE)))
     state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
-    return state, tl.where(number == 0, words, tl.where(number == 1, keys, values)) + at[:, None, None]
+    places = tl.where(number == 0, words, tl.where(number == 1, keys, values))
+    if HALVES:
+        places = tl.where(number == 3, (row ^ row >> 3) * 16, places)
+    return state, places + at[:, None, None]
 
 
 @triton.jit
@@ -1792,7 +1949,7 @@ def _plain_scores(
     live = at >= 0
     made = ()
     if MODE < IN_BYTES:
-        parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, MODE < 2, False, NW, False, False)
+        parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, False, False)
     if MODE == IN_BYTES:
         r = tl.arange(0, 16)
         for h in tl.static_range(2):
@@ -1866,7 +2023,10 @@ def _byte_points(
         code = _nibble(p_words + SET // 4 * 256 + at, nibble) >> SET // 2 % 2 * 2 & 3
     else:
         p_first = p_words + SET // 8 * 768 + at
-        if SET % 8 < 6:
+        if SLICES == 4 and SET >= 2:  # in half a tile but for the highest bit
+            low = _nibble(p_words + 256 + row * 8 + place % 8 + second, nibble) >> place // 8 * 2 & 3
+            code = low | (_nibble(p_words + at, nibble) >> 3 & 1) << 2
+        elif SET % 8 < 6:
             code = _nibble(p_first + SET % 8 // 2 * 256, nibble) & 7
         else:
             code = _nibble(p_first, nibble) >> 3 & 1
@@ -1918,7 +2078,7 @@ def _plain_added(
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
     if MODE < IN_BYTES:
-        parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, True, True, NW, False, False)
+        parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, True, True, NW, False, False)
     p_0 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5)
     p_1 = tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
     b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
@@ -2426,7 +2586,10 @@ def attend_kernel(
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
     if BYTES and ASM:
-        b_m, places = _byte_state(unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, NW, N)
+        HALVES: tl.constexpr = _halved(K_WORDS) or _halved(V_WORDS)
+        b_m, places = _byte_state(
+            unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, HALVES, NW, N
+        )  # fmt: skip
         if K_MODE == 2:
             sums = (_byte_base(unit, NW, N),)
         plain = _constants(room, constants(SLICES, V_TILES, V_BITS, V_MODE), NW, N)

@@ -27,7 +27,8 @@ Operands are registers of tensors [warps, 16, 8] in the layout of a product's re
 - queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
 - points: a grid's table, four registers for each number of a point.
-- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales.
+- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for ldmatrix
+  of half tiles, where there are such (`beyond`).
 
 The interpreter does not run it: `_byte_step` in attention/triton.py computes the same there, tests/test_products.py runs the
 assembly.
@@ -95,17 +96,20 @@ def _thirds(name: str, third: str, odd: bool) -> list[str]:
 
 
 @constexpr_function
-def _loaded(name: str, byte: int, bits: int, tiles: int) -> list[str]:
-    """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`)."""
-    text = []
+def _loaded(name: str, byte: int, bits: int, tiles: int, behind: int) -> list[str]:
+    """Registers {name}{tile}_ 0..3 of each tile (of 3 bits with e and o, see `_thirds`). behind: where words end."""
+    text, further = [], beyond((behind - byte) // 2, bits, 0)
     for u in range(tiles):
         text += [
             f".reg .b32 {name}{u}_<4>;" if bits != 3 else f".reg .b32 {name}{u}_<4>, {name}{u}_e<4>, {name}{u}_o<4>;"
         ]
-        text += [_matrix(f"{name}{u}_", byte + 512 * u)]
+        own, at = f"{name}{u}_", byte + 512 * u
+        half = further and bits == 2 and u + 1 == tiles
+        text += [_half_matrix(own, at, further) if half else _matrix(own, at)]
     if bits == 3:
         for u in range(0, tiles, 2):
-            text += [f".reg .b32 {name}third{u}_<4>;", _matrix(f"{name}third{u}_", byte + 512 * (tiles + u // 2))]
+            own, at = f"{name}third{u}_", byte + 512 * (tiles + u // 2)
+            text += [f".reg .b32 {own}<4>;", _half_matrix(own, at, further) if u + 1 == tiles else _matrix(own, at)]
             for v in range(u, min(u + 2, tiles)):
                 text += _thirds(f"{name}{v}_", f"{name}third{u}_", v % 2 == 1)
     return text
@@ -117,13 +121,32 @@ def _matrix(name: str, byte: int) -> str:
 
 
 @constexpr_function
-def _coded(name: str, byte: int, tiles: int, bits: int) -> list[str]:
-    """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
-    {name}n{set}_ with their highest bit turned over.
+def _half_matrix(name: str, byte: int, further: int) -> str:
+    """As `_matrix` of half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits are anything."""
+    load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{{name}0, {name}1}}, [halves+{byte}];"
+    return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
+
+
+@constexpr_function
+def beyond(words: int, bits: int, mode: int) -> int:
+    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one is
+    whole. See attention/reference.py and grids.py.
     """
-    text = []
+    if words % 256 == 0:
+        return 0
+    return 2 if mode == POINTS else 1 if bits == 3 else 4
+
+
+@constexpr_function
+def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str]:
+    """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
+    {name}n{set}_ with their highest bit turned over. behind: the byte at which words end.
+    """
+    text, further = [], beyond((behind - byte) // 2, bits, POINTS)
     for u in range(tiles):
-        text += [f".reg .b32 {name}{u}_<4>;", _matrix(f"{name}{u}_", byte + 512 * u)]
+        own, at = f"{name}{u}_", byte + 512 * u
+        half = further and u + 1 == tiles
+        text += [f".reg .b32 {own}<4>;", _half_matrix(own, at, further) if half else _matrix(own, at)]
     made: list[
         tuple[str, int, list[str]]
     ] = []  # kind, set in the lower half (the next one is in the upper), its registers
@@ -132,6 +155,13 @@ def _coded(name: str, byte: int, tiles: int, bits: int) -> list[str]:
         text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
         made = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
                 for u in range(tiles) for kind in "sn"]  # fmt: skip
+    elif further:
+        text += [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
+        for i in range(4):
+            text += [f"and.b32 {name}0_l{i}, {name}0_{i}, 0x77777777;"]
+            text += [f"shr.u32 t, {name}0_{i}, 1; and.b32 t, t, 0x44444444;"]
+            text += [f"lop3.b32 {name}1_l{i}, {name}1_{i}, 0x33333333, t, 0xEA;"]
+        made = [("s", 2 * u, [f"{name}{u}_l{i}" for i in range(4)]) for u in range(2)]
     elif bits == 3:
         for u in range(tiles):
             text += [f".reg .b32 {name}{u}_l<4>;"]
@@ -283,7 +313,7 @@ def _scored(
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     if mode == POINTS:
         return _scored_points(slices, tiles, bits, group, scales, queries, begins, magic)
-    text = _loaded("k", 0, bits, tiles)
+    text = _loaded("k", 0, bits, tiles, scales)
     for h in range(2 if mode < 2 else 0):
         text += _stored(f"ks{h}_", "key_scales", scales + h * groups * both * 32, groups * both)
         text += _converted(f"ks{h}_", groups * both)
@@ -325,7 +355,7 @@ def _scored_points(
     magic: list[str],
 ) -> list[str]:
     """As `_scored`, of points of a grid: products of all channels add up as integers, below 256 * 128 * 128 = 2^22."""
-    text = _coded("k", 0, tiles, bits * vector)
+    text = _coded("k", 0, tiles, bits * vector, scales)
     for h in range(2):
         text += [*_stored(f"ks{h}_", "key_scales", scales + 32 * h, 1), *_converted(f"ks{h}_", 1)]
     text += [
@@ -540,7 +570,7 @@ def _prepared(
     """All of values that does not wait for probabilities."""
     if mode == POINTS:
         return _prepared_points(slices, tiles, bits, group, byte, scales, points)
-    text = _loaded("v", byte, bits, tiles)
+    text = _loaded("v", byte, bits, tiles, scales)
     if mode < 2:
         text += _stored("vs", "value_scales", scales, slices * (1 + mode))
     else:  # of a lane's four tokens
@@ -562,7 +592,7 @@ def _prepared(
 def _prepared_points(
     slices: int, tiles: int, bits: int, vector: int, byte: int, scales: int, points: list[str]
 ) -> list[str]:
-    text = _coded("v", byte, tiles, bits * vector)
+    text = _coded("v", byte, tiles, bits * vector, scales)
     text += [".reg .f32 vs<4>; .reg .b16 vh;"]
     for i in range(4):  # of a lane's four tokens
         at = scales + i // 2 * 32 + i % 2 * 16
@@ -677,6 +707,8 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
         text += [f"setp.ne.s32 there, {names['live'][0]}, 0; @!there bra KVCAL_NONE;"]
     for i, name in enumerate(("words", "key_scales", "value_scales")):
         text += [f"add.s32 {name}, {names['slot'][0]}, {names['places'][i]};"]
+    if beyond(words, bits, mode) or beyond(v_words, v_bits, v_mode):
+        text += [f".reg .b32 halves; add.s32 halves, {names['slot'][0]}, {names['places'][3]};"]
     unit, shift, magic = names["state"][2], "", names["constants"][:4]
     if mode == 2:
         unit, shift = names["about"][0], names["about"][1]

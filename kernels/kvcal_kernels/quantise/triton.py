@@ -30,6 +30,7 @@ from torch import Tensor
 
 from ..attention.reference import BLOCK, Blocks, about, field_number, together
 from ..device import on
+from ..products.triton import beyond
 from ..rotated import triton as rotated
 from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from ..triton import Prepared, Ready, interpreted
@@ -274,12 +275,12 @@ def _across(bits):
 
 @triton.jit
 def _further(
-    done, FIRST: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr
+    done, FIRST: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, VALUE: tl.constexpr
 ):
     """Fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the same tile. done: a
-    multiple of EACH.
+    multiple of EACH. PAIRED: keys whose slices are pairs.
     """
-    if VALUE or not INNER:
+    if VALUE or not PAIRED:
         further = done
     elif EACH % 2 == 0:
         further = done >> 1
@@ -290,13 +291,19 @@ def _further(
 
 
 @triton.constexpr_function
-def _span(pieces, each, bits, inner, value):
+def _turns(pieces, bits):
+    """Whether half blocks of keys take turns in outer groups, too (`field_number`)."""
+    return _field_number(1, 0, bits, pieces, False, False) != pieces
+
+
+@triton.constexpr_function
+def _span(pieces, each, bits, paired, value):
     """Slices handled before words are stored: words fill up while a runtime loop runs over fields of one tile."""
     across = _across(bits)
     if value:
         whole = math.gcd(pieces, across)
         return each if whole % each else whole
-    if inner:
+    if paired:
         return max(each, 2 * math.gcd(pieces // 2, across))
     return max(each, math.gcd(pieces, 2 * across))
 
@@ -356,7 +363,8 @@ def _pack(
     BOTH: tl.constexpr = MODE != 0
     EXTRA: tl.constexpr = (TILES + 1) // 2 if BITS == 3 else 0
     ALL_TILES: tl.constexpr = TILES + EXTRA
-    SPAN: tl.constexpr = _span(PIECES, EACH, BITS, INNER, VALUE)
+    PAIRED: tl.constexpr = INNER or _turns(PIECES, BITS)
+    SPAN: tl.constexpr = _span(PIECES, EACH, BITS, PAIRED, VALUE)
     r = tl.arange(0, 16)
     unit = first + tl.arange(0, NW)
     fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
@@ -397,7 +405,7 @@ def _pack(
                     group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
                 )  # fmt: skip
                 for i in tl.static_range(HALVES if ALONG else EACH):
-                    further = _further(piece - start, 0 if ALONG else i, EACH, BITS, INNER, VALUE)
+                    further = _further(piece - start, 0 if ALONG else i, EACH, BITS, PAIRED, VALUE)
                     words = _put(
                         words, codes[i].to(tl.int32, bitcast=True), further, i // 2 if ALONG else 0,
                         _field_number(i % 2 if ALONG else g, start + (0 if ALONG else i), BITS, PIECES, INNER, VALUE),
@@ -424,6 +432,7 @@ def _store_words(
     VALUE: tl.constexpr,
 ):  # fmt: skip
     """Those tiles that are complete after the slices from START on."""
+    BEYOND: tl.constexpr = beyond(WORDS, BITS, 0)
     r = tl.arange(0, 16)
     for i in tl.static_range(len(words)):
         if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, TILES, BITS, INNER, VALUE):
@@ -431,7 +440,12 @@ def _store_words(
             if VALUE:
                 word = tl.trans(word, 0, 2, 1)
             o_words = o_unit + i // ALL_TILES * WORDS + i % ALL_TILES * 256
-            o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
+            if BEYOND > 0 and i % ALL_TILES == ALL_TILES - 1:  # half a tile
+                word = tl.reshape(word, [word.shape[0], 16, 2, 8])
+                word = tl.sum(word << (tl.arange(0, 2) * BEYOND).to(tl.int16)[None, None, :, None], 2).to(tl.int16)
+                o_word = o_words[:, None, None] + (r[:, None] * 8 + tl.arange(0, 8)[None, :])[None]
+            else:
+                o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
             tl.store(p_words + o_word, word, mask=fits[:, None, None])
 
 

@@ -243,6 +243,14 @@ def _store_tiles(p_words, made, tile, live, GROUPS: tl.constexpr, EACH: tl.const
 
 
 @triton.jit
+def _store_half(p_words, made, live):
+    """Half a tile behind the first: units [1, 16, 8] of which columns c and c + 4 have other bits of one."""
+    low, high = tl.split(tl.permute(tl.reshape(made, [16, 2, 4]), (0, 2, 1)))
+    place = 128 + tl.arange(0, 16)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(p_words + place, low | high, mask=live)
+
+
+@triton.jit
 def _sets(code, DIM: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
     """Codes [32, DIM / D] in the order of grids.byte_order, a word's four first: [DIM / 16 / D, 4, 16, 8]."""
     if VALUE:
@@ -280,8 +288,14 @@ def _store_byte_words(
     LOG: tl.constexpr = COUNT.bit_length() - 1
     wide = tl.reshape(_sets(code, DIM, D, VALUE), [GROUPS, COUNT, 16, 8])
     k = tl.arange(0, COUNT)[None, :, None, None]
-    if CODE == 3:
-        UNITS: tl.constexpr = min(3, TOGETHER // 2)
+    if CODE == 3 and TOGETHER == 4:
+        part = tl.where(k < 8, wide, wide >> 2 << 3)
+        _store_tiles(p_words, _together(part << k % 8 * 4, GROUPS, COUNT, LOG), 0, live, GROUPS, 1)
+        register = tl.arange(0, 8)[None, None, None, :] // 4
+        part = tl.where(k < 8, 0, wide & 3)
+        _store_half(p_words, _together(part << k % 8 * 4 + register * 2, GROUPS, COUNT, LOG), live)
+    elif CODE == 3:
+        UNITS: tl.constexpr = 3
         for u in tl.static_range(UNITS):
             part = tl.where(k // 8 == u, wide, 0)
             part = tl.where(k // 8 == 3, (wide >> u & 1) << 3, part)
@@ -312,8 +326,14 @@ def _store_units(
     GROUPS: tl.constexpr = DIM // 8 // EACH
     wide = tl.reshape(_pieces(code, DIM, BITS, D, VALUE), [GROUPS, EACH, 16, 8])
     piece = tl.arange(0, EACH)[None, :, None, None]
-    if BITS == 3:
-        UNITS: tl.constexpr = min(3, (EACH + 4) // 5)
+    if BITS == 3 and EACH == 8:
+        part = tl.where(piece < 5, wide << piece * 6, tl.where(piece == 7, (wide & 3) << 30, 0))
+        _store_tiles(p_words, _turned(tl.sum(part, 1)), 0, live, GROUPS, 1)
+        part = tl.where(piece == 7, wide >> 2 << 12, tl.where(piece < 5, 0, wide << (piece - 5) * 6))
+        column = tl.arange(0, 8)[None, None, None, :]
+        _store_half(p_words, _turned(tl.sum(part << column // 4 * 16, 1)), live)
+    elif BITS == 3:
+        UNITS: tl.constexpr = 3
         for u in tl.static_range(UNITS):
             part = tl.where(piece // 5 == u, wide << piece % 5 * 6, 0)
             part = tl.where(piece == 15, (wide >> 2 * u & 3) << 30, part)
