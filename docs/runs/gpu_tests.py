@@ -34,6 +34,7 @@ FEW = (  # file, and how the name goes on
     ("attention_kernel", "symmetric 3 and symmetric 2, dim 96, ratio 3, queries 3,"),
     ("attention_kernel", "asymmetric 3 and outer 3, dim 64, heads 2, blocks (2, 0, 7)"),  # two warps a program
     ("attention_kernel", "grid 3 of 2 and symmetric 3, dim 64"),
+    ("attention_kernel", "bytes 3 of 1 and symmetric 3, dim 64"),  # half tiles in products of bytes
     ("attention_kernel", "tiers 0 16 and outer 2, dim 64"),
     (
         "attention_kernel",
@@ -41,7 +42,8 @@ FEW = (  # file, and how the name goes on
     ),
     ("quantise_kernel", "symmetric 3 and hybrid 2, factor rows"),  # a prompt, steps that append, counts that advance
     ("quantise_kernel", "higgs 2 and turboquant 2, factor rows"),
-    ("compensated_kernel", "(64, 16, 64, 32, 2)"),
+    ("compensated_kernel", "(64, 16, 64, 32, 2)]"),
+    ("compensated_kernel", "(64, 16, 64, 32, 2)-a ring-1"),  # the block that a step packs
     ("salience_kernel", "(Tiers(low=2.0, high=8.0, round_up=8, median=True, full=None, four=None)"),
     ("rotated_kernel", "(2, 16, 'token', 'mse', 64, 'token')"),
     ("vq", "64-256"),  # nearest codeword
