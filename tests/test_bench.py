@@ -1960,7 +1960,7 @@ def test_rows_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     if name == "aqua-kv-2":
         assert by["reconstruct"].path == "triton"
     if name == "mixkvq":
-        assert set(by) == {"decode-then-attend", "quantise", "append", "reconstruct"}
+        assert set(by) == {"decode-then-attend", "quantise", "append", "nearest", "reconstruct"}
 
 
 @pytest.mark.gpu
