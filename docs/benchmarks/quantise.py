@@ -24,6 +24,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def keys_due(scheme: str, layer: Layer, counts: Counts, keys: Tensor) -> Tensor 
     if scheme != "SQuat" or keys.shape[2] > counts.windows.block:
         return None
     by = compensated if keys.is_cuda else compensated_reference
-    made: Tensor = by.due(layer.recent[0], counts, keys, moves_of(keys.device), 2, 32)
+    made: Tensor = by.due(layer.recent[0], counts, keys, moves_of(keys.device.type), 2, 32)
     return made
 
 
@@ -275,7 +276,8 @@ def measure_grid(clock: Clock, scheme: str, copy: float) -> dict[str, Any]:
     return row | {"fraction_of_copy": size / copy * 1e6 / row["microseconds"]}
 
 
-def moves_of(device: torch.device | str = "cuda") -> Moves:
+@cache
+def moves_of(device: str = "cuda") -> Moves:
     """As of D = 128, 64 channels at a time: any weights do."""
     response = torch.randn(1, HEADS, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.1
     made = moves([response], 64)
