@@ -134,7 +134,7 @@ def test_attention() -> None:
 def test_short_contexts() -> None:
     """Of the commits whose runs are stored."""
     by = {}
-    for commit in ("241914a", "ffe395f", "a23af7b"):
+    for commit in ("241914a", "ffe395f", "5d6d194"):
         rows = json.loads((BENCHMARKS / f"decode_attention-{commit}.json").read_text())["rows"]
         by[commit] = {
             at(r["batch"], r["length"]): r
@@ -145,7 +145,7 @@ def test_short_contexts() -> None:
     assert sorted(seen) == sorted(by["ffe395f"])
     for shape, old, _, *newer, _ in cells(page("decode_attention"), "batch × length | 241914a"):
         assert holds(old, by["241914a"][shape]["microseconds"])
-        for commit, new in zip(("ffe395f", "a23af7b"), newer, strict=True):
+        for commit, new in zip(("ffe395f", "5d6d194"), newer, strict=True):
             assert holds(new, by[commit][shape]["microseconds"], by[commit][shape]["ratio_to_fp16"])
 
 
@@ -170,7 +170,12 @@ QUANTISED = {  # rows of the page: operations and schemes
     "KIVI 2/2, G = 32": ("quantise", "KIVI 2/2 G=32"),
     "KIVI 2/2, G = 128": ("quantise", "KIVI 2/2 G=128"),
     "HIGGS 2, 3, 4: rotate, nearest": ("rotate+nearest", "HIGGS 2 (2, 16)", "HIGGS 3 (2, 64)", "HIGGS 4 (2, 256)"),
-    "HIGGS 2, 3, 4: all of it, one launch": ("quantise", "HIGGS 2 (2, 16)", "HIGGS 3 (2, 64)", "HIGGS 4 (2, 256)"),
+    "HIGGS 2, 3, 4: all of it, two launches a side": (
+        "quantise",
+        "HIGGS 2 (2, 16)",
+        "HIGGS 3 (2, 64)",
+        "HIGGS 4 (2, 256)",
+    ),
     "SQuat's correction": ("correct", "SQuat"),
     "MixKVQ's choice": ("select", "MixKVQ"),
 }
@@ -218,10 +223,10 @@ def test_what_is_said_of_appends() -> None:
     ends = [edge(t[s] for s in grids) for t in (idle, due) for edge in (min, max)]
     assert "grids {:.1f} to {:.1f} and {:.0f} to {:.0f}.".format(*ends) in said
     assert f"takes {ends[0] - most:.1f} to {ends[1] - least:.1f} µs more than that of integers" in said
-    over = {s: (31 * idle[s] + due[s]) / 32 - 10 for s in grids}
-    assert (min(over, key=over.__getitem__), max(over, key=over.__getitem__)) == (TURBO, "HIGGS 4 (2, 256)")
-    missed = f"by {min(over.values()):.1f} (TurboQuant 3) to {max(over.values()):.1f} (HIGGS 4)"
-    assert f"Grids miss 10 µs in the mean {missed}" in said
+    mean = {s: (31 * idle[s] + due[s]) / 32 for s in grids}
+    assert (min(mean, key=mean.__getitem__), max(mean, key=mean.__getitem__)) == (TURBO, "HIGGS 4 (2, 256)")
+    ends = f"of grids {min(mean.values()):.1f} (TurboQuant 3) to {max(mean.values()):.1f} (HIGGS 4)"
+    assert f"All means are below 10 µs, {ends}" in said and max(mean.values()) < 10
 
 
 def test_warps_of_quantise() -> None:
@@ -404,37 +409,13 @@ def test_aqua_kv_over_others() -> None:
     shows(page("aqua_tokens"), "AQUA-KV over", wanted)
 
 
-def test_the_slow_pass_of_aqua_kv() -> None:
-    said, sums = text_of(page("aqua_tokens")), shape_of(LONG)["passes"]["again"]["summary"]
-    turns = turns_of(LONG, "again")
-    paces = {
-        cache: [turn[cache]["wall"] / sums[cache]["low"] for turn in turns if not turn[cache]["packs"]]
-        for cache in sums
-    }
-    slow, steps = [sum(pace > 1.3 for pace in own) for own in paces.values()], [len(own) for own in paces.values()]
-    listed = "{}, {}, {} and {} steps (AQUA-KV, HIGGS decoded, fused, FP16; of {}, {}, {} and {})"
-    assert listed.format(*slow, *steps) in said
-    stretch = [turn[cache]["wall"] / sums[cache]["low"] for turn in turns[22:25] for cache in sums]
-    assert f"in turns 22 to 24 each of the twelve steps takes {min(stretch):.1f} to {max(stretch):.1f} ×" in said
-    more = [abs(100 * turn_by_turn(even(LONG, "again", limit))) for limit in (1.1, 1.2, 1.3)]
-    assert "in even turns {:.1f} % ({:.1f} and {:.1f} % with 1.2 and 1.3 × for 1.1)".format(*more) in said
-    every = [(cache, turn[cache]) for turn in turns for cache in sums if not turn[cache]["packs"]]
-    those = [step for cache, step in every if step["wall"] > 1.3 * sums[cache]["low"]]
-    all_of = [step for _, step in every]
-    counts = [sum(step[what] for step in of) for what in ("switches", "collections") for of in (those, all_of)]
-    told = "{} of {} switches and {} of {} collections fall into these {} of {} steps"
-    assert told.format(*map(int, counts), len(those), len(every)) in said
-    assert all(not step["segments"] for turn in turns[4:] for step in turn.values())
+def test_steps_of_aqua_kv_are_the_hosts() -> None:
+    apart = []
     for name in shape_of(LONG)["passes"]:
         for step in (step for turn in turns_of(LONG, name) for step in turn.values()):
             taken = [step[what] for what in ("wall", "host", "span", "busy")]
-            assert max(taken) - min(taken) < 300
-    behind = [
-        shape_of(length)["passes"]["again"]["summary"][DECODED]["behind"][other]["median"] / 1e3
-        for length in (LONG, SHORT) for other in (AQUA, FUSED)
-    ]  # fmt: skip
-    told = "HIGGS takes {:.1f} there and {:.1f} behind the fused one, in the second pass of 2048 {:.1f} and {:.1f}"
-    assert told.format(*behind) in said
+            apart.append(max(taken) - min(taken))
+    assert 300 < max(apart) < 400 and "agree within 0.4 ms" in text_of(page("aqua_tokens"))
 
 
 def test_plans_of_cudnn() -> None:
@@ -447,7 +428,7 @@ def test_plans_of_cudnn() -> None:
     told = "{:.1f} ms, and {:.1f} over the same numbers again; at 2048 tokens {:.1f} and {:.1f}"
     assert told.format(*plain[LONG], *plain[SHORT]) in said
     paid = [f"{first - again:.0f}" for first, again in plain.values()]
-    assert f"{paid[0]} ms of the host a step" in said and paid == ["35", "39"]
+    assert f"{paid[0]} ms of the host a step" in said and paid == ["39", "43"]
     assert "{} ms a step at 8192 tokens, {} at 2048".format(*paid) in text_of(ROOT / "CHANGELOG.md")
     assert "at 2048 tokens it takes {:.1f} ms with, {:.1f} without".format(*plain[SHORT]) in text_of(MODELS)
     once, again = (turns_of(LONG, CHOICE + name) for name in ("first", "again"))
@@ -514,7 +495,7 @@ def test_gpu_time_of_aqua_kv() -> None:
 
     for length in (SHORT, LONG):
         one = shape_of(length)
-        add(length, "a23af7b", one["device"], one["flop_bound_microseconds"])
+        add(length, "5d6d194", one["device"], one["flop_bound_microseconds"])
     rows = {
         length: {r["scheme"]: r for r in run["rows"] if r["length"] == length and r["path"].endswith("; eager")}
         for run in [run_of(page("aqua_tokens"), "its file")]
@@ -546,11 +527,14 @@ def best(operation: str, scheme: str) -> dict[str, Any]:
 
 def test_whole_models() -> None:
     plain, alone = best("largest-batch", "fp16"), best("generate", "fp16")
-    for name, _, batch, _, rate, times, _ in cells(MODELS, "32768 tokens a row"):
+    called = best("largest-batch-call", "fp16")["tokens_per_second"]
+    for name, _, batch, _, rate, times, _, own_rate, own_times in cells(MODELS, "32768 tokens a row"):
         if name in WHOLE:
-            row = best("largest-batch", WHOLE[name])
+            row, own = (best(operation, WHOLE[name]) for operation in ("largest-batch", "largest-batch-call"))
             assert (int(batch), float(rate)) == (row["batch"], round(row["tokens_per_second"]))
             assert float(times) == round(row["tokens_per_second"] / plain["tokens_per_second"], 2)
+            assert own["batch"] == row["batch"] and float(own_rate) == round(own["tokens_per_second"])
+            assert float(own_times) == round(own["tokens_per_second"] / called, 2)
     for name, taken, times, _ in cells(MODELS, "one row of 131072 tokens"):
         if name in WHOLE:
             row = best("generate", WHOLE[name])

@@ -72,7 +72,12 @@ def test_the_hook_on_a_cpu_is_the_codec() -> None:
         (Higgs(SHAPE, "key"), torch.float16, 0, "as the attention kernel reads it"),
         (Higgs(SHAPE, "key").for_decoding(), torch.float32, 0, "torch.float32; the kernel writes float16 and bfloat16"),
         (Higgs(SHAPE, "key", rotation="token", norm="head"), torch.float16, 0, "a norm a head under a rotation over"),
-        (Higgs(Shape(2, 96, 32), "key"), torch.float16, 96, "RoPE of 96 of 96 channels: .* heads that divide 128"),
+        (
+            Higgs(Shape(2, 96, 32), "key").for_decoding(),
+            torch.float16,
+            96,
+            "RoPE of 96 of 96 channels: .* heads that divide 128",
+        ),
         (Higgs(Shape(2, 40, 32), "value"), torch.float16, 0, None),
         (Predicted(Higgs(SHAPE, "value"), linear(), ("v1",)), torch.float16, 0, None),
     ],
