@@ -590,6 +590,43 @@ def test_the_subspace_of_a_prompt_stays_in_steps(name: str, calls: list[int]) ->
     assert layer.tail == 32 + 63 and layer.unseen == 63
 
 
+@pytest.mark.parametrize("normalise", ["paper", "length"])
+def test_what_the_host_does_between_steps_keeps_a_subspace(normalise: str) -> None:
+    """Of rows whose first block the device packs: nothing but their own queries changes what corrects their keys."""
+    key = Squat(uniform("key", 4, inner=False), channels=32, normalise=normalise)
+    made = scheme(LayerCodecs(key, uniform("value", 8)))
+    own, ids = opened(made, model(), kernels="torch", max_length=256), token_ids(2, 110, seed=4)
+    mask = torch.cat([left_mask([40, 30]), torch.ones(2, 70, dtype=torch.long)], 1)
+    place = (mask.cumsum(1) - 1).clamp_min(0)
+
+    def go(start: int, stop: int) -> None:
+        given = {"attention_mask": mask[:, :stop], "position_ids": place[:, start:stop]}
+        with torch.no_grad():
+            own.model(ids[:, start:stop], past_key_values=own, **given)
+
+    def moves() -> Tensor:
+        room = own.own_layers[0].room
+        return torch.cat([x.flatten() for x in (*room.moves.digits, *(unit.float() for unit in room.moves.units))])
+
+    go(0, 40)
+    wanted = moves().clone()
+    assert wanted.abs().max() > 1
+    for i in range(40, 60):
+        go(i, i + 1)
+    own.crop(-5)  # none of which was seen
+    assert torch.equal(moves(), wanted)
+    for i in range(55, 80):
+        go(i, i + 1)
+    own.settle()
+    assert own.ledger.blocks.tolist() == [1, 1]
+    own.reorder_cache(torch.arange(2))
+    assert torch.equal(moves(), wanted)
+    go(80, 110)  # more tokens than a step has: queries that are seen, but no fit is due
+    assert torch.equal(moves(), wanted)
+    own.crop(-31)
+    assert torch.equal(moves(), wanted)
+
+
 def test_vector_codes_that_no_kernel_appends_grow(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """As the first layer finds it where its keys are."""
     monkeypatch.setattr(

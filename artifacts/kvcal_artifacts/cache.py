@@ -105,7 +105,8 @@ class KVCalLayer(CacheLayerMixin):
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
         self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
-        self.unseen = 0  # newest columns that no statistic has been shown: the device's own steps
+        # columns that no statistic has been shown, the device's own steps: the newest ones, and all
+        self.unseen = self.missed = 0
         self._due = None
 
     @property
@@ -562,6 +563,7 @@ class KVCalLayer(CacheLayerMixin):
             return
         unseen = min(count, self.unseen)
         self.unseen -= unseen
+        self.missed -= unseen
         for own in self.statistics.values():
             if isinstance(own, Summed):
                 own.crop(count - unseen)
@@ -919,6 +921,7 @@ class KVCalCache(Cache):
         for layer in ready if new else ():
             layer.columns = length
             layer.unseen += new
+            layer.missed += new
             layer.overlook(self.held)
 
     @property

@@ -46,9 +46,12 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     if isinstance(pair.key, MixKVQ):
         by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
         return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
+    known = {KeyScale.name}
     if isinstance(pair.key, Squat):
-        return None if pair.key.plain else f"SQuat over {pair.key.inner.describe()}, whose correction asks the host"
-    if others := sorted(name for name in pair.stats if name != KeyScale.name):
+        if not pair.key.plain:
+            return f"SQuat over {pair.key.inner.describe()}, whose correction asks the host"
+        known = {pair.key.statistic}
+    if others := sorted(pair.stats - known):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
     return None
 
@@ -281,7 +284,7 @@ class FixedLayer(KVCalLayer):
             return
         for statistic in self.statistics.values():
             assert isinstance(statistic, QuerySubspace)
-            own = statistic.standing(ledger.blocks, ledger.seen, self.site.ratio)
+            own = statistic.standing(ledger.blocks, (ledger.seen - self.missed).clamp_min(0), self.site.ratio)
         given = self._corrected_for
         if room.moves is not None and own is not None and given is not None and torch.equal(own, given):
             return
@@ -427,7 +430,8 @@ class FixedLayer(KVCalLayer):
         room = self.room
         if room is None:
             return super().bookkeeping()
-        shared = [*self.steps.due.values()] if self.ready and self.index == self.steps.first else []
+        steps = self._cache.steps.get(self.device)
+        shared = [*steps.due.values()] if steps is not None and self.index == steps.first else []
         return [*super().bookkeeping(), room.flags, *([] if room.moves is None else room.moves.tensors), *shared]
 
     # On the device.

@@ -237,6 +237,7 @@ class KeyScale(Statistic):
 QUERY_STEP = 2.0**-10  # queries in a Gram matrix are rounded to this and end at +-256: 18 bits and a sign
 QUERY_LIMIT = 2.0**18
 COLUMNS = 4096  # of a call at a time, in float64
+STOOD = "stood"  # of a subspace's state: rows whose fit is of all queries in their sum, see `standing`
 GRAM_ROWS = 1 << 17  # query vectors a product: sums of so many products of 2^36 are below 2^53, exact in float64
 
 
@@ -275,6 +276,7 @@ class QuerySubspace(Summed):
             wide = (batch, self.shape.heads)
             self.state["gram"] = torch.zeros(*wide, dim, dim, dtype=torch.int64, device=x.device)
             self.state["fitted"] = torch.zeros(*wide, self.rank, dim, device=x.device)
+        self.state.pop(STOOD, None)
         counted, fits = torch.zeros(batch, dtype=torch.int64), [self.state["fitted"]]
         use = torch.zeros(batch, at.flush, dtype=torch.int64)  # which of the fits each block's is
         for number in refits(at.windows, int((at.host_first + at.host_flushed).max()) - 1):
@@ -317,6 +319,7 @@ class QuerySubspace(Summed):
 
     def _forget(self, x: Tensor) -> None:
         self.state["gram"] = self.state["gram"] - self._gram(x)
+        self.state.pop(STOOD, None)
 
     def _refit(self, due: Tensor, vectors: int) -> None:
         fitted = self.state["fitted"].clone()
@@ -329,17 +332,21 @@ class QuerySubspace(Summed):
         unit = QUERY_STEP / (vectors**0.5 if self.by_length else 1.0)
         return (subspace(self.state["gram"][row].double(), self.rank) * unit).float()
 
-    def standing(self, blocks: Tensor, seen: Tensor, group: int) -> Tensor:
-        """(B, H, R, D) of blocks that are packed unseen from now on: the last fit; of rows without a block, which have none, a
-        fit of their queries so far. blocks, seen (B,) on the CPU: packed blocks, tokens; group: query heads of a kv head.
+    def standing(self, blocks: Tensor, counted: Tensor, group: int) -> Tensor:
+        """(B, H, R, D) of blocks that are packed unseen from now on: the last fit; rows without a block get one of their
+        queries so far, which stays theirs until more are seen. blocks, counted (B,) on the CPU: packed blocks, tokens whose
+        queries are in the sums; group: query heads of a kv head.
         """
-        none = ((blocks == 0) & (seen > 0)).nonzero().flatten().tolist()
-        if not none:
-            return self.state["fitted"]
-        fitted = self.state["fitted"].clone()
-        for row in none:
-            fitted[row] = self._fit(row, int(seen[row]) * group)
-        return fitted
+        stood = self.state.get(STOOD)
+        if stood is None:
+            stood = torch.zeros(len(blocks), dtype=torch.bool, device=self.state["gram"].device)
+        none = ((blocks == 0) & (counted > 0) & ~stood.to("cpu")).nonzero().flatten().tolist()
+        if none:
+            fitted, stood = self.state["fitted"].clone(), stood.clone()
+            for row in none:
+                fitted[row], stood[row] = self._fit(row, int(counted[row]) * group), True
+            self.state |= {"fitted": fitted, STOOD: stood}
+        return self.state["fitted"]
 
 
 class QuerySubspaceBeforeRope(QuerySubspace):
