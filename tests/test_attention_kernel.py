@@ -778,7 +778,21 @@ def test_a_warp_copies_a_block_and_reads_it_as_a_first_operand(words: int, scale
 
 # Compiled without a GPU.
 
-COUNTS = ["room", "sink_room", "recent_room", "splits", "sink_parts", "parts", "share", "fan", "fans", "runs"]
+COUNTS = [
+    "room",
+    "sink_room",
+    "recent_room",
+    "splits",
+    "early",
+    "less",
+    "extra",
+    "sink_parts",
+    "parts",
+    "share",
+    "fan",
+    "fans",
+    "runs",
+]
 EXACT = ["p_q", "p_exact_q", "p_out", "p_sink_k", "p_sink_v", "p_recent_k", "p_recent_v"]  # of the query's dtype
 TYPES = {
     **dict.fromkeys(["p_k", "p_v"], "*i16"), **dict.fromkeys(["p_ks", "p_vs", "p_kt", "p_vt"], "*fp16"),
@@ -1188,7 +1202,7 @@ def test_blocks_are_shared_out_exactly_by_products_of_float32() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("blocks", [1, 2**20 - 129, 2**20 - 1, 2**20, 2**26])
+@pytest.mark.parametrize("blocks", [1, 2**20 - 2**14, 2**20 - 2**14 + 1, 2**20, 2**26])
 def test_very_long_rooms_are_shared_out_by_whole_division(blocks: int) -> None:
     """As many blocks as 2^31 - 1 tokens take at most."""
     from kvcal_kernels.attention import triton as fused
@@ -1201,10 +1215,10 @@ def test_very_long_rooms_are_shared_out_by_whole_division(blocks: int) -> None:
         for form in (Case(dim=64).form("key"), Case(dim=64).form("value"))
     )
     exact = none(1, 1, 32, 64), none(1, 1, 32, 64), none(1, dtype=torch.int32)
-    ready, _, numbers = fused._prepared(none(1, 4, 1, 64), keys, values, exact, exact, None, False, False, None)
-    room, programs = numbers[0], numbers[3]
-    assert room == blocks and ready.options["LONG"] == (blocks + programs > 2**20)
-    assert ready.options["LONG"] or room + programs - 1 < fused.SHORT
+    ready, _, numbers = fused._prepared(none(1, 4, 1, 64), keys, values, exact, exact, None, False, False, None, (), ())
+    room, programs, extra = numbers[0], numbers[3], numbers[6]
+    assert room == blocks and ready.options["LONG"] == (blocks + 2**14 > 2**20)
+    assert ready.options["LONG"] or room + extra + programs - 1 < fused.SHORT
     assert fused.SHORT == 2**20 and programs <= fused.PARTS
 
 

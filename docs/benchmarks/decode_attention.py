@@ -219,17 +219,6 @@ def kernel_of(scheme: str, cell: Cell, launch: fused.Launch) -> Any:
     return KERNELS[scheme]
 
 
-def at_once(made: Any, launch: fused.Launch) -> int:
-    """Programs that a multiprocessor runs at a time, by the driver's count."""
-    count = ctypes.c_int()
-    error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        ctypes.byref(count), ctypes.c_void_p(made.function), 32 * launch.warps, ctypes.c_size_t(made.metadata.shared)
-    )
-    if error:
-        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: CUDA error {error}")
-    return count.value
-
-
 def by_shared(clock: Clock, schemes: list[str], percents: list[int]) -> None:
     cuda, carveout = ctypes.CDLL("libcuda.so.1"), 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     for scheme in schemes:
@@ -239,7 +228,7 @@ def by_shared(clock: Clock, schemes: list[str], percents: list[int]) -> None:
             if error := cuda.cuFuncSetAttribute(ctypes.c_void_p(made.function), carveout, percent):
                 raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
             taken = clock.time(partial(cell.run, launch), 9).microseconds
-            found.append(f"{percent}: {taken:.1f} ({at_once(made, launch)})")
+            found.append(f"{percent}: {taken:.1f} ({fused.programs_at_once(made, launch.warps)})")
         print(f"{scheme}, percent of shared memory: us (programs at once): {', '.join(found)}", flush=True)
         del cell
         torch.cuda.empty_cache()
@@ -288,7 +277,7 @@ def measure(
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
     row["bytes"] = cell.bytes
-    row["programs_at_once"] = at_once(kernel_of(scheme, cell, usual), usual)
+    row["programs_at_once"] = fused.programs_at_once(kernel_of(scheme, cell, usual), usual.warps)
     row["error"], row["error_fp16"] = cell.errors(usual)
     row["tried"] = [[round(t, 2), *vars(launch).values()] for t, launch in tune(clock, cell, launches[1:], seconds)]
     if not row["error"] <= 2 * row["error_fp16"]:

@@ -78,15 +78,16 @@ class Ready:
         pointers = [tensor.data_ptr() for tensor in tensors]
         with on(tensors[0].device):
             if reduce(or_, compress(pointers, self._told)) % ALIGNMENT:
-                self._compiled(tensors, numbers)
+                self.compiled(tensors, numbers)
                 self.kernel[self.grid](*tensors, *numbers, **self.options)
                 return
             if self._run is None:
-                self._run = self._compiled(tensors, numbers)[(*self.grid, 1, 1)[:3]]
+                self._run = self.compiled(tensors, numbers)[(*self.grid, 1, 1)[:3]]
             self._run(*pointers, *numbers, *self._constants)  # an address stands for a tensor, as Triton takes either
 
-    def _compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
-        with _FIRST:
+    def compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
+        """The compiled kernel, loaded and examined."""
+        with on(tensors[0].device), _FIRST:
             made = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
             if self._examine is not None and id(made) not in _EXAMINED:
                 self._examine(made)

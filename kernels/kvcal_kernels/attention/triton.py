@@ -28,7 +28,7 @@ import math
 import re
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -2368,6 +2368,9 @@ def _over_warps(x, NW: tl.constexpr):
         "sink_room",
         "recent_room",
         "splits",
+        "early",
+        "less",
+        "extra",
         "sink_parts",
         "parts",
         "share",
@@ -2380,7 +2383,7 @@ def _over_warps(x, NW: tl.constexpr):
 def attend_kernel(
     p_q, p_exact_q, p_out, p_k, p_ks, p_v, p_vs, p_sink_k, p_sink_v, p_recent_k, p_recent_v,
     p_blocks, p_sink, p_recent, p_part, p_stat, p_count, p_kt, p_vt, p_k_sign, p_v_sign, p_order,
-    p_first, p_near, room, sink_room, recent_room, splits, sink_parts, parts, share, fan, fans, runs,
+    p_first, p_near, room, sink_room, recent_room, splits, early, less, extra, sink_parts, parts, share, fan, fans, runs,
     factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
@@ -2397,8 +2400,9 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (parts, HEADS * CHUNKS, batch): `splits` parts of packed tokens, the others of `share` tokens each, `sink_parts` of
-    the sink and those of recent ones. The last program of each `fan` parts merges them, the last of those `fans` what they
+    """Grid (HEADS * CHUNKS, batch, parts): programs of each part begin together, see `plan`. A row's blocks and `extra` ones are
+    divided by `splits`; parts from `early` on have `less` of them than the others, if not none, and behind them `share` exact
+    tokens each, `sink_parts` of the sink and the rest of recent ones. The last program of each `fan` parts merges them, the last of those `fans` what they
     merged: one program alone, which waits for each few parts anew, took 25 of 70 us for the 100 parts of 1 x 131072 (H200).
     factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables. LONG: as of `_over`.
 
@@ -2411,8 +2415,8 @@ def attend_kernel(
     EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
     BYTES: tl.constexpr = PAIRED == 2
     ROOM: tl.constexpr = N // EACH
-    i_split, i_batch = tl.program_id(0), tl.program_id(2)
-    i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
+    i_split, i_batch = tl.program_id(2), tl.program_id(1)
+    i_kv, i_chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     r = tl.arange(0, 16)
     column = tl.arange(0, N)
@@ -2424,9 +2428,11 @@ def attend_kernel(
     norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    each = tl.cdiv(_over(blocks + splits - 1, splits, LONG), NW) * NW
-    start = tl.minimum(i_split * each, blocks)
-    stop = tl.where(i_split < splits, tl.minimum(start + each, blocks), start)
+    each = tl.cdiv(_over(blocks + extra + splits - 1, splits, LONG), NW) * NW
+    behind = tl.maximum(i_split - early, 0)
+    rest = tl.maximum(each - less, 0)
+    start = tl.minimum((i_split - behind) * each + behind * rest, blocks)
+    stop = tl.minimum(start + tl.where(i_split < early, each, rest), blocks)
     middle = start + (stop - start) // NW * NW
     SLOT: tl.constexpr = K_HELD + V_HELD
     K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
@@ -2581,7 +2587,7 @@ def attend_kernel(
     if ASM and PAIRED and K_MODE == 3:
         _parities()
     if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
-        if i_split < splits:
+        if start < stop:
             _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
@@ -2696,13 +2702,13 @@ def attend_kernel(
     # what tables and tiers leave of shared memory
     FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 and K_MODE < 4 else 1
     b_behind = QUERIES - 1 - n // RATIO
-    if i_split >= splits:
-        own = (i_split - splits) * share
+    if i_split >= early:
+        own = (i_split - early) * share
         exact = out
-        if BYTES:
+        if BYTES:  # slices of one parity each, in whose columns of the other lies what is not read
             exact = ()
-            for _ in tl.static_range(SLICES):
-                exact = exact + (tl.zeros([NW, 16, N], tl.float32),)
+            for i in tl.static_range(SLICES):
+                exact = exact + (out[i // 2],)
         if own < sink_parts * share:
             b_m, b_l, exact = _exact(
                 p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
@@ -2733,9 +2739,9 @@ def attend_kernel(
         which = i + _numbers(TOGETHER)
         b_o = _over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
         channel = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, V_FOUR)
-        if LAID != PAIRED:  # exact tokens' outputs are never rotated
+        if LAID != PAIRED:  # exact tokens' outputs are never rotated, and have programs of their own
             own = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, V_FOUR)
-            channel = tl.where(i_split < splits, own, channel)
+            channel = tl.where(i_split < early, own, channel)
         tl.store(p_part + o_part[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
     o_stat = (i_group * parts + i_split) * 2 * ROOM + column // EACH
     tl.store(p_stat + o_stat, b_top, mask=b_row)
@@ -2921,35 +2927,99 @@ def settings(
     return made
 
 
-TOGETHER, PARTS = (9, 12), 128  # of programs of one warp, of several
-SHORT = 1 << 20  # blocks and programs that `_over` divides by a product of float32
+PARTS = 192  # of a group, at most
+SHORT = 1 << 20  # what `_over` divides by a product of float32
+SPARE = 1 << 14  # of that, for what is added to a row's blocks
+MOST_AT_ONCE = 64  # warps of a multiprocessor
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
+ALONE = 1 << 20  # `less` of exact tokens with programs of their own
+
+
+class Plan(NamedTuple):
+    """How a group's tokens are shared out. parts: programs, the last `exact` of which have `share` tokens of sink or window
+    each, and `less` turns over packed tokens fewer than the others, or none (ALONE).
+    """
+
+    parts: int
+    exact: int
+    share: int
+    less: int
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """The kernel's splits, early, less and extra."""
+        early = self.parts - self.exact
+        if self.less == ALONE:
+            return early, early, ALONE, 0
+        return self.parts, early, self.less, self.exact * self.less
 
 
 @functools.lru_cache(4096)
-def splits(groups: int, blocks: int, warps: int, processors: int, at_once: int, length: int) -> int:
-    """Programs a kv head. As many on each multiprocessor as have enough turns each, at most TOGETHER, so that all take equally
-    many; a few at least, of fewer turns. Where that is more than one and a half `length` turns: programs of `length`, in
-    several rounds, which overlap the start and end of some, about as long as ten turns, with the turns of others: about as
-    many as fill whole rounds, of which a multiprocessor runs `at_once` programs. Programs of several warps, of which it runs
-    two to four, overlap in the same way when there are more of them.
+def plan(
+    groups: int, blocks: int, windows: tuple[int, int], warps: int, slots: int, carried: bool, launch: Launch
+) -> Plan:
+    """For `groups` of query rows on a GPU that runs `slots` programs at a time. All take about equally long, so that it counts
+    in how many rounds they run, the last of which takes as long as the others, however few programs it has. carried: whether
+    programs of packed tokens may have exact ones, too.
 
-    Measured (H200, 4/4, programs a head: us). 1 x 4096: 16: 15.0, 20: 13.4, 25 and 32: 12.3. 1 x 32768: 49: 28.9, 98: 25.1,
-    128: 24.5, 147: 25.2, 196: 26.2. 1 x 131072: 98: 57.3, 128: 54.6, 147: 56.3, 245: 69. 8 x 32768: 12: 95, 16: 95, 18: 90,
-    48: 95. 32 x 32768 of 2/2: 18, a round of few programs at the end, 234, 17: 232. 32 x 32768 of HIGGS 3, four warps: 4: 311,
-    5: 306, 6: 301, 9: 301, 12: 306; HIGGS 2: 4: 263, 5 to 7: 258; HIGGS 4: 4: 332, 6: 329, 8: 326; TurboQuant 4/3: 4: 352,
-    5: 350, 6: 353.
+    A multiprocessor gives programs of one warp to its four schedulers in turn, and waits for the one whose turn it is: short
+    programs among long ones leave room that nobody takes (10.2 of 12 programs at a time in the mean, Base at 32 x 32768). So
+    programs of a round begin together (all groups' first parts, then their second ones) and take equally long. H200, us, with
+    11 parts and exact tokens' programs between them, with 6 and those behind, with 6 that have exact tokens, too: Base 239,
+    233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
     """
-    # turns of a program at least, enough turns of one, programs on a multiprocessor; several warps share what one starts with
-    least, enough, few = (3, 7, 3) if warps == 1 else (8, 20, 1)
-    every = -(-max(1, blocks) // warps)
-    together = min(TOGETHER[warps > 1], max(few, groups * every // (processors * enough)))
-    count = max(1, min(together * processors // groups, -(-every // least)))
-    if 2 * every > 3 * length * count:
-        count = -(-every // length)
-        rounds = max(1, round(groups * (count + 1) / (processors * at_once)))
-        count = max(count * 2 // 3, min(count * 3 // 2, rounds * processors * at_once // groups - 1))
-    return min(count, PARTS)
+    pace = SEVERAL if warps > 1 else ONE
+    tile, turns = 16 * warps, max(1, -(-blocks // warps))
+
+    def rounds(count: int) -> int:
+        return -(-groups * count // slots)
+
+    def carrying(count: int) -> tuple[int, int]:
+        """Tiles of exact tokens that a program has, and programs that have some."""
+        tiles = max(1, -(-sum(windows) // (tile * count)))
+        while (exact := sum(-(-window // (tile * tiles)) for window in windows)) > count:
+            tiles += 1
+        return tiles, exact
+
+    def apart(count: int) -> tuple[int, int]:
+        share, exact = shares(windows, False, warps)
+        return shares(windows, True, warps) if groups * (count + exact) > slots else (share, exact)
+
+    def time(count: int, alone: bool) -> float:
+        each = pace.start + turns / count
+        if not alone:
+            return rounds(count) * each + pace.behind * carrying(count)[0]
+        share, exact = apart(count)
+        full = warps > 1 and rounds(count) == 1 and groups * (count + exact) > slots
+        return max((rounds(count) + full) * each, pace.start + pace.behind * -(-share // tile))
+
+    least = min(PARTS, -(-turns // launch.length)) if launch.length else 1
+    most = max(least, min(PARTS, math.isqrt(pace.merging * turns)))
+    counts = [launch.parts] if launch.parts else range(least, most + 1)
+    ways = [(count, True) for count in counts]
+    if carried and launch.less != ALONE:
+        ways = [(count, False) for count in counts if count > 1] + (ways if launch.less is None else [])
+    count, alone = min(ways or [(counts[0], True)], key=lambda way: time(*way))
+    if alone:
+        share, exact = apart(count)
+        return Plan(count + exact, exact, share, ALONE)
+    tiles, exact = carrying(count)
+    less = tiles * pace.tile * warps if launch.less is None else launch.less
+    return Plan(count, exact, tile * tiles, less)
+
+
+class Pace(NamedTuple):
+    """Of programs, in turns. start: of a program's start and end. merging: the square of a program's turns over this is what
+    one part more costs in merging, so that fewer turns do not pay. tile: of exact tokens, one for each warp and query row of a
+    product; behind: as long as it takes where nothing else runs.
+    """
+
+    start: int
+    merging: int
+    tile: int
+    behind: int
+
+
+ONE, SEVERAL = Pace(10, 15, 4, 0), Pace(24, 4, 4, 22)
 
 
 @functools.lru_cache(4096)
@@ -2977,16 +3047,18 @@ def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. length: turns of a
-    program, about, at most. registers: a thread at most, 0: as the compiler likes.
+    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. registers: a thread
+    at most, 0: as the compiler likes. In the place of what `plan` chooses, 0 or None: its own: length: turns of a program at
+    most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`.
     """
 
     warps: int = 1
     stages: int = 3
-    length: int = 60
+    length: int = 0
     registers: int = 0
     parts: int = 0
     fan: int = 0
+    less: int | None = None
 
 
 def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
@@ -3004,8 +3076,7 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     if turned:
         # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
-    length = 96 if by_bytes(keys, values, rows, 1) and not (keys.in_bytes or values.in_bytes) else 60
-    return Launch(registers=176 if keys.tiered else 168, length=length)
+    return Launch(registers=176 if keys.tiered else 168)
 
 
 def attend(
@@ -3038,16 +3109,22 @@ def attend(
         keys.about, values.about, *map(_ABOUT, given), packed_q is q, same, launch, ring, None if rope is None else rope.about,
     )  # fmt: skip
     prepared = _PREPARED.get(key)
-    if prepared is None or not all(map(Tensor.is_contiguous, given)):
+    if known := prepared is not None and all(map(Tensor.is_contiguous, given)):
+        ready, take, numbers = prepared
+    else:
         _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
-        prepared = _PREPARED[key] = _prepared(q, keys, values, sink, recent, launch, same, ring, rope)
-    ready, take, numbers = prepared
     out = torch.empty_like(q)
-    tensors = (
+    before = (
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
-        blocks, sink[2], recent[2], *(workspace or Workspace(q.device)).take(*take), k_table, v_table, k_sign, v_sign,
-        keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
+        blocks, sink[2], recent[2],
     )  # fmt: skip
+    behind = (
+        k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
+    )  # fmt: skip
+    if not known:
+        made = _prepared(q, keys, values, sink, recent, launch, same, ring, rope, before, behind)
+        ready, take, numbers = _PREPARED[key] = made
+    tensors = (*before, *(workspace or Workspace(q.device)).take(*take), *behind)
     ready(tensors, *numbers, scaling * LOG2E, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)))
     return out
 
@@ -3059,25 +3136,56 @@ _PREPARED = Prepared()
 
 def _prepared(
     q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
-    rope: Rope | None,
+    rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers."""
+    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers. before,
+    behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is known how many
+    programs run at a time.
+    """
     batch, heads, room = keys.words.shape[:3]
     ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
     launch = launch or usual(keys.form, values.form, ratio * queries, rope is not None)
     pairs = 0 if rope is None else rope.pairs
     fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
-    groups, packed, share, exact = _grid(fixed, batch, room, windows, launch, q.device)
-    parts = packed + exact
-    fan = launch.fan or fan_of(parts, fixed["AT_ONCE"])
-    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": room + packed > SHORT}
+    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": room + SPARE > SHORT}
     options |= {"num_warps": launch.warps, "num_stages": launch.stages}
     options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
-    grid = (parts, heads * fixed["CHUNKS"], batch)
-    ready = Ready(attend_kernel, grid, options, functools.partial(_examine, _reserved(fixed)))
+    ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, _reserved(fixed)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
-    numbers = (room, *windows, packed, -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs)
-    return ready, (groups, parts, fixed["N"], fixed["D"], fan), numbers
+
+    def numbers(own: Plan, fan: int) -> tuple[int, ...]:
+        parts, share = own.parts, own.share
+        return room, *windows, *own.numbers(), -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs
+
+    at_once = _by_registers(launch)
+    if q.is_cuda and not interpreted():
+        some = q.new_empty(16, dtype=torch.float32)
+        given = (
+            (*before, some, some, some.view(torch.int32), *behind),
+            (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0, 1.0, 1.0),
+        )
+        made = ready.compiled(*given)
+        at_once = programs_at_once(made, launch.warps)
+    own = _plan(fixed, batch, room, windows, launch, at_once, q.device)
+    fan = launch.fan or fan_of(own.parts, fixed["AT_ONCE"])
+    ready.grid = (heads * fixed["CHUNKS"], batch, own.parts)
+    return ready, (batch * ready.grid[0], own.parts, fixed["N"], fixed["D"], fan), numbers(own, fan)
+
+
+def _by_registers(launch: Launch) -> int:
+    """Programs that a multiprocessor of 65536 registers runs at a time."""
+    return max(1, 2048 // (launch.registers or 168) // launch.warps)
+
+
+def programs_at_once(made: Any, warps: int) -> int:
+    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count."""
+    count = ctypes.c_int()
+    error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(count), ctypes.c_void_p(made.function), 32 * warps, ctypes.c_size_t(made.metadata.shared)
+    )
+    if error:
+        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: CUDA error {error}")
+    return max(1, count.value)
 
 
 def _check_all(
@@ -3114,31 +3222,38 @@ def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: 
         raise ValueError(f"RoPE on {rope.first.device}, queries on {q.device}: must be on one device")
 
 
-def _grid(
-    fixed: dict[str, int], batch: int, room: int, windows: tuple[int, int], launch: Launch, device: torch.device
-) -> tuple[int, int, int, int]:
-    """Groups of query rows; programs of each over packed tokens; sink and recent tokens of a program, programs of those."""
-    groups, processors = batch * fixed["HEADS"] * fixed["CHUNKS"], _processors(device)
-    at_once = max(1, 2048 // (launch.registers or 168) // launch.warps)  # of 65536 registers
-    if POINTS in (fixed["K_MODE"], fixed["V_MODE"]):
-        # as if it were one less: TurboQuant 4/3, programs a head: 10: 278 us, 11: 297, 12: 305, 16: 272, 18: 293 (H200)
-        at_once -= 1
-    packed = launch.parts or splits(groups, room, launch.warps, processors, at_once, launch.length)
-    return groups, packed, *shares(windows, groups * packed > 4 * processors, launch.warps)
+def _plan(
+    fixed: dict[str, int],
+    batch: int,
+    room: int,
+    windows: tuple[int, int],
+    launch: Launch,
+    at_once: int,
+    device: torch.device,
+) -> Plan:
+    groups = batch * fixed["HEADS"] * fixed["CHUNKS"]
+    return plan(groups, room, windows, launch.warps, at_once * _processors(device), _carried(fixed), launch)
+
+
+def _carried(fixed: dict[str, int]) -> bool:
+    """Whether packed tokens' programs may have exact tokens, too."""
+    mixed = fixed["V_MODE"] == POINTS and fixed["V_GROUP"] > 1  # their outputs' channels lie otherwise
+    return not (mixed or fixed["PAIRS"] or fixed["K_MODE"] == 4)
 
 
 def reserve(
     space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
     queries: int = 1, pairs: int = 0,
 ) -> None:  # fmt: skip
-    """Let `space` have what a launch for so many tokens over `room` blocks needs: under a CUDA graph it must not grow.
-    windows: rooms of sink and recent tokens. pairs: `Rope.pairs` of keys before RoPE.
+    """Let `space` have what a launch for so many tokens over `room` blocks needs, however many programs run at a time: under a
+    CUDA graph it must not grow. windows: rooms of sink and recent tokens. pairs: `Rope.pairs` of keys before RoPE.
     """
     launch = usual(keys, values, ratio * queries, pairs > 0)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
-    groups, packed, _, exact = _grid(fixed, batch, room, windows, launch, space.counter.device)
-    fan = launch.fan or fan_of(packed + exact, fixed["AT_ONCE"])
-    space.take(groups, packed + exact, fixed["N"], fixed["D"], fan)
+    for at_once in range(1, MOST_AT_ONCE // launch.warps + 1):
+        own = _plan(fixed, batch, room, windows, launch, at_once, space.counter.device)
+        fan = launch.fan or fan_of(own.parts, fixed["AT_ONCE"])
+        space.take(batch * heads * fixed["CHUNKS"], own.parts, fixed["N"], fixed["D"], fan)
 
 
 def _reserved(fixed: dict[str, Any]) -> int:
