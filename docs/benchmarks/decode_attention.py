@@ -3,9 +3,10 @@
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/decode_attention.py [--out DIR] [--all-launches] [--schemes 2/2,Base]
 
 Every cell is compared with the float32 reference before it is timed; a kernel that fails gets no time. Random data, L2
-flushed before each run, CUDA events, medians of 21; copy bandwidth and the FP16 peers are measured in the same run: all
-backends of torch, with grouped heads and with a kv head's query heads as rows, and FlashInfer where it is installed
-(kvcal.bench.peers). A minute on an H200.
+flushed before each run, CUDA events, medians of 21, of which each cell has one in every pass over all of them, there and
+back; its time is the median of these, and the GPU's clock is read beside them. Copy bandwidth and the FP16 peers are measured
+in the same run: all backends of torch, with grouped heads and with a kv head's query heads as rows, and FlashInfer where it is
+installed (kvcal.bench.peers). Two minutes on an H200.
 
 bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
 copy bandwidth: bytes read plus bytes written, over the time of a large copy.
@@ -14,8 +15,8 @@ fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memo
 Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
 launches; cells that have not begun after --seconds are named and left out.
 
---programs COUNTS: only, with so many programs a kv head, every scheme at 32 x 32768, and the first one at each of CELLS, there
-merged in two rounds or in one.
+--programs COUNTS: only, with so many programs a kv head, every scheme at 32 x 32768, and the first one at each of CELLS: as
+usual, with exact tokens in programs of their own, and merged in one round.
 
 --shared PERCENTS: only, every scheme at 32 x 32768, with so much of a multiprocessor's memory preferred as shared memory (-1:
 as the driver likes), and how many programs it says that a multiprocessor then runs.
@@ -24,10 +25,15 @@ as the driver likes), and how many programs it says that a multiprocessor then r
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import json
 import os
+import shutil
+import statistics
+import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +41,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.nn.functional as F
@@ -269,8 +275,44 @@ def tune(clock: Clock, cell: Cell, launches: list[fused.Launch], seconds: float)
     return sorted(found, key=lambda f: f[0])
 
 
+class Clocks:
+    """Of multiprocessors, in MHz, as nvidia-smi says them every 50 ms."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, int]] = []
+        command = ["nvidia-smi", "-i", f"GPU-{torch.cuda.get_device_properties().uuid}", "-lms", "50"]
+        command += ["--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+        if shutil.which(command[0]):
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            atexit.register(self.process.terminate)
+            threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            if line.strip().isdigit():
+                self.seen.append((time.time(), int(line)))
+
+    def since(self, began: float) -> list[int] | None:
+        """Lowest and highest from 50 ms before that moment."""
+        found = [mhz for when, mhz in self.seen if when >= began - 0.05]
+        return [min(found), max(found)] if found else None
+
+
+def timed(clock: Clock, clocks: Clocks, row: dict[str, Any], cell: Cell, launch: fused.Launch) -> None:
+    """One pass more."""
+    began = time.time()
+    row["passes"].append(clock.time(partial(cell.run, launch)).microseconds)
+    row["sm_mhz"].append(clocks.since(began))
+
+
 def measure(
-    clock: Clock, scheme: str, batch: int, length: int, launches: list[fused.Launch], copy: float, seconds: float
+    clock: Clock,
+    clocks: Clocks,
+    scheme: str,
+    batch: int,
+    length: int,
+    launches: list[fused.Launch],
+    seconds: float,
 ) -> dict[str, Any]:
     """Of the first launch, the usual one; what the others take is beside it."""
     cell, usual = Cell(scheme, batch, length), launches[0]
@@ -283,10 +325,8 @@ def measure(
     if not row["error"] <= 2 * row["error_fp16"]:
         row["microseconds"] = None
         return row
-    row["microseconds"] = clock.time(partial(cell.run, usual)).microseconds
-    row["fraction_of_copy"] = cell.bytes / copy * 1e6 / row["microseconds"]
-    row["wanted"] = cell.wanted
-    row["launch"] = vars(usual)
+    row |= {"microseconds": 0.0, "passes": [], "sm_mhz": [], "wanted": cell.wanted, "launch": vars(usual)}
+    timed(clock, clocks, row, cell, usual)
     return row
 
 
@@ -295,7 +335,8 @@ def show(row: dict[str, Any], best: tuple[str, float]) -> None:
         f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, "
         f"of copy {row['fraction_of_copy']:.3f} ({row['wanted']}), x {row['ratio_to_fp16']:.2f} of {best[0]} "
         f"{best[1]:.1f} us, error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}, "
-        f"{row['programs_at_once']} programs at once; others {row['tried'][:3]}",
+        f"{row['programs_at_once']} programs at once; passes {[round(t, 1) for t in row['passes']]}, MHz {row['sm_mhz']}; "
+        f"others {row['tried'][:3]}",
         flush=True,
     )
 
@@ -306,10 +347,13 @@ def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
             usual = replace(launches_of(scheme)[0], parts=count)
-            tried = [usual] if (batch, length) == (32, 32768) else [usual, replace(usual, fan=1 << 20)]
+            tried = [usual, replace(usual, less=fused.ALONE), replace(usual, fan=1 << 20)]
             times = [f"{clock.time(partial(cell.run, each), 7).microseconds:.1f}" for each in tried]
             found.append(f"{count or 'usual'}: {' '.join(times)}")
-        print(f"{scheme}, {batch} x {length}, programs: us, us merged at once: {', '.join(found)}", flush=True)
+        print(
+            f"{scheme}, {batch} x {length}, programs: us, us with exact tokens alone, us merged at once: {', '.join(found)}",
+            flush=True,
+        )
         del cell
         torch.cuda.empty_cache()
 
@@ -324,6 +368,7 @@ def main() -> None:
     options.add_argument("--programs", default="", help="counts a kv head, comma-separated")
     options.add_argument("--shared", default="", help="percents, comma-separated")
     options.add_argument("--cell-seconds", type=float, default=8.0)
+    options.add_argument("--passes", type=int, default=5)
     options.add_argument("--seconds", type=float, default=225.0)
     chosen = options.parse_args()
     if not torch.cuda.is_available():
@@ -349,6 +394,7 @@ def main() -> None:
         return
     result["fp16"], result["fp16_refused"], result["rows"] = {}, {}, []
     cells = [(scheme, 32, 32768) for scheme in wanted] + [(wanted[0], b, n) for b, n in CELLS]
+    clocks = Clocks()
     for scheme, batch, length in cells:
         name = f"{batch} x {length}"
         if time.time() - began > chosen.seconds:
@@ -359,20 +405,30 @@ def main() -> None:
             result["fp16"][name], result["fp16_refused"][name] = found, refused = peers_of(clock, batch, length)
             print(f"{'FP16':16} {name}: " + ", ".join(f"{who} {t:.1f} us" for who, t in found.items()), flush=True)
             print("".join(f"  {who}: {why}\n" for who, why in refused.items()), end="", file=sys.stderr)
-        best = min(result["fp16"][name].items(), key=lambda item: item[1], default=("none", float("nan")))
         try:
             launches = launches_of(scheme, chosen.all_launches)
-            row = measure(clock, scheme, batch, length, launches, copy, chosen.cell_seconds)
+            row = measure(clock, clocks, scheme, batch, length, launches, chosen.cell_seconds)
         except Exception as error:
             print(f"{scheme:16} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             continue
-        if row["microseconds"]:
-            row |= {"fp16_backend": best[0], "ratio_to_fp16": best[1] / row["microseconds"], "projected": False}
-            show(row, best)
-        else:
+        if row["microseconds"] is None:
             print(f"{scheme:16} {name}: WRONG: error {row['error']:.1e}, fp16 {row['error_fp16']:.1e}", flush=True)
         result["rows"].append(row)
-        Path(chosen.out, "decode_attention.json").write_text(json.dumps(result, indent=1))
+    right = [row for row in result["rows"] if row["microseconds"] is not None]
+    for number in range(1, chosen.passes):
+        for row in reversed(right) if number % 2 else right:
+            torch.cuda.empty_cache()
+            cell = Cell(row["scheme"], row["batch"], row["length"])
+            timed(clock, clocks, row, cell, launches_of(row["scheme"])[0])
+            del cell
+    for row in right:
+        peers_there = result["fp16"][f"{row['batch']} x {row['length']}"]
+        best = min(peers_there.items(), key=lambda item: item[1], default=("none", float("nan")))
+        row["microseconds"] = statistics.median(row["passes"])
+        row["fraction_of_copy"] = row["bytes"] / copy * 1e6 / row["microseconds"]
+        row |= {"fp16_backend": best[0], "ratio_to_fp16": best[1] / row["microseconds"], "projected": False}
+        show(row, best)
+    Path(chosen.out, "decode_attention.json").write_text(json.dumps(result, indent=1))
     print(f"{time.time() - began:.0f} s", file=sys.stderr)
 
 

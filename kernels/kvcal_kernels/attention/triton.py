@@ -2400,10 +2400,11 @@ def attend_kernel(
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (HEADS * CHUNKS, batch, parts): programs of each part begin together, see `plan`. A row's blocks and `extra` ones are
-    divided by `splits`; parts from `early` on have `less` of them than the others, if not none, and behind them `share` exact
-    tokens each, `sink_parts` of the sink and the rest of recent ones. The last program of each `fan` parts merges them, the last of those `fans` what they
-    merged: one program alone, which waits for each few parts anew, took 25 of 70 us for the 100 parts of 1 x 131072 (H200).
+    """Grid (batch, HEADS * CHUNKS, parts): programs of one part begin together, see `plan`. A row's blocks and `extra` ones
+    are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind them `share`
+    exact tokens each, `sink_parts` of the sink, the rest of recent ones. The last program of each `fan` parts merges them,
+    the last of those `fans` what they merged: one program alone, which waits for each few parts anew, took 25 of 70 us for the
+    100 parts of 1 x 131072 (H200).
     factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables. LONG: as of `_over`.
 
     Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
@@ -2415,8 +2416,8 @@ def attend_kernel(
     EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
     BYTES: tl.constexpr = PAIRED == 2
     ROOM: tl.constexpr = N // EACH
-    i_split, i_batch = tl.program_id(2), tl.program_id(1)
-    i_kv, i_chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
+    i_split, i_batch = tl.program_id(2), tl.program_id(0)
+    i_kv, i_chunk = tl.program_id(1) // CHUNKS, tl.program_id(1) % CHUNKS
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     r = tl.arange(0, 16)
     column = tl.arange(0, N)
@@ -2428,11 +2429,7 @@ def attend_kernel(
     norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    each = tl.cdiv(_over(blocks + extra + splits - 1, splits, LONG), NW) * NW
-    behind = tl.maximum(i_split - early, 0)
-    rest = tl.maximum(each - less, 0)
-    start = tl.minimum((i_split - behind) * each + behind * rest, blocks)
-    stop = tl.minimum(start + tl.where(i_split < early, each, rest), blocks)
+    start, stop = _share(i_split, blocks, splits, early, less, extra, NW, LONG)
     middle = start + (stop - start) // NW * NW
     SLOT: tl.constexpr = K_HELD + V_HELD
     K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
@@ -2587,7 +2584,7 @@ def attend_kernel(
     if ASM and PAIRED and K_MODE == 3:
         _parities()
     if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
-        if start < stop:
+        if i_split < splits:
             _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
@@ -2752,6 +2749,16 @@ def attend_kernel(
         p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
         RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
     )  # fmt: skip
+
+
+@triton.jit
+def _share(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG: tl.constexpr):
+    """A part's first block and the one behind its last."""
+    each = tl.cdiv(_over(blocks + extra + splits - 1, splits, LONG), NW) * NW
+    cut = tl.minimum(less, each)
+    stop = tl.minimum((i_split + 1) * each - tl.maximum(i_split + 1 - early, 0) * cut, blocks)
+    start = tl.minimum(i_split * each - tl.maximum(i_split - early, 0) * cut, stop)
+    return start, stop
 
 
 @triton.jit
@@ -2967,11 +2974,9 @@ def plan(
     11 parts and exact tokens' programs between them, with 6 and those behind, with 6 that have exact tokens, too: Base 239,
     233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
     """
-    pace = SEVERAL if warps > 1 else ONE
+    several = warps > 1
+    start, merging = (24, 4) if several else (10, 15)
     tile, turns = 16 * warps, max(1, -(-blocks // warps))
-
-    def rounds(count: int) -> int:
-        return -(-groups * count // slots)
 
     def carrying(count: int) -> tuple[int, int]:
         """Tiles of exact tokens that a program has, and programs that have some."""
@@ -2985,41 +2990,27 @@ def plan(
         return shares(windows, True, warps) if groups * (count + exact) > slots else (share, exact)
 
     def time(count: int, alone: bool) -> float:
-        each = pace.start + turns / count
-        if not alone:
-            return rounds(count) * each + pace.behind * carrying(count)[0]
-        share, exact = apart(count)
-        full = warps > 1 and rounds(count) == 1 and groups * (count + exact) > slots
-        return max((rounds(count) + full) * each, pace.start + pace.behind * -(-share // tile))
+        """In turns; of exact tokens' programs 16 to 20."""
+        rounds, each = -(-groups * count // slots), start + turns / count
+        late = alone and groups * (count + apart(count)[1]) > slots * rounds  # they find no room until others end
+        if several:
+            return max((rounds + (late and rounds == 1)) * each, (start + 16) * alone) + each / 64
+        return rounds * each + 20 * late
 
     least = min(PARTS, -(-turns // launch.length)) if launch.length else 1
-    most = max(least, min(PARTS, math.isqrt(pace.merging * turns)))
+    most = max(least, min(PARTS, math.isqrt(merging * turns)))
     counts = [launch.parts] if launch.parts else range(least, most + 1)
-    ways = [(count, True) for count in counts]
-    if carried and launch.less != ALONE:
-        ways = [(count, False) for count in counts if count > 1] + (ways if launch.less is None else [])
-    count, alone = min(ways or [(counts[0], True)], key=lambda way: time(*way))
+    # tables in shared memory are busy all the time, also while others have exact tokens: only where those are most of the work
+    pays = not several or (turns < 150 and 9 * groups > slots)
+    both = carried and (pays if launch.less is None else launch.less != ALONE)
+    own = [(count, False) for count in counts if count > 1] if both else []
+    count, alone = min(own or [(count, True) for count in counts], key=lambda way: time(*way))
     if alone:
         share, exact = apart(count)
         return Plan(count + exact, exact, share, ALONE)
     tiles, exact = carrying(count)
-    less = tiles * pace.tile * warps if launch.less is None else launch.less
+    less = 4 * tiles * warps if launch.less is None else launch.less  # a tile takes about as long as four turns
     return Plan(count, exact, tile * tiles, less)
-
-
-class Pace(NamedTuple):
-    """Of programs, in turns. start: of a program's start and end. merging: the square of a program's turns over this is what
-    one part more costs in merging, so that fewer turns do not pay. tile: of exact tokens, one for each warp and query row of a
-    product; behind: as long as it takes where nothing else runs.
-    """
-
-    start: int
-    merging: int
-    tile: int
-    behind: int
-
-
-ONE, SEVERAL = Pace(10, 15, 4, 0), Pace(24, 4, 4, 22)
 
 
 @functools.lru_cache(4096)
@@ -3168,8 +3159,8 @@ def _prepared(
         at_once = programs_at_once(made, launch.warps)
     own = _plan(fixed, batch, room, windows, launch, at_once, q.device)
     fan = launch.fan or fan_of(own.parts, fixed["AT_ONCE"])
-    ready.grid = (heads * fixed["CHUNKS"], batch, own.parts)
-    return ready, (batch * ready.grid[0], own.parts, fixed["N"], fixed["D"], fan), numbers(own, fan)
+    ready.grid = (batch, heads * fixed["CHUNKS"], own.parts)
+    return ready, (batch * ready.grid[1], own.parts, fixed["N"], fixed["D"], fan), numbers(own, fan)
 
 
 def _by_registers(launch: Launch) -> int:
