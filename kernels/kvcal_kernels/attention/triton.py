@@ -2978,24 +2978,30 @@ def plan(
     start, merging = (24, 4) if several else (10, 15)
     tile, turns = 16 * warps, max(1, -(-blocks // warps))
 
-    def carrying(count: int) -> tuple[int, int]:
-        """Tiles of exact tokens that a program has, and programs that have some."""
+    def carrying(count: int) -> tuple[int, int, int]:
+        """Programs that have exact tokens, how many, and turns that they have fewer: a tile takes about four."""
         tiles = max(1, -(-sum(windows) // (tile * count)))
         while (exact := sum(-(-window // (tile * tiles)) for window in windows)) > count:
             tiles += 1
-        return tiles, exact
+        return exact, tile * tiles, 4 * tiles if launch.less is None else launch.less // warps
 
     def apart(count: int) -> tuple[int, int]:
         share, exact = shares(windows, False, warps)
         return shares(windows, True, warps) if groups * (count + exact) > slots else (share, exact)
 
     def time(count: int, alone: bool) -> float:
-        """In turns; of exact tokens' programs 16 to 20."""
-        rounds, each = -(-groups * count // slots), start + turns / count
-        late = alone and groups * (count + apart(count)[1]) > slots * rounds  # they find no room until others end
+        """In turns."""
+        rounds = -(-groups * count // slots)
+        share, exact = apart(count)
+        late = groups * (count + exact) > slots * rounds  # they find no room until others end
         if several:
-            return max((rounds + (late and rounds == 1)) * each, (start + 16) * alone) + each / 64
-        return rounds * each + 20 * late
+            each = start + turns / count
+            return max((rounds + (alone and late and rounds == 1)) * each, (start + 16) * alone) + each / 64
+        if not alone:
+            exact, _, less = carrying(count)
+            return rounds * (start + -(-(turns + exact * less) // count))
+        each, tiles = start + -(-turns // count), -(-share // tile)
+        return rounds * each + 4 * tiles if late else max(rounds * each, start + 5 * tiles - 2)
 
     least = min(PARTS, -(-turns // launch.length)) if launch.length else 1
     most = max(least, min(PARTS, math.isqrt(merging * turns)))
@@ -3003,14 +3009,15 @@ def plan(
     # tables in shared memory are busy all the time, also while others have exact tokens: only where those are most of the work
     pays = not several or (turns < 150 and 9 * groups > slots)
     both = carried and (pays if launch.less is None else launch.less != ALONE)
-    own = [(count, False) for count in counts if count > 1] if both else []
-    count, alone = min(own or [(count, True) for count in counts], key=lambda way: time(*way))
+    ways = [(count, False) for count in counts if count > 1] if both else []
+    if not ways or not (several or launch.less is not None):
+        ways += [(count, True) for count in counts]
+    count, alone = min(ways, key=lambda way: time(*way))  # of those that take as long the first
     if alone:
         share, exact = apart(count)
         return Plan(count + exact, exact, share, ALONE)
-    tiles, exact = carrying(count)
-    less = 4 * tiles * warps if launch.less is None else launch.less  # a tile takes about as long as four turns
-    return Plan(count, exact, tile * tiles, less)
+    exact, share, less = carrying(count)
+    return Plan(count, exact, share, less * warps if launch.less is None else launch.less)
 
 
 @functools.lru_cache(4096)
