@@ -23,7 +23,7 @@ LONG, BEFORE = " G=128", " before RoPE"
 COUNTED: dict[str, float] = {
     "symmetric 2": 1.32, "symmetric 3": 1.59, "symmetric 4": 1.33, "symmetric 8": 1.15,
     "asymmetric 2": 1.59, "asymmetric 3": 1.87, "asymmetric 4": 1.61, "asymmetric 8": 1.43,
-    "outer 2": 1.98, "outer 2 G=128": 1.86, "outer 3": 2.42, "outer 4": 2.08, "outer 8": 2.04,
+    "outer 2": 2.01, "outer 2 G=128": 1.86, "outer 3": 2.42, "outer 4": 2.10, "outer 8": 2.06,
     "tiers": 2.66, "tiers G=128": 2.30,
     "grid 2 of 1": 1.61, "grid 3 of 1": 2.48, "grid 4 of 1": 2.32,
     "grid 2 of 2": 1.67, "grid 3 of 2": 2.48, "grid 4 of 2": 2.35,
