@@ -134,7 +134,7 @@ def test_attention() -> None:
 def test_short_contexts() -> None:
     """Of the commits whose runs are stored."""
     by = {}
-    for commit in ("241914a", "ffe395f", "5d6d194"):
+    for commit in ("241914a", "ffe395f", "5d6d194", "83a801a"):
         rows = json.loads((BENCHMARKS / f"decode_attention-{commit}.json").read_text())["rows"]
         by[commit] = {
             at(r["batch"], r["length"]): r
@@ -145,7 +145,7 @@ def test_short_contexts() -> None:
     assert sorted(seen) == sorted(by["ffe395f"])
     for shape, old, _, *newer, _ in cells(page("decode_attention"), "batch × length | 241914a"):
         assert holds(old, by["241914a"][shape]["microseconds"])
-        for commit, new in zip(("ffe395f", "5d6d194"), newer, strict=True):
+        for commit, new in zip(("ffe395f", "5d6d194", "83a801a"), newer, strict=True):
             assert holds(new, by[commit][shape]["microseconds"], by[commit][shape]["ratio_to_fp16"])
 
 

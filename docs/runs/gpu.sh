@@ -5,7 +5,7 @@
 #
 # few to tests: docs/runs/gpu-tests.md. shared, programs, registers: what launches were chosen by. The others write a JSON each.
 # WHEELS: a folder of packages to install first, for a machine without a network (flashinfer-python 0.6.7, apache-tvm-ffi,
-# flash-kmeans 0.3.1, optimum-quanto 0.2.7: peers). H200, 16 cores: 54, 70, 42, 366, 75, 30, 45, 120, 60, 58, 30, 200 and 420 s.
+# flash-kmeans 0.3.1, optimum-quanto 0.2.7: peers). H200, 16 cores: 47, 67, 38, 366, 71, 30, 60, 120, 60, 58, 30, 200 and 420 s.
 set -o pipefail
 cd "$(dirname "$0")/../.." || exit
 out=$1
