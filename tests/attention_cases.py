@@ -493,6 +493,31 @@ def exhaustive() -> list[Case]:
     return plain + [before(case) for case in whole[::6]]
 
 
+def carrying() -> list[Case]:
+    """For programs that have packed and exact tokens: every scheme, and values that no scheme has, as caches launch them."""
+    pairs = [
+        *SCHEMES.values(),
+        ("asymmetric 2", "asymmetric 4"),
+        ("grid 3 of 1", "symmetric 3"),
+        ("outer 3", "grid 2 of 2"),
+    ]
+    windows: dict[str, Any] = {"blocks": (11, 2, 0), "sink": (19, 3, 0), "recent": (41, 9, 1)}
+    return [Case(*pair, group=128 if number % 2 else None, **windows, spare=1) for number, pair in enumerate(pairs)]
+
+
+def apart(case: Case) -> bool:
+    """Whether they never have."""
+    return case.value == "bytes 2 of 2" or case.key in TIERS or case.rotary > 0
+
+
+def carried(case: Case) -> Any:
+    """The launch of `carrying`."""
+    from kvcal_kernels.attention import triton
+
+    usual = triton.usual(case.form("key"), case.form("value"), case.ratio * case.queries, case.rotary > 0)
+    return replace(usual, parts=4, less=usual.warps)
+
+
 def compare(cases: list[Case]) -> Any:
     """Prints a line for each case that is wrong. Returns the memory of the launches."""
     from kvcal_kernels.attention import triton
@@ -524,6 +549,15 @@ def main(cases: list[Case]) -> None:
                     lambda own, launch=launch: triton.attend(*own.arguments(), launch, space), case, token
                 ):
                     print(f"{case}, an infinite value: {why}")
+    for case in carrying():
+        given = made(case, 1)
+        triton._PREPARED.clear()
+        found = triton.attend(*given.arguments(), carried(case), space, **given.named())
+        [(_, _, (_, _, _, splits, early, less, *_))] = triton._PREPARED.values()
+        if (less == triton.ALONE) != apart(case) or (not apart(case) and early >= splits):
+            print(f"{case}: {splits} programs, {early} without exact tokens, {less} turns fewer")
+        if why := wrong(given, found):
+            print(f"{case}, exact tokens behind packed ones: {why}")
     (given, packed_q), plain = factored()
     found = triton.attend(*given.arguments(), triton.Launch(2, 1, 1), space, packed_q)
     if why := wrong(plain, found):

@@ -59,9 +59,10 @@ def main() -> None:
         out = torch.zeros(256, 2, dtype=torch.int32)
         spans_kernel[(1,)](out, blocks, *numbers, 256, warps, room + SPARE > SHORT)
         found, due = [tuple(own) for own in out.tolist()], spans(blocks, numbers, warps)
-        # a span of no block may lie anywhere
+        inside = all(0 <= start <= stop <= blocks for start, stop in found)
+        # a span of no block may lie anywhere there
         there, due = ([own for own in these if own[0] < own[1]] for these in (found, due))
-        if there != due or sum(stop - start for start, stop in there) != blocks:
+        if not inside or there != due or sum(stop - start for start, stop in there) != blocks:
             wrong += 1
             print("wrong", blocks, numbers, warps, there[:5], due[:5])
     print(wrong)

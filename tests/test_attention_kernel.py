@@ -29,6 +29,8 @@ from attention_cases import (
     SETTINGS,
     Case,
     by_torch,
+    carried,
+    carrying,
     exhaustive,
     made,
     misplaced,
@@ -1266,13 +1268,13 @@ LONG = [
 ]
 
 
-def on_a_gpu(case: Case, fan: int = 0) -> tuple[Any, Any]:
+def on_a_gpu(case: Case, fan: int = 0, launch: Any = None) -> tuple[Any, Any]:
     """(inputs, call of no arguments). fan: parts that are merged at first, if not as usual."""
     from kvcal_kernels.attention import triton as fused
 
     own, space = made(case).to("cuda"), fused.Workspace(torch.device("cuda"))
     warps, length = case.launch
-    launch = fused.Launch(warps, 3, length, fan=fan)
+    launch = launch or fused.Launch(warps, 3, length, fan=fan)
     return own, lambda: fused.attend(*own.arguments(), launch, space, **own.named())
 
 
@@ -1284,6 +1286,18 @@ def test_on_a_gpu(case: Case) -> None:
     assert wrong(own, found) is None
     assert torch.equal(call(), found)
     assert wrong(own, on_a_gpu(case, 2)[1]()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*carrying(), *LONG], ids=str)
+def test_programs_of_packed_and_exact_tokens_on_a_gpu(case: Case) -> None:
+    """And what caches launch."""
+    own, call = on_a_gpu(case, launch=carried(case))
+    found = call()
+    assert wrong(own, found) is None
+    assert torch.equal(call(), found)
+    usual = replace(carried(case), parts=0, less=None)
+    assert wrong(own, on_a_gpu(case, launch=usual)[1]()) is None
 
 
 @pytest.mark.gpu

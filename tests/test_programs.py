@@ -51,7 +51,9 @@ def test_programs_of_packed_tokens_fill_their_rounds(slots: int, warps: int) -> 
         for blocks in (64, 128, 1024, 4096):
             programs = groups * planned(groups, blocks, (32, 96), warps, slots, True).numbers()[0]
             rounds = -(-programs // slots)
-            assert rounds == 1 or programs >= 0.8 * rounds * slots, (groups, blocks)
+            assert rounds == 1 or programs >= 0.7 * rounds * slots, (groups, blocks)
+            # and none is idle while one has many turns
+            assert programs >= 0.3 * min(slots, groups * blocks / warps / 24), (groups, blocks, programs)
 
 
 @needs_triton
@@ -68,6 +70,71 @@ def test_programs_take_equally_long(blocks: int) -> None:
         turns = [own + (made.share // 4 if i >= made.parts - made.exact else 0) for i, own in enumerate(each)]
         assert max(turns) == -(-(blocks + made.exact * made.less) // made.parts)
         assert sorted(turns)[1] >= max(turns) - made.parts  # of the last
+
+
+PLANS = [  # of uniform 4/4 (12 programs of one warp) and of HIGGS 3 (4 of four) on 132 multiprocessors; 8 kv heads
+    # batch, length, slots, warps: parts, of them with exact tokens, tokens of each, turns fewer
+    (1, 4096, 1584, 1, (50, 8, 16, None)),
+    (1, 32768, 1584, 1, (117, 8, 16, 4)),
+    (1, 131072, 1584, 1, (188, 8, 16, 4)),
+    (8, 32768, 1584, 1, (24, 8, 16, 4)),
+    (32, 4096, 1584, 1, (6, 4, 32, 8)),
+    (32, 32768, 1584, 1, (6, 4, 32, 8)),
+    (1, 32768, 528, 4, (35, 4, 32, None)),
+    (8, 32768, 528, 4, (8, 2, 128, None)),
+    (32, 4096, 528, 4, (2, 2, 128, 32)),
+    (32, 32768, 528, 4, (6, 2, 128, None)),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize(("batch", "length", "slots", "warps", "plan"), PLANS)
+def test_plans_are_those_that_were_timed(batch: int, length: int, slots: int, warps: int, plan: Any) -> None:
+    from kvcal_kernels.attention.triton import ALONE
+
+    made = planned(8 * batch, (length - 128) // 32, (32, 96), warps, slots, True)
+    assert made == (*plan[:3], ALONE if plan[3] is None else plan[3])
+
+
+@needs_triton
+@pytest.mark.parametrize("warps", WARPS)
+def test_turns_of_a_program_are_at_most_the_length(warps: int) -> None:
+    for groups in (1, 64):
+        for blocks in (5, 128, 1020):
+            made = planned(groups, blocks, (32, 96), warps, 528, False, length=7)
+            assert -(-blocks // warps // made.numbers()[0]) <= 7
+
+
+@needs_triton
+@pytest.mark.parametrize("windows", [(4, 2048), (128, 1024)])
+@pytest.mark.parametrize("warps", WARPS)
+def test_long_windows_are_not_one_program_s(warps: int, windows: tuple[int, int]) -> None:
+    """On an idle GPU; their tokens take longer than a few packed blocks."""
+    made = planned(64, 4, windows, warps, 528, True)
+    assert made.share <= 256 or made.exact >= 8, made
+
+
+@needs_triton
+@pytest.mark.parametrize("scheme", [(4, None, 4, 128), (2, 2, 4, 1024), (2, None, 16, 128)])
+def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int]) -> None:
+    """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of blocks."""
+    import torch
+
+    from kvcal_kernels.attention import Form
+    from kvcal_kernels.attention import triton as fused
+
+    bits, vector, rows, room = scheme
+    keys, values = (Form(role, 128, bits, **({"vector": vector} if vector else {})) for role in ("key", "value"))
+    space, windows = fused.Workspace(torch.device("cpu")), (32, 96)
+    fused.reserve(space, keys, values, 3, 8, rows, room, windows)
+    held = [x.data_ptr() for x in (space.part, space.stat, space.counter)]
+    launch = fused.usual(keys, values, rows)
+    fixed = fused.settings(keys, values, 8, rows, 1, launch.warps)
+    for at_once in range(1, 64 // launch.warps + 1):
+        own = fused._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))
+        fan = fused.fan_of(own.parts, fixed["AT_ONCE"])
+        taken = space.take(3 * 8 * fixed["CHUNKS"], own.parts, fixed["N"], 128, fan)
+        assert [x.data_ptr() for x in taken] == held
 
 
 @needs_triton
