@@ -3,11 +3,11 @@
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/decode_attention.py [--out DIR] [--all-launches] [--schemes 2/2,Base]
 
 Every cell's usual launch is compared with the float32 reference before it is timed, other launches with that one; what fails
-gets no time. Random data, L2 flushed before each run, CUDA events, medians of 21, of which each cell has one in every pass over
-all of them, there and back; its time is the median of these, and the GPU's clock is read beside them. The file is written after
-each pass; passes end after --seconds. Copy bandwidth is measured in the same run, the FP16 peers before the first pass and
-behind the last one, of which the smaller time counts: all backends of torch, with grouped heads and with a kv head's query
-heads as rows, and FlashInfer where it is installed (kvcal.bench.peers). Two minutes on an H200.
+gets no time. Random data, L2 flushed before each run, CUDA events, medians of 21, of which each cell has one in every pass
+over all of them, there and back; its time is the median of these, and the GPU's clock is read beside them. The file is
+written after each pass; passes end after --seconds. Copy bandwidth is measured in the same run, the FP16 peers before the
+first pass and behind the last one, of which the smaller time counts: all backends of torch, with grouped heads and with a kv
+head's query heads as rows, and FlashInfer where it is installed (kvcal.bench.peers). Two minutes on an H200.
 
 bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
 copy bandwidth: bytes read plus bytes written, over the time of a large copy.
