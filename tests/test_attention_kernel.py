@@ -1091,9 +1091,11 @@ def test_nothing_moves_between_lanes_but_what_assembly_moves(key: str) -> None:
 @pytest.mark.parametrize("case", [
     Case("asymmetric 4", "symmetric 3", launch=(1, 1)), Case("asymmetric 2", "asymmetric 2", 64),
     Case("asymmetric 8", "symmetric 4", 96),
-    Case("asymmetric 4", "symmetric 8", 256, launch=(2, 1)), Case("outer 2", "asymmetric 3", group=128),
+    pytest.param(Case("asymmetric 4", "symmetric 8", 256, launch=(2, 1)), marks=pytest.mark.slow),
+    Case("outer 2", "asymmetric 3", group=128),
     Case("symmetric 3", "outer 4", group=128, launch=(2, 1)), Case("outer 2", "outer 2", group=128),
-    Case("bytes 4 of 1", "bytes 2 of 2", 256, ratio=8), Case("bytes 2 of 2", "symmetric 3", 64, launch=(2, 1)),
+    pytest.param(Case("bytes 4 of 1", "bytes 2 of 2", 256, ratio=8), marks=pytest.mark.slow),  # 38 s
+    Case("bytes 2 of 2", "symmetric 3", 64, launch=(2, 1)),
     Case("outer 2", "bytes 3 of 1", group=128), Case("asymmetric 2", "bytes 2 of 1", launch=(4, 1)),
 ], ids=str)  # fmt: skip
 def test_products_of_bytes_compile(case: Case) -> None:
