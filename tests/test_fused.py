@@ -579,6 +579,10 @@ print(t.preflight.append_trial(*kivi, *place, 32, 1))
 due = t.preflight.compensated.due
 t.preflight.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
 print(t.preflight.append_trial(*kivi, *place, 32, 1))
+whole, by = t.preflight.attention.fast(), t.preflight.attention.fast().attend
+whole.attend = lambda *given, **named: by(*given, **named) * (1.5 if given[-1].warps == 4 else 1)
+print(t.preflight.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
+whole.attend = by
 t.preflight.reference.attend = lambda q, *rest: q
 print(t.preflight.trial(*forms, 2, 2, *place))
 """
@@ -673,7 +677,8 @@ def test_logits_of_the_triton_kernel_in_the_interpreter() -> None:
     assert lines[2:9] == ["None", "None", "None None", *["None"] * 4], lines
     assert lines[9:12] == ["packed keys differ"] * 2 + ["key factors differ"], lines
     assert lines[12:14] == ["None", "packed keys differ"], lines  # SQuat's
-    assert lines[14].startswith("2 new tokens behind a ring: off by"), lines
+    assert lines[14].startswith("2 new tokens behind a ring, warps a program 4: off by 0."), lines
+    assert lines[15].startswith("2 new tokens behind a ring, warps a program 1: off by"), lines
 
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

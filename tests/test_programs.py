@@ -80,6 +80,8 @@ PLANS = [  # of uniform 4/4 (12 programs of one warp) and of HIGGS 3 (4 of four)
     (8, 32768, 1584, 1, (24, 8, 16, 4)),
     (32, 4096, 1584, 1, (6, 4, 32, 8)),
     (32, 32768, 1584, 1, (6, 4, 32, 8)),
+    (1, 4096, 264, "few", (13, 4, 32, None)),
+    (1, 32768, 264, "few", (31, 4, 32, None)),
     (1, 32768, 528, 4, (35, 4, 32, None)),
     (8, 32768, 528, 4, (8, 2, 128, None)),
     (32, 4096, 528, 4, (2, 2, 128, 32)),
@@ -89,10 +91,11 @@ PLANS = [  # of uniform 4/4 (12 programs of one warp) and of HIGGS 3 (4 of four)
 
 @needs_triton
 @pytest.mark.parametrize(("batch", "length", "slots", "warps", "plan"), PLANS)
-def test_plans_are_those_that_were_timed(batch: int, length: int, slots: int, warps: int, plan: Any) -> None:
+def test_plans_are_those_that_were_timed(batch: int, length: int, slots: int, warps: Any, plan: Any) -> None:
     from kvcal_kernels.attention.triton import ALONE
 
-    made = planned(8 * batch, (length - 128) // 32, (32, 96), warps, slots, True)
+    own = {"merging": 3} if warps == "few" else {}
+    made = planned(8 * batch, (length - 128) // 32, (32, 96), 4 if own else warps, slots, True, **own)
     assert made == (*plan[:3], ALONE if plan[3] is None else plan[3])
 
 
@@ -115,7 +118,30 @@ def test_long_windows_are_not_one_program_s(warps: int, windows: tuple[int, int]
 
 
 @needs_triton
-@pytest.mark.parametrize("scheme", [(4, None, 4, 128), (2, 2, 4, 1024), (2, None, 16, 128)])
+@pytest.mark.parametrize(("batch", "length", "warps"), [
+    (1, 128, 4), (1, 4096, 4), (1, 32768, 4), (1, 131072, 1), (8, 32768, 1), (32, 4096, 1), (32, 1024, 4), (32, 32768, 1),
+])  # fmt: skip
+def test_programs_of_few_blocks_have_four_warps(
+    batch: int, length: int, warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they were timed on 132 multiprocessors."""
+    import torch
+
+    from kvcal_kernels.attention import Form
+    from kvcal_kernels.attention import triton as fused
+
+    monkeypatch.setattr(fused, "_processors", lambda device: 132)
+    keys, values, device = Form("key", 128, 4), Form("value", 128, 4), torch.device("cpu")
+    own = fused.chosen(keys, values, 4, False, 8 * batch, length // 32, device)
+    assert own.warps == warps and own in fused.launches(keys, values, 4)
+    # what has no second launch, whatever the length: more rows than a product takes, outer groups, tables, RoPE in the kernel
+    outer, grid = Form("key", 128, 2, 128, False, False), Form("key", 128, 2, vector=2)
+    for others in ((keys, values, 8), (outer, values, 4), (grid, values, 4), (keys, values, 4, True)):
+        assert fused.launches(*others) == (fused.usual(*others),)
+
+
+@needs_triton
+@pytest.mark.parametrize("scheme", [(4, None, 4, 128), (4, None, 4, 16), (2, 2, 4, 1024), (2, None, 16, 128)])
 def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int]) -> None:
     """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of blocks."""
     import torch
@@ -128,7 +154,8 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int]) -> 
     space, windows = fused.Workspace(torch.device("cpu")), (32, 96)
     fused.reserve(space, keys, values, 3, 8, rows, room, windows)
     held = [x.data_ptr() for x in (space.part, space.stat, space.counter)]
-    launch = fused.usual(keys, values, rows)
+    launch = fused.chosen(keys, values, rows, False, 3 * 8, room, torch.device("cpu"))
+    assert (launch.warps == 4) == (vector == 2 or room == 16)
     fixed = fused.settings(keys, values, 8, rows, 1, launch.warps)
     for at_once in range(1, 64 // launch.warps + 1):
         own = fused._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))

@@ -337,10 +337,12 @@ def trial(
         q, scaling = random(heads * ratio, queries), keys.dim**-0.5
         packed_q = None if rotary else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
         given = *held, counts[0], sink, recent, scaling
-        found = attention.fast().attend(q, *given, packed_q=packed_q, ring=ring, rope=turns)
         wanted = reference.attend(q.float(), *given, None if packed_q is None else packed_q.float(), ring, turns)
-        if why := _apart(found, wanted, dtype, f"{queries} new tokens{' behind a ring' if ring else ''}"):
-            return why
+        for launch in attention.fast().launches(keys, values, ratio * queries, rotary > 0):
+            found = attention.fast().attend(q, *given, launch, packed_q=packed_q, ring=ring, rope=turns)
+            where = f"{queries} new tokens{' behind a ring' if ring else ''}, warps a program {launch.warps}"
+            if why := _apart(found, wanted, dtype, where):
+                return why
     return None
 
 

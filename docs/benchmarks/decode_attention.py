@@ -2,16 +2,17 @@
 
     PYTHONPATH=.:kernels:artifacts python docs/benchmarks/decode_attention.py [--out DIR] [--all-launches] [--schemes 2/2,Base]
 
-Every cell's usual launch is compared with the float32 reference before it is timed, other launches with that one; what fails
-gets no time. Random data, L2 flushed before each run, CUDA events, medians of 21, of which each cell has one in every pass
-over all of them, there and back; its time is the median of these, and the GPU's clock is read beside them. The file is
-written after each pass; passes end after --seconds. Copy bandwidth is measured in the same run, the FP16 peers before the
-first pass and behind the last one, of which the smaller time counts: all backends of torch, with grouped heads and with a kv
-head's query heads as rows, and FlashInfer where it is installed (kvcal.bench.peers). Two minutes on an H200.
+The launch that is chosen for a cell is compared with the float32 reference before it is timed, other launches with that one;
+what fails gets no time. Random data, L2 flushed before each run, CUDA events, medians of 21, of which each cell has one in
+every pass over all of them, there and back; its time is the median of these, and the GPU's clock is read beside them. The
+file is written after each pass; passes end after --seconds. Copy bandwidth is measured in the same run, the FP16 peers before
+the first pass and behind the last one, of which the smaller time counts: all backends of torch, with grouped heads and with a
+kv head's query heads as rows, and FlashInfer where it is installed (kvcal.bench.peers). Two minutes on an H200.
 
 bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
 copy bandwidth: bytes read plus bytes written, over the time of a large copy.
 fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memory, 281 us at 32 x 32768, 4.5 bits, 4.3 TB/s.
+bare read: what the fastest of some launches (READERS) takes of a kernel that adds up so many bytes and does nothing else.
 
 Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
 launches; cells that have not begun after --seconds are named and left out.
@@ -47,6 +48,7 @@ from typing import IO, Any
 import torch
 import torch.nn.functional as F
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from kvcal import models
@@ -83,6 +85,8 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
+# of `bare_read`: warps, loads of 16 bytes a thread at a time, programs a multiprocessor
+READERS = [(2, 2, 16), (2, 4, 16), (4, 2, 16), (4, 4, 8), (8, 4, 4), (8, 4, 8), (8, 2, 2), (8, 2, 4)]
 # what --all-launches tries beside the usual ones: warps, registers, turns of a program at most
 OTHERS = [(warps, registers, turns) for warps in (1, 4) for registers in (128, 152, 168) for turns in (40, 60, 96)]
 
@@ -98,12 +102,17 @@ def form(role: Any, settings: tuple[Any, ...]) -> Form:
     return Form(role, D, bits, group, inner, symmetric)
 
 
-def launches_of(scheme: str, more: bool = False) -> list[fused.Launch]:
-    """The usual launch; with `more` others behind it."""
+def launches_of(scheme: str, batch: int, length: int, more: bool = False) -> list[fused.Launch]:
+    """The launch that is chosen there; with `more` others behind it."""
     key, value, _ = SCHEMES[scheme]
-    usual = fused.usual(form("key", key), form("value", value), RATIO, scheme.endswith("before RoPE"))
-    others = [replace(usual, warps=w, registers=r, length=n) for w, r, n in OTHERS] if more else []
-    return [usual, *(each for each in others if each != usual)]
+    about = form("key", key), form("value", value), RATIO, scheme.endswith("before RoPE")
+    own = fused.chosen(*about, batch * HEADS, room_of(length), torch.device("cuda"))
+    others = [*fused.launches(*about), *(replace(own, warps=w, registers=r, length=n) for w, r, n in OTHERS)]
+    return [own, *(each for each in others if each != own)] if more else [own]
+
+
+def room_of(length: int) -> int:
+    return -(-((length - SINK - RECENT) // 32) // 4) * 4
 
 
 def random_blocks(made: Form, batch: int, count: int, twin: Blocks | None = None) -> Blocks:
@@ -140,8 +149,9 @@ class Cell:
 
     def __init__(self, scheme: str, batch: int, length: int, dtype: torch.dtype = torch.float16) -> None:
         self.scheme, (key, value, self.wanted) = scheme, SCHEMES[scheme]
+        self.usual = launches_of(scheme, batch, length)[0]
         count = (length - SINK - RECENT) // 32
-        room = -(-count // 4) * 4
+        room = room_of(length)
         self.keys = random_blocks(form("key", key), batch, room)
         self.values = random_blocks(form("value", value), batch, room, self.keys)
         self.q = torch.randn(batch, HEADS * RATIO, 1, D, device="cuda", dtype=dtype)
@@ -215,7 +225,8 @@ def peers_of(clock: Clock, batch: int, length: int) -> tuple[dict[str, float], d
     return taken, {peer.name: str(peer.why_not) for peer in found if not peer.timed}
 
 
-KERNELS: dict[str, Any] = {}  # of schemes, usual launches, as Triton compiled them
+READ: dict[int, float] = {}
+KERNELS: dict[tuple[str, int], Any] = {}  # of schemes and warps, launches that are chosen, as Triton compiled them
 
 
 def kernel_of(scheme: str, cell: Cell, launch: fused.Launch) -> Any:
@@ -223,14 +234,15 @@ def kernel_of(scheme: str, cell: Cell, launch: fused.Launch) -> Any:
     cell.run(launch)
     for made in examined():
         if id(made) not in before:
-            KERNELS[scheme] = made
-    return KERNELS[scheme]
+            KERNELS[scheme, launch.warps] = made
+    return KERNELS[scheme, launch.warps]
 
 
 def by_shared(clock: Clock, schemes: list[str], percents: list[int]) -> None:
     cuda, carveout = ctypes.CDLL("libcuda.so.1"), 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     for scheme in schemes:
-        cell, launch, found = Cell(scheme, 32, 32768), launches_of(scheme)[0], []
+        cell, found = Cell(scheme, 32, 32768), []
+        launch = cell.usual
         made = kernel_of(scheme, cell, launch)
         for percent in percents:
             if error := cuda.cuFuncSetAttribute(ctypes.c_void_p(made.function), carveout, percent):
@@ -254,7 +266,10 @@ def compile_one(job: tuple[str, fused.Launch]) -> str:
 
 def compile_all(schemes: list[str], more: bool) -> None:
     """Into Triton's cache on disk, a process a core."""
-    jobs = [(scheme, launch) for scheme in schemes for launch in launches_of(scheme, more)]
+    cells = {scheme: [(32, 32768)] for scheme in schemes}
+    cells[schemes[0]] += CELLS
+    jobs = [(scheme, each) for scheme in schemes for cell in cells[scheme] for each in launches_of(scheme, *cell, more)]
+    jobs = list(dict.fromkeys(jobs))
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for said in pool.map(compile_one, jobs):
@@ -262,11 +277,38 @@ def compile_all(schemes: list[str], more: bool) -> None:
                 print(said, file=sys.stderr)
 
 
+@triton.jit
+def read_kernel(p, p_out, words, SIZE: tl.constexpr, UNROLL: tl.constexpr):
+    b_sum = tl.zeros([SIZE], tl.int64)
+    step = SIZE * UNROLL
+    for first in tl.range(tl.program_id(0) * step, words, tl.num_programs(0) * step):
+        for i in tl.static_range(UNROLL):
+            at = first + i * SIZE + tl.arange(0, SIZE)
+            b_sum += tl.load(p + at, mask=at < words, other=0)
+    tl.store(p_out + tl.program_id(0), tl.sum(b_sum, 0))
+
+
+def bare_read(clock: Clock, size: int, found: dict[int, float]) -> float:
+    """Microseconds for so many bytes. found: of sizes that were timed before."""
+    if size not in found:
+        given = torch.randint(-(1 << 60), 1 << 60, (-(-size // 8),), device="cuda")
+        processors, right, times = torch.cuda.get_device_properties().multi_processor_count, given.sum(), []
+        for warps, unroll, programs in READERS:
+            sums = torch.empty(processors * programs, dtype=torch.int64, device="cuda")
+            fixed = {"SIZE": 64 * warps, "UNROLL": unroll, "num_warps": warps}
+            run = partial(read_kernel[(len(sums),)], given, sums, len(given), **fixed)
+            times.append(clock.time(run, 11).microseconds)
+            if not torch.equal(sums.sum(), right):
+                raise ValueError(f"a bare read of {size} bytes by {fixed} gave another sum than torch's")
+        found[size] = min(times)
+    return found[size]
+
+
 def tune(clock: Clock, cell: Cell, launches: list[fused.Launch], seconds: float) -> list[tuple[float, fused.Launch]]:
     """(microseconds, launch), best first; no further ones after so many seconds."""
     found: list[tuple[float, fused.Launch]] = []
     began = time.time()
-    right = cell.run(launches_of(cell.scheme)[0]) if launches else None
+    right = cell.run(cell.usual) if launches else None
     for launch in launches:
         if time.time() - began > seconds:
             print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)
@@ -330,7 +372,7 @@ def measure(
     cell, usual = Cell(scheme, batch, length), launches[0]
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
-    row["bytes"] = cell.bytes
+    row["bytes"], row["bare_read"] = cell.bytes, bare_read(clock, int(cell.bytes), READ)
     row["programs_at_once"] = fused.programs_at_once(kernel_of(scheme, cell, usual), usual.warps)
     row["error"], row["error_fp16"] = cell.errors(usual)
     if not row["error"] <= 2 * row["error_fp16"]:
@@ -346,7 +388,8 @@ def show(row: dict[str, Any], best: tuple[str, float]) -> None:
     print(
         f"{row['scheme']:16} {row['batch']} x {row['length']}: {row['stored_bits']:.2f} bits {row['microseconds']:.1f} us, "
         f"of copy {row['fraction_of_copy']:.3f} ({row['wanted']}), x {row['ratio_to_fp16']:.2f} of {best[0]} "
-        f"{best[1]:.1f} us, error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}, "
+        f"{best[1]:.1f} us, bare read {row['bare_read']:.1f} us, "
+        f"error {row['error']:.1e} (fp16 {row['error_fp16']:.1e}), {list(row['launch'].values())}, "
         f"{row['programs_at_once']} programs at once; passes {[round(t, 1) for t in row['passes']]}, MHz {row['sm_mhz']}; "
         f"others {row['tried'][:3]}",
         flush=True,
@@ -374,9 +417,9 @@ def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
     for scheme, batch, length in [(scheme, 32, 32768) for scheme in schemes] + [(schemes[0], *cell) for cell in CELLS]:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
-            usual = replace(launches_of(scheme)[0], parts=count)
+            usual = replace(cell.usual, parts=count)
             tried = [usual, replace(usual, less=fused.ALONE), replace(usual, fan=1 << 20)]
-            right = cell.run(launches_of(scheme)[0])
+            right = cell.run(cell.usual)
             for each in tried:
                 agree(cell, each, right)
             times = [f"{clock.time(partial(cell.run, each), 7).microseconds:.1f}" for each in tried]
@@ -437,7 +480,7 @@ def main() -> None:
             print(f"{'FP16':16} {name}: " + ", ".join(f"{who} {t:.1f} us" for who, t in found.items()), flush=True)
             print("".join(f"  {who}: {why}\n" for who, why in refused.items()), end="", file=sys.stderr)
         try:
-            launches = launches_of(scheme, chosen.all_launches)
+            launches = launches_of(scheme, batch, length, chosen.all_launches)
             row = measure(clock, clocks, scheme, batch, length, launches, chosen.cell_seconds)
         except Exception as error:
             print(f"{scheme:16} {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
@@ -454,7 +497,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             try:
                 cell = Cell(row["scheme"], row["batch"], row["length"])
-                timed(clock, clocks, row, cell, launches_of(row["scheme"])[0])
+                timed(clock, clocks, row, cell, cell.usual)
                 del cell
             except Exception as error:
                 print(f"{row['scheme']:16}, pass {number + 1}: {type(error).__name__}: {str(error)[:300]}", flush=True)

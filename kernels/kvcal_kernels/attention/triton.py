@@ -2925,8 +2925,8 @@ def settings(
     made["PAIRS"] = pairs
     if pairs:  # codes are numbers before they meet the query: their own way from memory
         made["K_HELD"] = 0
-    slot = made["K_HELD"] + made["V_HELD"]
-    made["SLOTS"] = max(2, min(4, RING // slot)) if slot else 0
+    slot, ring = made["K_HELD"] + made["V_HELD"], RING_OF_FEW if in_bytes and warps > 1 else RING
+    made["SLOTS"] = max(2, min(4, ring // slot)) if slot else 0
     alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
     made["SAME"] = same and alike and bool(keys.vector) and bool(values.vector)
     own = 0 if made["SAME"] else made["V_ENTRIES"]
@@ -2940,6 +2940,9 @@ SHORT = 1 << 20  # what `_over` divides by a product of float32
 SPARE = 1 << 14  # of that, for what is added to a row's blocks
 MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiprocessor runs at a time
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
+# of warps that have few neighbours on a multiprocessor: 4/4 at 1 x 32768 took 20.1 us in place of 21.0 (H200)
+RING_OF_FEW = 16384
+FEW = 120  # blocks a multiprocessor, below which programs have several warps, see `chosen`
 ALONE = 1 << 20  # `less` of exact tokens with programs of their own
 
 
@@ -2976,7 +2979,7 @@ def plan(
     233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
     """
     several = warps > 1
-    start, merging = (24, 4) if several else (10, 15)
+    start, merging = (24, launch.merging or 4) if several else (10, launch.merging or 15)
     tile, turns = 16 * warps, max(1, -(-blocks // warps))
 
     def carrying(count: int) -> tuple[int, int, int]:
@@ -3050,7 +3053,7 @@ def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int
 class Launch:
     """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. registers: a thread
     at most, 0: as the compiler likes. In the place of what `plan` chooses, 0 or None: its own: length: turns of a program at
-    most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`.
+    most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`. merging: parts that are merged in a turn.
     """
 
     warps: int = 1
@@ -3060,6 +3063,7 @@ class Launch:
     parts: int = 0
     fan: int = 0
     less: int | None = None
+    merging: int = 0
 
 
 def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
@@ -3078,6 +3082,24 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
         # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
     return Launch(registers=176 if keys.tiered else 168)
+
+
+def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> tuple[Launch, ...]:
+    """All that `chosen` takes: the usual one and, of products of bytes, one of four warps a program."""
+    own = usual(keys, values, rows, turned)
+    if own.warps > 1 or turned or keys.dim > 128 or not by_bytes(keys, values, rows, 4):
+        return (own,)
+    return own, Launch(warps=4, registers=168, merging=3)
+
+
+def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room: int, device: torch.device) -> Launch:
+    """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes before and
+    behind them: four warps leave their program one part, and those of a head are merged in one wait for memory in place of
+    two or three. Uniform 4/4, 1 and 4 warps: 10.9 and 9.9 us at 1 x 4096, 22.3 and 20.1 at 1 x 32768, 52.0 and 51.7 at
+    1 x 131072, 85.4 and 86.8 at 8 x 32768 (H200). A room that outgrows FEW takes another compiled kernel from there on.
+    """
+    found = launches(keys, values, rows, turned)
+    return found[-1] if groups * room < FEW * _processors(device) else found[0]
 
 
 def attend(
@@ -3145,7 +3167,8 @@ def _prepared(
     """
     batch, heads, room = keys.words.shape[:3]
     ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
-    launch = launch or usual(keys.form, values.form, ratio * queries, rope is not None)
+    if launch is None:
+        launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, room, q.device)
     pairs = 0 if rope is None else rope.pairs
     fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
     options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": room + SPARE > SHORT}
@@ -3252,7 +3275,7 @@ def reserve(
     """Let `space` have what a launch for so many tokens over `room` blocks needs, however many programs run at a time: under a
     CUDA graph it must not grow. windows: rooms of sink and recent tokens. pairs: `Rope.pairs` of keys before RoPE.
     """
-    launch = usual(keys, values, ratio * queries, pairs > 0)
+    launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, room, space.counter.device)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
     device, most = space.counter.device, min(MOST_AT_ONCE, MOST_WARPS // launch.warps)
     plans = {_plan(fixed, batch, room, windows, launch, at_once, device).parts for at_once in range(1, most + 1)}
