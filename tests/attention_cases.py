@@ -518,6 +518,13 @@ def carried(case: Case) -> Any:
     return replace(usual, parts=4, less=usual.warps)
 
 
+def launches(case: Case) -> Any:
+    """What caches launch: as usual, and where there are few blocks."""
+    from kvcal_kernels.attention import triton
+
+    return triton.launches(case.form("key"), case.form("value"), case.ratio * case.queries, case.rotary > 0)
+
+
 def compare(cases: list[Case]) -> Any:
     """Prints a line for each case that is wrong. Returns the memory of the launches."""
     from kvcal_kernels.attention import triton
@@ -558,6 +565,9 @@ def main(cases: list[Case]) -> None:
             print(f"{case}: {splits} programs, {early} without exact tokens, {less} turns fewer")
         if why := wrong(given, found):
             print(f"{case}, exact tokens behind packed ones: {why}")
+        for launch in launches(case)[1:]:
+            if why := wrong(given, triton.attend(*given.arguments(), launch, space, **given.named())):
+                print(f"{case}, {launch}: {why}")
     (given, packed_q), plain = factored()
     found = triton.attend(*given.arguments(), triton.Launch(2, 1, 1), space, packed_q)
     if why := wrong(plain, found):

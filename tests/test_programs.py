@@ -119,7 +119,8 @@ def test_long_windows_are_not_one_program_s(warps: int, windows: tuple[int, int]
 
 @needs_triton
 @pytest.mark.parametrize(("batch", "length", "warps"), [
-    (1, 128, 4), (1, 4096, 4), (1, 32768, 4), (1, 131072, 1), (8, 32768, 1), (32, 4096, 1), (32, 1024, 4), (32, 32768, 1),
+    (1, 512, 1), (1, 4096, 4), (1, 32768, 4), (2, 32768, 4), (1, 65536, 4), (1, 131072, 1), (8, 4096, 1), (8, 32768, 1),
+    (32, 512, 1), (32, 4096, 1), (32, 32768, 1),
 ])  # fmt: skip
 def test_programs_of_few_blocks_have_four_warps(
     batch: int, length: int, warps: int, monkeypatch: pytest.MonkeyPatch
@@ -136,26 +137,34 @@ def test_programs_of_few_blocks_have_four_warps(
     assert own.warps == warps and own in fused.launches(keys, values, 4)
     # what has no second launch, whatever the length: more rows than a product takes, outer groups, tables, RoPE in the kernel
     outer, grid = Form("key", 128, 2, 128, False, False), Form("key", 128, 2, vector=2)
-    for others in ((keys, values, 8), (outer, values, 4), (grid, values, 4), (keys, values, 4, True)):
+    points = Form("key", 128, 4, vector=1, in_bytes=True)
+    for others in (
+        (keys, values, 8),
+        (outer, values, 4),
+        (grid, values, 4),
+        (points, values, 4),
+        (keys, values, 4, True),
+    ):
         assert fused.launches(*others) == (fused.usual(*others),)
 
 
 @needs_triton
-@pytest.mark.parametrize("scheme", [(4, None, 4, 128), (4, None, 4, 16), (2, 2, 4, 1024), (2, None, 16, 128)])
-def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int]) -> None:
+@pytest.mark.parametrize("scheme", [(4, None, 4, 128), (4, None, 4, 64), (2, 2, 4, 1024), (2, None, 16, 128)])
+def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of blocks."""
     import torch
 
     from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
 
+    monkeypatch.setattr(fused, "_processors", lambda device: 132)
     bits, vector, rows, room = scheme
     keys, values = (Form(role, 128, bits, **({"vector": vector} if vector else {})) for role in ("key", "value"))
     space, windows = fused.Workspace(torch.device("cpu")), (32, 96)
     fused.reserve(space, keys, values, 3, 8, rows, room, windows)
     held = [x.data_ptr() for x in (space.part, space.stat, space.counter)]
     launch = fused.chosen(keys, values, rows, False, 3 * 8, room, torch.device("cpu"))
-    assert (launch.warps == 4) == (vector == 2 or room == 16)
+    assert (launch.warps == 4) == (rows == 4)
     fixed = fused.settings(keys, values, 8, rows, 1, launch.warps)
     for at_once in range(1, 64 // launch.warps + 1):
         own = fused._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))

@@ -248,7 +248,7 @@ def by_shared(clock: Clock, schemes: list[str], percents: list[int]) -> None:
             if error := cuda.cuFuncSetAttribute(ctypes.c_void_p(made.function), carveout, percent):
                 raise RuntimeError(f"cuFuncSetAttribute: CUDA error {error}")
             taken = clock.time(partial(cell.run, launch), 9).microseconds
-            found.append(f"{percent}: {taken:.1f} ({fused.programs_at_once(made, launch.warps)})")
+            found.append(f"{percent}: {taken:.1f} ({fused.programs_at_once(made)})")
         print(f"{scheme}, percent of shared memory: us (programs at once): {', '.join(found)}", flush=True)
         del cell
         torch.cuda.empty_cache()
@@ -373,7 +373,7 @@ def measure(
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
     row["bytes"], row["bare_read"] = cell.bytes, bare_read(clock, int(cell.bytes), READ)
-    row["programs_at_once"] = fused.programs_at_once(kernel_of(scheme, cell, usual), usual.warps)
+    row["programs_at_once"] = fused.programs_at_once(kernel_of(scheme, cell, usual))
     row["error"], row["error_fp16"] = cell.errors(usual)
     if not row["error"] <= 2 * row["error_fp16"]:
         row["microseconds"] = None

@@ -36,7 +36,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
-from ..device import on
 from ..products.triton import (
     JUMP,
     MAGIC_FLOAT,
@@ -2942,7 +2941,7 @@ MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiproc
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
 # of warps that have few neighbours on a multiprocessor: 4/4 at 1 x 32768 took 20.1 us in place of 21.0 (H200)
 RING_OF_FEW = 16384
-FEW = 120  # blocks a multiprocessor, below which programs have several warps, see `chosen`
+FEW = 200  # blocks a multiprocessor, below which programs may have several warps, see `chosen`
 ALONE = 1 << 20  # `less` of exact tokens with programs of their own
 
 
@@ -3085,21 +3084,25 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
 
 
 def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> tuple[Launch, ...]:
-    """All that `chosen` takes: the usual one and, of products of bytes, one of four warps a program."""
+    """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a program."""
     own = usual(keys, values, rows, turned)
-    if own.warps > 1 or turned or keys.dim > 128 or not by_bytes(keys, values, rows, 4):
+    other = turned or keys.vector or values.vector or keys.dim > 128
+    if own.warps > 1 or other or not by_bytes(keys, values, rows, 4):
         return (own,)
     return own, Launch(warps=4, registers=168, merging=3)
 
 
 def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room: int, device: torch.device) -> Launch:
     """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes before and
-    behind them: four warps leave their program one part, and those of a head are merged in one wait for memory in place of
-    two or three. Uniform 4/4, 1 and 4 warps: 10.9 and 9.9 us at 1 x 4096, 22.3 and 20.1 at 1 x 32768, 52.0 and 51.7 at
-    1 x 131072, 85.4 and 86.8 at 8 x 32768 (H200). A room that outgrows FEW takes another compiled kernel from there on.
+    behind them: four warps leave their program one part, and those of a group are merged in one wait for memory in place of
+    two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps, uniform 4/4 (2/2):
+    1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536 33.5, 32.6; 2 x 32768 32.6,
+    31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes: TurboQuant 4/3 at 1 x 4096 18.2,
+    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. A room that outgrows these limits takes another compiled kernel from there on.
     """
-    found = launches(keys, values, rows, turned)
-    return found[-1] if groups * room < FEW * _processors(device) else found[0]
+    found, processors = launches(keys, values, rows, turned), _processors(device)
+    few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
+    return found[-1] if few else found[0]
 
 
 def attend(
@@ -3155,6 +3158,7 @@ def attend(
 _ABOUT = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
 LOG2E = 1.4426950408889634
 _PREPARED = Prepared()
+_AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which stay: programs of a multiprocessor
 
 
 def _prepared(
@@ -3188,9 +3192,7 @@ def _prepared(
             (*before, some, some, some.view(torch.int32), *behind),
             (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0, 1.0, 1.0),
         )
-        made = ready.compiled(*given)
-        with on(q.device):
-            at_once = programs_at_once(made, launch.warps)
+        at_once = _AT_ONCE[id(ready.compiled(*given))]
     own = _plan(fixed, batch, room, windows, launch, at_once, q.device)
     fan = launch.fan or fan_of(own.parts, fixed["AT_ONCE"])
     ready.grid = (batch, heads * fixed["CHUNKS"], own.parts)
@@ -3202,11 +3204,13 @@ def _by_registers(launch: Launch) -> int:
     return max(1, 2048 // (launch.registers or 168) // launch.warps)
 
 
-def programs_at_once(made: Any, warps: int) -> int:
-    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count."""
-    count = ctypes.c_int()
+def programs_at_once(made: Any) -> int:
+    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count; for a thread that has the kernel's context:
+    one that launched nothing yet has none.
+    """
+    count, threads = ctypes.c_int(), 32 * made.metadata.num_warps
     error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        ctypes.byref(count), ctypes.c_void_p(made.function), 32 * warps, ctypes.c_size_t(made.metadata.shared)
+        ctypes.byref(count), ctypes.c_void_p(made.function), threads, ctypes.c_size_t(made.metadata.shared)
     )
     if error:
         raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: CUDA error {error}")
@@ -3308,8 +3312,9 @@ def _examine(ring: int, made: Any) -> None:
         except Exception:
             made.metadata, made.packed_metadata = before
             raise
-    made._init_handles()
+    made._init_handles()  # which gives the thread the kernel's context
     _allow(made)
+    _AT_ONCE[id(made)] = programs_at_once(made)
 
 
 def _allow(made: Any) -> None:
