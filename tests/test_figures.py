@@ -131,10 +131,30 @@ def test_attention() -> None:
     assert not wanted, "rows of the run that the page leaves out"
 
 
+NEWER = ("ffe395f", "5d6d194", "83a801a", "3a30158")
+
+
+def test_bare_reads() -> None:
+    """Of short contexts, beside what is wanted there."""
+    rows = {at(r["batch"], r["length"]): r for r in attention() if r["scheme"] == "uniform 4/4"}
+    ratios = {row[0]: float(row[-1]) for row in cells(page("decode_attention"), "batch × length | 241914a")}
+    best = {shape: rows[shape]["ratio_to_fp16"] * rows[shape]["microseconds"] for shape in ratios}
+    wanted: dict[Any, Any] = {
+        shape: [
+            [rows[shape]["bytes"] / 1e6],
+            [rows[shape]["microseconds"]],
+            [rows[shape]["bare_read"]],
+            [best[shape] / own],
+        ]
+        for shape, own in ratios.items()
+    }
+    shows(page("decode_attention"), "batch × length | MB", wanted)
+
+
 def test_short_contexts() -> None:
     """Of the commits whose runs are stored."""
     by = {}
-    for commit in ("241914a", "ffe395f", "5d6d194", "83a801a"):
+    for commit in ("241914a", *NEWER):
         rows = json.loads((BENCHMARKS / f"decode_attention-{commit}.json").read_text())["rows"]
         by[commit] = {
             at(r["batch"], r["length"]): r
@@ -145,7 +165,7 @@ def test_short_contexts() -> None:
     assert sorted(seen) == sorted(by["ffe395f"])
     for shape, old, _, *newer, _ in cells(page("decode_attention"), "batch × length | 241914a"):
         assert holds(old, by["241914a"][shape]["microseconds"])
-        for commit, new in zip(("ffe395f", "5d6d194", "83a801a"), newer, strict=True):
+        for commit, new in zip(NEWER, newer, strict=True):
             assert holds(new, by[commit][shape]["microseconds"], by[commit][shape]["ratio_to_fp16"])
 
 
@@ -484,7 +504,7 @@ def test_rows_of_aqua_kv() -> None:
 
 
 def test_gpu_time_of_aqua_kv() -> None:
-    """32768 tokens are of an older run, whose rows have what shapes have now."""
+    """32768 tokens are of another run; an older one's rows have what shapes have now."""
     wanted: dict[str, list[Any]] = {}
 
     def add(length: int, commit: str, of: Mapping[str, Any], bound: float) -> None:
@@ -496,14 +516,12 @@ def test_gpu_time_of_aqua_kv() -> None:
     for length in (SHORT, LONG):
         one = shape_of(length)
         add(length, "5d6d194", one["device"], one["flop_bound_microseconds"])
-    rows = {
-        length: {r["scheme"]: r for r in run["rows"] if r["length"] == length and r["path"].endswith("; eager")}
-        for run in [run_of(page("aqua_tokens"), "its file")]
-        for length in (LONG, 32768)
-    }
-    add(32768, "3091c32", rows[32768], rows[32768][AQUA]["flop_bound_microseconds"])
+    [long] = [one for one in run_of(page("aqua_tokens"), "another run")["shapes"] if one["length"] == 32768]
+    add(32768, "ebf3578", long["device"], long["flop_bound_microseconds"])
+    older = run_of(page("aqua_tokens"), "its file")["rows"]
+    rows = {r["scheme"]: r for r in older if r["length"] == LONG and r["path"].endswith("; eager")}
     shows(page("aqua_tokens"), "tokens | commit", wanted)
-    then = [rows[LONG][cache]["device_microseconds"] / 1e3 for cache in (AQUA, DECODED, PLAIN)]
+    then = [rows[cache]["device_microseconds"] / 1e3 for cache in (AQUA, DECODED, PLAIN)]
     now = [shape_of(LONG)["device"][cache]["device_microseconds"] / 1e3 for cache in (AQUA, DECODED)]
     less = {f"{b - a:.1f}" for a, b in zip(then, now, strict=False)}
     told = "{:.2f} and {:.2f} ms at 8192 tokens, {} less than now; FP16 took {:.2f}"

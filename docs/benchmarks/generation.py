@@ -9,8 +9,9 @@ and what is compared: docs/benchmarks.md, "Whole models". --compiled: then once 
 first scheme alone; compiling takes a minute or so.
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
-written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone:
-with the device nearly full cuDNN failed inside of it and left a CUDA context in which nothing ran any more (H200).
+written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone
+and cuDNN out of torch's attention: with the device nearly full cuDNN failed inside of it, with 3 GiB left too, and left a
+CUDA context in which nothing ran any more (H200).
 """
 
 from __future__ import annotations
@@ -222,6 +223,7 @@ def main(given: Sequence[str] | None = None) -> None:
     print(", ".join(f"{name} {value}" for name, value in about.items()), f"- model made in {time.time() - began:.0f} s")
     if on_gpu and "quanto" in chosen.kind:
         torch.cuda.set_per_process_memory_fraction(1 - ROOM / about["total_bytes"])
+        torch.backends.cuda.enable_cudnn_sdp(False)
     ours_alone = bool(chosen.kind) and "quanto" not in chosen.kind
     building, quanto = None if ours_alone else quanto_building(on_gpu), ""
     every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
@@ -256,7 +258,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if "quanto" in kind.name:
             left = chosen.seconds + began - time.time()
             quanto = quanto or quanto_built(building, min(BUILD_SECONDS, left))
-            kind = replace(kind, path=f"{kind.path}{quanto}, {ROOM // GIB} GiB left to libraries")
+            kind = replace(kind, path=f"{kind.path}{quanto}, {ROOM // GIB} GiB left to libraries, without cuDNN")
         take(
             f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, largest, device, copy)
         )
