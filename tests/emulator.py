@@ -95,7 +95,8 @@ class Emulator(DriverBase):
         compiler.CompiledKernel._init_handles = loaded
         shared.Ready.__call__ = known  # type: ignore[method-assign]
         preflight.interpreted = lambda: True  # kernels run on the CPU
-        attention._allow = lambda made: None  # it asks the driver's library
+        attention._allow = lambda made: None  # these ask the driver's library
+        attention.programs_at_once = lambda made: 1
 
 
 def memory_of(tensors: Iterable[Tensor]) -> Memory:
