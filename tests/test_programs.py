@@ -149,6 +149,24 @@ def test_programs_of_few_blocks_have_four_warps(
 
 
 @needs_triton
+def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
+    """99 KB a program (compute capability 8.6 and 8.9), of which Triton takes up to 32 (test_attention_kernel's budgets)."""
+    from kvcal_kernels.attention import Form
+    from kvcal_kernels.attention import triton as fused
+
+    several = {}
+    for bits in (2, 3, 4, 8):
+        for symmetric in (True, False):
+            keys, values = (Form(role, 128, bits, 32, True, symmetric) for role in ("key", "value"))
+            own = fused.launches(keys, values, 4)
+            several[bits, symmetric] = len(own) == 2
+            for launch in own:
+                ring = fused._reserved(fused.settings(keys, values, 8, 4, 1, launch.warps))
+                assert ring + (32 << 10) <= 99 << 10, (bits, symmetric, launch)
+    assert several == {(bits, symmetric): bits < 8 for bits in (2, 3, 4, 8) for symmetric in (True, False)}
+
+
+@needs_triton
 @pytest.mark.parametrize("scheme", [(4, None, 4, 128), (4, None, 4, 64), (2, 2, 4, 1024), (2, None, 16, 128)])
 def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of blocks."""

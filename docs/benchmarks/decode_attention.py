@@ -87,7 +87,7 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
 # of `bare_read`: warps, loads of 16 bytes a thread at a time, programs a multiprocessor
 READERS = [(2, 2, 16), (2, 4, 16), (4, 2, 16), (4, 4, 8), (8, 4, 4), (8, 4, 8), (8, 2, 2), (8, 2, 4)]
-# what --all-launches tries beside the usual ones: warps, registers, turns of a program at most
+# what --all-launches tries beside those that caches make: warps, registers, turns of a program at most
 OTHERS = [(warps, registers, turns) for warps in (1, 4) for registers in (128, 152, 168) for turns in (40, 60, 96)]
 
 
@@ -107,7 +107,7 @@ def launches_of(scheme: str, batch: int, length: int, more: bool = False) -> lis
     key, value, _ = SCHEMES[scheme]
     about = form("key", key), form("value", value), RATIO, scheme.endswith("before RoPE")
     own = fused.chosen(*about, batch * HEADS, room_of(length), torch.device("cuda"))
-    others = [*fused.launches(*about), *(replace(own, warps=w, registers=r, length=n) for w, r, n in OTHERS)]
+    others = [*fused.launches(*about), *(replace(own, warps=w, registers=r, length=n, merging=0) for w, r, n in OTHERS)]
     return [own, *(each for each in others if each != own)] if more else [own]
 
 
@@ -368,7 +368,7 @@ def measure(
     launches: list[fused.Launch],
     seconds: float,
 ) -> dict[str, Any]:
-    """Of the first launch, the usual one; what the others take is beside it."""
+    """Of the first launch, the chosen one; what the others take is beside it."""
     cell, usual = Cell(scheme, batch, length), launches[0]
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2

@@ -2885,8 +2885,8 @@ def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, int]:
     """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
-    length or the splits, so that a model's decode steps share one compiled kernel. same: keys and values of one bit width
-    are of one grid. pairs: Rope.pairs of keys before RoPE.
+    length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`). same: keys and values of
+    one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
     """
     rows = ratio * queries
     in_bytes = by_bytes(keys, values, rows, warps, pairs)
@@ -2939,7 +2939,7 @@ SHORT = 1 << 20  # what `_over` divides by a product of float32
 SPARE = 1 << 14  # of that, for what is added to a row's blocks
 MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiprocessor runs at a time
 RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
-# of warps that have few neighbours on a multiprocessor: 4/4 at 1 x 32768 took 20.1 us in place of 21.0 (H200)
+# of several warps and products of bytes: 4/4 at 1 x 32768 took 20.1 us in place of 21.0 (H200)
 RING_OF_FEW = 16384
 FEW = 200  # blocks a multiprocessor, below which programs may have several warps, see `chosen`
 ALONE = 1 << 20  # `less` of exact tokens with programs of their own
@@ -3089,6 +3089,9 @@ def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> t
     other = turned or keys.vector or values.vector or keys.dim > 128
     if own.warps > 1 or other or not by_bytes(keys, values, rows, 4):
         return (own,)
+    # 8 bits: with Triton's 32 KB 104 KB, where GPUs of compute capability 8.6 and 8.9 have 99
+    if _reserved(settings(keys, values, 1, 1, 1, 4)) > 64 << 10:
+        return (own,)
     return own, Launch(warps=4, registers=168, merging=3)
 
 
@@ -3098,7 +3101,8 @@ def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room:
     two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps, uniform 4/4 (2/2):
     1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536 33.5, 32.6; 2 x 32768 32.6,
     31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes: TurboQuant 4/3 at 1 x 4096 18.2,
-    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. A room that outgrows these limits takes another compiled kernel from there on.
+    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. A room that grows into these limits, or out of them, takes another compiled kernel
+    from there on.
     """
     found, processors = launches(keys, values, rows, turned), _processors(device)
     few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
