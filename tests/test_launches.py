@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -31,12 +31,14 @@ class Kernel:
         self.arg_names = ["p_x", "p_count", "n", "SIZE"]
         self.params = [SimpleNamespace(do_not_specialize_on_alignment=name == "p_count") for name in self.arg_names]
         self.warm = 0
+        self.options: list[Any] = []
         self.bound: list[Any] = []
         self.started: list[Any] = []
         self.made: Any = Compiled({(3, 1, 1): lambda *given: self.started.append(given)})
 
     def warmup(self, *given: Any, grid: Any, **options: Any) -> Any:
         self.warm += 1
+        self.options.append(options)
         return self.made
 
     def __getitem__(self, grid: Any) -> Any:
@@ -130,6 +132,66 @@ def test_what_is_prepared_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch
         assert held[i] == i and len(held) <= 3
 
 
+class Metadata(NamedTuple):
+    shared: int = 1000
+    target: str = "a GPU"
+
+
+class Loadable:
+    """What Triton compiled and did not load yet."""
+
+    def __init__(self) -> None:
+        self.asm, self.metadata, self.packed_metadata = {"ttgir": ""}, Metadata(), "packed 1000"
+        self.module: Any = None
+        self.function: Any = None
+        self.loaded: list[int] = []
+
+    def _init_handles(self) -> None:
+        if self.module is None:
+            self.module = self.function = object()
+            self.loaded.append(self.metadata.shared)
+
+
+@pytest.mark.parametrize("ring", [0, 4096])
+@pytest.mark.parametrize("fails", ["_allow", "programs_at_once"])
+def test_an_examination_that_failed_is_made_again(fails: str, ring: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring's room is added once, and nothing is launched without it."""
+    from kvcal_kernels.attention import triton
+
+    shared = 1024 + ring if ring else 1000
+    monkeypatch.setattr(
+        triton, "make_backend", lambda target: SimpleNamespace(pack_metadata=lambda m: f"packed {m.shared}")
+    )
+    monkeypatch.setattr(triton, "_AT_ONCE", {})
+
+    def refused(made: Any) -> int:
+        raise RuntimeError("CUDA error 201")
+
+    own = Loadable()
+    with monkeypatch.context() as then:
+        then.setattr(triton, "_allow", lambda made: None)
+        then.setattr(triton, "programs_at_once", lambda made: 3)
+        then.setattr(triton, fails, refused)
+        with pytest.raises(RuntimeError, match="CUDA error 201"):
+            triton._examine(ring, own)
+    assert own.module is None and own.metadata.shared == 1000 and own.packed_metadata == "packed 1000"
+    assert not triton._AT_ONCE
+    monkeypatch.setattr(triton, "_allow", lambda made: None)
+    monkeypatch.setattr(triton, "programs_at_once", lambda made: 3)
+    triton._examine(ring, own)
+    assert own.loaded == [shared, shared] and own.packed_metadata == f"packed {shared}"
+    assert {id(own): 3} == triton._AT_ONCE
+
+
+def test_a_kernel_that_was_loaded_without_its_ring_is_refused() -> None:
+    from kvcal_kernels.attention import triton
+
+    own = Loadable()
+    own._init_handles()
+    with pytest.raises(RuntimeError, match="loaded before its shared memory was enlarged"):
+        triton._examine(4096, own)
+
+
 class Attention(Kernel):
     def __init__(self) -> None:
         from kvcal_kernels.attention.triton import attend_kernel
@@ -183,6 +245,24 @@ def test_checks_of_attention_are_made_once_for_tensors_alike(
         and names["room"] == own.keys.words.shape[2]
         and names["HEADS"] == 2
     )
+
+
+@pytest.mark.parametrize(("blocks", "warps"), [(32, 1), (64, 4), (796, 4), (800, 1)])
+def test_attention_launches_what_is_chosen(
+    blocks: int, warps: int, attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 8 multiprocessors two groups are few, and have few blocks up to a room of 799."""
+    from kvcal_kernels.attention import triton
+
+    monkeypatch.setattr(triton, "_processors", lambda device: 8)
+    own = made(Case("symmetric 2", "symmetric 2", dim=64, heads=2, ratio=2, blocks=(blocks,), spare=0))
+    assert own.keys.words.shape[2] == blocks
+    triton.attend(*own.arguments())
+    (options,) = attention.options
+    names = dict(zip(attention.arg_names, attention.started[0][1], strict=True))
+    wanted = triton.chosen(own.keys.form, own.values.form, 2, False, 2, blocks, torch.device("cpu"))
+    assert warps == wanted.warps == options["num_warps"] == names["NW"]
+    assert options.get("maxnreg", 168) == wanted.registers
 
 
 @pytest.mark.parametrize(

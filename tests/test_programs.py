@@ -179,10 +179,12 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
     bits, vector, rows, room = scheme
     keys, values = (Form(role, 128, bits, **({"vector": vector} if vector else {})) for role in ("key", "value"))
     space, windows = fused.Workspace(torch.device("cpu")), (32, 96)
+    plan_of, launches = fused._plan, []
+    monkeypatch.setattr(fused, "_plan", lambda *given: (launches.append(given[4]), plan_of(*given))[1])
     fused.reserve(space, keys, values, 3, 8, rows, room, windows)
     held = [x.data_ptr() for x in (space.part, space.stat, space.counter)]
     launch = fused.chosen(keys, values, rows, False, 3 * 8, room, torch.device("cpu"))
-    assert (launch.warps == 4) == (rows == 4)
+    assert (launch.warps == 4) == (rows == 4) and set(launches) == {launch}
     fixed = fused.settings(keys, values, 8, rows, 1, launch.warps)
     for at_once in range(1, 64 // launch.warps + 1):
         own = fused._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))

@@ -12,7 +12,8 @@ kv head's query heads as rows, and FlashInfer where it is installed (kvcal.bench
 bytes: what a call must read, packed blocks with their scales, 32 sink and 96 recent tokens in FP16.
 copy bandwidth: bytes read plus bytes written, over the time of a large copy.
 fraction: bytes over copy bandwidth, over the time taken; 1 is the speed of memory, 281 us at 32 x 32768, 4.5 bits, 4.3 TB/s.
-bare read: what the fastest of some launches (READERS) takes of a kernel that adds up so many bytes and does nothing else.
+bare read: what the fastest of some launches (READERS) takes of a kernel that adds up so many bytes and does nothing else; it
+is timed in every pass, too.
 
 Kernels are compiled first, then cells are measured in the order of the table, each with at most --cell-seconds of trying
 launches; cells that have not begun after --seconds are named and left out.
@@ -149,7 +150,7 @@ class Cell:
 
     def __init__(self, scheme: str, batch: int, length: int, dtype: torch.dtype = torch.float16) -> None:
         self.scheme, (key, value, self.wanted) = scheme, SCHEMES[scheme]
-        self.usual = launches_of(scheme, batch, length)[0]
+        self.own = launches_of(scheme, batch, length)[0]
         count = (length - SINK - RECENT) // 32
         room = room_of(length)
         self.keys = random_blocks(form("key", key), batch, room)
@@ -225,7 +226,7 @@ def peers_of(clock: Clock, batch: int, length: int) -> tuple[dict[str, float], d
     return taken, {peer.name: str(peer.why_not) for peer in found if not peer.timed}
 
 
-READ: dict[int, float] = {}
+BEST: dict[int, tuple[int, int, int]] = {}  # of READERS, by bytes
 KERNELS: dict[tuple[str, int], Any] = {}  # of schemes and warps, launches that are chosen, as Triton compiled them
 
 
@@ -242,7 +243,7 @@ def by_shared(clock: Clock, schemes: list[str], percents: list[int]) -> None:
     cuda, carveout = ctypes.CDLL("libcuda.so.1"), 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     for scheme in schemes:
         cell, found = Cell(scheme, 32, 32768), []
-        launch = cell.usual
+        launch = cell.own
         made = kernel_of(scheme, cell, launch)
         for percent in percents:
             if error := cuda.cuFuncSetAttribute(ctypes.c_void_p(made.function), carveout, percent):
@@ -268,8 +269,11 @@ def compile_all(schemes: list[str], more: bool) -> None:
     """Into Triton's cache on disk, a process a core."""
     cells = {scheme: [(32, 32768)] for scheme in schemes}
     cells[schemes[0]] += CELLS
-    jobs = [(scheme, each) for scheme in schemes for cell in cells[scheme] for each in launches_of(scheme, *cell, more)]
-    jobs = list(dict.fromkeys(jobs))
+    every = [
+        (scheme, each) for scheme in schemes for cell in cells[scheme] for each in launches_of(scheme, *cell, more)
+    ]
+    # what is compiled follows from these; the rest of a launch is the plan's
+    jobs = list({(scheme, each.warps, each.stages, each.registers): (scheme, each) for scheme, each in every}.values())
     workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for said in pool.map(compile_one, jobs):
@@ -288,27 +292,28 @@ def read_kernel(p, p_out, words, SIZE: tl.constexpr, UNROLL: tl.constexpr):
     tl.store(p_out + tl.program_id(0), tl.sum(b_sum, 0))
 
 
-def bare_read(clock: Clock, size: int, found: dict[int, float]) -> float:
-    """Microseconds for so many bytes. found: of sizes that were timed before."""
-    if size not in found:
-        given = torch.randint(-(1 << 60), 1 << 60, (-(-size // 8),), device="cuda")
-        processors, right, times = torch.cuda.get_device_properties().multi_processor_count, given.sum(), []
-        for warps, unroll, programs in READERS:
-            sums = torch.empty(processors * programs, dtype=torch.int64, device="cuda")
-            fixed = {"SIZE": 64 * warps, "UNROLL": unroll, "num_warps": warps}
-            run = partial(read_kernel[(len(sums),)], given, sums, len(given), **fixed)
-            times.append(clock.time(run, 11).microseconds)
-            if not torch.equal(sums.sum(), right):
-                raise ValueError(f"a bare read of {size} bytes by {fixed} gave another sum than torch's")
-        found[size] = min(times)
-    return found[size]
+def bare_read(clock: Clock, size: int) -> float:
+    """Microseconds for so many bytes, newly allocated, by the launch that was fastest when their number was new."""
+    given = torch.randint(-(1 << 60), 1 << 60, (-(-size // 8),), device="cuda")
+    processors, right = torch.cuda.get_device_properties().multi_processor_count, given.sum()
+    found = {}
+    for reader in [BEST[size]] if size in BEST else READERS:
+        warps, unroll, programs = reader
+        sums = torch.empty(processors * programs, dtype=torch.int64, device="cuda")
+        fixed = {"SIZE": 64 * warps, "UNROLL": unroll, "num_warps": warps}
+        run = partial(read_kernel[(len(sums),)], given, sums, len(given), **fixed)
+        found[reader] = clock.time(run).microseconds
+        if not torch.equal(sums.sum(), right):
+            raise ValueError(f"a bare read of {size} bytes by {fixed} gave another sum than torch's")
+    BEST[size] = min(found, key=lambda reader: found[reader])
+    return found[BEST[size]]
 
 
 def tune(clock: Clock, cell: Cell, launches: list[fused.Launch], seconds: float) -> list[tuple[float, fused.Launch]]:
     """(microseconds, launch), best first; no further ones after so many seconds."""
     found: list[tuple[float, fused.Launch]] = []
     began = time.time()
-    right = cell.run(cell.usual) if launches else None
+    right = cell.run(cell.own) if launches else None
     for launch in launches:
         if time.time() - began > seconds:
             print(f"  {seconds:g} s are over: {len(found)} launches were tried", file=sys.stderr)
@@ -322,11 +327,11 @@ def tune(clock: Clock, cell: Cell, launches: list[fused.Launch], seconds: float)
 
 
 def agree(cell: Cell, launch: fused.Launch, right: torch.Tensor | None) -> None:
-    """ValueError where a launch finds something else than the usual one, which was compared with the reference."""
+    """ValueError where a launch finds something else than the chosen one, which was compared with the reference."""
     assert right is not None
     difference = float((cell.run(launch).float() - right.float()).norm() / right.float().norm())
     if not difference <= 1e-3:
-        raise ValueError(f"{launch}: {difference:.1e} off the usual launch, at most 1e-3 is allowed")
+        raise ValueError(f"{launch}: {difference:.1e} off the chosen launch, at most 1e-3 is allowed")
 
 
 class Clocks:
@@ -353,7 +358,8 @@ class Clocks:
 
 
 def timed(clock: Clock, clocks: Clocks, row: dict[str, Any], cell: Cell, launch: fused.Launch) -> None:
-    """One pass more."""
+    """One pass more, and what a bare read of as many bytes takes beside it."""
+    row["bare_passes"].append(bare_read(clock, int(cell.bytes)))
     began = time.time()
     row["passes"].append(clock.time(partial(cell.run, launch)).microseconds)
     row["sm_mhz"].append(clocks.since(began))
@@ -369,18 +375,19 @@ def measure(
     seconds: float,
 ) -> dict[str, Any]:
     """Of the first launch, the chosen one; what the others take is beside it."""
-    cell, usual = Cell(scheme, batch, length), launches[0]
+    cell, own = Cell(scheme, batch, length), launches[0]
     row: dict[str, Any] = {"operation": "decode attention", "scheme": scheme, "batch": batch, "length": length}
     row["stored_bits"] = (cell.keys.form.stored_bits + cell.values.form.stored_bits) / 2
-    row["bytes"], row["bare_read"] = cell.bytes, bare_read(clock, int(cell.bytes), READ)
-    row["programs_at_once"] = fused.programs_at_once(kernel_of(scheme, cell, usual))
-    row["error"], row["error_fp16"] = cell.errors(usual)
+    row["bytes"] = cell.bytes
+    row["programs_at_once"] = fused.programs_at_once(kernel_of(scheme, cell, own))
+    row["error"], row["error_fp16"] = cell.errors(own)
     if not row["error"] <= 2 * row["error_fp16"]:
         row["microseconds"] = None
         return row
     row["tried"] = [[round(t, 2), *vars(launch).values()] for t, launch in tune(clock, cell, launches[1:], seconds)]
-    row |= {"microseconds": 0.0, "passes": [], "sm_mhz": [], "wanted": cell.wanted, "launch": vars(usual)}
-    timed(clock, clocks, row, cell, usual)
+    row |= {"microseconds": 0.0, "passes": [], "bare_passes": [], "sm_mhz": [], "wanted": cell.wanted}
+    row["launch"] = vars(own)
+    timed(clock, clocks, row, cell, own)
     return row
 
 
@@ -404,7 +411,7 @@ def conclude(result: dict[str, Any], out: str) -> list[tuple[dict[str, Any], tup
             name = f"{row['batch']} x {row['length']}"
             peers_there = [*result["fp16"][name].items(), *result["fp16_again"].get(name, {}).items()]
             best = min(peers_there, key=lambda item: item[1], default=("none", float("nan")))
-            row["microseconds"] = statistics.median(row["passes"])
+            row["microseconds"], row["bare_read"] = map(statistics.median, (row["passes"], row["bare_passes"]))
             row["fraction_of_copy"] = row["bytes"] / result["copy_bandwidth"] * 1e6 / row["microseconds"]
             row |= {"fp16_backend": best[0], "ratio_to_fp16": best[1] / row["microseconds"], "projected": False}
             found.append((row, best))
@@ -417,9 +424,9 @@ def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
     for scheme, batch, length in [(scheme, 32, 32768) for scheme in schemes] + [(schemes[0], *cell) for cell in CELLS]:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
-            usual = replace(cell.usual, parts=count)
-            tried = [usual, replace(usual, less=fused.ALONE), replace(usual, fan=1 << 20)]
-            right = cell.run(cell.usual)
+            own = replace(cell.own, parts=count)
+            tried = [own, replace(own, less=fused.ALONE), replace(own, fan=1 << 20)]
+            right = cell.run(cell.own)
             for each in tried:
                 agree(cell, each, right)
             times = [f"{clock.time(partial(cell.run, each), 7).microseconds:.1f}" for each in tried]
@@ -436,7 +443,7 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--out", default=os.environ.get("OUT", "."))
     options.add_argument(
-        "--all-launches", action="store_true", help="the usual one and others, which take 18 times as long to compile"
+        "--all-launches", action="store_true", help="the chosen one and others, which take 18 times as long to compile"
     )
     options.add_argument("--schemes", default="", help="part of the names, comma-separated")
     options.add_argument("--programs", default="", help="counts a kv head, comma-separated")
@@ -497,7 +504,7 @@ def main() -> None:
             torch.cuda.empty_cache()
             try:
                 cell = Cell(row["scheme"], row["batch"], row["length"])
-                timed(clock, clocks, row, cell, cell.usual)
+                timed(clock, clocks, row, cell, cell.own)
                 del cell
             except Exception as error:
                 print(f"{row['scheme']:16}, pass {number + 1}: {type(error).__name__}: {str(error)[:300]}", flush=True)

@@ -3101,8 +3101,8 @@ def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room:
     two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps, uniform 4/4 (2/2):
     1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536 33.5, 32.6; 2 x 32768 32.6,
     31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes: TurboQuant 4/3 at 1 x 4096 18.2,
-    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. A room that grows into these limits, or out of them, takes another compiled kernel
-    from there on.
+    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. Limits of other GPUs follow by their count of multiprocessors, untimed. A room that
+    grows into these limits, or out of them, takes another compiled kernel from there on.
     """
     found, processors = launches(keys, values, rows, turned), _processors(device)
     few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
@@ -3280,8 +3280,9 @@ def reserve(
     space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
     queries: int = 1, pairs: int = 0,
 ) -> None:  # fmt: skip
-    """Let `space` have what a launch for so many tokens over `room` blocks needs, however many programs run at a time: under a
-    CUDA graph it must not grow. windows: rooms of sink and recent tokens. pairs: `Rope.pairs` of keys before RoPE.
+    """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time: under a
+    CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent tokens. pairs:
+    `Rope.pairs` of keys before RoPE.
     """
     launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, room, space.counter.device)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
@@ -3305,20 +3306,20 @@ def _examine(ring: int, made: Any) -> None:
     tables of grids leave no room for a ring.
     """
     check_layouts(made.asm["ttgir"])
+    before = made.metadata, made.packed_metadata
     if ring:
         if made.module is not None:
             raise RuntimeError("attend_kernel was loaded before its shared memory was enlarged; report it, please")
-        before = made.metadata, made.packed_metadata
         made.metadata = made.metadata._replace(shared=-(-made.metadata.shared // 128) * 128 + ring)
         made.packed_metadata = make_backend(made.metadata.target).pack_metadata(made.metadata)
-        try:
-            made._init_handles()
-        except Exception:
-            made.metadata, made.packed_metadata = before
-            raise
-    made._init_handles()  # which gives the thread the kernel's context
-    _allow(made)
-    _AT_ONCE[id(made)] = programs_at_once(made)
+    try:
+        made._init_handles()  # which gives the thread the kernel's context
+        _allow(made)
+        _AT_ONCE[id(made)] = programs_at_once(made)
+    except Exception:  # as it was, so that another launch can try again
+        made.metadata, made.packed_metadata = before
+        made.module = made.function = None
+        raise
 
 
 def _allow(made: Any) -> None:
