@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from architectures import build
+from kvcal import models
 from kvcal.bench import caches, decoding, filled, generation, layer, schemes
 from kvcal.bench.caches import FLUSH_AT, Kind, Start
 from kvcal.bench.decoding import CHECKED, Ran, Stepper
@@ -380,6 +382,31 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch: pytest.MonkeyPatc
     assert (static.path, 1) not in asked or total < 2000  # its rows are as large as those of the full cache
 
 
+@pytest.mark.parametrize(("most", "rows"), [(1, 1), (5, 5), (8, 8), (17, 17), (64, 64), (150, 100), (None, 100)])
+def test_what_counts_no_further_is_never_asked_to(most: int | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory holds 100 rows; beyond `most` the library would write where it must not."""
+    asked: list[int] = []
+
+    def run(model: Any, kind: Kind, batch: int, length: int, steps: int) -> Ran:
+        asked.append(batch)
+        if batch > 100:
+            raise torch.OutOfMemoryError("out of memory")
+        return fake(bytes=100 * batch)
+
+    monkeypatch.setattr(decoding, "run", run)
+    monkeypatch.setattr(decoding, "capacity", lambda device: 10099)
+    own = replace(plain("full"), most_tokens=most and most * 99 + 98, beyond="it counts by 32 bits")
+    found, *_ = generation.largest_batch_rows("m", model(), [own], 99, "x")
+    assert (found.batch, found.more["largest_batch"], found.more["one_more_fails"]) == (rows, rows, True)
+    assert most is None or max(asked) <= most
+    limit = f"{rows + 1} rows of 99 tokens, at most {own.most_tokens} tokens in all: it counts by 32 bits"
+    assert found.more["limited_by"] == (limit if rows == most else None)
+    if most is not None:
+        (refused,) = generation.generate_rows("m", model(), [own], [(most + 1, 99)], "x")
+        called = generation.called_rows("m", model(), [own], [(most + 1, 99)], "x")
+        assert refused.refused == f"{most + 1}" + limit[len(str(rows + 1)) :] == next(iter(called)).refused
+
+
 def test_a_search_ends_after_its_trials() -> None:
     asked: list[int] = []
     search = Search(lambda n: asked.append(n) is None, trials=5)
@@ -419,6 +446,15 @@ def test_quantized_cache() -> None:
         ("transformers-quanto-4", None),
     ]
     assert all("128 steps" in row.more["note"] for row in found)
+
+
+def test_quantos_cuda_code_is_asked_for_as_many_numbers_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "installed", lambda module: True)
+    llama = models.geometry(models.resolve("llama-3.1-8b"))
+    for one in caches.quanto_kinds(SimpleNamespace(device=torch.device("cuda")), llama):
+        assert one.most_rows(32768) == 64 and one.refusal(64, 32768) is None
+        assert "32-bit integers" in str(one.refusal(65, 32768))
+    assert all(one.most_tokens is None for one in caches.quanto_kinds(model(), geometry()))
 
 
 def script() -> Any:

@@ -10,8 +10,7 @@ first scheme alone; compiling takes a minute or so.
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
 written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone
-and cuDNN out of torch's attention: with the device nearly full cuDNN failed inside of it, with 3 GiB left too, and left a
-CUDA context in which nothing ran any more (H200).
+and cuDNN out of torch's attention: with the device nearly full cuDNN failed inside of it (H200).
 """
 
 from __future__ import annotations
@@ -156,6 +155,7 @@ def show(row: Row) -> str:
     for key, form in (
         ("flush_microseconds", "{:.0f} us one that packs"), ("tokens_per_second", "{:.1f} tokens/s"),
         ("logits_apart", "logits within {:.1e} of eager"), ("one_more_fails", "one more fails: {}"),
+        ("limited_by", "no more by {}"),
         ("batch_to_fp16", "batch x {:.2f}"), ("throughput_to_fp16", "throughput x {:.2f}"), ("no_graph", "no graph: {}"),
     ):  # fmt: skip
         if more.get(key) is not None:
@@ -259,6 +259,8 @@ def main(given: Sequence[str] | None = None) -> None:
             left = chosen.seconds + began - time.time()
             quanto = quanto or quanto_built(building, min(BUILD_SECONDS, left))
             kind = replace(kind, path=f"{kind.path}{quanto}, {ROOM // GIB} GiB left to libraries, without cuDNN")
+            if quanto:
+                kind = replace(kind, most_tokens=None)  # torch's code counts further
         take(
             f"{job} {kind.name}, {kind.path}", partial(rows_of, job, kind, model, chosen, found, largest, device, copy)
         )

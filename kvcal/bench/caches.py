@@ -79,7 +79,8 @@ AttentionMaskInterface.register(UNMASKED, lambda *args, **kwargs: None)
 class Kind:
     """One kind of cache under one attention. maker is None where `why_not` says that it cannot be had here. plain: FP16.
     backend: of scaled_dot_product_attention, None for torch's choice. implementation: of Transformers, None for the model's
-    own. bytes_like: a kind whose rows take the same memory. settings: as rows have them.
+    own. bytes_like: a kind whose rows take the same memory. most_tokens: of all rows together, None if memory alone limits
+    them; beyond: why no more. settings: as rows have them.
     """
 
     name: str
@@ -91,8 +92,19 @@ class Kind:
     backend: SDPBackend | None = None
     implementation: str | None = None
     bytes_like: str | None = None
+    most_tokens: int | None = None
+    beyond: str = ""
     more: dict[str, Any] = field(default_factory=dict, compare=False)
     settings: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def most_rows(self, length: int) -> int | None:
+        return None if self.most_tokens is None else self.most_tokens // length
+
+    def refusal(self, batch: int, length: int) -> str | None:
+        """Why so many rows of so many tokens cannot run, whatever the memory."""
+        if self.most_tokens is None or batch * length <= self.most_tokens:
+            return None
+        return f"{batch} rows of {length} tokens, at most {self.most_tokens} tokens in all: {self.beyond}"
 
 
 @contextmanager
@@ -171,12 +183,28 @@ def plain_kinds(model: Any, geometry: Geometry) -> list[Kind]:
     return found
 
 
+# Its CUDA code places the numbers of a layer's keys, or values, by 32-bit integers (unpack.cu of 0.2.7): with more of them it
+# wrote outside of its memory ("an illegal memory access", from 65 rows of 32768 tokens of Llama-3.1-8B on), and nothing ran
+# in that process any more.
+QUANTO_NUMBERS = 1 << 31
+QUANTO_BEYOND = "optimum-quanto's CUDA code counts a layer's keys by 32-bit integers"
+
+
 def quanto_kinds(model: Any, geometry: Geometry) -> list[Kind]:
     if not installed("optimum.quanto"):
         return []
     note = {"note": "packs all tokens again every 128 steps, which is not in the figure"}
+    most = QUANTO_NUMBERS // (geometry.kv_heads * geometry.head_dim) if model.device.type == "cuda" else None
     return [
-        Kind(f"transformers-quanto-{bits}", partial(_quanto, model, geometry, bits), None, "QuantizedCache", more=note)
+        Kind(
+            f"transformers-quanto-{bits}",
+            partial(_quanto, model, geometry, bits),
+            None,
+            "QuantizedCache",
+            most_tokens=most,
+            beyond=QUANTO_BEYOND,
+            more=note,
+        )
         for bits in (2, 4)
     ]
 

@@ -33,8 +33,12 @@ FP16 = ("fp16", "fp32")  # schemes that compress nothing
 
 
 def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS) -> Ran | str:
-    """How decode steps ran; else why they did not: memory, or a backend that is not there. What else is raised goes on."""
-    ran: Ran | str = _attempted(model, kind, lambda: decoding.run(model, kind, batch, length, steps))
+    """How decode steps ran; else why they did not: memory, a backend that is not there, or what the kind itself refuses. What
+    else is raised goes on.
+    """
+    ran: Ran | str = kind.refusal(batch, length) or _attempted(
+        model, kind, lambda: decoding.run(model, kind, batch, length, steps)
+    )
     return ran
 
 
@@ -166,7 +170,10 @@ def largest_called_rows(
 
 
 def _called(model: Any, kind: Kind, batch: int, length: int, compiled: CompileConfig | None) -> calling.Called | str:
-    ran: calling.Called | str = _attempted(model, kind, lambda: calling.run(model, kind, batch, length, compiled))
+    refusal = kind.refusal(batch, length)
+    ran: calling.Called | str = refusal or _attempted(
+        model, kind, lambda: calling.run(model, kind, batch, length, compiled)
+    )
     return ran
 
 
@@ -311,14 +318,17 @@ def largest_batch_rows(
             ran[batch] = tried(model, kind, batch, length)
             return not isinstance(ran[batch], str)
 
-        def better(ran: dict[int, Ran | str] = ran) -> int:
+        most = kind.most_rows(length)
+
+        def better(ran: dict[int, Ran | str] = ran, most: int | None = most) -> int:
             used = {n: one.bytes for n, one in ran.items() if isinstance(one, Ran)}
-            return estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
+            found = estimate(used, decoding.capacity(model.device)) if len(used) > 1 else 0
+            return found if most is None else min(found, most + 1)
 
         search = Search(fits, trials=TRIALS, better=better)
         try:
             start = found.get(kind.bytes_like or "") or (_probed(search) and int(CAUTION * better())) or search.low
-            batch = search.run(start) if start else 0
+            batch = search.run(start if most is None else min(start, most)) if start else 0
         except Exception as error:  # of this kind alone, and not of memory: what fitted so far is no largest batch
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, first_line(error))
             continue
@@ -327,7 +337,7 @@ def largest_batch_rows(
             yield _row(model_name, kind, 1, length, device, "largest-batch", None, why)
             continue
         found[kind.path] = batch
-        more = {"largest_batch": batch, "one_more_fails": search.proven}
+        more = {"largest_batch": batch, "one_more_fails": search.proven, "limited_by": kind.refusal(batch + 1, length)}
         yield from _timed(model_name, kind, batch, length, device, "largest-batch", ran[batch], copy, **more)
 
 
