@@ -1777,6 +1777,7 @@ EVERYWHERE = ("preset", "bundle", "sink", "recent", "model")
 TAKEN: list[tuple[Target, str, tuple[str, ...]]] = [  # where, an operation, the options that it takes besides those
     (HERE_CPU, "quantise", ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_CPU, "generate", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_CPU, "generate-compiled", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_CPU, "generate-call", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_CPU, "largest-batch", ("memory", "require_kernels", "dtype", "length")),
     (HERE_CPU, "longest-generation", ("memory", "require_kernels", "dtype", "batch")),
@@ -1787,6 +1788,7 @@ TAKEN: list[tuple[Target, str, tuple[str, ...]]] = [  # where, an operation, the
     ),
     (HERE_GPU, "quantise", ("repeats", "seconds", "seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_GPU, "generate", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
+    (HERE_GPU, "generate-compiled", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_GPU, "generate-call", ("seed", "require_kernels", "dtype", "batch", "length", "plot")),
     (HERE_GPU, "largest-batch", ("memory", "seed", "require_kernels", "dtype", "length", "plot")),
     (HERE_GPU, "longest-generation", ("memory", "seed", "require_kernels", "dtype")),

@@ -149,14 +149,18 @@ class Emulated:
 
 
 @torch.no_grad()
-def compared(one: Kind, spoil: Any = None) -> tuple[str | None, float]:
+def compared(one: Kind, spoil: Any = None, off: float = 0.0, compiled: bool = False) -> tuple[str | None, float]:
+    """off: units of eps that are put on the graph's logits."""
     own = start(one)
     stepper = Stepper(model(), own, 2)
     decoding._warm_up(stepper, False)
     eager = decoding._eager(stepper, CHECKED)
     replay = Emulated(stepper, spoil)
     try:
-        return decoding._compare(stepper, eager, replay, replay.logits)
+        eps = torch.finfo(torch.float32).eps
+        return decoding._compare(
+            stepper, eager, lambda: (replay(), replay.logits.mul_(1 + off * eps))[0], replay.logits, compiled
+        )
     finally:
         own.close()
 
@@ -192,6 +196,12 @@ def test_a_graph_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         assert said in str(compared(kind("inner-4"), spoil)[0])
     monkeypatch.setattr(decoding, "TOLERANCE", 1e9)
     assert "tokens or blocks" in str(compared(kind("inner-4"), _twice)[0])
+
+
+@pytest.mark.parametrize(("off", "plainly", "compiled"), [(6, True, True), (12, False, True), (20, False, False)])
+def test_a_compiled_forward_may_round_elsewhere(off: float, plainly: bool, compiled: bool) -> None:
+    for of_compiled, passes in ((False, plainly), (True, compiled)):
+        assert (compared(plain("full"), None, off, of_compiled)[0] is None) == passes
 
 
 def test_witnesses() -> None:
@@ -278,6 +288,41 @@ def test_rows_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graph.microseconds is None and graph.refused == "check failed: x" and eager.more["no_graph"] is None
     ran = fake(graph=None, no_graph="cannot be recorded: x")
     assert [row.refused for row in rows([kind("inner-4")])] == [None, "cannot be recorded: x"]
+
+
+def test_rows_of_compiled_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their own operation, so that ratios are to FP16 that was compiled, too; where there is no graph, with the reason."""
+    faster = rows([plain("full")])
+    steps: list[Ran | str] = [fake(apart=1e-3)] * 2
+
+    def run(*given: Any, compiled: bool) -> Ran | str:
+        assert compiled
+        return steps.pop()
+
+    monkeypatch.setattr(generation, "tried", run)
+    on_gpu, every = SimpleNamespace(device=torch.device("cuda")), [plain("full"), kind("inner-4")]
+    given = ("m", on_gpu, every, [(1, LENGTH)], "x", 1e9)
+    full, ours = generation.beside_fp16([*faster, *generation.compiled_rows(*given)])[-2:]
+    assert {row.operation for row in (full, ours)} == {"generate-compiled"} and ours.ratio_to_fp16 == 1
+    assert ours.path.endswith("; forward compiled, CUDA graph") and ours.fp16_backend == full.path
+    assert (ours.microseconds, ours.more["logits_apart"]) == (500, 1e-3)
+    steps += [fake(graph=None, no_graph="check failed: x", apart=1.0), "out of memory"]
+    found = list(generation.compiled_rows(*given))
+    assert [(row.refused, row.microseconds) for row in found] == [("out of memory", None), ("check failed: x", None)]
+    given = ("tiny", model(), every, [(1, LENGTH)], "cpu", 1e9)
+    assert {row.refused for row in generation.compiled_rows(*given)} == {generation.NEEDS_GPU}
+
+
+def test_a_compiled_forward_is_of_its_own_attention() -> None:
+    """Kept code would serve another backend's call, too; what compiling was told is forgotten behind it."""
+    from torch._functorch import config as autograd
+    from torch._inductor import config as inductor
+
+    before = inductor.fx_graph_cache, autograd.enable_autograd_cache
+    with decoding.compiling():
+        assert not inductor.fx_graph_cache and not autograd.enable_autograd_cache
+    assert (inductor.fx_graph_cache, autograd.enable_autograd_cache) == before and any(before)
+    assert all(hasattr(inductor, name) for name in decoding.INDUCTOR)
 
 
 def test_what_cannot_be_had_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,6 +525,16 @@ def test_the_script_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "-1 s are over" in capsys.readouterr().out and not (tmp_path / "none").exists()
 
 
+def test_the_script_compiles_what_has_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--device", "cpu", "--dtype", "float32", "--model", "tiny", "--long", "180", "--only", "steps"]
+    script().main([*options, "--schemes", "inner-4,kivi-2-g128", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "generation.json").read_text())["rows"]
+    assert [(row["scheme"], row["operation"]) for row in found] == [
+        (name, "generate-compiled") for name in ("fp32", "inner-4", "kivi-2-g128")
+    ]
+    assert all(row["refused"] == generation.NEEDS_GPU for row in found)
+
+
 def test_what_takes_the_place_of_quantos_code() -> None:
     packed = torch.tensor([0b11100100, 0b00011011], dtype=torch.uint8)
     assert script().unpacked(packed, 2).tolist() == [0, 3, 1, 2, 2, 1, 3, 0]
@@ -500,6 +555,11 @@ def test_the_script_begins_with_what_matters_most() -> None:
 # On a GPU.
 
 
+def refused_compiled(row: Row) -> bool:
+    """Backends that do not run here, and caches that have no graph."""
+    return "backend" in str(row.refused) or "DynamicCache" in row.path or "QuantizedCache" in row.path
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["inner-4", "innerq-small", "kivi-2-g128"])
 def test_graphs_on_a_gpu(name: str) -> None:
@@ -513,6 +573,10 @@ def test_graphs_on_a_gpu(name: str) -> None:
     assert all(row.microseconds and row.more["logits_apart"] is not None for row in graphs)
     ours = graphs[-1]
     assert ours.more["flush_microseconds"]
+    compiled = list(generation.compiled_rows("m", served, every, [(2, 400)], "gpu"))
+    assert [(row.path, row.refused) for row in compiled if row.refused and not refused_compiled(row)] == []
+    ours = compiled[-1]
+    assert ours.scheme == name and ours.microseconds and ours.more["logits_apart"] is not None
 
 
 @pytest.mark.gpu

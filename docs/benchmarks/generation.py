@@ -6,7 +6,8 @@ Llama-3.1-8B's geometry, random weights made on the device, bfloat16. Caches are
 few blocks that repeat); every step runs through the whole model with greedy choice. Behind each largest batch model.generate()
 itself is called there (`largest-batch-call`: 4 tokens, then 17 of which 16 are timed, some seconds a kind). What a row says,
 and what is compared: docs/benchmarks.md, "Whole models". --compiled: then once more with generate()'s compiled forward, the
-first scheme alone; compiling takes a minute or so.
+first scheme alone; compiling takes a minute or so. --only steps: one row of --long tokens under CUDA graphs of forwards that
+torch compiled, FP16 and each scheme.
 
 Jobs are in the order of their weight; one that has not begun after --seconds is named and left out. generation.json is
 written anew after each row. QuantizedCache runs last, each of its jobs in a process of its own that leaves some memory alone
@@ -84,6 +85,9 @@ def rows_of(
     if job == "long":
         shapes = [(1, chosen.long)]
         yield from generation.generate_rows(chosen.model, model, [kind], shapes, device, copy=copy)
+        return
+    if job == "steps":
+        yield from generation.compiled_rows(chosen.model, model, [kind], [(1, chosen.long)], device, copy=copy)
         return
     if job == "largest":
         for row in generation.largest_batch_rows(chosen.model, model, [kind], chosen.length, device, found, copy):
@@ -198,7 +202,7 @@ def parsed(given: Sequence[str] | None) -> Any:
     options.add_argument("--length", default="32k", help="tokens a row at the largest batch")
     options.add_argument("--long", default="128k", help="tokens of the single row")
     options.add_argument("--schemes", default=",".join(SCHEMES))
-    options.add_argument("--only", default="", help="largest or long")
+    options.add_argument("--only", default="", help="largest, long or steps")
     options.add_argument("--kind", default="", help="this one alone, in this process")
     options.add_argument("--compiled", action="store_true", help="also generate() with its forward compiled")
     chosen = options.parse_args(given)
@@ -225,17 +229,21 @@ def main(given: Sequence[str] | None = None) -> None:
         torch.cuda.set_per_process_memory_fraction(1 - ROOM / about["total_bytes"])
         torch.backends.cuda.enable_cudnn_sdp(False)
     ours_alone = bool(chosen.kind) and "quanto" not in chosen.kind
-    building, quanto = None if ours_alone else quanto_building(on_gpu), ""
+    building, quanto = None if ours_alone or chosen.only == "steps" else quanto_building(on_gpu), ""
     every = caches.kinds(model, geometry, [schemes.named(name, geometry) for name in chosen.schemes.split(",")])
     rows: list[Row] = []
     found: dict[str, int] = {}
     largest: Largest = {}
     jobs = [(job, kind) for job, kind in order(every) if chosen.only in ("", job) and chosen.kind in ("", kind.name)]
     jobs = [(job, kind) for job, kind in jobs if job != "compiled" or chosen.compiled]
+    if chosen.only == "steps":
+        like = [kind for job, kind in order(every) if job == "long" and chosen.kind in ("", kind.name)]
+        like.sort(key=lambda kind: kind.path.endswith("flash"))  # the slower FP16 last
+        jobs = [("steps", kind) for kind in like if kind.stored_bits is not None or kind.path.startswith("full")]
     if not on_gpu:
         for name in (f"largest {kind.name}, {kind.path}" for job, kind in jobs if job == "largest"):
             print(f"{name}: not measured, a CPU has no memory of its own to fill")
-        jobs = [(job, kind) for job, kind in jobs if job == "long"]
+        jobs = [(job, kind) for job, kind in jobs if job in ("long", "steps")]
     apart = [(job, kind.name) for job, kind in jobs if on_gpu and "quanto" in kind.name and not chosen.kind]
 
     def take(name: str, measured: Callable[[], Iterable[Row]]) -> None:

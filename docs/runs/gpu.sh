@@ -1,11 +1,11 @@
 #!/bin/bash
 # Everything that docs/ says of a GPU, in one call, in the order given; output goes to OUT:
 #
-#     bash docs/runs/gpu.sh OUT few racecheck memcheck tests attention shared programs quantise registers reconstruct vectors aqua generation
+#     bash docs/runs/gpu.sh OUT few racecheck memcheck tests attention shared programs quantise registers reconstruct vectors aqua generation compiled
 #
 # few to tests: docs/runs/gpu-tests.md. shared, programs, registers: what launches were chosen by. The others write a JSON each.
 # WHEELS: a folder of packages to install first, for a machine without a network (flashinfer-python 0.6.7, apache-tvm-ffi,
-# flash-kmeans 0.3.1, optimum-quanto 0.2.7: peers). H200, 16 cores: 47, 67, 38, 366, 71, 30, 60, 120, 60, 58, 30, 200 and 420 s.
+# flash-kmeans 0.3.1, optimum-quanto 0.2.7: peers). H200, 16 cores: 47, 67, 38, 366, 71, 30, 60, 120, 60, 58, 30, 200, 420 and 330 s.
 set -o pipefail
 cd "$(dirname "$0")/../.." || exit
 out=$1
@@ -31,6 +31,7 @@ for what in "$@"; do
         vectors) $of/vq_attention.py --out "$out" ;;
         aqua) $of/aqua_tokens.py --out "$out" ;;
         generation) $of/generation.py --out "$out" --seconds 420 ;;
+        compiled) mkdir -p "$out/compiled" && $of/generation.py --only steps --out "$out/compiled" --seconds 420 ;;
         *) echo "$what: must be one of those in the head of this script" >&2 && exit 2 ;;
     esac 2>&1 | tee "$out/$what.log"
     echo "== $what: $SECONDS s since the start"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers import CompileConfig
@@ -26,18 +27,24 @@ TRIALS = 8  # of a largest batch, each some seconds of a GPU
 PROBES = (1, 8)  # batches from whose memory the largest is estimated
 CAUTION = 0.97  # of that estimate: a large batch that runs gives a far better one
 EAGER, GRAPH, CALL, COMPILED = "eager", "CUDA graph", "generate()", "generate(), its forward compiled"
+COMPILED_GRAPH = "forward compiled, CUDA graph"
 CALLED, LARGEST_CALLED = "generate-call", "largest-batch-call"  # operations of rows that generate() itself gives
-AT_BATCH, AT_LARGEST = ("generate", CALLED), ("largest-batch", LARGEST_CALLED)
+COMPILED_STEPS = "generate-compiled"  # of rows whose forward torch compiled
+AT_BATCH, AT_LARGEST = ("generate", COMPILED_STEPS, CALLED), ("largest-batch", LARGEST_CALLED)
 FEWER = 2  # times that a smaller batch is tried where generate() does not fit at the largest one of steps
+NEEDS_GPU = "needs a CUDA GPU: steps of a compiled forward are measured under a CUDA graph"
 FP16 = ("fp16", "fp32")  # schemes that compress nothing
 
 
-def tried(model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS) -> Ran | str:
+def tried(
+    model: Any, kind: Kind, batch: int, length: int, steps: int = decoding.STEPS, compiled: bool = False
+) -> Ran | str:
     """How decode steps ran; else why they did not: memory, a backend that is not there, or what the kind itself refuses. What
     else is raised goes on.
     """
+    run = partial(decoding.run, compiled=True) if compiled else decoding.run
     ran: Ran | str = kind.refusal(batch, length) or _attempted(
-        model, kind, lambda: decoding.run(model, kind, batch, length, steps)
+        model, kind, lambda: run(model, kind, batch, length, steps)
     )
     return ran
 
@@ -77,6 +84,35 @@ def generate_rows(
             yield from _timed(model_name, kind, batch, length, device, "generate", ran, copy)
 
 
+def compiled_rows(
+    model_name: str,
+    model: Any,
+    every: Sequence[Kind],
+    shapes: Sequence[tuple[int, int]],
+    device: str,
+    copy: float | None = None,
+) -> Iterator[Row]:
+    """As generate_rows of CUDA graphs, of the forward that torch.compile makes: of each kind anew, a minute or so of an 8B
+    model. Where there is no graph, the reason.
+    """
+    for batch, length in shapes:
+        for kind in every:
+            ran: Ran | str
+            try:
+                ran = str(kind.why_not) if kind.maker is None else NEEDS_GPU
+                if kind.maker is not None and model.device.type == "cuda":
+                    ran = tried(model, kind, batch, length, compiled=True)
+            except Exception as error:  # of this kind alone: the others go on
+                ran = first_line(error)
+            at = replace(kind, path=f"{kind.path}; {COMPILED_GRAPH}")
+            if isinstance(ran, Ran) and ran.graph is None:
+                ran = str(ran.no_graph)
+            if isinstance(ran, str):
+                yield _row(model_name, at, batch, length, device, COMPILED_STEPS, None, refused=ran)
+                continue
+            yield list(_timed(model_name, kind, batch, length, device, COMPILED_STEPS, ran, copy))[-1]
+
+
 def _timed(
     model: str,
     kind: Kind,
@@ -103,9 +139,10 @@ def _timed(
         return replace(made, bytes=ran.read, fraction_of_copy=ran.read / copy * 1e6 / taken if known else None)  # type: ignore[operator]
 
     failed = ran.no_graph is not None and ran.apart is not None
+    graph = COMPILED_GRAPH if operation == COMPILED_STEPS else GRAPH
     yield row(EAGER, ran.eager, ran.eager_flush, no_graph=None if failed else ran.no_graph)
     if ran.graph is not None or failed or str(ran.no_graph).startswith("cannot be recorded"):
-        yield row(GRAPH, ran.graph, ran.graph_flush, ran.no_graph, logits_apart=ran.apart)
+        yield row(graph, ran.graph, ran.graph_flush, ran.no_graph, logits_apart=ran.apart)
 
 
 def _row(
@@ -213,8 +250,8 @@ def _call_row(
 def beside_fp16(rows: Sequence[Row]) -> list[Row]:
     """The same rows with their ratios to the best FP16 of the same model and shape among them, eager or not.
 
-    generate, generate-call: time, of the same batch. largest-batch, largest-batch-call: `batch_to_fp16`, and
-    `throughput_to_fp16` each at its own batch.
+    generate, generate-compiled, generate-call: time, of the same batch. largest-batch, largest-batch-call: `batch_to_fp16`,
+    and `throughput_to_fp16` each at its own batch.
     """
     return [_beside(row, rows) if row.operation in (*AT_BATCH, *AT_LARGEST) else row for row in rows]
 

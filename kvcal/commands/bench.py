@@ -47,9 +47,10 @@ GPU_SCHEMES = (
     "squat-2-g128", "turboquant-4-3", "higgs-2", "higgs-3", "higgs-4", "mixkvq-16-16", "mixkvq-16-16-g128",
 )  # fmt: skip
 SIZED = ("largest-batch", "longest-generation")  # how far a memory goes
-AT_SHAPE = {"generate", "generate-call"}  # a whole model at each --batch and --length
+AT_SHAPE = {"generate", "generate-compiled", "generate-call"}  # a whole model at each --batch and --length
 GENERATION = {  # of whole models, and what they are
     "generate": "decode steps of a whole model: tokens a second, peak memory",
+    "generate-compiled": "the same with a compiled forward under a CUDA graph, a minute or so a scheme to compile",
     "generate-call": "the same by model.generate() itself, as a caller gets them",
     "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second, also by model.generate()",
     "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
@@ -58,7 +59,8 @@ PROJECTED_ONLY = {
     "innerq-table-4": "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"
 }
 PROJECTED = ("fused-attention", *PROJECTED_ONLY, *SIZED)  # where the device is not here
-GROUPS = {"generation": tuple(GENERATION), "vqkv-table-3": ("longest-generation",), **TABLES}
+WHOLE = tuple(name for name in GENERATION if name != "generate-compiled")  # that is asked for by name: it compiles
+GROUPS = {"generation": WHOLE, "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
     "innerq-table-5": PAPER_SCHEMES, "innerq-table-6": ("innerq-hybrid",), "mixkvq-table-7": ("mixkvq",),
     "vqkv-table-3": ("vqkv-4k",),
@@ -485,7 +487,11 @@ def _generation(
     every = caches.kinds(model, geometry, own, o["require_kernels"])
     measured: list[Row] = []
     ways: dict[str, Callable[..., Iterable[Row]]]
-    ways = {"generate": generation.generate_rows, generation.CALLED: generation.called_rows}
+    ways = {
+        "generate": generation.generate_rows,
+        generation.COMPILED_STEPS: generation.compiled_rows,
+        generation.CALLED: generation.called_rows,
+    }
     for operation, rows_of in ways.items():
         if operation not in wanted:
             continue
