@@ -131,7 +131,7 @@ def test_attention() -> None:
     assert not wanted, "rows of the run that the page leaves out"
 
 
-NEWER = ("ffe395f", "5d6d194", "83a801a", "3a30158")
+NEWER = ("ffe395f", "5d6d194", "83a801a", "3a30158", "2708de7")
 
 
 def test_bare_reads() -> None:
@@ -558,6 +558,38 @@ def test_whole_models() -> None:
             row = best("generate", WHOLE[name])
             assert float(taken) == round(row["microseconds"] / 1000, 1)
             assert float(times) == round(row["tokens_per_second"] / alone["tokens_per_second"], 2)
+
+
+def test_compiled_steps() -> None:
+    """Two runs: the first refused KIVI's."""
+    runs = [
+        json.loads((BENCHMARKS / f"generation-steps-{commit}.json").read_text()) for commit in ("f1b71ed", "7a97a25")
+    ]
+    rows = {row["scheme"] + row["path"].split("; ")[0][-5:]: row for run in runs for row in run["rows"]}
+    by = {name: next(row for key, row in rows.items() if key.startswith(own)) for name, own in WHOLE.items()}
+    by |= {f"FP16, full cache, {name}": rows[f"fp16{name[-5:]}"] for name in ("cuDNN", "flash")}
+    best = by["FP16, full cache, cuDNN"]["microseconds"]
+    wanted = {
+        name: [[row["microseconds"] / 1000], [best / row["microseconds"]], [row["logits_apart"]]]
+        for name, row in by.items()
+    }
+    shows(MODELS, "one row of 131072 tokens, forward compiled", wanted)
+    gains = [round(100 * (best / by[name]["microseconds"] - 1)) for name in WHOLE]
+    assert f"{min(gains)} to {max(gains)} % with a compiled forward" in text_of(ROOT / "README.md")
+    assert abs(runs[0]["copy_bandwidth"] / runs[1]["copy_bandwidth"] - 1) < 1e-3
+
+
+def test_quantised_caches_of_transformers() -> None:
+    shown = {row[0][:22]: row for row in cells(MODELS, "32768 tokens a row")}
+    for bits in (2, 4):
+        run = json.loads((BENCHMARKS / f"generation-quanto-{bits}-f1b71ed.json").read_text())
+        steps, called = run["rows"]
+        plain, most = best("largest-batch", "fp16"), best("largest-batch-call", "fp16")
+        cells_of = shown[f"QuantizedCache, {bits} bits"][2:]
+        rate = "tokens_per_second"
+        wanted = steps["batch"], steps["batch"] / plain["batch"], steps[rate], steps[rate] / plain[rate]
+        wanted += steps["peak_bytes"] / 2**30, called[rate], called[rate] / most[rate]
+        assert all(holds(cell, value) for cell, value in zip(cells_of, wanted, strict=True)), (cells_of, wanted)
 
 
 def test_readme() -> None:

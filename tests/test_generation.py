@@ -555,11 +555,6 @@ def test_the_script_begins_with_what_matters_most() -> None:
 # On a GPU.
 
 
-def refused_compiled(row: Row) -> bool:
-    """Backends that do not run here, and caches that have no graph."""
-    return "backend" in str(row.refused) or "DynamicCache" in row.path or "QuantizedCache" in row.path
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["inner-4", "innerq-small", "kivi-2-g128"])
 def test_graphs_on_a_gpu(name: str) -> None:
@@ -573,10 +568,19 @@ def test_graphs_on_a_gpu(name: str) -> None:
     assert all(row.microseconds and row.more["logits_apart"] is not None for row in graphs)
     ours = graphs[-1]
     assert ours.more["flush_microseconds"]
-    compiled = list(generation.compiled_rows("m", served, every, [(2, 400)], "gpu"))
-    assert [(row.path, row.refused) for row in compiled if row.refused and not refused_compiled(row)] == []
-    ours = compiled[-1]
-    assert ours.scheme == name and ours.microseconds and ours.more["logits_apart"] is not None
+
+
+@pytest.mark.gpu
+def test_a_compiled_forward_on_a_gpu() -> None:
+    served = build("Llama", head_dim=128).requires_grad_(False).to("cuda", torch.bfloat16)
+    own = Geometry.from_config(served.config.to_dict())
+    every = caches.kinds(served, own, [schemes.named("kivi-2-g128", own)])
+    flash, ours = next(one for one in every if one.path.endswith("flash")), every[-1]
+    dynamic = next(one for one in every if one.path == "DynamicCache")
+    found = list(generation.compiled_rows("m", served, [flash, ours, dynamic], [(1, 400)], "gpu"))
+    assert [row.refused for row in found] == [None, None, caches.GROWS]
+    assert all(row.microseconds and row.more["logits_apart"] is not None for row in found[:2])
+    assert found[1].more["flush_microseconds"] and not hasattr(served, "_compiled_call")
 
 
 @pytest.mark.gpu

@@ -238,7 +238,9 @@ def main(given: Sequence[str] | None = None) -> None:
     jobs = [(job, kind) for job, kind in jobs if job != "compiled" or chosen.compiled]
     if chosen.only == "steps":
         like = [kind for job, kind in order(every) if job == "long" and chosen.kind in ("", kind.name)]
-        like.sort(key=lambda kind: kind.path.endswith("flash"))  # the slower FP16 last
+        like.sort(
+            key=lambda kind: (kind.path.endswith("flash"), not kind.plain)
+        )  # the best FP16 first, the other one last
         jobs = [("steps", kind) for kind in like if kind.stored_bits is not None or kind.path.startswith("full")]
     if not on_gpu:
         for name in (f"largest {kind.name}, {kind.path}" for job, kind in jobs if job == "largest"):
