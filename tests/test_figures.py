@@ -362,6 +362,29 @@ def test_vector_codes() -> None:
         assert form.format(min(ratios), max(ratios)) in said
 
 
+def test_runs_that_were_repeated() -> None:
+    """By how much a later run of unchanged kernels differs from the page's."""
+    names = ("operation", "scheme", "batch", "length", "side", "rotation", "dtype", "dimension", "codewords")
+
+    def by_name(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {tuple(row.get(name) for name in names): row for row in json.loads(path.read_text())["rows"]}
+
+    def apart(what: str, column: str) -> dict[tuple[Any, ...], float]:
+        first, again = (by_name(BENCHMARKS / f"{what}-{commit}.json") for commit in ("25de13b", "f1b71ed"))
+        assert first.keys() == again.keys()
+        return {key: 100 * (again[key][column] / row[column] - 1) for key, row in first.items()}
+
+    codes, ratios = (apart("vq_attention", column) for column in ("microseconds", "ratio_to_one_pass"))
+    told = "every fused time is within {:.1f} % of these, every ratio within {:.1f} %."
+    assert told.format(*(max(map(abs, one.values())) for one in (codes, ratios))) in text_of(page("vq_attention"))
+    products = apart("reconstruct", "microseconds")
+    less = [-products.pop(next(k for k in products if k[-2:] == key)) for key in ((80, 65536), (128, 65536))]
+    told = (
+        "within {:.1f} % of this one, but d = 80 with 65536 codewords, {:.1f} % less, and d = 128, {:.1f} % less (0.72)"
+    )
+    assert told.format(max(map(abs, products.values())), *less) in text_of(page("reconstruct"))
+
+
 # AQUA-KV's tokens a second.
 
 AQUA, DECODED, FUSED, PLAIN = "aqua-kv-2", "higgs-2, decoded", "higgs-2, fused", "fp16"
