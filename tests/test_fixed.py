@@ -363,10 +363,9 @@ def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
 # What goes wrong.
 
 
-def step(own: KVCalCache) -> None:
-    """As a recorded graph would go on, whatever the host thinks of it."""
-    for layer in own.own_layers:
-        layer.attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1)
+def step(own: KVCalCache) -> Tensor:
+    """As a recorded graph would go on, whatever the host thinks of it: what attention of the last layer gives."""
+    return [layer.attend(*(torch.randn(1, heads, 1, 64) for heads in (4, 2, 2)), 0.1) for layer in own.own_layers][-1]
 
 
 def test_what_steps_could_not_say_is_said_afterwards() -> None:
@@ -381,7 +380,7 @@ def test_what_steps_could_not_say_is_said_afterwards() -> None:
             step(own)
         own.settle()
         step(own)
-    with pytest.raises(NonFiniteError, match="layer 1, key head 0: a NaN or infinity reached the cache"):
+    with pytest.raises(NonFiniteError, match="layer 1, key head 1: a NaN or infinity reached the cache"):
         own.settle()
     own.reset()
     with torch.no_grad():
@@ -405,6 +404,66 @@ def test_no_token_beyond_max_length() -> None:
             step(own)
     with pytest.raises(KVCalError, match=r"layer 0, key head 0: there is no slot left \(max_length\)"):
         own.describe()
+
+
+@pytest.mark.parametrize(
+    "length", [131, 128]
+)  # the first block without a slot is due with the first token too many, or later
+def test_a_compiled_generate_goes_no_further_than_max_length(length: int) -> None:
+    """Its forward asks nothing of the host; generate() does, before each step."""
+    from transformers import CompileConfig
+
+    compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiled._compile_all_devices = True
+    ids = token_ids(2, length - 40, seed=7)
+    torch._dynamo.reset()
+    with fixed(length=length) as own:
+        assert len(generated(own, ids, compile_config=compiled, max_new_tokens=40)) == 2  # the last is not stored
+        own.reset()
+        with pytest.raises(KVCalError, match=f"tokens: the cache was made for max_length={length}|no slot left"):
+            generated(own, ids, compile_config=compiled, max_new_tokens=60)
+
+
+def unheard(own: KVCalCache, ids: Tensor, count: int) -> Tensor:
+    """Steps as a replayed graph takes them, of which no one hears; what attention of the last one gives."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        own.model(ids, past_key_values=own)
+        for _ in range(count):
+            found = step(own)
+    return found
+
+
+def test_what_was_lost_is_nan() -> None:
+    """Beyond max_length numbers are those of the model until a block has no slot; then every logit says so."""
+    own, plain = (fixed(length=length) for length in (128, 256))
+    torch.testing.assert_close(unheard(own, token_ids(1, 100), 28), unheard(plain, token_ids(1, 100), 28))
+    assert not bool(next(iter(own.steps.values())).wrong)
+    assert [bool(step(own).isnan().any()) for _ in range(6)] == [False] * 3 + [True] * 3
+    assert bool(next(iter(own.steps.values())).wrong)
+    own.reset()
+    assert not unheard(own, token_ids(1, 100), 28).isnan().any()
+
+
+def test_a_closing_cache_says_what_was_lost() -> None:
+    with (
+        pytest.raises(KVCalError, match="went on to 130 tokens: the cache was made for max_length=128"),
+        fixed(length=128) as own,
+    ):
+        unheard(own, token_ids(1, 100), 30)
+    with fixed(length=128) as own:
+        unheard(own, token_ids(1, 100), 30)
+        with pytest.raises(KVCalError, match="went on to 130 tokens"):
+            own.describe()  # once is enough
+    with fixed(length=128) as own:
+        unheard(own, token_ids(1, 100), 30)
+        own.reset()
+    with fixed(length=128) as own:
+        unheard(own, token_ids(1, 100), 30)
+        with pytest.raises(ZeroDivisionError), own:
+            raise ZeroDivisionError
+    with fixed(length=128) as own:
+        unheard(own, token_ids(1, 100), 28)
 
 
 def test_layers_that_hold_different_numbers_of_tokens() -> None:

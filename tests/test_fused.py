@@ -224,14 +224,18 @@ def test_pads_among_new_tokens_and_custom_masks_take_the_reference_path(calls: l
     mask = left_mask([100, 100])
     mask[1, 90] = 0
     mask[0, 82] = 0
-    close(steps(both("inner-4"), token_ids(2, 100), [80, 81, 83, 85, 88, 92], mask))
+    both_told = both("inner-4")
+    close(steps(both_told, token_ids(2, 100), [80, 81, 83, 85, 88, 92], mask))
     assert calls == [1, 1, 1, 2, 2, 2, 3, 3, 3, 8, 8, 8]
+    assert both_told[0].describe()["decoded_steps"] == {"a row's mask says 0 for a new token": 2}
     calls.clear()
     for own in both("inner-4"):
         with torch.no_grad():
             own.model(token_ids(1, 80), past_key_values=own)
             seen = torch.ones(1, 1, 2, 82, dtype=torch.bool).tril(80)
             own.model(token_ids(1, 2), past_key_values=own, attention_mask=seen)
+        told = {} if own.kernels == "off" else {"a mask that is not 2-D": 1}
+        assert own.describe()["decoded_steps"] == told
     assert not calls
 
 
@@ -319,7 +323,7 @@ def test_layers_say_why_they_take_the_reference_path(monkeypatch: pytest.MonkeyP
     assert "keys: the fused kernel cannot read 5 bits at head_dim 64" in paths(scheme(five))
     small = LayerCodecs(Uniform(shape16, "key", 4, 16), Uniform(shape16, "value", 4, 16))
     assert "keys: blocks of 8 tokens" in paths(scheme(small, windows=Windows(4, 16, 8)), build("Llama"))
-    assert "takes float16 and bfloat16, not float32" in paths(scheme(pair), kernels="auto")
+    assert "the layer is on cpu" in paths(scheme(pair), kernels="auto")
     half = copy.deepcopy(model()).half()
     assert "the layer is on cpu; the fused kernel needs a CUDA GPU" in paths(scheme(pair), half, "auto")
     monkeypatch.setattr(model().model.layers[0].self_attn, "softcap", 30.0, raising=False)
@@ -372,7 +376,9 @@ def test_attention_without_a_config_takes_the_reference_path() -> None:
 
 def test_kernels_can_be_required() -> None:
     made = scheme(PAIRS["inner-4"])
-    with pytest.raises(KernelsUnavailable, match=r"layer 0 and 2 more: .*not float32.*require_kernels") as found:
+    with pytest.raises(
+        KernelsUnavailable, match=r"layer 0 and 2 more: .*the layer is on cpu.*require_kernels"
+    ) as found:
         KVCalCache(made, model(), require_kernels=True)
     assert found.value.exit_code == 8
     assert model().model.layers[0].self_attn.config is model().config
@@ -555,7 +561,6 @@ t.preflight.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")
 print(t.preflight.trial(*forms, 2, 2, *place))
-t.preflight.CALLS_BEFORE_ROPE = ((2, False),)
 print(t.preflight.trial(*forms, 2, 2, *place, 32))
 one = t.PAIRS["higgs-2"]
 print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one.value, *place, 1))
@@ -787,7 +792,7 @@ def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.Monk
     assert len(card.tried) == 4
     kept = json.loads(card.file.read_text())
     assert len(kept) == 4 and set(kept.values()) == {None}
-    assert [path.name for path in card.file.parent.iterdir()] == ["preflight.json"]
+    assert sorted(path.name for path in card.file.parent.iterdir()) == ["preflight.json", "preflight.lock"]
     assert all("Card 1" in key and preflight.source_hash() in key and "triton 3.7.1" in key for key in kept)
     card.forget()
     monkeypatch.setattr(preflight, "source_hash", lambda: "another kernel")
@@ -1199,7 +1204,8 @@ def test_commands_can_require_kernels(command: list[str], code: int, says: str) 
 
 def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Card(monkeypatch, tmp_path)
-    preflight.write({"this kernel": None, "that kernel": "off by 1"})
+    preflight.keep("this kernel", None)
+    preflight.keep("that kernel", "off by 1")
     found = kvcal("doctor").out
     assert f"kernels checked on first use: 2 in {tmp_path / 'preflight.json'}" in found
     assert "passes: this kernel" in found and "fails, off by 1: that kernel" in found
@@ -1211,18 +1217,35 @@ def test_a_file_of_verdicts_that_is_a_link_or_cannot_be_written(
 ) -> None:
     """A run does not end because it cannot keep a verdict, and leaves nothing half."""
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    file, before = tmp_path / "preflight.json", ["preflight.json"]
+    file, before = tmp_path / "preflight.json", ["preflight.json", "preflight.lock"]
     if why == "a folder":
         file.mkdir()
     else:
         file.symlink_to("elsewhere.json")
-        before = ["elsewhere.json", "preflight.json"]
-        preflight.write({"first": None})
+        before = ["elsewhere.json", *before]
+        preflight.keep("first", None)
         assert file.is_symlink() and json.loads((tmp_path / "elsewhere.json").read_text()) == {"first": None}
     with file_size_limit(4 if why == "a full disk" else 10_000):
-        preflight.write({"second": None})
+        preflight.keep("second", None)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == before
-    assert preflight.read() == ({} if why == "a folder" else {("first" if why == "a full disk" else "second"): None})
+    kept = {"a folder": [], "a full disk": ["first"], "a link": ["first", "second"]}
+    assert [*preflight.read()] == kept[why]
+
+
+def test_processes_keep_their_verdicts_beside_each_other(tmp_path: Path) -> None:
+    """As those of torchrun do."""
+    script = "import sys; from kvcal_artifacts import preflight as p; [p.keep(f'{sys.argv[1]} {i}', None) for i in range(60)]"
+    own = os.environ | {"KVCAL_CACHE_DIR": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", script, str(number)], env=own) for number in range(3)]
+    assert [one.wait(120) for one in started] == [0, 0, 0]
+    found = json.loads((tmp_path / "preflight.json").read_text())
+    assert sorted(found) == sorted(f"{number} {i}" for number in range(3) for i in range(60))
+
+
+def test_a_folder_of_verdicts_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("KVCAL_CACHE_DIR", "~/verdicts")
+    assert preflight.folder() == tmp_path / "verdicts"
 
 
 # What a review found.

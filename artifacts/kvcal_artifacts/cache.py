@@ -8,6 +8,7 @@ path, blocks are decoded for the attention of the current call and dropped again
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -212,18 +213,22 @@ class KVCalLayer(CacheLayerMixin):
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         cache = self._cache
-        return (
-            self.refused is None
-            and plan.query <= self.most_queries
-            and self._blocks * cache.scheme.windows.block > self.least_tokens
-            and plan.whole
-            and not cache.has_custom_mask
-            and not cache.hides_old
-            and not cache.gives_weights
-            and not self.site.module.training
-            and not self.learns(keys, values)
-            and (not self.rotary or cache.turns_evenly)
-        )
+        tokens = self._blocks * cache.scheme.windows.block
+        if self.refused is not None or plan.query > self.most_queries or tokens <= self.least_tokens:
+            return False
+        reasons = {
+            "a row's mask says 0 for a new token": not plan.whole,
+            "a mask that is not 2-D": cache.has_custom_mask,
+            "the mask hides stored tokens": cache.hides_old,
+            "output_attentions": cache.gives_weights,
+            "the model is in training mode": self.site.module.training,
+            "a gradient may be asked for": self.learns(keys, values),
+            "positions that do not follow those before": bool(self.rotary and not cache.turns_evenly),
+        }
+        why = next((why for why, holds in reasons.items() if holds), None)
+        if why is not None:
+            cache.note_decoded(self, why)
+        return why is None
 
     def learns(self, keys: Tensor, values: Tensor) -> bool:
         """Whether a gradient may be asked for, which the operator does not have."""
@@ -232,6 +237,9 @@ class KVCalLayer(CacheLayerMixin):
         return keys.requires_grad or values.requires_grad or any(p.requires_grad for p in self.site.module.parameters())
 
     ready = False
+
+    def heed(self) -> None:
+        """Raise what the device has found out about steps that it did by itself; those that still run are not waited for."""
 
     def publish(self) -> None:
         """After the host changed the layer: nothing to do where the host has it all."""
@@ -756,6 +764,10 @@ class KVCalCache(Cache):
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
+        if max_length is not None and any(
+            pair and isinstance(pair.key, Squat) and pair.stats for pair in scheme.layers
+        ):
+            self.caveats = [*self.caveats, PROMPTS]
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
@@ -779,6 +791,7 @@ class KVCalCache(Cache):
                 hf.check_selectable(layer.site)
         self.returned_tokens = 0
         self.unforgotten = {"tokens": 0, "blocks": 0}  # see describe()
+        self.decoded: dict[str, int] = {}  # see describe()
         self._mask: Tensor | None = None
         self._custom_mask = False
         self._positions: Tensor | None = None
@@ -907,12 +920,26 @@ class KVCalCache(Cache):
         if hf.capturing() or torch.compiler.is_compiling():
             return
         self.check_packed()
+        try:
+            self._settle()
+        except KVCalError:
+            self._said = True
+            raise
+
+    _said = False  # the caller has been told of what is wrong
+
+    def _settle(self) -> None:
         ready: list[Any] = [layer for layer in self.own_layers if layer.ready]
         if not ready:
             return
         from . import fixed
 
         length, counts = fixed.read(ready)
+        if self.max_length is not None and length > self.max_length:
+            raise KVCalError(
+                f"compiled or recorded steps went on to {length} tokens: the cache was made for max_length={self.max_length}; "
+                "make a larger one"
+            )
         if new := length - self.ledger.columns:
             self.ledger.proceed(new)
             if self._held_mask is not None:
@@ -932,6 +959,11 @@ class KVCalCache(Cache):
         if self._held is None or not self._held.of(self.ledger):
             self._held = fixed.Held(self.ledger)
         return self._held
+
+    def note_decoded(self, layer: KVCalLayer, why: str) -> None:
+        """A step of a layer that a kernel reads was not the kernel's. The first such layer speaks for all."""
+        if next(one for one in self.own_layers if one.refused is None) is layer:
+            self.decoded[why] = self.decoded.get(why, 0) + 1
 
     def on_keys_of(self, dtype: torch.dtype) -> None:
         """The first keys of a layer come: if they are the cache's first, all layers expect their dtype."""
@@ -1024,7 +1056,7 @@ class KVCalCache(Cache):
         try:
             self.refusals.check()
         except NonFiniteError as error:
-            self._refused = str(error)
+            self._refused, self._said = str(error), True
             raise
 
     # What layers ask for.
@@ -1326,16 +1358,29 @@ class KVCalCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.ledger.clear()
-        self.returned_tokens, self._torn = 0, False
+        self.returned_tokens, self._torn, self._said = 0, False, False
         self.refusals, self._refused = Refusals(), None
-        self.unforgotten = {"tokens": 0, "blocks": 0}
+        self.unforgotten, self.decoded = {"tokens": 0, "blocks": 0}, {}
         self._rope = self._call = self._mask = self._held_mask = None
         self._chain = {"old": {}, "new": {}}
 
     def close(self) -> None:
-        """Remove every hook from the model. The cache cannot be used afterwards."""
+        """Remove every hook from the model. The cache cannot be used afterwards. Raises KVCalError where steps since the last
+        call lost something (a NaN, a block beyond max_length), unless an error has said so or is under way.
+        """
+        was = self._hooks.closed
         self._hooks.close()
         self._seams.close()
+        if not was and not self._said and sys.exc_info()[0] is None and not hf.capturing():
+            self._last_words()
+
+    def _last_words(self) -> None:
+        self.check_packed()
+        for device in self.steps:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a step that still runs may yet say so
+        for layer in self.own_layers:
+            layer.heed()
 
     def __enter__(self) -> KVCalCache:
         return self
@@ -1351,6 +1396,7 @@ class KVCalCache(Cache):
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused
+        twin.decoded = dict(self.decoded)
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         twin._growing = self._growing
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
@@ -1423,7 +1469,8 @@ class KVCalCache(Cache):
 
         returned_by_crop: tokens that came back from packed blocks, decoded. unforgotten_by_statistics: what crops removed but
         run-time statistics still show: `tokens` further back than they can forget, and `blocks` packed when the removed tokens
-        were there. All zero: the cache is, to the byte, one that never had the removed tokens.
+        were there. All zero: the cache is, to the byte, one that never had the removed tokens. decoded_steps: how many steps a
+        kernel that reads packed blocks had to leave to the model's own attention, by the reason.
         """
         self.settle()
         rows = []
@@ -1444,6 +1491,7 @@ class KVCalCache(Cache):
             "returned_by_crop": self.returned_tokens,
             "unforgotten_by_statistics": dict(self.unforgotten),
             "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
+            "decoded_steps": dict(self.decoded),
             "path": fused.summary([layer.why_reference for layer in self.own_layers], self.kernels),
             "max_length": self.max_length,
             "compileable": self.why_not_compileable or True,
@@ -1460,6 +1508,10 @@ class KVCalCache(Cache):
         )
 
 
+PROMPTS = (
+    "max_length: SQuat corrects keys by a subspace of the row's prompt, which steps on the device leave as it is; a prompt of "
+    "few tokens gives another one than a cache that grows comes to"
+)
 MOST_COLUMNS = 2**31 - 1  # kernels count tokens in 32 bits
 
 

@@ -9,8 +9,10 @@ Recent tokens lie in a ring, as kvcal_kernels.quantise has them: token j of a ro
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -78,15 +80,26 @@ class Turns:
 class Steps:
     """What the layers of a cache on one device share. length: columns, 0-d int64. first, last: their indices; the first
     moves the counts of a call, the last its length. turns: where keys are stored before RoPE. due: by their size, room for
-    keys of the block that SQuat packs, one layer after the other.
+    keys of the block that SQuat packs, one layer after the other. wrong: 0-d bool in the host's memory, whether the device has
+    found something that `read` will refuse; written when the step has run, which no one waits for.
     """
 
     counts: Counts
     length: Tensor
     first: int
     last: int
+    wrong: Tensor
     turns: Turns | None = None
     due: dict[torch.Size, Tensor] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
+        own = {one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self)}
+        return Steps(**own | {"wrong": host_bool(self.length.device)})  # copies are not pinned
+
+
+def host_bool(device: torch.device) -> Tensor:
+    """0-d, False, where the device can write to it without anyone waiting."""
+    return torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
 
 
 @dataclass
@@ -205,9 +218,8 @@ class FixedLayer(KVCalLayer):
         return turn.shown
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
-        if self._cache.is_compileable:
-            return False  # update() has asked
-        return super()._is_for_kernel(plan, keys, values)
+        own = super()._is_for_kernel(plan, keys, values)  # which tells the cache why not
+        return own and not self._cache.is_compileable  # update() has asked
 
     def drop_turn(self) -> None:
         self._due = None
@@ -256,6 +268,7 @@ class FixedLayer(KVCalLayer):
             for name, count in zip(STORED, stored.to(like.device), strict=True):
                 getattr(steps.counts, name).copy_(count)
             steps.length.fill_(self.columns)
+            steps.wrong.fill_(False)
             if steps.turns is not None:
                 self._begin_turns(steps.turns)
         room.flags.zero_()
@@ -391,7 +404,8 @@ class FixedLayer(KVCalLayer):
             turns = None
             if self._cache.scheme.frame == "pre_rope":
                 turns = Turns(None, length.new_zeros(len(like)), length.new_zeros((), dtype=torch.bool))
-            own = self._cache.steps[like.device] = Steps(counts, length, self.index, self.index, turns)
+            own = Steps(counts, length, self.index, self.index, host_bool(like.device), turns)
+            self._cache.steps[like.device] = own
         own.first, own.last = min(own.first, self.index), max(own.last, self.index)
         steps: Steps = own
         return steps
@@ -403,10 +417,12 @@ class FixedLayer(KVCalLayer):
 
     def get_seq_length(self) -> Any:
         """Columns; once there are some, on the device, as of Transformers' StaticLayer."""
+        self.heed()
         return self.steps.length.clone() if self.ready else self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
+        self.heed()  # generate() asks before each step, whose forward may be compiled
         if self.ready and query_length <= self._cache.most_queries:
             return self._cache.max_length or 0, 0
         self._cache.settle()
@@ -452,10 +468,7 @@ class FixedLayer(KVCalLayer):
                 if steps.turns is not None and positions is not None:  # else the host has looked
                     steps.turns.note(counts, positions)
             if self.vectors:
-                out = self._attend_codes(room, counts, q, k, v, scaling)
-                if self.index == steps.last:
-                    steps.length.add_(k.shape[2])
-                return out.to(q.dtype)
+                return self._leave(steps, self._attend_codes(room, counts, q, k, v, scaling), q, k)
             settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
             seen, k, v = None, k.to(dtype), v.to(dtype)
             if not settled:
@@ -474,9 +487,28 @@ class FixedLayer(KVCalLayer):
                 (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
                 self._cache.workspace(q.device), ring=True, turns=steps.turns.rope if steps.turns and self.rotary else None,
             )  # fmt: skip
-            if self.index == steps.last:
-                steps.length.add_(k.shape[2])
+            return self._leave(steps, out, q, k)
+
+    def _leave(self, steps: Steps, out: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """What attention gives. Of the step's last layer it is NaN where a block was lost, in any layer: no one would see
+        otherwise that what follows a recorded or compiled step is not the model's. Six small launches a step.
+        """
+        if self.index == steps.last:
+            steps.length.add_(k.shape[2])
+            own: list[Any] = self._cache.own_layers
+            lost = torch.cat(
+                [one.room.flags for one in own if one.room is not None and one.device == self.device]
+            ).any()
+            wrong = lost | (steps.length > (self._cache.max_length or 0))
+            if steps.turns is not None:
+                wrong = wrong | steps.turns.gap
+            steps.wrong.copy_(wrong, non_blocking=True)
+            out = out.masked_fill(lost, math.nan)
         return out.to(q.dtype)
+
+    def heed(self) -> None:
+        if self.ready and not torch.compiler.is_compiling() and not hf.capturing() and bool(self.steps.wrong):
+            self._cache.settle()
 
     def _keys_due(self, room: Room, counts: Counts, keys: Tensor) -> Tensor | None:
         """Of SQuat: keys of the block that this step packs, corrected; this step's attention sees the exact ones."""
@@ -531,7 +563,9 @@ class FixedLayer(KVCalLayer):
                     assert isinstance(codec, Squat)
                     codec, leaving = codec.inner, keys
                 made = codec.encode(leaving, context)
-            bad = (due & ~torch.stack(fits).all(0)).any() * NOT_FINITE + (due & (slot > last)).any() * ROOM
+            heads = len(room.flags)  # a norm of several is all of theirs
+            held = torch.stack([one.repeat_interleave(heads // one.shape[1], 1) for one in fits]).all(0)
+            bad = (due[:, None] & ~held).any(0) * NOT_FINITE + (due & (slot > last)).any() * ROOM
             room.flags.bitwise_or_(bad.int() << quantise.reference.VALUES * role)
             for name, x in made.items():
                 index = slot.clamp_max(last)[:, None, None, None].expand_as(x)

@@ -129,14 +129,16 @@ def absence(
     """
     if kernels == "torch":
         return None
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
-    if kernels == "triton" and preflight.interpreted():
-        return None
-    if why := preflight.unsupported(device):
+    here = kernels == "triton" and preflight.interpreted()
+    if not here and not runs_kernels(device):
+        why = preflight.unsupported(device)
         if device.type == "cuda":
             warn(f"fused kernel: {why}")
         return why
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
+    if here:
+        return None
     from . import vectors
 
     keys, values = pair.key.fused(), pair.value.fused()

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 import kvcal_kernels
 from kvcal_kernels import attention, compensated, quantise, reconstruct, vq_append, vq_attention
@@ -43,11 +48,11 @@ from .store import Ragged, Stored
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"
+LOCK = "preflight.lock"
 DRIVER = Path("/proc/driver/nvidia/version")
 BLOCKS = (9, 0, 4)  # packed blocks of the rows that are tried: several programs, none, one turn of a program
 SINK, RECENT = (4, 2, 4), (131, 17, 40)
 CALLS = ((1, False), (1, True), (3, True), (16, False))  # new tokens, and whether recent ones lie in a ring
-CALLS_BEFORE_ROPE = ((1, False), (3, False), (16, False))  # their caches have no ring
 OF_TIERS = ((1, False), (3, False))  # each compiles for 80 s; tiers come in caches without a ring
 VECTOR_CALLS = (1, 3)  # new tokens, of kernels over vector codes
 ROWS = (512, 832)  # tokens that the reconstruction kernel is tried on: whole tiles of it, and not
@@ -55,7 +60,7 @@ ROWS = (512, 832)  # tokens that the reconstruction kernel is tried on: whole ti
 
 def folder() -> Path:
     if own := os.environ.get("KVCAL_CACHE_DIR"):
-        return Path(own)
+        return Path(own).expanduser()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "kvcal"
     if sys.platform == "darwin":
@@ -249,10 +254,10 @@ def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> t
         return f"its check ran out of memory: {error}", False
     except Exception as error:  # no compiler, say, which may be there next time: not written down
         if fault := _fault(device):
-            write(read() | {name: f"its check ended in a CUDA fault: {fault}"})
+            keep(name, f"its check ended in a CUDA fault: {fault}")
             raise KVCalError(_broken(name, device, fault)) from error
         return f"its check failed: {type(error).__name__}: {error}".splitlines()[0], False
-    write(read() | {name: why})
+    keep(name, why)
     return why, True
 
 
@@ -302,11 +307,24 @@ def read() -> dict[str, str | None]:
     return found if ours else {}
 
 
-def write(verdicts: dict[str, str | None]) -> None:
-    """A directory that cannot be written means that the next process tries again."""
+def keep(name: str, why: str | None) -> None:
+    """Beside what the file has by now: other processes keep theirs. A directory that cannot be written means that the next
+    process tries again.
+    """
     with contextlib.suppress(OSError, KVCalError):
         folder().mkdir(parents=True, exist_ok=True)
-        write_atomically(folder() / FILE, json.dumps(verdicts, indent=1, sort_keys=True).encode())
+        with _alone():
+            verdicts = read() | {name: why}
+            write_atomically(folder() / FILE, json.dumps(verdicts, indent=1, sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other process is in here; where files cannot be locked (Windows) one of two that are loses its verdict."""
+    with (folder() / LOCK).open("ab") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def trial(
@@ -332,8 +350,7 @@ def trial(
     sink, recent = exact(max(SINK), counts[1]), exact(-(-max(RECENT) // BLOCK) * BLOCK, counts[2])
     room = own.words.shape[2]
     turns = _turns(rotary, sink[0].shape[2], room, recent[0].shape[2], device) if rotary else None
-    calls = CALLS if turns is None else CALLS_BEFORE_ROPE
-    for queries, ring in OF_TIERS if keys.tiered else calls:
+    for queries, ring in OF_TIERS if keys.tiered else CALLS:
         q, scaling = random(heads * ratio, queries), keys.dim**-0.5
         packed_q = None if rotary else (q.float() * torch.linspace(0.5, 2, keys.dim, device=device)).to(dtype)
         given = *held, counts[0], sink, recent, scaling

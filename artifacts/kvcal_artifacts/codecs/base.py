@@ -317,8 +317,8 @@ def _unless(fine: Tensor, error: Callable[[], NonFiniteError], x: Tensor, otherw
 
 @contextmanager
 def device_only() -> Iterator[list[Tensor]]:
-    """Inside, encoding waits for no number from the device. What it would refuse is told, row by row, by the list: (B,) bool a
-    tensor of scales or minima, True where float16 holds all.
+    """Inside, encoding waits for no number from the device. What it would refuse is told by the list: (B, H) bool a tensor of
+    scales or minima (B, H, ...), True where float16 holds all of a row's head.
     """
     fits: list[Tensor] = []
     _THREAD.fits = fits
@@ -332,7 +332,7 @@ def to_half(x: Tensor, what: str) -> Tensor:
     """float32 (B, ...) -> float16 for scales and norms; refuses what float16 cannot hold instead of storing infinity."""
     fits = getattr(_THREAD, "fits", None)
     if fits is not None:
-        fits.append((x.abs() <= HALF_MAX).flatten(1).all(1))  # not where x is NaN
+        fits.append((x.abs() <= HALF_MAX).flatten(2).all(2))  # not where x is NaN
         return x.to(torch.float16)
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
 
