@@ -9,6 +9,9 @@ cell is compared with float64 attention over what the reference decodes, on the 
 
 one-pass: our kernel that decodes to float16 in one pass, then the fastest of torch's backends; torch: the codec's own decoding
 (float32) in its place. fused over one-pass is the ratio that the bar of 3 is held against.
+
+Then what a step of a cache with max_length appends: one token a row to sink 32, recent 96 and blocks of 128, where nothing is
+due and where every row's block is searched and packed, whose error is compared with that of the reference's codes.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvcal.bench.timing import Clock
+from kvcal_kernels import vq_append
 from kvcal_kernels.packing import packed_bytes
+from kvcal_kernels.quantise import Counts, Windows
+from kvcal_kernels.quantise import triton as counting
 from kvcal_kernels.vq_attention import Band, Coded, longest, reference
 from kvcal_kernels.vq_attention import triton as fused
 
@@ -48,6 +54,8 @@ LAUNCHES = [
     fused.Launch(), fused.Launch(1024), fused.Launch(shared=0), fused.Launch(scattered=256, shared=0, few=128),
     fused.Launch(scattered=64),
 ]  # fmt: skip
+APPENDED = [("4k", 1), ("4k", 8), ("4k", 32), ("paper", 1), ("paper", 32)]
+WINDOWS = Windows(32, 96, BLOCK)
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Row = dict[str, Any]
 
@@ -121,6 +129,53 @@ class Cell:
             "error_log": float((found[:1].double() - log).abs().max()), "same_bits": torch.equal(out, again),
             "error_decode": off(self.k[:1], decoded), "error_decode_float16": off(decoded.half(), decoded),
         }  # fmt: skip
+
+
+class Step:
+    """A step that appends, of rows that have a sink, a full window and no block yet. of: the first row of another."""
+
+    def __init__(self, keys: list[Any], values: list[Any], batch: int, due: bool, of: Step | None = None) -> None:
+        self.keys, self.values = coded(keys, batch, 4 * BLOCK), coded(values, batch, 4 * BLOCK)
+        room, self.flags = WINDOWS.room(1), torch.zeros(HEADS, dtype=torch.int32, device="cuda")
+        sizes = (WINDOWS.sink, WINDOWS.sink, room, room, 1, 1)
+        self.exact = [torch.randn(batch, HEADS, tokens, D, device="cuda").half() for tokens in sizes]
+        if of is not None:
+            self.exact = [x[:1].contiguous() for x in of.exact]
+        self.counts, self.space = Counts(batch, WINDOWS, "cuda"), fused.Workspace(self.flags.device)
+        self.counts.data[0], self.counts.data[4], self.counts.data[6] = WINDOWS.sink, WINDOWS.sink, WINDOWS.recent
+        self.counts.data[6] += WINDOWS.block - 1 if due else 0
+        counting.advance(self.counts, torch.ones(batch, dtype=torch.int32, device="cuda"))
+
+    def run(self, by: Any = None) -> None:
+        sk, sv, rk, rv, k, v = self.exact
+        given = self.keys, self.values, (sk, sv), (rk, rv), self.counts, self.flags, k, v
+        if by is None:
+            vq_append.fast().append(*given, self.space)
+        else:
+            by.append(*given)
+
+    def error(self, role: int) -> float:
+        """Squared, of the first row's first block."""
+        found = reference.decode(row_of((self.keys, self.values)[role], 0))[:, :, :BLOCK]
+        return float((found - self.exact[2 + role][:1, :, :BLOCK].float()).square().sum())
+
+
+def measure_append(clock: Clock, sizes: str, own: Any, batch: int, due: bool) -> Row:
+    step = Step(*own, batch, due)
+    row: Row = {"operation": f"append {'due' if due else 'idle'}", "scheme": sizes, "batch": batch, "error": None}
+    row["microseconds"] = clock.time(step.run, 21).microseconds
+    if due:
+        wanted = Step(*own, 1, due, step)
+        wanted.run(vq_append)
+        row["error"] = max(step.error(role) / wanted.error(role) for role in (0, 1))
+        row["microseconds"] = row["microseconds"] if row["error"] < 1.001 else None
+    stages = [(book.shape[0] * book.shape[1], len(dims)) for side in own for book, dims in side]
+    row["flops"] = 2 * batch * HEADS * BLOCK * sum(count * width for count, width in stages) if due else 0
+    taken = "WRONG" if row["microseconds"] is None else f"{row['microseconds']:.1f} us"
+    rate = f", {row['flops'] / row['microseconds'] / 1e6:.0f} TFLOP/s" if due and row["microseconds"] else ""
+    error = f", squared error {row['error']:.6f} times that of the reference's codes" if due else ""
+    print(f"{sizes:5} {row['operation']} {batch}: {taken}{rate}{error}", flush=True)
+    return row
 
 
 def off(found: Tensor, exact: Tensor) -> float:
@@ -210,14 +265,18 @@ def main() -> None:
         flush=True,
     )
     result["rows"], held, own = [], "", ([], [])
+
+    def books_of(sizes: str) -> tuple[list[Any], list[Any]]:
+        low, high, value = SIZES[sizes]
+        return bands([low, high], list(BANDS)), bands([value], [[*range(D)]])
+
     for sizes, batch, length in CELLS:
         if time.time() - began > chosen.seconds:
             print(f"{sizes:5} {batch} x {length}: not measured, {chosen.seconds:g} s are over", flush=True)
             continue
         try:
             if sizes != held:
-                low, high, value = SIZES[sizes]
-                own, held = (bands([low, high], list(BANDS)), bands([value], [[*range(D)]])), sizes
+                own, held = books_of(sizes), sizes
             launches = LAUNCHES if (batch, length) == CELLS[0][1:] else LAUNCHES[:2]
             row = measure(clock, sizes, Cell(*own, batch, length), batch, length, launches)
         except Exception as error:
@@ -227,6 +286,12 @@ def main() -> None:
         show(row)
         result["rows"].append(row)
         torch.cuda.empty_cache()
+        Path(chosen.out, "vq_attention.json").write_text(json.dumps(result | {"ceilings": clock.ceilings}, indent=1))
+    for sizes, batch in APPENDED:
+        if sizes != held:
+            own, held = books_of(sizes), sizes
+        for due in (False, True):
+            result["rows"].append(measure_append(clock, sizes, own, batch, due))
         Path(chosen.out, "vq_attention.json").write_text(json.dumps(result | {"ceilings": clock.ceilings}, indent=1))
     print(f"{time.time() - began:.0f} s", file=sys.stderr)
 

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import on
+from ..attention.reference import about
 from ..packing.triton import store_codes
 from ..quantise.reference import NONFINITE as NONFINITE_
 from ..quantise.reference import ROOM as ROOM_
 from ..quantise.reference import VALUES, Counts
-from ..triton import interpreted
+from ..triton import Prepared, Ready, interpreted
 from ..vq.triton import FAR, WIDEST, launch_for, propose_settings
 from ..vq_attention import Band, Coded
 from ..vq_attention.triton import Workspace
@@ -230,14 +230,20 @@ def append(
     _check(keys, values, sink, ring, counts, flags, k, v)
     batch, heads, queries, dim = k.shape
     space = workspace or Workspace(k.device)
-    with on(k.device):
-        windows_kernel[(queries, heads, batch)](
-            k, v, *sink, *ring, counts.data, batch, queries, sink[0].shape[2], ring[0].shape[2], *k.stride()[:3],
-            *v.stride()[:3], H=heads, D=dim, BD=triton.next_power_of_2(dim), num_warps=1,
-        )  # fmt: skip
-        for coded, held, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
-            for band in coded.bands:
-                _encode(coded, band, held, counts, flags, shift, space)
+    tensors = k, v, *sink, *ring, counts.data
+    name = tuple(map(about, tensors))
+    if name not in _PREPARED:
+        numbers = batch, queries, sink[0].shape[2], ring[0].shape[2], *k.stride()[:3], *v.stride()[:3]
+        options = {"H": heads, "D": dim, "BD": triton.next_power_of_2(dim), "num_warps": 1}
+        _PREPARED[name] = Ready(windows_kernel, (queries, heads, batch), options), numbers
+    ready, numbers = _PREPARED[name]
+    ready(tensors, *numbers)
+    for coded, held, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
+        for band in coded.bands:
+            _encode(coded, band, held, counts, flags, shift, space)
+
+
+_PREPARED = Prepared()
 
 
 def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
@@ -267,18 +273,24 @@ def reserve(keys: Coded, values: Coded, space: Workspace) -> None:
 def _encode(
     coded: Coded, band: Band, ring: Tensor, counts: Counts, flags: Tensor, shift: int, space: Workspace
 ) -> None:
-    batch, heads, room, stages, size = band.codes.shape
-    made = settings(band, coded.block, not ring.is_cuda or torch.cuda.get_device_capability(ring.device)[0] >= 9)
     rest, codes = _scratch(coded, band, space)
-    encode_kernel[(triton.cdiv(coded.block, made["BM"]), heads, batch)](
-        ring, ring if coded.scale is None else coded.scale, band.dims, band.books, band.halves, rest, codes, counts.data,
-        flags, batch, room, ring.shape[2], H=heads, D=ring.shape[3], SCALED=coded.scale is not None, SHIFT=shift,
-        ASM=not interpreted(), **made,
+    scaled = coded.scale is not None
+    tensors = (
+        ring, coded.scale if coded.scale is not None else ring, band.dims, band.books, band.halves, rest, codes, counts.data,
+        flags,
     )  # fmt: skip
-    pack_kernel[(stages, heads, batch)](
-        codes, band.codes, counts.data, batch, room, H=heads, BLOCK=coded.block, S=stages, BITS=band.bits, BYTES=size,
-        num_warps=4,
-    )  # fmt: skip
+    name = (shift, scaled, coded.block, band.bits, about(band.codes), *map(about, tensors))
+    if name not in _PREPARED:
+        batch, heads, room, stages, size = band.codes.shape
+        made = settings(band, coded.block, not ring.is_cuda or torch.cuda.get_device_capability(ring.device)[0] >= 9)
+        made |= {"H": heads, "D": ring.shape[3], "SCALED": scaled, "SHIFT": shift, "ASM": not interpreted()}
+        packs = {"H": heads, "BLOCK": coded.block, "S": stages, "BITS": band.bits, "BYTES": size, "num_warps": 4}
+        encode = Ready(encode_kernel, (triton.cdiv(coded.block, made["BM"]), heads, batch), made)
+        pack = Ready(pack_kernel, (stages, heads, batch), packs)
+        _PREPARED[name] = encode, (batch, room, ring.shape[2]), pack, (batch, room)
+    encode, numbers, pack, less = _PREPARED[name]
+    encode(tensors, *numbers)
+    pack((codes, band.codes, counts.data), *less)
 
 
 def _check(
