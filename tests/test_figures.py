@@ -597,6 +597,19 @@ def test_compiled_steps() -> None:
     assert f"{min(gains)} to {max(gains)} % with a compiled forward" in text_of(ROOT / "README.md")
 
 
+def test_what_is_projected_beside_what_was_measured() -> None:
+    rows = {row["scheme"]: row for row in attention() if (row["batch"], row["length"]) == (32, 32768)}
+    names = (
+        "uniform 4/4,InnerQ Small,uniform 2/2,KIVI 2/2 G=32,KIVI 2/2 G=128,MixKVQ G=32,HIGGS 2,HIGGS 3,TurboQuant 4/3"
+    )
+    names += ",KIVI 2/2 before RoPE"
+    plain = rows["uniform 4/4"]["microseconds"] * rows["uniform 4/4"]["ratio_to_fp16"]
+    wanted = [plain, *(rows[name]["microseconds"] for name in names.split(","))]
+    projected, measured, times = (row[1:] for row in cells(MODELS, "| FP16 | uniform 4/4 | InnerQ Small"))
+    assert all(holds(cell, own) for cell, own in zip(measured, wanted, strict=True))
+    assert all(holds(cell, own / float(bound)) for cell, own, bound in zip(times, wanted, projected, strict=True))
+
+
 def test_quantised_caches_of_transformers() -> None:
     shown = {row[0][:22]: row for row in cells(MODELS, "32768 tokens a row")}
     for bits in (2, 4):
