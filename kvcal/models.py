@@ -130,6 +130,16 @@ def _unknown(name: str) -> str:
     return f"unknown model {name!r}: {hint} a hub id reads org/name, a folder must hold a config.json"
 
 
+COUNTS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+)
+
+
 def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
     """Shapes alone. From the catalogue where the model is in it, else from its config.json."""
     if source.entry is not None:
@@ -137,6 +147,11 @@ def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
     if source.kind == "hub" and not download:
         raise ModelUnavailable(f"{source.label} is not in `kvcal models`: its geometry needs a download")
     fields = _text_config(load_config(source)).to_dict()
+    for name in COUNTS:
+        if (count := fields.get(name)) is not None and not (isinstance(count, int) and count >= 1):
+            raise ModelUnavailable(
+                f"{source.label}: its config.json has {name} {count!r}: must be a whole number from 1"
+            )
     try:
         return Geometry.from_config(fields)
     except (KeyError, TypeError) as error:

@@ -48,7 +48,8 @@ class Far(Tensor):
 
 @dataclass
 class Counts:
-    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number; launches: what a
+    """up: copies from the host to a device, each the shape; waits: times that the host waits for a number, which it does
+    not where a copy into its own memory is non_blocking; launches: what a
     device would have to do besides, a kernel each.
     """
 
@@ -101,7 +102,7 @@ def copied(func: Any, args: Any, kwargs: dict[str, Any], to: torch.device | None
     where = args[0].device if func is aten.copy_.default else to or source.device
     if where.type == FAR and not isinstance(source, Far):
         counts.up.append(tuple(source.shape))
-    elif where.type != FAR and isinstance(source, Far):
+    elif where.type != FAR and isinstance(source, Far) and not (func is aten.copy_.default and args[2:] == (True,)):
         counts.waits.append("to the host")
     if to is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}

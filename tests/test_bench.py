@@ -330,6 +330,8 @@ def test_every_fact_of_a_device_has_a_source() -> None:
         ("NVIDIA Jetson AGX Orin Developer Kit", "jetson-agx-orin"),
         ("NVIDIA Jetson AGX Thor Developer Kit", "jetson-thor"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
@@ -344,6 +346,9 @@ def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="its torch has no CUDA"):
         target.target("jetson")
+    with pytest.raises(UsageError, match=r"--device jetson-orin-nano: this is .*its torch has no CUDA"):
+        target.target("jetson-orin-nano")
+    assert target.target("jetson-orin-nx").device is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = target.target("jetson")
     assert (found.name, found.device) == ("jetson-orin-nano", torch.device("cuda"))
@@ -1532,6 +1537,7 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--model", "no-such-model"], "unknown model"),
         (["--model", ""], "unknown model"),
         (["--model", "tiny", "-o", "longest-generation"], "on how much memory?"),
+        (["--model", "tiny", "-o", "decode-then-attend", "-o", "generation"], "on how much memory?"),
         (["-o", "longest-generation", "--memory", "0"], "--memory 0: GiB, needs a number above 0 and up to 8589934592"),
         (["--device", "jetson-orin-nano", "-o", "largest-batch", "--memory", "1e300"], "--memory 1e+300: GiB, needs a"),
         (["-o", "longest-generation", "--memory", "-3"], "--memory -3: GiB"),

@@ -148,7 +148,11 @@ def processor() -> str | None:
 
 
 def recognised(called: str) -> Device | None:
-    """The profile of a machine that calls itself so: the one with the most matching parts."""
+    """The profile of a machine that calls itself so: the one with the most matching parts. A GH200 or an H200 NVL is another
+    card than the H200 of the table.
+    """
+    if any(other in called for other in ("GH200", "NVL")):
+        return None
     fitting = [(sum(part in called for part in one.found_as), one) for one in DEVICES.values()]
     if "Super" in called:
         fitting = [(count, one) for count, one in fitting if one.name != "jetson-orin-nano"]

@@ -42,13 +42,15 @@ def target(name: str) -> Target:
     profile = devices.device(name)
     if torch.cuda.is_available() and profile in (own, devices.recognised(torch.cuda.get_device_name())):
         return Target(profile.name, torch.device("cuda"), profile)
+    if here is not None and profile is own:
+        _cuda_of(here, name)  # says what is missing
     return Target(profile.name, None, profile, table_4=profile.name == jetson.PAPER_DEVICE)
 
 
-def _cuda_of(board: str) -> torch.device:
+def _cuda_of(board: str, asked: str = "jetson") -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError(
-            f"--device jetson: this is {board}, but its torch has no CUDA; install NVIDIA's wheel of torch for JetPack, "
+            f"--device {asked}: this is {board}, but its torch has no CUDA; install NVIDIA's wheel of torch for JetPack, "
             "or give --device cpu"
         )
     return torch.device("cuda")

@@ -82,6 +82,7 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     where = target(o["device"])
     wanted = _wanted(o["operation"], where)
     check_taken(o, where, wanted, said)
+    check_memory(o, where, wanted)
     model = o["model"]
     if model is None:
         model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
@@ -155,6 +156,13 @@ def _check_files(o: dict[str, Any]) -> None:
             raise UsageError(
                 f"{option} {path}: is the file of {before} too, and would replace it; give another file name"
             )
+
+
+def check_memory(o: dict[str, Any], where: Target, wanted: Sequence[str]) -> None:
+    """UsageError where rows fill a memory of which no one has said how large it is."""
+    known = o["memory"] or where.profile or (where.device is not None and where.device.type == "cuda")
+    if set(SIZED) & set(wanted) and not known:
+        raise UsageError(NO_MEMORY)
 
 
 def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: Collection[str]) -> None:
@@ -306,6 +314,9 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
     }  # fmt: skip
 
 
+NO_MEMORY = "largest-batch and longest-generation: on how much memory? give --memory in GiB"
+
+
 def _of_memory(
     o: dict[str, Any], wanted: list[str], own: list[Benched], geometry: Any, model: str, where: Target
 ) -> list[Row]:
@@ -314,7 +325,7 @@ def _of_memory(
         return []
     gib = o["memory"] or (where.profile.memory if where.profile else None)
     if gib is None:
-        raise UsageError("largest-batch and longest-generation: on how much memory? give --memory in GiB")
+        raise UsageError(NO_MEMORY)
     every = memory.footprints(geometry, own, _dtype(o, torch.float16))
     rows: list[Row] = []
     if "largest-batch" in wanted:

@@ -55,7 +55,8 @@ def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
     for name, what in PROJECTED_ONLY.items():
         yield _row("operation", name, f"{what}; projected only")
     for name in MEASURED:
-        yield _row("device", name, "measured here")
+        on_one = "measured on a Jetson; elsewhere projected for the Orin Nano, and Table 4 of InnerQ for the Xavier NX"
+        yield _row("device", name, on_one if name == "jetson" else "measured here")
     for name, device in DEVICES.items():
         yield _row("device", name, f"{device.title}: measured, or projected where it is not here")
 
