@@ -32,12 +32,29 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def skip_unless_pinned() -> None:
+    """Instructions and registers are counted for the compiler that constraints.txt pins."""
+    import triton
+
+    if triton.__version__ != "3.7.1":
+        pytest.skip(f"triton {triton.__version__}: counts are those of 3.7.1")
+
+
 def resources(made: Any, folder: Path) -> tuple[int, int]:
     """(registers a thread, bytes of stack, that is of spilled registers)."""
     said = _tool(made, folder, "cuobjdump", "-res-usage")
     registers, stack = re.search(r"REG:(\d+)", said), re.search(r"STACK:(\d+)", said)
     assert registers and stack, said
     return int(registers[1]), int(stack[1])
+
+
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(.*)")
+
+
+def whole(made: Any, folder: Path) -> int:
+    """Instructions of the whole program, each once, without NOPs, which fill its end."""
+    found = [INSTRUCTION.match(line) for line in _tool(made, folder, "nvdisasm", "-c").splitlines()]
+    return sum(one is not None and one[1] != "NOP" for one in found)
 
 
 def loops(made: Any, folder: Path) -> list[Counter[str]]:
@@ -50,7 +67,7 @@ def loops(made: Any, folder: Path) -> list[Counter[str]]:
     for line in _tool(made, folder, "nvdisasm", "-c").splitlines():
         if label := re.match(r"(\.L_\w+):", line.strip()):
             labels[label[1]] = len(names)
-        elif one := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)(.*)", line):
+        elif one := INSTRUCTION.match(line):
             target = re.search(r"(\.L_\w+)", one[2]) if one[1] == "BRA" else None
             if target and target[1] in labels:
                 found.append((labels[target[1]], len(names) + 1))

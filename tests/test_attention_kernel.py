@@ -807,9 +807,11 @@ TYPES = {
 PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
 
 
-def built(case: Case, capability: int, registers: int, launch: Any = None, long: bool = False) -> Any:
+def built(
+    case: Case, capability: int, registers: int, launch: Any = None, long: bool = False, ring: bool = False
+) -> Any:
     """The kernel as it is usually launched, with at most so many registers (0: as many as it likes), for 8 kv heads. long: for
-    rooms of as many blocks as there can be.
+    rooms of as many blocks as there can be. ring: as caches of a max_length launch it.
     """
     from kvcal_kernels.attention import triton as fused
 
@@ -818,7 +820,7 @@ def built(case: Case, capability: int, registers: int, launch: Any = None, long:
     launch = launch or replace(usual, registers=registers)
     forms, pairs = (case.form("key"), case.form("value")), case.rotary // 32
     fixed = fused.settings(*forms, 8, case.ratio, case.queries, launch.warps, pairs=pairs)
-    constants = {**fixed, "STAGES": launch.stages, "ASM": True, "RING": False, "LONG": long}
+    constants = {**fixed, "STAGES": launch.stages, "ASM": True, "RING": ring, "LONG": long}
     types = TYPES | dict.fromkeys(EXACT, "*bf16" if case.dtype == torch.bfloat16 else "*fp16")
     types = {name: types[name] for name in fused.attend_kernel.arg_names if name in types}
     options = {"num_warps": launch.warps, "num_stages": launch.stages} | ({"maxnreg": registers} if registers else {})
@@ -875,7 +877,7 @@ BUDGET = [
     ("HIGGS 2 in bytes", 87, 168, 168, 1.67),
     ("HIGGS 2 in bytes", 80, 168, 168, 1.67),
     ("MixKVQ", 90, 176, 153, 2.66),
-    ("KIVI before RoPE", 90, 168, 168, 3.33),
+    ("KIVI before RoPE", 90, 168, 168, 3.36),
     ("KIVI before RoPE", 87, 168, 168, 3.38),
     ("KIVI before RoPE", 80, 168, 168, 3.17),
     ("KIVI before RoPE G=128", 90, 168, 168, 3.14),
@@ -919,7 +921,7 @@ BUDGET = [
     ("TurboQuant 4/3 of 8 tokens", 87, 0, 255, 3.0),
     ("MixKVQ of 8 tokens", 90, 0, 227, 3.9),
     ("MixKVQ of 8 tokens", 87, 0, 223, 3.84),
-    ("uniform 4/4 before RoPE of 8 tokens", 90, 0, 255, 4.0),
+    ("uniform 4/4 before RoPE of 8 tokens", 90, 0, 255, 4.05),
     ("HIGGS 2 of 7 rows", 90, 168, 168, 2.22),
     ("HIGGS 2 of 7 rows", 87, 168, 168, 2.26),
 ]
@@ -969,6 +971,23 @@ def test_compiled_kernels_keep_to_their_budgets(
     name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
 ) -> None:
     within(scheme(name), capability, cap, registers, ceiling, tmp_path)
+
+
+# Registers and instructions of bfloat16, a GPU's default, with the ring of a max_length, where they are above those of BUDGET.
+MORE = {("MixKVQ", 90, 176): (157, 2.66), ("InnerQ Base of 8 rows", 90, 168): (166, 2.22)}
+RINGS = [(*row[:3], *MORE.get(row[:3], row[3:])) for row in BUDGET] + [("KIVI 4 before RoPE", 90, 168, 168, 3.50)]
+QUICK_RINGS = [("uniform 2/2", 90, 168), ("KIVI", 90, 168), ("KIVI before RoPE", 90, 168)]  # 4, 4 and 11 s
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "capability", "cap", "registers", "ceiling"),
+    [pytest.param(*row, marks=() if row[:3] in QUICK_RINGS else pytest.mark.slow) for row in RINGS],
+)
+def test_compiled_kernels_of_bfloat16_and_a_ring_keep_to_their_budgets(
+    name: str, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
+) -> None:
+    within(replace(scheme(name), dtype=torch.bfloat16), capability, cap, registers, ceiling, tmp_path, ring=True)
 
 
 HALF_TILES = [  # shapes whose words end with half a tile
@@ -1051,7 +1070,14 @@ def test_counts_of_projections_are_those_of_the_compiled_kernels() -> None:
 
 
 def within(
-    case: Case, capability: int, cap: int, registers: int, ceiling: float, folder: Path, launch: Any = None
+    case: Case,
+    capability: int,
+    cap: int,
+    registers: int,
+    ceiling: float,
+    folder: Path,
+    launch: Any = None,
+    ring: bool = False,
 ) -> None:
     import triton
 
@@ -1059,7 +1085,7 @@ def within(
 
     if triton.__version__ != PINNED:
         pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
-    made = built(case, capability, cap, launch)
+    made = built(case, capability, cap, launch, ring=ring)
     check_layouts(made.asm["ttgir"])
     taken, spilled = resources(made, folder)
     assert spilled == 0

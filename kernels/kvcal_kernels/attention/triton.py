@@ -1391,8 +1391,9 @@ def _turned_scores(
     BYTES: tl.constexpr = 2 if MODE < 2 else 1  # all that lies in words' low bytes first: fewer registers wait
     for byte in tl.static_range(BYTES):
         for i in tl.static_range(byte, PAIRS, BYTES):
-            x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
+            # partners first: the other way KIVI of 2 and 4 bits spilled 16 and 8 bytes of bfloat16 programs (sm_90, 168)
             y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, STRIDE, BITS, MODE, EACH, NW, ASM)
+            x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
             x_0, y_0 = _turned(x_0, y_0, p_near, 0, i, PAIRS, ASM)
             x_1, y_1 = _turned(x_1, y_1, p_near, 1, i, PAIRS, ASM)
             b_x, b_y = _turned_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
