@@ -35,6 +35,7 @@ from kvcal.bench import (
     layer,
     measure,
     memory,
+    needed,
     operation,
     operations,
     paper,
@@ -1210,6 +1211,62 @@ def test_an_operation_that_fails_is_a_row_and_the_others_go_on(where: str, error
     found = measure.rows_of("s", SMALL, own, which, [(1, LENGTH)], clock(), torch.float32, "cpu", lambda line: None)
     assert [(row.operation, row.refused) for row in found] == [("broken", said), ("quantise", None)] * 2
     assert all((row.microseconds is None) == (row.operation == "broken") for row in found)
+
+
+def test_what_does_not_fit_the_memory_is_a_refused_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the process would be ended. A step's block fits beside a prefill that does not; FP16 is a row, too."""
+    which = ["decode-then-attend", "quantise", "quantise-step", "mlp", "append"]
+    for module in (measure, peers):
+        monkeypatch.setattr(module, "free_bytes", lambda device: 128 << 20)
+    found = {row["operation"]: row for row in measured(["kivi-2"], which, batch=1, length=65536)}
+    for name in ("decode-attention", "decode-then-attend", "quantise", "append"):
+        assert found[name]["microseconds"] is None
+        assert re.match(
+            r"needs 0\.\d GiB, 0\.1 GiB are free on cpu; take a smaller --batch or ", found[name]["refused"]
+        )
+    assert all(found[name]["microseconds"] for name in ("quantise-step", "mlp"))
+    for module in (measure, peers):
+        monkeypatch.setattr(module, "free_bytes", lambda device: None)  # not known
+    assert all(row["microseconds"] for row in measured(["kivi-2"], ["quantise"], batch=1))
+
+
+def test_the_command_refuses_what_does_not_fit_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 1 << 29)
+    done = kvcal(
+        "bench", "--device", "cpu", "-o", "quantise", "-p", "kivi-2", "-m", "llama-3.1-8b", "--length", "256k,256",
+        "--repeats", "1", "--seconds", "0", "--json",
+    )  # fmt: skip
+    large, small = done.json["rows"]
+    assert (done.code, large["microseconds"], small["refused"]) == (0, None, None)
+    assert large["refused"].startswith("needs 25.0 GiB, 0.5 GiB are free on cpu; ")
+
+
+@pytest.mark.parametrize(("batch", "length"), [(32, 32768), (1, 131072), (64, 32768)])
+def test_shapes_that_were_measured_on_gpus_are_not_refused(batch: int, length: int) -> None:
+    """Llama-3.1-8B on 78 GiB: what is needed for certain is a part of it."""
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    gpu = torch.device("cuda")
+    for name in schemes.known():
+        one = replace(case(name, batch, length, geometry, torch.float16), device=gpu)
+        every = [operation.needs(one) for operation in OPERATIONS.values()]
+        assert max(*every, needed.peers(one, torch.float16)) < 78 * 2**30
+    assert needed.whole(one) > 2 * 2 * batch * length * 8 * 128  # what comes in, at least
+    beyond = needed.lacking(needed.whole(replace(one, batch=1024, length=32768)), 78 << 30, gpu)
+    assert str(beyond).startswith("needs ") and "78.0 GiB are free on cuda" in str(beyond)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "fused-attention", "-p", "inner-4"], "fused-attention of inner-4: needs a CUDA GPU"),
+        (["-o", "decode-then-attend", "-p", "kivi-2", "-m", "tiny", "--length", "100"], "nothing is packed: needs"),
+    ],
+)
+def test_fp16_beside_nothing_is_not_measured(options: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "measure", lambda *given: pytest.fail("measured"))
+    done = kvcal("bench", "--device", "cpu", *options)
+    assert (done.code, done.out) == (2, "")
+    assert "kvcal: nothing to measure: " in done.err and said in done.err
 
 
 def test_an_interrupt_is_no_row() -> None:

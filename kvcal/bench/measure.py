@@ -12,7 +12,8 @@ from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
 from ..catalogue import Geometry
-from . import peers
+from ..room import free_bytes
+from . import needed, peers
 from .layer import Case, fill
 from .operation import Operation, Prepared
 from .peers import DTYPE_NAMES, Peer
@@ -46,24 +47,29 @@ def rows_of(
     new: int = 1,
 ) -> list[Row]:
     """shapes: (batch, length) pairs; new: tokens that a call brings, the last of them. The first rows of each shape are the
-    FP16 peers, if an operation compares with them.
+    FP16 peers, if an operation compares with them that some scheme has.
     """
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     for batch, length in shapes:
         plain = Case(fp16_scheme(geometry), geometry, batch, length, clock.device, dtype, seed, new)
         best: Peer | None = None
-        if any(operation.peer == "attention" for operation in operations):
+        cases = [replace(plain, scheme=scheme) for scheme in schemes]
+        attends = [operation for operation in operations if operation.peer == "attention"]
+        if any(one.alone or one.refuses(case) is None for one in attends for case in cases):
             say(f"batch {batch}, length {length}: FP16 attention, every backend")
             found = peers.measure(plain, clock)
             best = peers.best(found)
+            if best is None and found:
+                left_out[f"FP16 attention at {length}"] = found[0].why_not or "no backend runs"
             rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in found]
+        free = free_bytes(clock.device)
         for operation in operations:
             if operation.alone:
                 say(f"batch {batch}, length {length}: {operation.name}")
-                rows.append(_row(model, plain, operation, best, clock, device_name))
-        for scheme in schemes:
-            case = replace(plain, scheme=scheme)
+                rows.append(_row(model, plain, operation, best, clock, device_name, free))
+        for case in cases:
+            scheme, free = case.scheme, free_bytes(clock.device)  # before what operations share is there
             for operation in operations:
                 why = operation.refuses(case)
                 if why is not None:
@@ -71,7 +77,7 @@ def rows_of(
                         left_out[f"{operation.name} {scheme.name} at {length}"] = why
                     continue
                 say(f"batch {batch}, length {length}: {operation.name} {scheme.name}")
-                rows.append(_row(model, case, operation, best, clock, device_name))
+                rows.append(_row(model, case, operation, best, clock, device_name, free))
             fill.cache_clear()
     for name, why in left_out.items():
         say(f"left out: {name}: {why}")
@@ -102,8 +108,13 @@ def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
     return {} if timed is None else {"low_microseconds": timed.low / per, "high_microseconds": timed.high / per}
 
 
-def _row(model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str) -> Row:
+def _row(
+    model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str, free: int | None = None
+) -> Row:
+    """free: bytes of memory, None where they are not known."""
     prepared: Prepared | None = None
+    if why := needed.lacking(operation.needs(case), free, case.device):
+        return _figure(model, case, operation, device, None, refused=why)
     try:
         with torch.no_grad():
             prepared = operation.build(case)

@@ -12,7 +12,7 @@ from kvcal_artifacts import store
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.scheme import LayerCodecs
 
-from . import distortion
+from . import distortion, needed
 from .layer import Case, Filled, nbytes
 from .peers import Attend, Check
 
@@ -42,7 +42,7 @@ class Prepared:
 class Operation:
     """refuses: why there is no such operation for a case, or None. peer: what FP16 does in its place, for the ratio. alone: it
     depends on the model's shape only, so it is measured once for all schemes, and beyond that for those it does not refuse.
-    of_calls: it depends on how many new tokens a call brings.
+    of_calls: it depends on how many new tokens a call brings. needs: bytes of memory, as `needed` has them.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Operation:
     by_default: bool = True
     alone: bool = False
     of_calls: bool = False
+    needs: Callable[[Case], int] = needed.whole
 
 
 def packed_blocks(case: Case) -> int:
@@ -88,6 +89,16 @@ def one_block(case: Case) -> Case:
     return Case(
         case.scheme, case.geometry, case.batch, own.sink + own.block + own.recent, case.device, case.dtype, case.seed
     )
+
+
+def needs_a_block(case: Case) -> int:
+    """Bytes of memory, of what looks at no other tokens."""
+    return needed.whole(one_block(case))
+
+
+def needs_of_append(case: Case) -> int:
+    """On a GPU, whose kernels put a block behind none, the least of it; elsewhere the store is copied."""
+    return needs_a_block(case) if case.device.type == "cuda" else needed.whole(case)
 
 
 def misencoded(filled: Filled, by: LayerCodecs | None = None) -> str | None:

@@ -6,10 +6,10 @@ printed where the check fails.
 
 from __future__ import annotations
 
-from . import paper
+from . import needed, paper
 from .fused import fused_attention, refuses_fused
 from .kernels import append, decode_then_attend, nearest, needs_codebooks, quantise, reconstruct
-from .operation import Operation, needs_blocks, needs_whole_calls, needs_window
+from .operation import Operation, needs_a_block, needs_blocks, needs_of_append, needs_whole_calls, needs_window
 from .tables import (
     channel_selection,
     hybrid_share,
@@ -32,13 +32,21 @@ _ALL = (
     ),
     Operation("quantise", "prefill: keys and values to packed blocks", quantise, needs_blocks),
     Operation(
-        "append", "a decode step's share of packing and storing a block", append, needs_whole_calls, of_calls=True
+        "append", "a decode step's share of packing and storing a block", append, needs_whole_calls, of_calls=True,
+        needs=needs_of_append,
     ),
-    Operation("nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True),
+    Operation(
+        "nearest", "nearest codeword of batch * length vectors", nearest, needs_codebooks, alone=True, needs=needed.vectors
+    ),
     Operation("reconstruct", "packed blocks to keys and values", reconstruct, needs_blocks),
-    Operation("quantise-step", "a decode step's share of quantising (InnerQ Table 5)", quantise_step, by_default=False),
-    Operation("quantise-step-keys", "quantise-step of keys alone", quantise_step_of(0), by_default=False),
-    Operation("quantise-step-values", "quantise-step of values alone", quantise_step_of(1), by_default=False),
+    Operation(
+        "quantise-step", "a decode step's share of quantising (InnerQ Table 5)", quantise_step, by_default=False,
+        needs=needs_a_block,
+    ),
+    Operation("quantise-step-keys", "quantise-step of keys alone", quantise_step_of(0), by_default=False, needs=needs_a_block),
+    Operation(
+        "quantise-step-values", "quantise-step of values alone", quantise_step_of(1), by_default=False, needs=needs_a_block
+    ),
     *(
         Operation(
             f"hybrid-{percent}", f"product with hybrid values, {percent} % of groups symmetric (InnerQ Table 6)",
@@ -48,9 +56,12 @@ _ALL = (
     ),
     Operation(
         "channel-selection", "a decode step's share of choosing tiers (MixKVQ Table 7)", channel_selection, needs_tiers,
-        by_default=False,
+        by_default=False, needs=needs_a_block,
     ),
-    Operation("mlp", "a layer's feed-forward part (MixKVQ Table 7)", mlp, no_scheme, by_default=False, alone=True),
+    Operation(
+        "mlp", "a layer's feed-forward part (MixKVQ Table 7)", mlp, no_scheme, by_default=False, alone=True,
+        needs=needed.feed_forward,
+    ),
 )  # fmt: skip
 
 OPERATIONS: dict[str, Operation] = {operation.name: operation for operation in _ALL}

@@ -18,6 +18,8 @@ from kvcal_artifacts.errors import KVCalError
 
 from ..hub import one_line
 from ..models import is_oom
+from ..room import free_bytes
+from . import needed
 from .layer import Case
 from .schemes import WINDOWS
 from .timing import Clock, Timed
@@ -187,6 +189,8 @@ def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
 
 
 def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
+    if why := needed.lacking(needed.peers(case, dtype), free_bytes(case.device), case.device):
+        return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, why, DTYPE_NAMES[dtype])]
     try:
         queries = case.queries().to(dtype)
         keys, values = (case.random(case.geometry.kv_heads, case.length, salt=2 + role).to(dtype) for role in (0, 1))

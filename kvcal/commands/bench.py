@@ -367,7 +367,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     for shape in shapes if kernels else []:
         given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
         found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
-        able |= bool(found)
+        able |= any(row.operation in wanted for row in found)
         rows += found
         rows += left_out(
             found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name, o["queries"]
