@@ -147,17 +147,28 @@ def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
     if source.kind == "hub" and not download:
         raise ModelUnavailable(f"{source.label} is not in `kvcal models`: its geometry needs a download")
     fields = _text_config(load_config(source)).to_dict()
-    for name in COUNTS:
-        if (count := fields.get(name)) is not None and not (isinstance(count, int) and count >= 1):
-            raise ModelUnavailable(
-                f"{source.label}: its config.json has {name} {count!r}: must be a whole number from 1"
-            )
+    for name, needed in COUNTS.items():
+        _check_count(source, name, fields.get(name), needed)
     try:
         return Geometry.from_config(fields)
     except (KeyError, TypeError) as error:
         raise ModelUnavailable(
             f"{source.label}: its config.json has no {one_line(error)}; kvcal needs a decoder-only model"
         ) from error
+
+
+COUNTS = {  # of a config.json -> whether there is no default where it is null or missing, which from_config says itself
+    "num_hidden_layers": True, "num_attention_heads": True, "num_key_value_heads": False, "head_dim": False,
+}  # fmt: skip
+
+
+def _check_count(source: ModelSource, name: str, value: Any, needed: bool) -> None:
+    if value is None or (type(value) is int and value >= 1):
+        return
+    raise ModelUnavailable(
+        f"{source.label}: {name} of its config.json is {one_line(repr(value))}, must be a whole number from 1"
+        f"{'' if needed else ', or null'}; correct the file or give another --model"
+    )
 
 
 def _text_config(config: Any) -> Any:

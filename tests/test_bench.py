@@ -330,9 +330,16 @@ def test_every_fact_of_a_device_has_a_source() -> None:
         ("Jetson-AGX", "jetson-agx-xavier"),
         ("NVIDIA Jetson AGX Orin Developer Kit", "jetson-agx-orin"),
         ("NVIDIA Jetson AGX Thor Developer Kit", "jetson-thor"),
+        ("NVIDIA Orin NX Developer Kit", "jetson-orin-nx"),
+        ("NVIDIA Jetson AGX Orin Industrial", None),
         ("NVIDIA H200", "h200"),
-        ("NVIDIA H200 NVL", None),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA A100-SXM4-80GB", None),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
@@ -341,18 +348,93 @@ def test_machines_are_recognised(called: str, name: str | None) -> None:
     assert (found and found.name) == name
 
 
+@pytest.mark.parametrize(
+    ("called", "memory", "name"),
+    [
+        ("NVIDIA Jetson Orin Nano Developer Kit", 7.44, "jetson-orin-nano"),
+        ("NVIDIA Jetson Orin Nano Developer Kit", 3.4, None),
+        ("NVIDIA Jetson Xavier NX Developer Kit", 6.7, "jetson-xavier-nx"),
+        ("NVIDIA Jetson Xavier NX Developer Kit", 15.3, None),
+        ("NVIDIA Orin NX Developer Kit", 7.4, None),
+        ("NVIDIA Jetson AGX Orin Developer Kit", 61.4, "jetson-agx-orin"),
+        ("NVIDIA Jetson AGX Orin Developer Kit", 29.8, None),
+        ("NVIDIA H200", 139.8, "h200"),
+    ],
+)
+def test_another_size_of_that_name_is_not_labelled_so(called: str, memory: float, name: str | None) -> None:
+    found = devices.recognised(called, memory)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("called", "memory", "sms", "name"),
+    [
+        ("Orin", 61.4, 16, "jetson-agx-orin"),
+        ("Orin", 29.8, 14, None),
+        ("Orin", 15.3, 8, "jetson-orin-nx"),
+        ("Orin (nvgpu)", 7.4, 8, None),  # Orin Nano, Orin Nano Super or Orin NX
+        ("Xavier", 7.4, 6, "jetson-xavier-nx"),
+        ("Xavier", 31.0, 8, "jetson-agx-xavier"),
+        ("NVIDIA Thor", 122.8, 20, "jetson-thor"),
+        ("NVIDIA GB10", 122.8, 20, None),
+    ],
+)
+def test_a_jetson_without_a_device_tree_is_known_by_its_gpu(
+    called: str, memory: float, sms: int, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container. With no profile it is measured all the same, but for what is no Jetson."""
+    monkeypatch.setattr(devices, "BOARD", tmp_path / "none")
+    facts = SimpleNamespace(is_integrated=True, total_memory=memory * 2**30, multi_processor_count=sms)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: called)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: facts)
+    found = target.target("jetson")
+    if "GB10" in called:
+        assert found.device is None and not found.jetson
+        return
+    assert (found.name, found.device) == (name or f"a Jetson ({called})", torch.device("cuda"))
+    assert found.jetson and found.table_4 and (found.profile and found.profile.name) == name
+    assert target.target("auto").name == (name or called)
+    facts.is_integrated = False
+    assert target.target("jetson").device is None
+
+
+def test_a_jetson_is_known_by_its_systems_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "BOARD", tmp_path / "none")
+    monkeypatch.setattr(devices, "RELEASE", tmp_path / "nv_tegra_release")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert target.board() is None
+    (tmp_path / "nv_tegra_release").write_text("# R36 (release), REVISION: 4.0, GCID: 3, BOARD: generic\nmore")
+    with pytest.raises(UsageError, match=r"jetson: this is a Jetson \(R36 \(release\), REVISION: 4.0\), but its torch"):
+        target.target("jetson")
+    assert target.target("cpu").jetson
+    away = target.target("jetson-orin-nano")
+    assert away.device is None
+    given = {"model": None, "revision": None, "preset": ["kivi-2"], "bundle": None, "operation": None, "length": "1k"}
+    given |= {"batch": None, "sink": None, "recent": None, "dtype": "auto", "memory": None}
+    said = command._projected(given, away, "llama-3.1-8b", ["fused-attention"])["why_projected"]
+    assert said.startswith("this machine is not known to be a Jetson Orin Nano")
+
+
 def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").write_text("NVIDIA Jetson Orin Nano Developer Kit\0")
     monkeypatch.setattr(devices, "BOARD", tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="its torch has no CUDA"):
-        target.target("jetson")
-    with pytest.raises(UsageError, match=r"--device jetson-orin-nano: this is .*its torch has no CUDA"):
-        target.target("jetson-orin-nano")
+    monkeypatch.setattr(devices, "MEMORY", tmp_path / "meminfo")
+    (tmp_path / "meminfo").write_text("MemTotal:        7802312 kB\nMemFree:  1 kB\n")
+    for name in ("jetson", "jetson-orin-nano"):
+        with pytest.raises(
+            UsageError, match=f"--device {name}: this is NVIDIA Jetson Orin .*, but its torch has no CUDA"
+        ):
+            target.target(name)
     assert target.target("jetson-orin-nx").device is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = target.target("jetson")
-    assert (found.name, found.device) == ("jetson-orin-nano", torch.device("cuda"))
+    for name in ("jetson", "jetson-orin-nano"):
+        found = target.target(name)
+        assert (found.name, found.device, found.jetson) == ("jetson-orin-nano", torch.device("cuda"), True)
+    assert command._wanted(None, target.target("jetson"))[:2] == ["innerq-table-4", "decode-then-attend"]
+    assert command._wanted(None, target.target("jetson-orin-nano"))[0] == "decode-then-attend"
+    assert command._wanted(["innerq-table-4"], target.target("jetson")) == ["innerq-table-4"]
 
 
 # Measured.
@@ -1390,7 +1472,37 @@ def test_a_memory_is_filled_and_not_more() -> None:
         assert one.fixed + batch * one.row(32768) <= size < one.fixed + (batch + 1) * one.row(32768)
     paper_like = memory.projected_longest("llama-3.1-8b", every, 1, 40, "x")[0]
     assert paper_like.more["paper_longest"] == 25841
+    assert every[1].row(1000) == every[1].held(1000) + 1000 * 2 * 8 * 128 * 4  # a layer is decoded in float32
+    half = memory.footprints(geometry, [schemes.named(n, geometry) for n in ("inner-4", "fp8")], torch.float16)
+    assert [one.decoded for one in half] == [0, 0, 2 * 8 * 128 * 2]  # no kernel reads float8
+    xavier = devices.device("jetson-xavier-nx")
+    of_it = memory.footprints(geometry, [schemes.named("inner-4", geometry)], torch.float16, xavier)
+    assert of_it[1].decoded == 2 * 8 * 128 * 2
     assert "weights and constants alone" in str(memory.projected_longest("m", every, 1, 8, "x")[0].refused)
+
+
+def test_vqkv_table_3_is_of_the_papers_dtype_where_nothing_else_is_asked_for() -> None:
+    done = kvcal("bench", "--device", "a100-40gb", "-o", "vqkv-table-3", "--json")
+    full, ours = done.json["rows"]
+    assert (full["scheme"], full["dtype"], full["paper_longest"]) == ("fp32", "float32", 25841)
+    assert (ours["scheme"], ours["paper_longest"]) == ("vqkv-4k", 52096)
+    assert 300_000 < ours["longest_length"] < 400_000 and "one decoded layer" in ours["path"]
+    for more in (["--dtype", "float16"], ["-o", "largest-batch"]):
+        row = kvcal("bench", "--device", "a100-40gb", "-o", "vqkv-table-3", *more, "--json").json["rows"][0]
+        assert row["dtype"] == "float16" and "paper_longest" not in row
+
+
+@pytest.mark.parametrize(("installed", "said"), [(None, True), ("3.7.1", True), ("3.9.0", False), ("3.10.0", False)])
+def test_projections_say_which_triton_they_need(
+    installed: str | None, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of our kernels alone, and where it is newer than kvcal itself asks for."""
+    monkeypatch.setattr(jetson, "triton_version", lambda: installed)
+    geometry = CATALOGUE["llama-3.1-8b"].geometry
+    own = [schemes.named("inner-4", geometry)]
+    for name, newer in (("jetson-thor", said), ("jetson-orin-nano", False)):
+        full, row = jetson.projected(devices.device(name), own, geometry, "m", 1, 4096)
+        assert (full.more.get("note"), row.more.get("note")) == (None, "needs Triton 3.9" if newer else None)
 
 
 def test_a_footprint_is_what_the_cache_holds() -> None:
@@ -1399,7 +1511,7 @@ def test_a_footprint_is_what_the_cache_holds() -> None:
     own = one.windows
     length = own.sink + own.recent + 4 * own.block - 1
     with filled.filled_cache(LLAMA, GEOMETRY, one, 2, length) as cache:
-        wanted = 2 * memory.footprints(GEOMETRY, [one], torch.float32)[1].row(length)
+        wanted = 2 * memory.footprints(GEOMETRY, [one], torch.float32)[1].held(length)
         assert cache.nbytes("packed") + cache.nbytes("window") == wanted
 
 
@@ -1564,9 +1676,14 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--device", "jetson", "-o", "quantise"], "cannot be projected for jetson-orin-nano"),
         (["--device", "jetson", "-o", "no-such"], "allowed are fused-attention, largest-batch, longest-generation"),
         (
-            ["-o", "innerq-table-4"],
-            "--operation innerq-table-4: is projected only, never measured on cpu; give --device jetson",
+            ["--device", "jetson", "-o", "innerq-table-5"],
+            "--operation innerq-table-5: cannot be projected for jetson-orin-nano; fused-attention, innerq-table-4,",
         ),
+        (
+            ["--device", "jetson", "-o", "generation"],
+            "--operation generation: generate and generate-call cannot be projected for jetson-orin-nano",
+        ),
+        (["-o", "innerq-table-4", "--require-kernels"], "--require-kernels applies only to rows that are measured"),
         (
             ["-o", "quantize"],
             "--operation quantize: not known; did you mean quantise? `kvcal names operation` lists all",
@@ -1614,13 +1731,34 @@ def test_odd_input_is_one_line(options: list[str], said: str) -> None:
     assert len(lines) == 1 and said in lines[0], done.err
 
 
-def test_on_a_jetson_projections_are_of_the_papers_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There --device jetson measures."""
-    monkeypatch.setattr(devices, "board", lambda: "NVIDIA Jetson Orin Nano Developer Kit")
-    here = Target("jetson-orin-nano", torch.device("cuda"), devices.device("jetson-orin-nano"))
-    with pytest.raises(UsageError, match=r"projected only.*give --device jetson-xavier-nx"):
-        command._wanted(["innerq-table-4"], here)
-    assert command._wanted(["innerq-table-4"], target.target("jetson-xavier-nx")) == ["innerq-table-4"]
+def test_memory_is_asked_for_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "rows_of", lambda *given: pytest.fail("measured"))
+    done = kvcal("bench", "--device", "cpu", "-o", "quantise", "-o", "longest-generation", "-p", "kivi-2")
+    assert done.code == 2 and "on how much memory? give --memory in GiB" in done.complaint
+    given: dict[str, Any] = {"memory": None}
+    for where in (HERE_GPU, Target("a100-40gb", None, devices.device("a100-40gb"))):  # that have memory of their own
+        command._check_memory(given, where, ["longest-generation"])
+
+
+@pytest.mark.parametrize("name", ["cpu", "jetson-agx-orin"])
+def test_table_4_is_shown_on_every_device_as_projected(name: str, projected: Done) -> None:
+    done = kvcal("bench", "--device", name, "-o", "innerq-table-4")
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[1:20] == projected.out.splitlines()[1:20] and "4638 | 4638" in done.out
+    assert "projected: " in done.err
+    found = kvcal("bench", "--device", name, "-o", "innerq-table-4", "--json").json
+    assert all(row["projected"] and row["device"] == "jetson-xavier-nx" for row in found["rows"])
+    assert found["largest_miss"] < 0.05
+
+
+def test_table_4_beside_measured_rows() -> None:
+    done = kvcal(
+        "bench", "--device", "cpu", "-o", "quantise", "-o", "innerq-table-4", "-p", "kivi-2", "-m", "tiny", "--length", "200",
+        "--repeats", "1", "--seconds", "0", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert [row["operation"] for row in done.json["rows"] if not row["projected"]] == ["quantise"]
+    assert len(done.json["rows"]) == 1 + 6 * 3 * 7
 
 
 def test_plots_of_projections(tmp_path: Path) -> None:
@@ -1670,7 +1808,9 @@ EARLIER = {
         ({"projected": None}, "row 0: projected is null, must be true or false"),
         ({"dtype": 16}, "row 0: dtype is 16, must be a text, or null"),
         ({"sink": "32"}, 'row 0: sink is "32", must be a whole number, or null'),
-        ({"microseconds": "12"}, 'row 0: microseconds is "12", must be a number from 0 to 1e+18, or null'),
+        ({"microseconds": "12"}, 'row 0: microseconds is "12", must be a number above 0 and up to 1e+18, or null'),
+        ({"microseconds": 0}, "row 0: microseconds is 0, must be a number above 0"),
+        ({"microseconds": 0.0}, "row 0: microseconds is 0.0, must be a number above 0"),
         ({"microseconds": float("nan")}, "row 0: microseconds is NaN"),
         ({"microseconds": float("inf")}, "row 0: microseconds is Infinity"),
         ({"microseconds": -1}, "row 0: microseconds is -1"),

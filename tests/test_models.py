@@ -190,6 +190,25 @@ def test_geometry_of_a_folder(tmp_path: Path) -> None:
     assert models.presets(resolve(str(tmp_path)))["aqua-kv"]["length"] == geometry.context
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("head_dim", -4, "-4, must be a whole number from 1, or null"),
+        ("head_dim", 0, "0, must be a whole number from 1, or null"),
+        ("num_key_value_heads", 0, "0, must be a whole number from 1, or null"),
+        ("num_attention_heads", -1, "-1, must be a whole number from 1"),
+        ("num_hidden_layers", 0, "0, must be a whole number from 1"),
+    ],
+)
+def test_a_folder_with_an_impossible_geometry(tmp_path: Path, field: str, value: int, said: str) -> None:
+    MODELS["llama"]().config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ModelUnavailable) as raised:
+        models.geometry(resolve(str(tmp_path)))
+    assert f"{field} of its config.json is {said}; correct" in str(raised.value)
+
+
 # the embedded model
 
 

@@ -7,6 +7,7 @@ and what Triton supports is the line "NVIDIA GPUs (Compute Capability 8.0+)" of 
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,12 @@ from ..near import allowed
 
 CPU_INFO = Path("/proc/cpuinfo")
 BOARD = Path("/proc/device-tree/model")  # of a Jetson: "NVIDIA Jetson Orin Nano Developer Kit"
+RELEASE = Path("/etc/nv_tegra_release")  # of a Jetson's system, also where a container masks BOARD
+MEMORY = Path("/proc/meminfo")
+CHIPS = ("Orin", "Xavier", "Thor")  # what CUDA calls a Jetson's GPU, "NVIDIA" before it or not
+PART = 0.8  # of a board's memory that its system has at least: 7.4 of 8 GiB, 15.3 of 16, 61.4 of 64
 TRITON_LEAST = (8, 0)
+LEAST_TRITON = "3.6"  # what kvcal asks for anyway
 LANES = 128  # thread-instructions an SM issues in a clock: four schedulers, a warp of 32 each (Volta to Blackwell)
 
 XAVIER = "https://www.nvidia.com/en-us/autonomous-machines/embedded-systems/jetson-xavier-series/ (59.7 and 137 GB/s)"
@@ -42,7 +48,8 @@ H200_CLOCK = "https://geektopia.es/es/technology/2023/11/13/noticias/nvidia-anun
 class Device:
     """One board or card. bandwidth: 1e9 bytes a second; memory: 2^30 bytes; clock: MHz, the highest of the GPU.
 
-    found_as: what the machine calls itself (device tree of a Jetson, or CUDA's name of the GPU), any of them as a part.
+    found_as: what the machine calls itself, any of them: words of a Jetson's device tree; of a card CUDA's name as a whole,
+    "NVIDIA" before it or not ("GH200", "H200 NVL" and parts of a card, "H200 MIG 1g.18gb", are others).
     sources: field -> where the fact is from.
     """
 
@@ -55,13 +62,19 @@ class Device:
     memory: float
     found_as: tuple[str, ...]
     sources: Mapping[str, str]
-    least_triton: str = "3.6"  # with code for this GPU; kvcal asks for 3.6 anyway
+    least_triton: str = LEAST_TRITON  # with code for this GPU
     jetson: bool = True
 
     @property
     def issue_rate(self) -> float:
         """Thread-instructions a second that all SMs can issue."""
         return self.sms * LANES * self.clock * 1e6
+
+    def needs_triton(self, installed: str | None) -> str | None:
+        """Which Triton its kernels need, where that is newer than all of kvcal need and than the installed one."""
+        newer = version(self.least_triton) > version(LEAST_TRITON)
+        older = installed is None or version(installed) < version(self.least_triton)
+        return f"needs Triton {self.least_triton}" if newer and older else None
 
     @property
     def why_no_triton(self) -> str | None:
@@ -119,6 +132,11 @@ DEVICES: dict[str, Device] = {device.name: device for device in _TABLE}
 MEASURED = ("auto", "cpu", "cuda", "jetson")  # what --device takes besides: cuda:1 too
 
 
+def version(text: str) -> tuple[int, ...]:
+    """Of Triton, its first two numbers."""
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+
 def device(name: str) -> Device:
     """The profile of that name; UsageError with what is allowed."""
     if name not in DEVICES:
@@ -129,12 +147,30 @@ def device(name: str) -> Device:
 
 
 def board() -> str | None:
-    """What a Jetson calls itself; None on other machines."""
+    """What a Jetson calls itself in its device tree; None on other machines, and where that is masked."""
     try:
         text = BOARD.read_text("utf-8", "replace").strip("\0 \n")
     except OSError:
         return None
     return text if "jetson" in text.lower() or "orin" in text.lower() else None
+
+
+def release() -> str | None:
+    """A Jetson by the file of its system: which release that is; None where there is no such file."""
+    try:
+        text = RELEASE.read_text("utf-8", "replace").partition("\n")[0]
+    except OSError:
+        return None
+    return f"a Jetson ({', '.join(part.strip(' #') for part in text.split(',')[:2])})"
+
+
+def memory() -> float | None:
+    """GiB that the system has, of a Jetson the GPU's too; None where it does not say."""
+    try:
+        fields = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
+        return int(fields["MemTotal"].removesuffix("kB")) / 2**20
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def processor() -> str | None:
@@ -147,16 +183,43 @@ def processor() -> str | None:
     return next(filter(None, names), None) or platform.processor() or None
 
 
-def recognised(called: str) -> Device | None:
-    """The profile of a machine that calls itself so: the one with the most matching parts. A GH200 or an H200 NVL is another
-    card than the H200 of the table.
+def recognised(called: str, memory: float | None = None) -> Device | None:
+    """The profile of a machine that calls itself so and has so many GiB (None: not known); None where it is another size or
+    kind of that name.
     """
-    if any(other in called for other in ("GH200", "NVL")):
-        return None
-    fitting = [(sum(part in called for part in one.found_as), one) for one in DEVICES.values()]
+    fitting = [(_matching(called, one), one) for one in DEVICES.values()]
     if "Super" in called:
         fitting = [(count, one) for count, one in fitting if one.name != "jetson-orin-nano"]
     else:
         fitting = [(count, one) for count, one in fitting if "Super" not in one.found_as]
     count, best = max(fitting, key=lambda pair: pair[0])
-    return best if count else None
+    return best if count and "Industrial" not in called and _as_large(best, memory) else None
+
+
+def _matching(called: str, one: Device) -> int:
+    """How many of its names the machine's is, or has as words."""
+    if not one.jetson:
+        return int(called.removeprefix("NVIDIA ") in one.found_as)
+    return sum(re.search(rf"\b{re.escape(part)}\b", called) is not None for part in one.found_as)
+
+
+def _as_large(one: Device, memory: float | None) -> bool:
+    """Of cards the name says it."""
+    return memory is None or not one.jetson or PART * one.memory < memory <= one.memory
+
+
+def of_gpu(called: str, memory: float, sms: int) -> Device | None:
+    """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs; None where there is none, or where two are
+    alike (Orin Nano and Orin Nano Super; Orin NX of 8 GB, too).
+    """
+    own = chip(called)
+    if own is None:
+        return None
+    every = [one for one in DEVICES.values() if one.jetson and one.sms == sms and _as_large(one, memory)]
+    found = [one for one in every if any(own in name for name in one.found_as)]
+    return found[0] if len(found) == 1 else None
+
+
+def chip(called: str) -> str | None:
+    """Which of CHIPS a GPU calls itself, with other words or without."""
+    return next((one for one in CHIPS if one in called.split()), None)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvcal_artifacts import vectors
+from kvcal_artifacts.preflight import triton_version
 from kvcal_kernels.attention import Form
 
 from ..catalogue import CATALOGUE, Geometry
@@ -123,6 +124,7 @@ def projected(
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
     more = {"bound": bound} | _note(None if beyond else roofline.of_another(geometry.head_dim))
+    newer = device.needs_triton(triton_version())
     rows = [row("fp16", FP16_BITS, size, full, "projected: roofline", refused=beyond, more=more)]
     for one in schemes:
         size = _size(one, values, length)
@@ -134,7 +136,7 @@ def projected(
         elements = 2 * values * length
         bound = _bound(machine, size, elements, instructions)
         more = {"bound": bound, "instructions_per_element": instructions} | _note(
-            roofline.counted_at(*_counted_of(case))
+            roofline.counted_at(*_counted_of(case)), newer
         )
         time = machine.time(size, elements, instructions)
         path = "projected: roofline of the fused kernel"
@@ -163,8 +165,9 @@ def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:
     return keys, values, case.scheme.frame == "pre_rope", case.group
 
 
-def _note(said: str | None) -> dict[str, Any]:
-    return {} if said is None else {"note": said}
+def _note(*said: str | None) -> dict[str, Any]:
+    every = ", ".join(filter(None, said))
+    return {"note": every} if every else {}
 
 
 def _bound(machine: Machine, size: float, elements: float, instructions: float) -> str:

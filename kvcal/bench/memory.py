@@ -1,6 +1,7 @@
 """How far a memory goes, from bytes alone: weights, cache and constants.
 
-Activations, logits, what decoding a layer needs and what an allocator wastes are not in it: a bound, always marked projected.
+Activations, logits and what an allocator wastes are not in it: a bound, always marked projected. Where no kernel attends to a
+scheme's blocks, one layer's keys and values as they are decoded are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 
 from ..catalogue import Geometry
 from . import paper
+from .devices import Device
+from .fused import unreadable
+from .peers import SIXTEEN
 from .rows import Row
 from .schemes import Benched
 
@@ -20,7 +24,8 @@ from .schemes import Benched
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of one scheme. fixed: whatever the tokens; exact: tokens of a row that stay in the model's dtype, at `token` bytes
-    each over all layers; every further one takes `packed`. settings: as rows have them.
+    each over all layers; every further one takes `packed`. settings: as rows have them. decoded: bytes of each token while the
+    layer that attends is decoded, 0 where a kernel reads it as it is.
     """
 
     name: str
@@ -30,23 +35,32 @@ class Footprint:
     token: float
     packed: float
     settings: Mapping[str, Any]
+    decoded: float = 0.0
+
+    def held(self, length: int) -> float:
+        """Bytes of a row of so many tokens that the cache holds."""
+        return min(length, self.exact) * self.token + max(0, length - self.exact) * self.packed
 
     def row(self, length: int) -> float:
-        """Bytes of a row of so many tokens."""
-        return min(length, self.exact) * self.token + max(0, length - self.exact) * self.packed
+        """Bytes of a row of so many tokens in a step."""
+        return self.held(length) + length * self.decoded
 
     def longest(self, memory: float, batch: int) -> int:
         """Tokens that each of `batch` rows can have in so many bytes."""
         left = (memory - self.fixed) / batch
-        beyond = left - self.exact * self.token
-        return max(0, int(left / self.token if beyond < 0 else self.exact + beyond / self.packed))
+        token, packed = self.token + self.decoded, self.packed + self.decoded
+        beyond = left - self.exact * token
+        return max(0, int(left / token if beyond < 0 else self.exact + beyond / packed))
 
     def largest_batch(self, memory: float, length: int) -> int:
         return max(0, int((memory - self.fixed) // self.row(length)))
 
 
-def footprints(geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtype) -> list[Footprint]:
-    """The model's own dtype first, then each scheme with a window as full as it gets."""
+def footprints(
+    geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtype, device: Device | None = None
+) -> list[Footprint]:
+    """The model's own dtype first, then each scheme with a window as full as it gets. device: None for one with kernels."""
+    decodes_all = dtype not in SIXTEEN or (device is not None and device.why_no_triton is not None)
     width = dtype.itemsize
     weights, token = geometry.parameters * width, geometry.kv_bytes_per_token(8 * width)
     kind = {"dtype": str(dtype).removeprefix("torch.")}
@@ -55,7 +69,9 @@ def footprints(geometry: Geometry, schemes: Sequence[Benched], dtype: torch.dtyp
         exact = one.windows.sink + one.windows.recent + one.windows.block - 1
         fixed = weights + constants(one, geometry.layers)
         packed = geometry.kv_bytes_per_token(one.stored_bits)
-        found.append(Footprint(one.name, one.stored_bits, fixed, exact, token, packed, kind | one.settings))
+        decodes = decodes_all or unreadable(one, one.codecs, geometry.heads // geometry.kv_heads) is not None
+        decoded = 2.0 * geometry.kv_width * width * decodes
+        found.append(Footprint(one.name, one.stored_bits, fixed, exact, token, packed, kind | one.settings, decoded))
     return found
 
 
@@ -87,11 +103,12 @@ def projected_batch(model: str, every: Sequence[Footprint], length: int, gib: fl
 def _row(
     operation: str, model: str, one: Footprint, batch: int, length: int, gib: float, device: str, **more: Any
 ) -> Row:
+    layer = ", one decoded layer" if one.decoded else ""
     why = None if gib * 2**30 > one.fixed else f"weights and constants alone take {one.fixed / 2**30:.1f} GiB"
     return Row(
         operation=operation, scheme=one.name, model=model, batch=batch, length=length, microseconds=None,
         stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True,
-        device=device, path="projected: weights, cache and constants, nothing else", refused=why,
+        device=device, path=f"projected: weights, cache{layer} and constants, nothing else", refused=why,
         **one.settings, more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
     )  # fmt: skip
 

@@ -120,9 +120,9 @@ def _check_row(name: str, row: Mapping[str, Any]) -> None:
         if row.get(key) is not None and type(row[key]) is not kind:
             raise UsageError(f"{name}: {key} is {_short(row[key])}, must be {KINDS[kind]}, or null; {GIVE}")
     taken = row.get("microseconds")
-    if taken is not None and (type(taken) not in (int, float) or not 0 <= taken <= LONGEST):
+    if taken is not None and (type(taken) not in (int, float) or not 0 < taken <= LONGEST):
         raise UsageError(
-            f"{name}: microseconds is {_short(taken)}, must be a number from 0 to {LONGEST:g}, or null; {GIVE}"
+            f"{name}: microseconds is {_short(taken)}, must be a number above 0 and up to {LONGEST:g}, or null; {GIVE}"
         )
 
 

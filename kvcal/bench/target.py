@@ -16,41 +16,65 @@ from .devices import Device
 @dataclass(frozen=True)
 class Target:
     """device: where it is measured; None where it is projected. profile: of it, where there is one. table_4: whether the
-    paper's device is meant too.
+    paper's device is meant too. jetson: whether it is one, with a profile or without.
     """
 
     name: str
     device: torch.device | None
     profile: Device | None
     table_4: bool = False
+    jetson: bool = False
 
 
 def target(name: str) -> Target:
     """What --device means here: a device to measure on, or a profile to project for."""
-    here = devices.board()
-    own = None if here is None else devices.recognised(here)
+    here = board()
+    own = None if here is None else _profile(here)
     if name == "jetson":
         if here is None:
             return Target(jetson.OURS_ON, None, devices.device(jetson.OURS_ON), table_4=True)
-        return Target(own.name if own else here, _cuda_of(here), own)
+        return Target(own.name if own else here, _cuda_of(name, here), own, table_4=True, jetson=True)
     if name in ("auto", "cpu") or name.split(":")[0] == "cuda":
         device = pick_device(name)
         called = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        profile = own or (devices.recognised(called) if called else None)
+        profile = own or (devices.recognised(called) if called and here is None else None)
         label = profile.name if device.type == "cuda" and profile else called or "cpu"
-        return Target(label, device, profile)
-    profile = devices.device(name)
-    if torch.cuda.is_available() and profile in (own, devices.recognised(torch.cuda.get_device_name())):
-        return Target(profile.name, torch.device("cuda"), profile)
-    if here is not None and profile is own:
-        _cuda_of(here, name)  # says what is missing
-    return Target(profile.name, None, profile, table_4=profile.name == jetson.PAPER_DEVICE)
+        return Target(label, device, profile, jetson=here is not None)
+    profile, paper = devices.device(name), name == jetson.PAPER_DEVICE
+    if profile is own and here is not None:
+        return Target(name, _cuda_of(name, here), profile, table_4=paper, jetson=True)
+    if here is None and torch.cuda.is_available() and profile is devices.recognised(torch.cuda.get_device_name()):
+        return Target(name, torch.device("cuda"), profile)
+    return Target(name, None, profile, table_4=paper, jetson=here is not None)
 
 
-def _cuda_of(board: str, asked: str = "jetson") -> torch.device:
+def board() -> str | None:
+    """What this machine is called if it is a Jetson, None on other machines: by its device tree, which containers mask; else
+    by its GPU, one with the host's memory; else, where CUDA finds none, by its system's release.
+    """
+    if (said := devices.board()) is not None:
+        return said
+    if not torch.cuda.is_available():
+        return devices.release()
+    called = torch.cuda.get_device_name()
+    found = devices.chip(called) is not None and torch.cuda.get_device_properties(0).is_integrated
+    return f"a Jetson ({called})" if found else None
+
+
+def _profile(here: str) -> Device | None:
+    """Of this Jetson, as far as its name and memory tell it; without a device tree its GPU's."""
+    if devices.board() is not None:
+        return devices.recognised(here, devices.memory())
+    if not torch.cuda.is_available():
+        return None
+    own = torch.cuda.get_device_properties(0)
+    return devices.of_gpu(torch.cuda.get_device_name(), own.total_memory / 2**30, own.multi_processor_count)
+
+
+def _cuda_of(name: str, board: str) -> torch.device:
     if not torch.cuda.is_available():
         raise UsageError(
-            f"--device {asked}: this is {board}, but its torch has no CUDA; install NVIDIA's wheel of torch for JetPack, "
+            f"--device {name}: this is {board}, but its torch has no CUDA; install NVIDIA's wheel of torch for JetPack, "
             "or give --device cpu"
         )
     return torch.device("cuda")

@@ -45,7 +45,9 @@ def bench(
     bundle: Bundles = None,
     operation: Operations = None,
     batch: Annotated[str | None, typer.Option(help="Rows, as 1,8,32.")] = None,
-    length: Annotated[str | None, typer.Option(help="Cached tokens, as 512,4k,32k.")] = None,
+    length: Annotated[
+        str | None, typer.Option(help="Cached tokens, as 512,4k,32k; k is 1024, no other suffix.")
+    ] = None,
     queries: Annotated[int, typer.Option(min=1, max=16, help="New tokens of a call: decode attention, append.")] = 1,
     sink: Annotated[int | None, typer.Option(min=0, help="First tokens kept exact. Default: 32.")] = None,
     recent: Annotated[int | None, typer.Option(min=0, help="Newest tokens kept exact. Default: 96.")] = None,
@@ -77,7 +79,7 @@ def bench(
 def _print_bench(found: dict[str, Any]) -> None:
     from kvcal.report.bench import rates, tables
 
-    if found["projected"]:
+    if found.get("why_projected"):
         note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
     with on_stdout():
         if found.get("assumed"):

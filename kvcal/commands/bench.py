@@ -55,10 +55,9 @@ GENERATION = {  # of whole models, and what they are
     "largest-batch": "rows of --length tokens that a memory holds, and their tokens a second, also by model.generate()",
     "longest-generation": "tokens that one row may have on a memory (VQKV Table 3)",
 }
-PROJECTED_ONLY = {
-    "innerq-table-4": "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"
-}
-PROJECTED = ("fused-attention", *PROJECTED_ONLY, *SIZED)  # where the device is not here
+TABLE_4 = "innerq-table-4"
+ALWAYS_PROJECTED = {TABLE_4: "one layer's keys and values on the Xavier NX, paper beside projection (InnerQ Table 4)"}
+PROJECTED = ("fused-attention", *ALWAYS_PROJECTED, *SIZED)  # where the device is not here
 WHOLE = tuple(name for name in GENERATION if name != "generate-compiled")  # that is asked for by name: it compiles
 GROUPS = {"generation": WHOLE, "vqkv-table-3": ("longest-generation",), **TABLES}
 GROUP_SCHEMES = {
@@ -66,6 +65,7 @@ GROUP_SCHEMES = {
     "vqkv-table-3": ("vqkv-4k",),
 }  # fmt: skip
 GROUP_MODEL = {"mixkvq-table-7": "r1-distill-qwen-7b"}
+GROUP_DTYPE = {"vqkv-table-3": torch.float32}
 MODEL, MODEL_CPU = "llama-3.1-8b", "tiny"  # the second where a whole model must run on a CPU
 
 
@@ -82,7 +82,7 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     where = target(o["device"])
     wanted = _wanted(o["operation"], where)
     check_taken(o, where, wanted, said)
-    check_memory(o, where, wanted)
+    _check_memory(o, where, wanted)
     model = o["model"]
     if model is None:
         model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
@@ -172,13 +172,25 @@ def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: C
             refuse_idle(said, names, of, f"{instead}, or leave it out")
 
 
+def _memory(o: dict[str, Any], where: Target) -> float | None:
+    """GiB that bytes alone are counted for."""
+    return o["memory"] or (where.profile.memory if where.profile else None)
+
+
+def _check_memory(o: dict[str, Any], where: Target, wanted: Sequence[str]) -> None:
+    """UsageError where a memory is to be filled that nobody named; a GPU has its own. Before anything is measured."""
+    on_gpu = where.device is not None and where.device.type == "cuda"
+    if set(SIZED) & set(wanted) and not on_gpu and _memory(o, where) is None:
+        raise UsageError("largest-batch and longest-generation: on how much memory? give --memory in GiB")
+
+
 def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
     """(options, whether a row takes them, what they apply to, what to do)."""
     here, on_gpu = where.device is not None, where.device is not None and where.device.type == "cuda"
     kernels, sized = wanted & set(OPERATIONS) if here else set(), wanted & set(SIZED)
     runs = bool(kernels or (here and AT_SHAPE & wanted) or (on_gpu and sized))  # else of bytes alone
     shaped = bool(kernels or wanted & {*AT_SHAPE, "fused-attention"})
-    alike = {"innerq-table-4", *(name for name, one in OPERATIONS.items() if one.refuses is no_scheme)}
+    alike = {TABLE_4, *(name for name, one in OPERATIONS.items() if one.refuses is no_scheme)}
     untimed = {"longest-generation"} if on_gpu else set(SIZED)
     another, run = (
         "give another --operation",
@@ -187,13 +199,13 @@ def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[
     yield ("memory",), bool(sized), " and ".join(SIZED), "give --operation for one of them"
     yield ("repeats", "seconds"), bool(kernels), "kernels that are timed", another if here else run
     yield ("seed",), runs, "random data that is measured", run
-    yield ("require_kernels",), here, "rows that are measured", run
+    yield ("require_kernels",), here and wanted != {TABLE_4}, "rows that are measured", run
     yield ("dtype",), runs or bool(sized), "rows that are measured or fill a memory", run
     yield ("batch",), shaped or ("longest-generation" in wanted and not on_gpu), "rows of a given batch", another
     yield ("length",), shaped or "largest-batch" in wanted, "rows of a given length", another
     calls = {name for name, one in OPERATIONS.items() if one.of_calls}
     yield ("queries",), bool(kernels & calls), "decode attention and append where they run", another if here else run
-    yield ("model",), wanted != {"innerq-table-4"}, "rows of a given model", another
+    yield ("model",), wanted != {TABLE_4}, "rows of a given model", another
     yield ("preset", "bundle"), bool(wanted - alike), "rows of a scheme", another
     yield ("sink", "recent"), bool(wanted - alike), "rows of a scheme", another
     yield (
@@ -228,33 +240,24 @@ def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
 
 def _wanted(given: Sequence[str] | None, where: Target) -> list[str]:
     """Names of operations, groups resolved; by default the kernel-level ones, or those that can be projected."""
-    known = {**{name: (name,) for name in (*OPERATIONS, *GENERATION)}, **GROUPS}
-    if where.device is None:
-        known |= {name: (name,) for name in PROJECTED}
+    known = {**{name: (name,) for name in (*OPERATIONS, *GENERATION, *ALWAYS_PROJECTED)}, **GROUPS}
     if not given:
-        tables = ["innerq-table-4"] if where.table_4 else []
-        return (
-            [*tables, "fused-attention"]
-            if where.device is None
-            else [n for n, one in OPERATIONS.items() if one.by_default]
-        )
+        tables = [TABLE_4] if where.table_4 else []
+        kernels = [n for n, one in OPERATIONS.items() if one.by_default]
+        return [*tables, *(["fused-attention"] if where.device is None else kernels)]
     found: list[str] = []
     for name in given:
-        if name not in known and name in PROJECTED:
-            elsewhere = "jetson" if devices.board() is None else jetson.PAPER_DEVICE
-            raise UsageError(
-                f"--operation {name}: is projected only, never measured on {where.name}; give --device {elsewhere}"
-            )
         if name not in known:
             here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
             raise UsageError(f"--operation {name}: not known; {allowed(name, here, 'kvcal names operation')}")
+        unable = [one for one in known[name] if one not in PROJECTED]
+        if unable and where.device is None:
+            of = "" if len(unable) == len(known[name]) else f"{' and '.join(unable)} "
+            raise UsageError(
+                f"--operation {name}: {of}cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is "
+                "measured on a device"
+            )
         found += [one for one in known[name] if one not in found]
-    unable = [name for name in found if name not in PROJECTED]
-    if unable and where.device is None:
-        raise UsageError(
-            f"--operation {unable[0]}: cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is measured "
-            "on a device"
-        )
     return found
 
 
@@ -278,6 +281,12 @@ def _dtype(o: dict[str, Any], default: torch.dtype) -> torch.dtype:
     return default if o["dtype"] == "auto" else models.to_dtype(o["dtype"])
 
 
+def _papers(o: dict[str, Any], wanted: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
+    """The dtype of a paper's table where nothing else is asked for."""
+    alone = (name for name in o["operation"] or () if name in GROUP_DTYPE and set(wanted) <= set(GROUPS[name]))
+    return next((GROUP_DTYPE[name] for name in alone), otherwise)
+
+
 # Projected.
 
 
@@ -287,8 +296,7 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
     geometry = models.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
-    table_4 = "innerq-table-4" in wanted
-    if table_4:
+    if TABLE_4 in wanted:
         rows += jetson.table_4()
     if "fused-attention" in wanted:
         lengths = numbers(o["length"], "--length", paper.LENGTHS)
@@ -296,14 +304,10 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
         for batch, length in shapes:
             rows += jetson.projected(where.profile, own, geometry, source.name, batch, length)
     rows += _of_memory(o, wanted, own, geometry, source.name, where)
-    xavier, timed = jetson.fitted(), any(row.microseconds is not None for row in rows)
-    unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
+    no = "not known to be a" if where.jetson else "no"
     return {
-        "why_projected": f"this machine is no {where.profile.title}: every figure is projected, none measured",
-        "assumed": jetson.ASSUMED if timed else None,
-        "efficiency": xavier.efficiency, "launch_microseconds": xavier.launch,
-        "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
-        "largest_miss": jetson.largest_miss(rows) if table_4 else None,
+        "why_projected": f"this machine is {no} {where.profile.title}: every figure is projected, none measured",
+        **_assumed(rows, TABLE_4 in wanted),
         "profile": {
             "title": where.profile.title, "capability": ".".join(map(str, where.profile.capability)),
             "sms": where.profile.sms, "clock_mhz": where.profile.clock, "gb_per_s": where.profile.bandwidth,
@@ -314,7 +318,16 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
     }  # fmt: skip
 
 
-NO_MEMORY = "largest-batch and longest-generation: on how much memory? give --memory in GiB"
+def _assumed(rows: list[Row], table_4: bool) -> dict[str, Any]:
+    """What projected times rest on, and how far they are from the paper's FP16."""
+    xavier, timed = jetson.fitted(), any(row.projected and row.microseconds is not None for row in rows)
+    unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
+    return {
+        "assumed": jetson.ASSUMED if timed else None,
+        "efficiency": xavier.efficiency, "launch_microseconds": xavier.launch,
+        "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
+        "largest_miss": jetson.largest_miss(rows) if table_4 else None,
+    }  # fmt: skip
 
 
 def _of_memory(
@@ -323,10 +336,9 @@ def _of_memory(
     """largest-batch and longest-generation, as far as asked for, from bytes."""
     if not set(SIZED) & set(wanted):
         return []
-    gib = o["memory"] or (where.profile.memory if where.profile else None)
-    if gib is None:
-        raise UsageError(NO_MEMORY)
-    every = memory.footprints(geometry, own, _dtype(o, torch.float16))
+    gib = _memory(o, where)
+    assert gib is not None  # _check_memory
+    every = memory.footprints(geometry, own, _dtype(o, _papers(o, wanted, torch.float16)), where.profile)
     rows: list[Row] = []
     if "largest-batch" in wanted:
         for length in numbers(o["length"], "--length", [32768]):
@@ -347,7 +359,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     source = models.resolve(model, o["revision"])
     geometry = models.geometry(source)
     own = _schemes(o, geometry, GPU_SCHEMES if on_gpu else PAPER_SCHEMES)
-    jetson_here = where.profile is not None and where.profile.jetson and on_gpu
+    jetson_here = where.jetson and on_gpu
     lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
     batches = numbers(o["batch"], "--batch", [1] if jetson_here or not on_gpu else [1, 8, 32])
     shapes = [(batch, length) for batch in batches for length in lengths]
@@ -359,11 +371,13 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     if o["require_kernels"]:
         require_fused(own, geometry, dtype, where.device)
     once, generated = _once(say), bool(set(wanted) & set(GENERATION))
+    if TABLE_4 in wanted:
+        rows += jetson.table_4()
     if generated:  # before kernels are measured: a model that does not fit is known now
         whole, kind, runs = _whole(o, on_gpu, wanted)
         if runs:
             check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
-    able = generated
+    able = bool(generated or rows)
     for shape in shapes if kernels else []:
         given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
         found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
@@ -384,8 +398,9 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     clock.release()
     if generated:
         rows += _generation(o, where, wanted, shapes, kept, say)
-    ceilings = clock.ceilings
+    ceilings, why = clock.ceilings, "InnerQ's Table 4 is computed, on every device"
     return {
+        **({"why_projected": why, **_assumed(rows, True)} if TABLE_4 in wanted else {}),
         "resumed_rows": kept.resumed,
         "resumed_copy_gb_per_s": [rate / 1e9 for rate in dict.fromkeys(kept.copies)],
         "dtype": str(dtype).removeprefix("torch."),
@@ -474,7 +489,7 @@ def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[mode
     runs_here = not on_gpu and bool(AT_SHAPE & set(wanted))
     name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
     source = models.resolve(name, o["revision"])
-    return source, _dtype(o, torch.bfloat16 if on_gpu else torch.float32), on_gpu or runs_here
+    return source, _dtype(o, _papers(o, wanted, torch.bfloat16 if on_gpu else torch.float32)), on_gpu or runs_here
 
 
 def _generation(

@@ -16,8 +16,8 @@ import kvcal_kernels
 from kvcal_artifacts import preflight
 
 from .. import __version__
-from ..bench import devices
-from ..bench.devices import TRITON_LEAST
+from ..bench import devices, target
+from ..bench.devices import LEAST_TRITON, TRITON_LEAST
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python", "optimum-quanto")
 
@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "board": devices.board(),
+        "board": target.board(),
         "processor": devices.processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "host memory": _gib(host_memory()),
@@ -92,11 +92,7 @@ def blocked(capability: tuple[int, int] | None, triton: str | None) -> str | Non
     if capability < TRITON_LEAST:
         least = ".".join(map(str, TRITON_LEAST))
         return f"compute capability {capability[0]}.{capability[1]}: Triton supports {least} and up"
-    needed = next((one.least_triton for one in devices.DEVICES.values() if one.capability == capability), "3.6")
-    if _parts(triton) < _parts(needed):
+    needed = next((one.least_triton for one in devices.DEVICES.values() if one.capability == capability), LEAST_TRITON)
+    if devices.version(triton) < devices.version(needed):
         return f"triton {triton}: compute capability {capability[0]}.{capability[1]} needs {needed}"
     return None
-
-
-def _parts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])

@@ -17,11 +17,12 @@ from ..methods.learned import LEARNED
 from ..methods.plain import PRESETS
 from ..models import Geometry
 from ..near import allowed
-from .bench import GENERATION, GROUPS, PROJECTED_ONLY
+from .bench import ALWAYS_PROJECTED, GENERATION, GROUPS
 from .common import refuse_idle
 
 BLOCK = 32  # tokens; groups of keys along the tokens are no longer
 KINDS = ("preset", "codec", "scheme", "operation", "device")
+JETSON = "measured on a Jetson, else projected: the Orin Nano, and Table 4 of the Xavier NX"
 TIERS = "mixkvq-FULL-FOUR"
 
 
@@ -52,11 +53,10 @@ def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
         yield _row("operation", name, what)
     for name, parts in GROUPS.items():
         yield _row("operation", name, ", ".join(parts))
-    for name, what in PROJECTED_ONLY.items():
-        yield _row("operation", name, f"{what}; projected only")
+    for name, what in ALWAYS_PROJECTED.items():
+        yield _row("operation", name, f"{what}; always projected")
     for name in MEASURED:
-        on_one = "measured on a Jetson; elsewhere projected for the Orin Nano, and Table 4 of InnerQ for the Xavier NX"
-        yield _row("device", name, on_one if name == "jetson" else "measured here")
+        yield _row("device", name, JETSON if name == "jetson" else "measured here")
     for name, device in DEVICES.items():
         yield _row("device", name, f"{device.title}: measured, or projected where it is not here")
 
