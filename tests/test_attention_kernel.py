@@ -997,9 +997,9 @@ HALF_TILES = [  # shapes whose words end with half a tile
     ("InnerQ Base before RoPE", 64, 90, 200, 177, 4.48),
     ("KIVI 3 before RoPE", 64, 90, 216, 201, 4.46),
     ("HIGGS 3", 64, 90, 128, 125, 2.98),
-    ("TurboQuant 4/3", 64, 90, 0, 128, 2.92),
+    ("TurboQuant 4/3", 64, 90, 0, 128, 2.95),
     ("TurboQuant 4/3 in bytes", 64, 90, 168, 168, 2.26),
-    ("KIVI", 96, 87, 168, 168, 2.15),
+    ("KIVI", 96, 87, 168, 168, 2.17),
     ("HIGGS 2", 96, 90, 128, 128, 1.79),
     ("MixKVQ", 96, 90, 176, 156, 2.91),
 ]
@@ -1007,11 +1007,14 @@ HALF_TILES = [  # shapes whose words end with half a tile
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.parametrize("ring", [False, True])  # with it bfloat16
 @pytest.mark.parametrize(("name", "dim", "capability", "cap", "registers", "ceiling"), HALF_TILES)
 def test_compiled_kernels_of_half_tiles_keep_to_their_budgets(
-    name: str, dim: int, capability: int, cap: int, registers: int, ceiling: float, tmp_path: Path
+    name: str, dim: int, capability: int, cap: int, registers: int, ceiling: float, ring: bool, tmp_path: Path
 ) -> None:
-    within(scheme(name, dim), capability, cap, registers, ceiling, tmp_path)
+    case = scheme(name, dim)
+    case = replace(case, dtype=torch.bfloat16) if ring else case
+    within(case, capability, cap, registers, ceiling, tmp_path, ring=ring)
 
 
 FEW = [  # four warps a program, see `chosen`
@@ -1027,19 +1030,21 @@ FEW = [  # four warps a program, see `chosen`
 
 
 @needs_triton
+@pytest.mark.parametrize("ring", [False, pytest.param(True, marks=pytest.mark.slow)])  # with it bfloat16
 @pytest.mark.parametrize(
     ("name", "dim", "capability", "registers", "ceiling"),
     [pytest.param(*row, marks=() if row[:2] == ("uniform 2/2", 128) else pytest.mark.slow) for row in FEW],
 )
 def test_compiled_kernels_of_few_blocks_keep_to_their_budgets(
-    name: str, dim: int, capability: int, registers: int, ceiling: float, tmp_path: Path
+    name: str, dim: int, capability: int, registers: int, ceiling: float, ring: bool, tmp_path: Path
 ) -> None:
     from kvcal_kernels.attention import triton as fused
 
     case = scheme(name, dim)
+    case = replace(case, dtype=torch.bfloat16) if ring else case
     own = fused.launches(case.form("key"), case.form("value"), case.ratio)[1]
     assert (own.warps, own.registers) == (4, 168)
-    within(case, capability, own.registers, registers, ceiling, tmp_path, own)
+    within(case, capability, own.registers, registers, ceiling, tmp_path, own, ring)
 
 
 @needs_triton
