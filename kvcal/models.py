@@ -130,16 +130,6 @@ def _unknown(name: str) -> str:
     return f"unknown model {name!r}: {hint} a hub id reads org/name, a folder must hold a config.json"
 
 
-COUNTS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-)
-
-
 def geometry(source: ModelSource, *, download: bool = True) -> Geometry:
     """Shapes alone. From the catalogue where the model is in it, else from its config.json."""
     if source.entry is not None:

@@ -1711,7 +1711,6 @@ def test_a_bundle_is_a_scheme(tmp_path: Path) -> None:
         (["--model", "no-such-model"], "unknown model"),
         (["--model", ""], "unknown model"),
         (["--model", "tiny", "-o", "longest-generation"], "on how much memory?"),
-        (["--model", "tiny", "-o", "decode-then-attend", "-o", "generation"], "on how much memory?"),
         (["-o", "longest-generation", "--memory", "0"], "--memory 0: GiB, needs a number above 0 and up to 8589934592"),
         (["--device", "jetson-orin-nano", "-o", "largest-batch", "--memory", "1e300"], "--memory 1e+300: GiB, needs a"),
         (["-o", "longest-generation", "--memory", "-3"], "--memory -3: GiB"),

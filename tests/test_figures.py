@@ -368,6 +368,19 @@ def test_vector_codes() -> None:
         assert form.format(min(ratios), max(ratios)) in said
 
 
+def test_vector_codes_that_are_appended() -> None:
+    rows = [row for row in run_of(page("quantise"), "that run")["rows"] if row["operation"].startswith("append")]
+    names = {"4096 codewords": "4k", "the paper's": "paper"}
+    taken = {(row["scheme"], row["batch"], row["operation"][7:]): row["microseconds"] for row in rows}
+    assert all(row["error"] is None or abs(row["error"] - 1) < 5e-7 for row in rows)
+    name = ""
+    for who, batch, *shown in cells(page("quantise"), "append, one new token | rows"):
+        name = names.get(who, name)
+        idle, due = (taken.pop((name, int(batch), what)) for what in ("idle", "due"))
+        assert holds(" ".join(shown), idle, due, (127 * idle + due) / 128), (name, batch)
+    assert not taken
+
+
 def test_runs_that_were_repeated() -> None:
     """By how much a later run of unchanged kernels differs from the page's."""
     names = ("operation", "scheme", "batch", "length", "side", "rotation", "dtype", "dimension", "codewords")

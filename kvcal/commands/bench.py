@@ -158,13 +158,6 @@ def _check_files(o: dict[str, Any]) -> None:
             )
 
 
-def check_memory(o: dict[str, Any], where: Target, wanted: Sequence[str]) -> None:
-    """UsageError where rows fill a memory of which no one has said how large it is."""
-    known = o["memory"] or where.profile or (where.device is not None and where.device.type == "cuda")
-    if set(SIZED) & set(wanted) and not known:
-        raise UsageError(NO_MEMORY)
-
-
 def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: Collection[str]) -> None:
     """UsageError for the first option given (`said`) that none of the wanted rows takes."""
     for names, taken, of, instead in _idle(o, where, set(wanted)):
