@@ -1298,8 +1298,7 @@ def test_an_operation_that_fails_is_a_row_and_the_others_go_on(where: str, error
 def test_what_does_not_fit_the_memory_is_a_refused_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the process would be ended. A step's block fits beside a prefill that does not; FP16 is a row, too."""
     which = ["decode-then-attend", "quantise", "quantise-step", "mlp", "append"]
-    for module in (measure, peers):
-        monkeypatch.setattr(module, "free_bytes", lambda device: 128 << 20)
+    monkeypatch.setattr(needed, "free_bytes", lambda device: 128 << 20)
     found = {row["operation"]: row for row in measured(["kivi-2"], which, batch=1, length=65536)}
     for name in ("decode-attention", "decode-then-attend", "quantise", "append"):
         assert found[name]["microseconds"] is None
@@ -1307,13 +1306,15 @@ def test_what_does_not_fit_the_memory_is_a_refused_row(monkeypatch: pytest.Monke
             r"needs 0\.\d GiB, 0\.1 GiB are free on cpu; take a smaller --batch or ", found[name]["refused"]
         )
     assert all(found[name]["microseconds"] for name in ("quantise-step", "mlp"))
-    for module in (measure, peers):
-        monkeypatch.setattr(module, "free_bytes", lambda device: None)  # not known
+    monkeypatch.setattr(needed, "free_bytes", lambda device: None)  # not known
     assert all(row["microseconds"] for row in measured(["kivi-2"], ["quantise"], batch=1))
+    monkeypatch.setattr(needed, "free_bytes", lambda device: 128 << 20)
+    monkeypatch.setattr(timing, "last_cache", lambda device: 80 << 20)  # a buffer of twice the cache empties it
+    assert "needs 0.2 GiB, 0.1 GiB are free" in measured(["kivi-2"], ["quantise"], batch=1)[0]["refused"]
 
 
 def test_the_command_refuses_what_does_not_fit_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "free_bytes", lambda device: 1 << 29)
+    monkeypatch.setattr(needed, "free_bytes", lambda device: 1 << 29)
     done = kvcal(
         "bench", "--device", "cpu", "-o", "quantise", "-p", "kivi-2", "-m", "llama-3.1-8b", "--length", "256k,256",
         "--repeats", "1", "--seconds", "0", "--json",
@@ -1333,7 +1334,7 @@ def test_shapes_that_were_measured_on_gpus_are_not_refused(batch: int, length: i
         every = [operation.needs(one) for operation in OPERATIONS.values()]
         assert max(*every, needed.peers(one, torch.float16)) < 78 * 2**30
     assert needed.whole(one) > 2 * 2 * batch * length * 8 * 128  # what comes in, at least
-    beyond = needed.lacking(needed.whole(replace(one, batch=1024, length=32768)), 78 << 30, gpu)
+    beyond = needed.Room(gpu, 78 << 30).lacks(needed.whole(replace(one, batch=1024, length=32768)))
     assert str(beyond).startswith("needs ") and "78.0 GiB are free on cuda" in str(beyond)
 
 

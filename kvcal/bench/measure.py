@@ -12,9 +12,9 @@ from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
 from ..catalogue import Geometry
-from ..room import free_bytes
-from . import needed, peers
+from . import peers
 from .layer import Case, fill
+from .needed import Room
 from .operation import Operation, Prepared
 from .peers import DTYPE_NAMES, Peer
 from .rows import Row
@@ -63,13 +63,13 @@ def rows_of(
             if best is None and found:
                 left_out[f"FP16 attention at {length}"] = found[0].why_not or "no backend runs"
             rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in found]
-        free = free_bytes(clock.device)
+        room = Room.of(clock)
         for operation in operations:
             if operation.alone:
                 say(f"batch {batch}, length {length}: {operation.name}")
-                rows.append(_row(model, plain, operation, best, clock, device_name, free))
+                rows.append(_row(model, plain, operation, best, clock, device_name, room))
         for case in cases:
-            scheme, free = case.scheme, free_bytes(clock.device)  # before what operations share is there
+            scheme, room = case.scheme, Room.of(clock)  # before what operations share is there
             for operation in operations:
                 why = operation.refuses(case)
                 if why is not None:
@@ -77,7 +77,7 @@ def rows_of(
                         left_out[f"{operation.name} {scheme.name} at {length}"] = why
                     continue
                 say(f"batch {batch}, length {length}: {operation.name} {scheme.name}")
-                rows.append(_row(model, case, operation, best, clock, device_name, free))
+                rows.append(_row(model, case, operation, best, clock, device_name, room))
             fill.cache_clear()
     for name, why in left_out.items():
         say(f"left out: {name}: {why}")
@@ -109,11 +109,11 @@ def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
 
 
 def _row(
-    model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str, free: int | None = None
+    model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str, room: Room | None = None
 ) -> Row:
-    """free: bytes of memory, None where they are not known."""
+    """room: None for enough."""
     prepared: Prepared | None = None
-    if why := needed.lacking(operation.needs(case), free, case.device):
+    if room is not None and (why := room.lacks(operation.needs(case))):
         return _figure(model, case, operation, device, None, refused=why)
     try:
         with torch.no_grad():

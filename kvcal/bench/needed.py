@@ -7,11 +7,13 @@ that becomes a row, it is only what is held at the same time for certain.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from .timing import COPY_BYTES
+from ..room import free_bytes
+from .timing import COPY_BYTES, Clock
 
 if TYPE_CHECKING:  # these import this module
     from .layer import Case
@@ -54,13 +56,28 @@ def feed_forward(case: Case) -> int:
     return 3 * case.geometry.hidden * case.geometry.intermediate * (case.dtype.itemsize + EXACT)
 
 
-def lacking(size: float, free: int | None, device: torch.device) -> str | None:
-    """Why so many bytes are too many; None if they are not, or nobody knows."""
-    if free is None or size <= free:
-        return None
-    return (
-        f"needs {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on {device}; take a smaller --batch or --length"
-    )
+@dataclass(frozen=True)
+class Room:
+    """free: bytes, None where the system does not say it. buffer: bytes of those that the clock will take, too."""
+
+    device: torch.device
+    free: int | None
+    buffer: int = 0
+
+    @classmethod
+    def of(cls, clock: Clock) -> Room:
+        """As it is now."""
+        return cls(clock.device, free_bytes(clock.device), clock.buffer_to_come())
+
+    def lacks(self, size: int) -> str | None:
+        """Why so many bytes are too many; None if they are not, or nobody knows."""
+        size += self.buffer
+        if self.free is None or size <= self.free:
+            return None
+        return (
+            f"needs {size / 2**30:.1f} GiB, {self.free / 2**30:.1f} GiB are free on {self.device}; take a smaller --batch or "
+            "--length"
+        )
 
 
 def _keys(case: Case) -> int:

@@ -18,7 +18,6 @@ from kvcal_artifacts.errors import KVCalError
 
 from ..hub import one_line
 from ..models import is_oom
-from ..room import free_bytes
 from . import needed
 from .layer import Case
 from .schemes import WINDOWS
@@ -189,7 +188,7 @@ def dtypes_of(case: Case) -> tuple[torch.dtype, ...]:
 
 
 def _of_dtype(case: Case, clock: Clock, dtype: torch.dtype) -> list[Peer]:
-    if why := needed.lacking(needed.peers(case, dtype), free_bytes(case.device), case.device):
+    if why := needed.Room.of(clock).lacks(needed.peers(case, dtype)):
         return [Peer(f"every backend {DTYPE_NAMES[dtype]}", None, why, DTYPE_NAMES[dtype])]
     try:
         queries = case.queries().to(dtype)

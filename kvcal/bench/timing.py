@@ -98,6 +98,10 @@ class Clock:
             self._flush = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._flush
 
+    def buffer_to_come(self) -> int:
+        """Bytes of the buffer of `spare` where it is not made yet, on a CPU: on a GPU it is a part of what is free."""
+        return 0 if self._flush is not None or self.device.type == "cuda" else 2 * last_cache(self.device)
+
     def copy_bandwidth(self) -> float:
         """Bytes a second, read and written ones together, of one large copy; measured once."""
         if "copy" not in self._ceilings:
