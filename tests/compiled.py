@@ -32,12 +32,15 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+PINNED = "3.7.1"
+
+
 def skip_unless_pinned() -> None:
     """Instructions and registers are counted for the compiler that constraints.txt pins."""
     import triton
 
-    if triton.__version__ != "3.7.1":
-        pytest.skip(f"triton {triton.__version__}: counts are those of 3.7.1")
+    if triton.__version__ != PINNED:
+        pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
 
 
 def resources(made: Any, folder: Path) -> tuple[int, int]:

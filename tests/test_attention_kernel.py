@@ -41,7 +41,7 @@ from attention_cases import (
     small,
     wrong,
 )
-from compiled import compiled, loops, resources
+from compiled import compiled, loops, resources, skip_unless_pinned
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
@@ -804,7 +804,6 @@ TYPES = {
     **dict.fromkeys(COUNTS, "i32"),
     **dict.fromkeys(["factor", "k_unit", "v_unit"], "fp32"),
 }  # fmt: skip
-PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
 
 
 def built(
@@ -997,12 +996,13 @@ HALF_TILES = [  # shapes whose words end with half a tile
     ("InnerQ Base before RoPE", 64, 90, 200, 177, 4.48),
     ("KIVI 3 before RoPE", 64, 90, 216, 201, 4.46),
     ("HIGGS 3", 64, 90, 128, 125, 2.98),
-    ("TurboQuant 4/3", 64, 90, 0, 128, 2.95),
+    ("TurboQuant 4/3", 64, 90, 0, 128, 2.92),
     ("TurboQuant 4/3 in bytes", 64, 90, 168, 168, 2.26),
-    ("KIVI", 96, 87, 168, 168, 2.17),
+    ("KIVI", 96, 87, 168, 168, 2.15),
     ("HIGGS 2", 96, 90, 128, 128, 1.79),
     ("MixKVQ", 96, 90, 176, 156, 2.91),
 ]
+HALF_RINGS = {("TurboQuant 4/3", 64): 2.95, ("KIVI", 96): 2.17}  # as MORE
 
 
 @needs_triton
@@ -1013,7 +1013,8 @@ def test_compiled_kernels_of_half_tiles_keep_to_their_budgets(
     name: str, dim: int, capability: int, cap: int, registers: int, ceiling: float, ring: bool, tmp_path: Path
 ) -> None:
     case = scheme(name, dim)
-    case = replace(case, dtype=torch.bfloat16) if ring else case
+    if ring:
+        case, ceiling = replace(case, dtype=torch.bfloat16), HALF_RINGS.get((name, dim), ceiling)
     within(case, capability, cap, registers, ceiling, tmp_path, ring=ring)
 
 
@@ -1084,12 +1085,9 @@ def within(
     launch: Any = None,
     ring: bool = False,
 ) -> None:
-    import triton
-
     from kvcal_kernels.attention.triton import check_layouts
 
-    if triton.__version__ != PINNED:
-        pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
+    skip_unless_pinned()
     made = built(case, capability, cap, launch, ring=ring)
     check_layouts(made.asm["ttgir"])
     taken, spilled = resources(made, folder)

@@ -420,8 +420,7 @@ def test_a_jetson_measures_or_says_why_not(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "model").write_text("NVIDIA Jetson Orin Nano Developer Kit\0")
     monkeypatch.setattr(devices, "BOARD", tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "MEMORY", tmp_path / "meminfo")
-    (tmp_path / "meminfo").write_text("MemTotal:        7802312 kB\nMemFree:  1 kB\n")
+    monkeypatch.setattr(devices, "host_memory", lambda: 7802312 * 1024)
     for name in ("jetson", "jetson-orin-nano"):
         with pytest.raises(
             UsageError, match=f"--device {name}: this is NVIDIA Jetson Orin .*, but its torch has no CUDA"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled import compiled, loops, resources
+from compiled import compiled, loops, resources, skip_unless_pinned
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts import scheme
 from kvcal_artifacts.codecs import Higgs, Shape, uniform
@@ -331,7 +331,6 @@ def test_two_fused_operations_give_the_quotient() -> None:
 
 # Compiled without a GPU.
 
-PINNED = "3.7.1"  # of constraints.txt: instructions are counted for its compiler
 INPUTS = ["p_k", "p_v", "p_sink_k", "p_sink_v", "p_ring_k", "p_ring_v"]
 TYPES = {
     **dict.fromkeys(INPUTS, "*fp16"), **dict.fromkeys(["p_kw", "p_vw"], "*i16"),
@@ -392,10 +391,7 @@ BUDGET = [
 
 
 def within(case: Case, capability: int, registers: int, ceilings: tuple[float, float], folder: Path) -> None:
-    import triton
-
-    if triton.__version__ != PINNED:
-        pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
+    skip_unless_pinned()
     made = built(case, capability)
     taken, spilled = resources(made, folder)
     assert spilled == 0
@@ -481,10 +477,7 @@ STEPS = [
 
 
 def of_grids(name: str, capability: int, own: int, others: int, point: int, folder: Path) -> None:
-    import triton
-
-    if triton.__version__ != PINNED:
-        pytest.skip(f"triton {triton.__version__}: counts are those of {PINNED}")
+    skip_unless_pinned()
     made = built(Case(name, name, 128, heads=8), capability, step=True)
     taken, spilled = resources(made, folder)
     assert spilled == 0

@@ -207,11 +207,12 @@ TOKEN = {
 def test_compiled_kernel_that_rotates_a_token_and_decodes_keeps_to_its_budget(
     d: int, capability: int, tmp_path: Path
 ) -> None:
-    skip_unless_pinned()
     how = Rotated(torch.zeros(16, d), torch.zeros(1024, dtype=torch.int8), width=1024)
     own, (registers, *ceilings) = built(how, True, capability), TOKEN[d, capability]
     taken, spilled = resources(own, tmp_path)
-    assert (taken <= registers, spilled) == (True, 0), taken
+    assert spilled == 0
+    skip_unless_pinned()
+    assert taken <= registers, taken
     found = [*(loop.total() for loop in loops(own, tmp_path)), whole(own, tmp_path)]
     assert all(one <= ceiling for one, ceiling in zip(found, ceilings, strict=True)), found
 
@@ -238,14 +239,15 @@ def test_compiled_packing_keeps_to_its_budget(
 ) -> None:
     from kvcal_kernels.rotated import triton
 
-    skip_unless_pinned()
     form = Form(role, 128, bits, vector=d, in_bytes=in_bytes)
     constants = {"DIM": 128, "BITS": bits, "D": d, "WORDS": form.words, "VALUE": role == "value", "IN_BYTES": in_bytes}
     types = {"p_codes": "*u8", "p_words": "*i32", "blocks": "i32"}
     own = compiled(triton.pack_kernel, types, constants, ["p_codes", "p_words"], capability, num_warps=4)
     taken, spilled = resources(own, tmp_path)
     registers, *ceilings = PACKING[d, bits, in_bytes, role]
-    assert (taken <= registers, spilled) == (True, 0), taken
+    assert (taken <= 128, spilled) == (True, 0), taken
+    skip_unless_pinned()
+    assert taken <= registers, taken
     assert whole(own, tmp_path) / 32 <= ceilings[(90, 80, 87).index(capability)]
 
 

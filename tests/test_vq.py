@@ -132,7 +132,6 @@ def test_compiled_kernel_keeps_to_its_budget(
     """
     from kvcal_kernels.vq import triton as fused
 
-    skip_unless_pinned()
     types = {"p_x": "*fp16", "p_unit": "*fp32", "p_book": "*fp16", "p_half": "*fp32", "p_found": "*i32"}
     types |= {"n": "i32", "k": "i32"}
     launch = fused.launch_for(d, capability >= 90)
@@ -142,11 +141,14 @@ def test_compiled_kernel_keeps_to_its_budget(
     )  # fmt: skip
     registers, spilled = resources(made, tmp_path)
     assert spilled == 0
-    assert registers <= most
     if capability == 90:
+        assert registers <= most
         assert "wgmma.mma_async" in made.asm["ptx"]
         assert made.metadata.shared <= 227 * 1024 // (2 if d <= 128 else 1)
     steps = [loop.total() for loop in loops(made, tmp_path) if loop["HGMMA" if capability >= 90 else "HMMA"]]
+    if capability < 90:
+        skip_unless_pinned()
+    assert registers <= most
     assert len(steps) == bool(ceiling) and all(step <= ceiling for step in steps), steps
 
 
@@ -162,7 +164,6 @@ SMALL = {
 def test_compiled_small_kernels_keep_to_their_budgets(capability: int, tmp_path: Path) -> None:
     from kvcal_kernels.vq import triton as fused
 
-    skip_unless_pinned()
     found = []
     types = {"p_x": "*bf16", "p_half": "*fp16", "p_unit": "*fp32", "n": "i32"}
     constants = {"d": 80, "BM": 32, "BD": 128}
@@ -176,8 +177,10 @@ def test_compiled_small_kernels_keep_to_their_budgets(capability: int, tmp_path:
     made = compiled(fused.sums_kernel, types, {"d": 80, "BR": 32, "BD": 128}, ["p_x"], capability)
     (turn,) = loops(made, tmp_path)
     found.append((*resources(made, tmp_path), turn.total()))
-    for (taken, spilled, count), (registers, ceiling) in zip(found, SMALL[capability], strict=True):
-        assert (taken <= registers, spilled, count <= ceiling) == (True, 0, True), found
+    assert all(spilled == 0 for _, spilled, _ in found), found
+    skip_unless_pinned()
+    for (taken, _, count), (registers, ceiling) in zip(found, SMALL[capability], strict=True):
+        assert taken <= registers and count <= ceiling, found
 
 
 INTERPRETED = """

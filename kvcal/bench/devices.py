@@ -6,6 +6,7 @@ and what Triton supports is the line "NVIDIA GPUs (Compute Capability 8.0+)" of 
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 from collections.abc import Mapping
@@ -19,11 +20,10 @@ from ..near import allowed
 CPU_INFO = Path("/proc/cpuinfo")
 BOARD = Path("/proc/device-tree/model")  # of a Jetson: "NVIDIA Jetson Orin Nano Developer Kit"
 RELEASE = Path("/etc/nv_tegra_release")  # of a Jetson's system, also where a container masks BOARD
-MEMORY = Path("/proc/meminfo")
 CHIPS = ("Orin", "Xavier", "Thor")  # what CUDA calls a Jetson's GPU, "NVIDIA" before it or not
 PART = 0.8  # of a board's memory that its system has at least: 7.4 of 8 GiB, 15.3 of 16, 61.4 of 64
 TRITON_LEAST = (8, 0)
-LEAST_TRITON = "3.6"  # what kvcal asks for anyway
+OLDEST_TRITON = "3.6"  # what kvcal asks for anyway
 LANES = 128  # thread-instructions an SM issues in a clock: four schedulers, a warp of 32 each (Volta to Blackwell)
 
 XAVIER = "https://www.nvidia.com/en-us/autonomous-machines/embedded-systems/jetson-xavier-series/ (59.7 and 137 GB/s)"
@@ -62,7 +62,7 @@ class Device:
     memory: float
     found_as: tuple[str, ...]
     sources: Mapping[str, str]
-    least_triton: str = LEAST_TRITON  # with code for this GPU
+    least_triton: str = OLDEST_TRITON  # with code for this GPU
     jetson: bool = True
 
     @property
@@ -72,7 +72,7 @@ class Device:
 
     def needs_triton(self, installed: str | None) -> str | None:
         """Which Triton its kernels need, where that is newer than all of kvcal need and than the installed one."""
-        newer = version(self.least_triton) > version(LEAST_TRITON)
+        newer = version(self.least_triton) > version(OLDEST_TRITON)
         older = installed is None or version(installed) < version(self.least_triton)
         return f"needs Triton {self.least_triton}" if newer and older else None
 
@@ -164,13 +164,9 @@ def release() -> str | None:
     return f"a Jetson ({', '.join(part.strip(' #') for part in text.split(',')[:2])})"
 
 
-def memory() -> float | None:
-    """GiB that the system has, of a Jetson the GPU's too; None where it does not say."""
-    try:
-        fields = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines())
-        return int(fields["MemTotal"].removesuffix("kB")) / 2**20
-    except (OSError, KeyError, ValueError):
-        return None
+def host_memory() -> int:
+    """Bytes that the system has; of a Jetson they are the GPU's, too."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def processor() -> str | None:

@@ -17,7 +17,7 @@ from kvcal_artifacts import preflight
 
 from .. import __version__
 from ..bench import devices, target
-from ..bench.devices import LEAST_TRITON, TRITON_LEAST
+from ..bench.devices import OLDEST_TRITON, TRITON_LEAST
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "flashinfer-python", "optimum-quanto")
 
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
         "board": target.board(),
         "processor": devices.processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "host memory": _gib(host_memory()),
+        "host memory": _gib(devices.host_memory()),
         "torch built for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only",
         "GPU": torch.cuda.get_device_name() if gpu else None,
         "compute capability": ".".join(map(str, torch.cuda.get_device_capability())) if gpu else None,
@@ -60,10 +60,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def host_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _gib(size: int) -> str:
@@ -92,7 +88,7 @@ def blocked(capability: tuple[int, int] | None, triton: str | None) -> str | Non
     if capability < TRITON_LEAST:
         least = ".".join(map(str, TRITON_LEAST))
         return f"compute capability {capability[0]}.{capability[1]}: Triton supports {least} and up"
-    needed = next((one.least_triton for one in devices.DEVICES.values() if one.capability == capability), LEAST_TRITON)
+    needed = next((one.least_triton for one in devices.DEVICES.values() if one.capability == capability), OLDEST_TRITON)
     if devices.version(triton) < devices.version(needed):
         return f"triton {triton}: compute capability {capability[0]}.{capability[1]} needs {needed}"
     return None
