@@ -31,6 +31,7 @@ class Setting(NamedTuple):
     full: int = 0
     four: int = 0
     in_bytes: bool = False
+    mixed: bool = False
 
     def form(self, role: Any, dim: int, heads: int = 1, group: int | None = None) -> Form:
         norm_heads = heads if self.shared else 1
@@ -46,6 +47,7 @@ class Setting(NamedTuple):
             self.full,
             self.four,
             self.in_bytes,
+            self.mixed,
         )
 
 
@@ -60,6 +62,10 @@ SETTINGS: dict[str, Setting] = {
 BYTES = {  # grids in bytes, at head_dim 64, 128, 256
     f"bytes {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1, in_bytes=True)
     for bits, vector in IN_BYTES
+}
+MIXED = {  # rotated with the cosine transform of an odd factor: three times 32 at head_dim 96
+    f"mixed {bits} of {vector}": Setting(bits, vector=vector, mixed=True)
+    for bits, vector in GRIDS
 }
 TIERS = {  # keys only
     "tiers 16 16": Setting(2, inner=False, symmetric=False, full=16, four=16),
@@ -113,7 +119,7 @@ class Case:
         return ", ".join([f"{self.key} and {self.value}", *other])
 
     def form(self, role: Any) -> Form:
-        setting = (SETTINGS | BYTES | TIERS)[self.key if role == "key" else self.value]
+        setting = (SETTINGS | BYTES | MIXED | TIERS)[self.key if role == "key" else self.value]
         return setting.form(role, self.dim, self.heads, self.group)
 
 
@@ -385,9 +391,10 @@ def small() -> list[Case]:
         Case(*SCHEMES["HIGGS 4"], 96, ratio=3, queries=3, blocks=(2,)),
         Case(*SCHEMES["TurboQuant 4/3"], blocks=(2,), launch=(4, 1)),
         Case("grid 3 of 2", "symmetric 3", 64, ratio=7, queries=5, blocks=(2,), recent=(17,)),
-        Case("outer 2", "grid 3 of 2", 96, ratio=2, blocks=(2,), dtype=bf),
+        Case("outer 2", "mixed 3 of 2", 96, ratio=2, blocks=(2,), dtype=bf),
         Case("grid 2 of 4", "grid 2 of 4", 64, ratio=5, queries=5, blocks=(3,), launch=(2, 2)),
-        Case("grid 2 of 1", "grid 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
+        Case("mixed 2 of 1", "mixed 2 of 1", 96, ratio=2, blocks=(1,), recent=(7,)),
+        Case("mixed 2 of 4", "mixed 2 of 4", 96, ratio=2, blocks=(2,)),
         Case("grid 4 of 2", "grid 4 of 1", 64, ratio=16, blocks=(2,)),  # two tables of 256 entries
         Case("grid 2 of 2", "grid 2 of 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
         Case("outer 2", "outer 2", 64, ratio=1, blocks=(8,), recent=(40,), dtype=bf, kind="loud"),
@@ -408,7 +415,7 @@ def small() -> list[Case]:
         Case("bytes 3 of 1", "symmetric 3", 64, blocks=(4,), launch=(1, 2)),
         Case("asymmetric 2", "symmetric 2", 96, blocks=(4,), launch=(1, 2)),
         Case(
-            "grid 2 of 2", "grid 2 of 1", 96, heads=2, ratio=2, blocks=(3, 0), sink=(5, 2), recent=(9, 1), launch=(4, 1)
+            "mixed 2 of 2", "grid 2 of 1", 96, heads=2, ratio=2, blocks=(3, 0), sink=(5, 2), recent=(9, 1), launch=(4, 1)
         ),
         *before_rope(),
     ]

@@ -233,7 +233,7 @@ GRIDS = [
 
 @pytest.mark.parametrize(("role", "d", "n", "dim", "block"), GRIDS)
 def test_words_of_grids_are_as_the_page_says(role: Any, d: int, n: int, dim: int, block: int) -> None:
-    codec = Higgs(Shape(2, dim, block), role, d, n, norm="head" if d == 1 else "token", seed=n)
+    codec = Higgs(Shape(2, dim, block), role, d, n, norm="head" if d == 1 else "token", seed=n, mixed=d == 1 or role == "value")
     packed = {name: t.numpy() for name, t in codec.encode(numbers(2, 2, 2 * block, dim, seed=n)).items()}
     assert set(packed) == {"words", "norm"}
     state, own = {"config": codec.config(), "shape": [2, dim]}, {name: t.numpy() for name, t in codec.tensors().items()}
@@ -259,7 +259,15 @@ def higgs(state: dict[str, Any], role: str, block: int, packed: dict[str, ndarra
     length = block if tokens else (dim if c["rotation"] == "head" else heads * dim)
     w = length & -length
     signs = np.array([[(-1) ** (i & j).bit_count() for j in range(w)] for i in range(w)], np.float32)
-    x = (y.reshape(-1, w) @ signs / np.float32(math.sqrt(w))).reshape(y.shape) * own["sign"]
+    m = length // w if c.get("mixed", False) else 1
+    i, j = np.arange(m)[None, :], np.arange(m)[:, None]
+    cosines = np.sqrt(np.where(j == 0, 1, 2) / m) * np.cos(np.pi * (2 * i + 1) * j / (2 * m))
+    y = np.einsum("ji,njr->nir", cosines, y.reshape(-1, m, w)).astype(np.float32)
+    x = (y.reshape(-1, w) @ signs / np.float32(math.sqrt(w))).reshape(-1, m * w)
+    if m > 1 and (tokens or c["rotation"] == "token"):  # element b w + r of the span was at r m + b
+        x = np.swapaxes(x.reshape(-1, w, m), 1, 2)
+    x = x.reshape(*codes.shape[:3], dim, block) if tokens else x.reshape(len(codes), -1, block, heads * dim)
+    x = x * own["sign"]
     return np.swapaxes(x, -1, -2) if tokens else np.moveaxis(x.reshape(*x.shape[:3], heads, dim), 3, 1)
 
 

@@ -15,7 +15,8 @@ SHAPE = Shape(2, 64, 32)
 
 def coded(role: str, gain: str, d: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(1, 2, 4096, 64, generator=torch.Generator().manual_seed(7))
-    codec = Higgs(SHAPE, role, d=d, n=n, gain=gain)  # type: ignore[arg-type]
+    # a norm of 128 numbers: of fewer, what the norm itself says of them shows in the third digit
+    codec = Higgs(SHAPE, role, d=d, n=n, gain=gain, norm="token")  # type: ignore[arg-type]
     return x, codec.decode(codec.encode(x))
 
 

@@ -1,10 +1,15 @@
 """HIGGS: randomised Hadamard rotation, one norm, nearest point of a grid optimal for the Gaussian (Malinovskii et al. 2024).
 
 Per token: rotate, divide by the RMS norm so that coordinates have unit variance, round d-tuples to the grid, store codes and
-the norm in float16. Bits = log2(n) / d + 16 / norm width. The rotation runs per kv head by default (then keys can be
-attended by rotating the query), or over the largest power of two dividing H * D as in the AQUA-KV paper (`rotation="token"`);
-the norm spans the token by default, or one head. With `axis="token"` the vectors are the block's tokens of one channel
-instead (the paper's per-channel ablation): rotation and norm then span the block, 16 / block bits for the norm.
+the norm in float16. Bits = log2(n) / d + 16 / norm width. One norm must span no more than the rotation mixes, or parts of it
+have variances of their own that no grid is made for. By default rotation and norm are of each kv head (then keys can be
+attended by rotating the query); `rotation="token"` mixes all H * D channels of a token, as in the AQUA-KV paper, and its norm
+spans them. With `axis="token"` the vectors are the block's tokens of one channel instead (the paper's per-channel ablation):
+rotation and norm then span the block, 16 / block bits for the norm.
+
+A Hadamard transform mixes a power of two of channels. What it leaves over, an odd factor (heads of 96 channels, 3 kv heads of
+64), a cosine transform mixes (kvcal_kernels/hadamard). `mixed=False` is without it, and a norm over the token of heads rotated
+one by one (`norm="token"`) is, too, what bundles written before were made with.
 
 With d = 1 grids are scalar (Lloyd-Max); with the norm per head that is TurboQuant's MSE form (Zandieh et al. 2026),
 b + 16 / D bits, except that its dense random rotation is a randomised Hadamard transform here (docs/methods.md has both).
@@ -95,15 +100,18 @@ class Higgs(Codec):
         d: int = 2,
         n: int = 16,
         rotation: Span = "head",
-        norm: Span = "token",
+        norm: Span | None = None,
         seed: int = 0,
         axis: Axis = "channel",
         gain: Gain = "mse",
         points: Points = "exact",
+        mixed: bool = True,
         grid: Tensor | None = None,
         sign: Tensor | None = None,
     ) -> None:
+        """norm: what the rotation spans, unless given. mixed: no matter where the rotation spans a power of two."""
         super().__init__(shape, role)
+        norm = rotation if norm is None else norm
         for what, span in (("rotation", rotation), ("norm", norm)):
             if span not in ("head", "token"):
                 raise KVCalError(f"HIGGS {what} over {span!r}: allowed are 'head' and 'token'")
@@ -124,8 +132,10 @@ class Higgs(Codec):
         if (shape.dim if axis == "channel" else shape.block) % d:
             raise KVCalError(f"HIGGS with d={d}: {axis}s of {shape.dim}, blocks of {shape.block} do not divide by it")
         self.code_bits = GRIDS[d, n]
-        head = shape.dim if axis == "channel" and rotation == "head" else self.length
-        self.rotation_width = largest_power_of_two(head)
+        span = shape.dim if axis == "channel" and rotation == "head" else self.length
+        self.rotation_width = largest_power_of_two(span)
+        self.rotation_factor = span // self.rotation_width if mixed else 1
+        self.mixed = self.rotation_factor > 1
         self.sign = signs(self.length, seed) if sign is None else sign.to(torch.int8)
         if self.grid.shape != (n, d) or self.sign.shape != (self.length,):
             raise KVCalError(
@@ -135,6 +145,15 @@ class Higgs(Codec):
         self._look_up = self._grid()
         self._how: Rotated | None = None  # of the kernel that encodes
         self._rule: GridRule | None = None  # of `rule`, once made
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the rotation takes channels of a token in turn from its heads, or tokens from all of a block."""
+        return self.rotation == "token" or self.axis == "token"
+
+    @property
+    def _rotation(self) -> tuple[int, int, bool]:
+        return self.rotation_width, self.rotation_factor, self.interleaved
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         blocks = self.shape.blocks(x)
@@ -150,7 +169,7 @@ class Higgs(Codec):
     def _coded(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Codes as `codes` gives them, and norms as they are stored."""
         vectors = self._vectors(blocks)
-        groups = rotate(vectors, self.sign, self.rotation_width).unflatten(-1, (self._norms, -1))
+        groups = rotate(vectors, self.sign, *self._rotation).unflatten(-1, (self._norms, -1))
         norm = root(tree_sum(groups * groups) / groups.shape[-1])
         stored = to_half(norm * self._gain, "norm")
         unit = self._gain / stored.float().clamp_min(1e-30)
@@ -178,7 +197,7 @@ class Higgs(Codec):
     def by_kernel(self) -> Higgs:
         """Its numbers are those of torch, bit for bit; kv heads and head_dim powers of two."""
         s = self.shape
-        odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256
+        odd = s.heads & (s.heads - 1) or s.dim & (s.dim - 1) or not 16 <= s.dim <= 256  # nothing is `mixed` then
         if odd or self.axis == "token":
             return self
         self.rule()  # which all twins have
@@ -196,7 +215,7 @@ class Higgs(Codec):
             return attention.decode(self.as_blocks(packed))
         groups = lookup(self.codes(packed), self.grid).unflatten(-1, (self._norms, -1))
         size = self._load_norm(packed["norm"].float())
-        vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, self.rotation_width)
+        vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, *self._rotation)
         return self._blocks(vectors).flatten(2, 3)
 
     def codes(self, packed: Packed) -> Tensor:
@@ -251,15 +270,15 @@ class Higgs(Codec):
             return "HIGGS along tokens: the fused kernel rotates a query's channels"
         if self.rotation == "token":
             return (
-                f"HIGGS rotated over all heads of a token, {self.rotation_width} channels: the fused kernel rotates the "
-                "query of one head"
+                f"HIGGS rotated over all heads of a token, {self.rotation_width * self.rotation_factor} channels: the fused "
+                "kernel rotates the query of one head"
             )
         if s.block % attention.BLOCK:
             return f"blocks of {s.block} tokens: the fused kernel reads multiples of {attention.BLOCK}"
         bits, heads = self.code_bits // self.d, s.heads if self.norm == "token" else 1
         in_bytes = in_bytes and s.dim in BYTE_DIMS and grids.are_bytes(self.grid, bits)
         try:
-            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=heads, in_bytes=in_bytes)
+            form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=heads, in_bytes=in_bytes, mixed=self.mixed)
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
         words = bits * s.dim * attention.BLOCK // 16
@@ -357,7 +376,7 @@ class Higgs(Codec):
             "seed": self.seed,
             "axis": self.axis,
             "gain": self.gain,
-        }
+        } | ({"mixed": True} if self.mixed else {})
 
     def describe(self) -> str:
         if not grids.are_bytes(self.grid, self.code_bits // self.d):
@@ -370,7 +389,7 @@ class Higgs(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Higgs:
-        return cls(shape, role, **config, grid=tensors["grid"], sign=tensors["sign"])
+        return cls(shape, role, **{"mixed": False, **config}, grid=tensors["grid"], sign=tensors["sign"])
 
     def to(self, device: torch.device) -> Higgs:
         if self.grid.device == device and self.sign.device == device:

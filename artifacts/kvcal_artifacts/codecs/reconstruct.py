@@ -40,7 +40,7 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
         return "triton is not installed"
     norms = codec.shape.heads if inner.norm == "head" else 1
     inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
-    said: str | None = fast().refuses(codec.shape.dim, inner.d, inner.rotation_width, norms, inputs, rotary)
+    said: str | None = fast().refuses(codec.shape.dim, inner.d, inner.rotation_width * inner.rotation_factor, norms, inputs, rotary)
     return said
 
 
@@ -129,14 +129,16 @@ def kind(codec: Codec) -> str:
     assert isinstance(inner, Higgs)
     behind = f"{codec.predictor.name} of {len(codec.inputs)}" if isinstance(codec, Predicted) else "alone"
     shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
-    return f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}"
+    return f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}" + (
+        ", mixed" if inner.mixed else ""
+    )
 
 
 def coded(codec: Higgs, packed: Packed) -> Coded:
     """A codec's packed blocks as the kernel takes them."""
     return Coded(
         packed["codes"].contiguous(), packed["norm"].contiguous(), codec.grid, codec.sign, codec.rotation_width,
-        codec.code_bits, codec.shape.dim, codec.role == "key",
+        codec.code_bits, codec.shape.dim, codec.role == "key", codec.rotation_factor, codec.interleaved,
     )  # fmt: skip
 
 

@@ -60,7 +60,8 @@ class Form:
 
     vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token has one
     norm, over `norm_heads` kv heads, which is 1 or all of them. in_bytes: points are bytes times one step, and codes lie as
-    products of bytes take them (grids.py).
+    products of bytes take them (grids.py). mixed: of a head_dim that is no power of two, the rotation ends with a cosine
+    transform of its odd factor (hadamard.rotate), so that it mixes all channels of the head.
 
     full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups only.
     """
@@ -76,6 +77,7 @@ class Form:
     full: int = 0
     four: int = 0
     in_bytes: bool = False
+    mixed: bool = False
 
     def __post_init__(self) -> None:
         if self.in_bytes and ((self.bits, self.vector) not in grids.IN_BYTES or self.dim not in BYTE_DIMS):
@@ -113,6 +115,11 @@ class Form:
         """Fields of 2 bits that a half block of the lower tiers takes."""
         count = (self.dim - self.full + self.four) // PIECE
         return count + count % 2
+
+    @property
+    def factor(self) -> int:
+        """Numbers that the rotation's cosine transform takes; 1: there is none."""
+        return self.dim // grids.rotation_width(self.dim) if self.mixed else 1
 
     @property
     def tiered(self) -> bool:
@@ -517,7 +524,7 @@ def decode(blocks: Blocks) -> Tensor:
     codes, scale, zero = unpack(blocks)
     if blocks.grid is not None:
         rotated = blocks.grid.points[codes].flatten(-2) * scale.float()
-        return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim))
+        return unrotate(rotated, blocks.grid.sign[:, None], grids.rotation_width(form.dim), form.factor)
     offset = torch.full((), -(2.0 ** (form.bits - 1)), device=codes.device) if zero is None else None
     if form.along_tokens:
         wide = [x.float().repeat_interleave(form.group, 2) for x in (scale, zero) if x is not None]

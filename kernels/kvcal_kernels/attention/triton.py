@@ -55,6 +55,7 @@ from ..products.triton import (
     points_tensors,
     spreading,
 )
+from ..hadamard import cosines
 from ..triton import Prepared, Ready, half, interpreted, rounded_product
 from .grids import ALIGNED, ENTRIES, rotation_width
 from .reference import Blocks, Form, field_number, fits_bytes, looked_up, together
@@ -910,6 +911,29 @@ def _butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
     return x
 
 
+@triton.constexpr_function
+def _weight(factor, row, column, back):
+    """Of the cosine transform's matrix, or of its transpose."""
+    return cosines(factor)[column][row] if back else cosines(factor)[row][column]
+
+
+@triton.jit
+def _across(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BACK: tl.constexpr):
+    """Cosine transforms of FACTOR across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate` has them; BACK: the
+    inverse.
+    """
+    if FACTOR == 1:
+        return x
+    made = ()
+    for i in tl.static_range(COUNT):
+        total = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + i % SPAN] * _weight(FACTOR, i // SPAN % FACTOR, 0, BACK)
+        for j in tl.static_range(1, FACTOR):
+            part = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + j * SPAN + i % SPAN]
+            total += part * _weight(FACTOR, i // SPAN % FACTOR, j, BACK)
+        made = made + (total,)
+    return made
+
+
 @triton.jit
 def _of_parity(x, NW: tl.constexpr, N: tl.constexpr):
     """The step between even and odd channels, which are neighbouring columns."""
@@ -919,8 +943,8 @@ def _of_parity(x, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _rotated(
-    p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FOUR: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr,
+    p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+    FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
     rotated = ()
@@ -930,7 +954,7 @@ def _rotated(
         sign = _sign(p_sign, i_kv * D + channel)
         b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
         rotated = rotated + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
-    return _butterflies(rotated, SLICES, WIDTH // 16)
+    return _across(_butterflies(rotated, SLICES, WIDTH // 16), SLICES, WIDTH // 16, FACTOR, False)
 
 
 @triton.jit
@@ -2396,6 +2420,7 @@ def attend_kernel(
     K_FOUR: tl.constexpr, K_SHARED: tl.constexpr, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr,
     V_FOUR: tl.constexpr, V_SHARED: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
     SAME: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
+    K_FACTOR: tl.constexpr, V_FACTOR: tl.constexpr,
     K_SCALES: tl.constexpr, K_PER: tl.constexpr, K_HELD: tl.constexpr,
     V_SCALES: tl.constexpr, V_PER: tl.constexpr, V_HELD: tl.constexpr, SLOTS: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
@@ -2478,7 +2503,7 @@ def attend_kernel(
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
     if K_MODE == IN_BYTES:
-        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, False, NW, N)
+        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, 1, False, NW, N)
         b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
         for i in tl.static_range(SLICES):
             b_high = tl.maximum(b_high, tl.abs(plain[i]))
@@ -2529,7 +2554,7 @@ def attend_kernel(
         _fit_table(p_fit, b_q, at, inside, 2 * N * triton.next_power_of_2(D), ASM)
         tl.debug_barrier()
     elif K_MODE == 3:
-        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, K_FOUR, NW, N)
+        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, K_FACTOR, K_FOUR, NW, N)
         for i in tl.static_range(SLICES):
             q = q + (plain[i].to(tl.float16),)
     elif PAIRS > 0:
@@ -2690,6 +2715,7 @@ def attend_kernel(
         for i in tl.static_range(WIDE):
             b_o = tl.dot(_hadamard(NW, tl.float32), out[i], input_precision="tf32x3")
             turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
+        turned = _across(turned, WIDE, WIDTH // (16 * EACH), V_FACTOR, True)
         turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
         out = ()
         for i in tl.static_range(WIDE):
@@ -2916,7 +2942,7 @@ def settings(
         made |= {f"{name}_BITS": form.bits, f"{name}_MODE": _mode(form)}
         made |= {f"{name}_GROUP": form.vector if form.in_bytes else form.group, f"{name}_STRIDE": form.pieces}
         made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
-        made |= {f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
+        made |= {f"{name}_FACTOR": form.factor, f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
         made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
         made |= {f"{name}_SCALES": form.scales, f"{name}_PER": form.scale_blocks}
         made |= {f"{name}_HELD": 2 * (form.words + form.scales) + (form.dim if form.tiered else 0)}

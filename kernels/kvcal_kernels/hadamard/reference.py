@@ -2,9 +2,18 @@
 
 The first two are made of element-wise additions in a fixed order: a token's packed bytes may not depend on which other tokens
 were encoded in the same call, which a matrix product or a library reduction does not promise.
+
+A Hadamard transform mixes a power of two of numbers. Where a norm spans `width * factor` numbers with an odd factor (3 kv heads
+of 64 channels: 64 * 3), transforms of `width` numbers alone leave parts of the span with variances of their own, and one norm
+fits none of them. So an orthonormal cosine transform of `factor` numbers follows, across the Hadamard blocks. Rows of a cosine
+transform do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers in turn from all parts of
+the span, which evens out heads of unequal size before it.
 """
 
 from __future__ import annotations
+
+import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,13 +47,49 @@ def hadamard(x: Tensor, width: int) -> Tensor:
     return x
 
 
-def rotate(x: Tensor, sign: Tensor, width: int) -> Tensor:
-    """Randomised Hadamard: sign flips, then the transform. x (..., n) float32, sign (n,)."""
-    return hadamard(x * sign, width)
+def rotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: bool = False) -> Tensor:
+    """Randomised rotation of every `width * factor` consecutive elements of the last dimension: sign flips, Hadamard transforms
+    of `width`, a cosine transform of `factor` across them. x (..., n) float32, sign (n,) -> (..., n).
+
+    width: a power of two; width * factor divides n. interleaved: Hadamard block j takes elements b * width + r with
+    (r * factor + b) // width = j instead of b = j.
+    """
+    if factor == 1:
+        return hadamard(x * sign, width)
+    blocks = (x * sign).unflatten(-1, (-1, factor, width))
+    if interleaved:
+        blocks = blocks.transpose(-1, -2).flatten(-2).unflatten(-1, (factor, width))
+    return _across(hadamard(blocks, width), cosines(factor)).flatten(-3)
 
 
-def unrotate(x: Tensor, sign: Tensor, width: int) -> Tensor:
-    return hadamard(x, width) * sign
+def unrotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: bool = False) -> Tensor:
+    """The inverse of `rotate`."""
+    if factor == 1:
+        return hadamard(x, width) * sign
+    columns = tuple(zip(*cosines(factor), strict=True))
+    blocks = hadamard(_across(x.unflatten(-1, (-1, factor, width)), columns), width)
+    if interleaved:
+        blocks = blocks.flatten(-2).unflatten(-1, (width, factor)).transpose(-1, -2)
+    return blocks.flatten(-3) * sign
+
+
+@cache
+def cosines(count: int) -> tuple[tuple[float, ...], ...]:
+    """Rows of the orthonormal cosine transform (DCT-II) of `count` numbers, float64."""
+    rows = [[math.cos(math.pi * (2 * i + 1) * j / (2 * count)) for i in range(count)] for j in range(count)]
+    return tuple(tuple(x * math.sqrt((2 if j else 1) / count) for x in row) for j, row in enumerate(rows))
+
+
+def _across(blocks: Tensor, matrix: tuple[tuple[float, ...], ...]) -> Tensor:
+    """blocks (..., m, width) times matrix (m, m) over the next to last dimension, products added one after another."""
+    mixed = torch.empty_like(blocks)
+    parts = blocks.unbind(-2)
+    for row, out in zip(matrix, mixed.unbind(-2), strict=True):
+        total = parts[0] * row[0]
+        for part, weight in zip(parts[1:], row[1:], strict=True):
+            total = total + part * weight
+        out.copy_(total)
+    return mixed
 
 
 def tree_sum(x: Tensor) -> Tensor:

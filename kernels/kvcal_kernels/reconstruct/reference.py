@@ -23,7 +23,7 @@ from ..packing import unpack
 class Coded:
     """HIGGS blocks as codecs/higgs.py stores them. codes: uint8, keys (B, H, N, b, bytes), packed along channels, values
     (B, H, N, D / d, bytes), packed along tokens. norm: (B, 1 or H, N, b) float16. grid (n, d) float, sign (C,) of +1 and -1.
-    width: of the rotation, a power of two that divides C. bits: of a code. dim: D.
+    width: of the rotation, a power of two that divides C. bits: of a code. dim: D. factor, interleaved: of hadamard.rotate.
     """
 
     codes: Tensor
@@ -34,6 +34,8 @@ class Coded:
     bits: int
     dim: int
     key: bool
+    factor: int = 1
+    interleaved: bool = False
 
     @property
     def heads(self) -> int:
@@ -111,7 +113,7 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float32) -> Tensor:
     points = lookup(codes.movedim(1, 3).flatten(3), coded.grid).to(dtype)  # (B, N, b, C)
     norm = coded.norm.movedim(1, 3).to(dtype)
     scaled = (points.unflatten(-1, (norm.shape[-1], -1)) * norm[..., None]).flatten(-2)
-    vectors = unrotate(scaled, coded.sign, coded.width)
+    vectors = unrotate(scaled, coded.sign, coded.width, coded.factor, coded.interleaved)
     return torch.unflatten(vectors, -1, (coded.heads, -1)).movedim(3, 1).flatten(2, 3)
 
 

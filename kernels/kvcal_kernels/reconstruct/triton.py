@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import triton as shared
 from ..attention.triton import _as
-from ..hadamard import hadamard
+from ..hadamard import hadamard, unrotate
 from ..packing.triton import code_at
 from ..triton import Ready, half, interpreted
 from .reference import Coded, Turn
@@ -230,9 +230,10 @@ def reconstruct_kernel(
     H: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, KEY: tl.constexpr,
     BLOCK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, INPUTS: tl.constexpr,
     WORDWISE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, DENSE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
+    DENSE: the rotation ends with a cosine transform, and p_matrix has all of it: (tiles, tiles, BN, BN).
     FULL: BM divides the tokens of all rows, BN divides C.
     """
     C: tl.constexpr = H * D
@@ -267,25 +268,35 @@ def reconstruct_kernel(
 
     # Q^-1(codes)
     MIX: tl.constexpr = WIDTH // BN if WIDTH > BN else 1
-    base, own = i_n // MIX * MIX, i_n % MIX
+    base, own = 0 if DENSE else i_n // MIX * MIX, i_n % MIX
     points = _points(
         p_codes, p_grid, o_code, b_place, b_some, base * BN, s_code_head,
         H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
     )  # fmt: skip
     # without a predictor, whose rounding hides it, the sum of 8 points is kept whole: in float16 it was 5.4e-4 off, 2.1e-4 is
     # what rounding the output costs (H200)
-    WHOLE: tl.constexpr = MIX > 1 and INPUTS == 0
+    WHOLE: tl.constexpr = MIX > 1 and INPUTS == 0 and not DENSE
     if WHOLE:
         points = points.to(tl.float32)
-    for other in tl.range(1, MIX):
+    for other in tl.range(1, 1 if DENSE else MIX):
         more = _points(
             p_codes, p_grid, o_code, b_place, b_some, (base + other) * BN, s_code_head,
             H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
         )  # fmt: skip
         points += more.to(points.dtype) * (1 - 2 * _parity(own & other)).to(points.dtype)
     o_matrix = (i_n * BN + tl.arange(0, BN))[:, None] * BN + tl.arange(0, BN)[None, :]
+    if DENSE:
+        o_matrix = o_matrix + i_n * (BN * BN * (TILES - 1))
     matrix = tl.load(p_matrix + o_matrix)
     acc = _dot(points.to(tl.float16), matrix, tl.zeros([BM, BN], tl.float32), ASM)
+    if DENSE:
+        for other in tl.range(1, TILES):
+            points = _points(
+                p_codes, p_grid, o_code, b_place, b_some, other * BN, s_code_head,
+                H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
+            )  # fmt: skip
+            matrix = tl.load(p_matrix + o_matrix + other * (BN * BN))
+            acc = _dot(points.to(tl.float16), matrix, acc, ASM)
     if WHOLE:
         acc = _dot((points - points.to(tl.float16).to(tl.float32)).to(tl.float16), matrix, acc, ASM)
     o_norm = b_batch * s_norm_row + b_token
@@ -349,7 +360,8 @@ def launch_for(device: torch.device) -> Launch:
 @dataclass(frozen=True)
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
-    matrix: (tiles, channels, channels) float16, the rotation and the signs. turned: channels of a head that RoPE turns.
+    matrix: (tiles, channels, channels) float16, the rotation and the signs; of one with a cosine transform (tiles of columns,
+    tiles of codes, channels, channels). turned: channels of a head that RoPE turns.
     launches: of the kernel, by what they are made for.
     """
 
@@ -362,11 +374,11 @@ class Prepared:
 
     @property
     def channels(self) -> int:
-        return int(self.matrix.shape[1])
+        return int(self.matrix.shape[-1])
 
 
 def refuses(dim: int, d: int, width: int, norms: int, inputs: int, turned: int, channels: int = CHANNELS) -> str | None:
-    """Why there is no kernel for this shape; None if there is one."""
+    """Why there is no kernel for this shape; None if there is one. width: channels that the rotation mixes."""
     if inputs > MOST_INPUTS:
         return f"{inputs} predictor inputs: {MOST_INPUTS} at most"
     if inputs and dim % 16:
@@ -402,12 +414,12 @@ def prepare(
     """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side."""
     inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
     heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
-    if why := refuses(dim, d, coded.width, coded.norm.shape[1], inputs, turned, channels):
+    if why := refuses(dim, d, coded.width * coded.factor, coded.norm.shape[1], inputs, turned, channels):
         raise ValueError(f"reconstruct: {why}")
     device = coded.grid.device
     order = columns_of(heads, dim, turned).to(device)
     grid = coded.grid.half().contiguous()
-    made = _matrix(coded, order, channels)
+    made = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
     if weight is not None:
         weight = (weight[:, order] if turned else weight).to(dtype).contiguous()
         bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
@@ -446,6 +458,19 @@ def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
         columns = order[tile * channels : (tile + 1) * channels]
         made[tile, :, : len(columns)] = own[:, columns - tile * channels] * coded.sign[columns].to(device)
     return made
+
+
+def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
+    """As `_matrix` of all codes of a token for each tile of columns, where a cosine transform mixes the tiles. Rounded to
+    float16.
+    """
+    device, count = coded.grid.device, coded.sign.numel()
+    own = unrotate(torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved)
+    tiles, at = -(-count // channels), places(coded, channels)
+    made = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
+    made[:count, :count] = (own * coded.width**0.5)[:, order.cpu()]
+    wide = made.unflatten(1, (-1, channels)).unflatten(0, (-1, channels)).permute(2, 0, 1, 3)
+    return wide[:, :, at].contiguous().to(device)
 
 
 def reconstruct(
@@ -513,7 +538,7 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         "BLOCK": coded.block, "BYTES": coded.codes.shape[-1], "WIDTH": coded.width, "NORMS": coded.norm.shape[1],
         "INPUTS": inputs, "WORDWISE": _wordwise(coded, channels), "R": prepared.turned,
         "FULL": rows % launch.tokens == 0 and whole,
-        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
+        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages, "DENSE": coded.factor > 1,
     }  # fmt: skip
 
 
