@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from interpreted import run_cases
-from kvcal_artifacts.codecs import Predicted, Shape
+from kvcal_artifacts.codecs import Predicted, Scaled, Shape
 from kvcal_artifacts.codecs.base import Codec, Context
 from kvcal_artifacts.codecs.higgs import GRIDS, Higgs
 from kvcal_artifacts.codecs.predictors import Linear, Predictor, QuantisedLinear
@@ -29,7 +29,7 @@ PREPARE = kernel.prepare
 @dataclass(frozen=True)
 class Case:
     """rotary: channels that RoPE turns, 0: none. spare: blocks of room behind what is written. tokens, channels: of a
-    program."""
+    program. factors: codes are of channels divided by them."""
 
     role: Any = "key"
     batch: int = 2
@@ -47,6 +47,7 @@ class Case:
     tokens: int = 64
     channels: int = 64
     four_bit: bool = False
+    factors: bool = False
 
 
 def normal(*size: int, seed: int) -> Tensor:
@@ -66,7 +67,9 @@ def predictor(case: Case) -> Predictor:
 
 def codec_of(case: Case) -> Codec:
     shape = Shape(case.heads, case.dim, case.block)
-    inner = Higgs(shape, case.role, *case.grid, case.rotation, case.norm, seed=5).for_decoding()
+    inner: Codec = Higgs(shape, case.role, *case.grid, case.rotation, case.norm, seed=5).for_decoding()
+    if case.factors:
+        inner = Scaled(inner, (normal(case.heads, case.dim, seed=4).abs() + 0.2).half())
     return Predicted(inner, predictor(case), case.inputs) if case.inputs else inner
 
 
@@ -100,10 +103,9 @@ def wrong(case: Case) -> list[str]:
     out, turned = (torch.full(room, torch.nan, dtype=case.dtype) for _ in range(2))
     made = own(packed, context, turn, out, turned if turn else None)
     found = [("out", made[0])] + ([("turned", made[1])] if turn else [])
-    inner = codec.inner if isinstance(codec, Predicted) else codec
     weights = codec.predictor.working() if isinstance(codec, Predicted) else {}
     arguments = (
-        coded(inner, packed), list(parts.values()), weights.get("weight"), weights.get("bias"), turn,
+        coded(codec, packed), list(parts.values()), weights.get("weight"), weights.get("bias"), turn,
     )  # fmt: skip
     exact = reference.reconstruct(*arguments, torch.float64)
     plain = reference.reconstruct(*arguments, case.dtype)
@@ -127,6 +129,10 @@ def small() -> list[Case]:
     bf = torch.bfloat16
     return [
         Case(rotary=64),
+        Case(rotation="token", heads=3, rotary=64, factors=True),
+        Case("value", rotation="token", heads=3, dim=32, inputs=("v1", "k0"), dtype=bf, factors=True),
+        Case("value", norm="head", heads=2, dim=96, inputs=(), blocks=3, channels=128),
+        Case(rotation="token", heads=5, dim=32, inputs=(), tokens=32),
         Case(rotation="token", heads=4, rotary=32, dtype=bf, blocks=3, spare=2),
         Case("value", dim=128, rotation="token", inputs=("v1", "k0"), channels=128, blocks=1),
         Case("value", heads=3, dim=96, grid=(4, 256), norm="head", inputs=("v1", "k1", "k0"), blocks=1, batch=1),

@@ -20,14 +20,15 @@ from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed
 from .higgs import Higgs
 from .predicted import Predicted
-from .predictors import Linear, QuantisedLinear
+from .predictors import Linear, Predictor, QuantisedLinear
+from .scaled import Scaled
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
     """Why the fused kernel cannot read this codec, on whatever GPU; None if it can. rotary: channels that it turns by RoPE."""
-    inner, predictor = (codec.inner, codec.predictor) if isinstance(codec, Predicted) else (codec, None)
+    inner, predictor, _ = _parts(codec)
     if predictor is not None and not isinstance(predictor, Linear | QuantisedLinear):
         return f"a {predictor.name} predictor; the kernel takes linear ones"
     if not isinstance(inner, Higgs) or inner.axis != "channel":
@@ -42,6 +43,14 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
     inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
     said: str | None = fast().refuses(codec.shape.dim, inner.d, inner.rotation_width * inner.rotation_factor, norms, inputs, rotary)
     return said
+
+
+def _parts(codec: Codec) -> tuple[Codec, Predictor | None, Tensor | None]:
+    """What codes the numbers, the predictor around it if there is one, and the factors (H, D) between them if there are."""
+    inner, predictor = (codec.inner, codec.predictor) if isinstance(codec, Predicted) else (codec, None)
+    if isinstance(inner, Scaled) and inner.factor is not None:
+        return inner.inner, predictor, inner.factor
+    return inner, predictor, None
 
 
 class Reconstruction:
@@ -94,9 +103,7 @@ class Reconstruction:
         self, packed: Packed, context: Context, turn: Turn | None, out: Tensor | None, turned: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         kernel, codec = fast(), self.codec
-        inner = codec.inner if isinstance(codec, Predicted) else codec
-        assert isinstance(inner, Higgs)
-        blocks = coded(inner, packed)
+        blocks = coded(codec, packed)
         if self._prepared is None:
             weight, bias = _linear(codec)
             self._prepared = kernel.prepare(blocks, weight, bias, self._fused_rotary, self.dtype)
@@ -125,20 +132,23 @@ def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
 
 def kind(codec: Codec) -> str:
     """What the kernel's code depends on, in words."""
-    inner = codec.inner if isinstance(codec, Predicted) else codec
+    inner, _, factor = _parts(codec)
     assert isinstance(inner, Higgs)
     behind = f"{codec.predictor.name} of {len(codec.inputs)}" if isinstance(codec, Predicted) else "alone"
     shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
     return f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}" + (
-        ", mixed" if inner.mixed else ""
+        ", mixed" * inner.mixed + ", factors" * (factor is not None)
     )
 
 
-def coded(codec: Higgs, packed: Packed) -> Coded:
-    """A codec's packed blocks as the kernel takes them."""
+def coded(codec: Codec, packed: Packed) -> Coded:
+    """Packed blocks of HIGGS, alone or within factors or a predictor, as the kernel takes them."""
+    inner, _, factor = _parts(codec)
+    assert isinstance(inner, Higgs)
     return Coded(
-        packed["codes"].contiguous(), packed["norm"].contiguous(), codec.grid, codec.sign, codec.rotation_width,
-        codec.code_bits, codec.shape.dim, codec.role == "key", codec.rotation_factor, codec.interleaved,
+        packed["codes"].contiguous(), packed["norm"].contiguous(), inner.grid, inner.sign, inner.rotation_width,
+        inner.code_bits, inner.shape.dim, inner.role == "key", inner.rotation_factor, inner.interleaved,
+        None if factor is None else factor.flatten(),
     )  # fmt: skip
 
 

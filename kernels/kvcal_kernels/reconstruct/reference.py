@@ -1,6 +1,6 @@
 """Keys or values of one layer from what is stored: HIGGS codes, and what a linear predictor says (AQUA-KV, Algorithm 3).
 
-out = Q^-1(codes) + inputs W + bias;  Q^-1(codes) = sign * Hadamard(norm * grid[codes]) / sqrt(width)
+out = f * Q^-1(codes) + inputs W + bias;  Q^-1(codes) = sign * Hadamard(norm * grid[codes]) / sqrt(width)
 
 Letters: B rows, H kv heads, N blocks of b tokens, T = N b, D head_dim, C = H D; a grid of n points in d dimensions.
 """
@@ -24,6 +24,7 @@ class Coded:
     """HIGGS blocks as codecs/higgs.py stores them. codes: uint8, keys (B, H, N, b, bytes), packed along channels, values
     (B, H, N, D / d, bytes), packed along tokens. norm: (B, 1 or H, N, b) float16. grid (n, d) float, sign (C,) of +1 and -1.
     width: of the rotation, a power of two that divides C. bits: of a code. dim: D. factor, interleaved: of hadamard.rotate.
+    factors: (C,) float, f of the channels, or None: all 1.
     """
 
     codes: Tensor
@@ -36,6 +37,7 @@ class Coded:
     key: bool
     factor: int = 1
     interleaved: bool = False
+    factors: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -107,13 +109,15 @@ def _turned(x: Tensor, turn: Turn) -> Tensor:
 
 
 def decode(coded: Coded, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Q^-1(codes): (B, H, T, D), computed in `dtype`."""
+    """f * Q^-1(codes): (B, H, T, D), computed in `dtype`."""
     codes = unpack(coded.codes, coded.bits, coded.packed_count)
     codes = codes if coded.key else codes.transpose(-1, -2)
     points = lookup(codes.movedim(1, 3).flatten(3), coded.grid).to(dtype)  # (B, N, b, C)
     norm = coded.norm.movedim(1, 3).to(dtype)
     scaled = (points.unflatten(-1, (norm.shape[-1], -1)) * norm[..., None]).flatten(-2)
     vectors = unrotate(scaled, coded.sign, coded.width, coded.factor, coded.interleaved)
+    if coded.factors is not None:
+        vectors = vectors * coded.factors.to(dtype)
     return torch.unflatten(vectors, -1, (coded.heads, -1)).movedim(3, 1).flatten(2, 3)
 
 

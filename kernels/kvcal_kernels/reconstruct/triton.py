@@ -225,12 +225,12 @@ def _turn(
 
 @triton.jit(do_not_specialize=["rows", "tokens", "steps"])
 def reconstruct_kernel(
-    p_out, p_turned, p_codes, p_norm, p_grid, p_matrix, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
+    p_out, p_turned, p_codes, p_norm, p_grid, p_matrix, p_factor, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
     rows, tokens, steps, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head, s_turn,
     H: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, KEY: tl.constexpr,
     BLOCK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, INPUTS: tl.constexpr,
     WORDWISE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, DENSE: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, DENSE: tl.constexpr, FACTORS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
     DENSE: the rotation ends with a cosine transform, and p_matrix has all of it: (tiles, tiles, BN, BN).
@@ -307,6 +307,9 @@ def reconstruct_kernel(
         b_norm = tl.load(p_norm + o_norm, mask=b_live[:, None] & b_known[None, :], other=0.0)
         acc = acc * (b_norm.to(tl.float32) * WIDTH**-0.5)
 
+    if FACTORS:
+        acc = acc * tl.load(p_factor + columns, mask=b_known, other=0.0)[None, :]
+
     # the predictor
     if INPUTS > 0:
         acc += tl.load(p_bias + columns, mask=b_known, other=0.0)[None, :]
@@ -361,7 +364,7 @@ def launch_for(device: torch.device) -> Launch:
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
     matrix: (tiles, channels, channels) float16, the rotation and the signs; of one with a cosine transform (tiles of columns,
-    tiles of codes, channels, channels). turned: channels of a head that RoPE turns.
+    tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. turned: channels of a head that RoPE turns.
     launches: of the kernel, by what they are made for.
     """
 
@@ -370,6 +373,7 @@ class Prepared:
     weight: Tensor | None
     bias: Tensor | None
     turned: int
+    factors: Tensor | None = None
     launches: shared.Prepared = field(default_factory=shared.Prepared, compare=False, repr=False)
 
     @property
@@ -424,7 +428,8 @@ def prepare(
         weight = (weight[:, order] if turned else weight).to(dtype).contiguous()
         bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
     words = grid if d == 1 else grid.view(torch.int32)
-    return Prepared(words, made, weight, None if weight is None else bias, turned)
+    factors = None if coded.factors is None else coded.factors[order].float().contiguous()
+    return Prepared(words, made, weight, None if weight is None else bias, turned, factors)
 
 
 def _wordwise(coded: Coded, channels: int) -> bool:
@@ -520,6 +525,7 @@ def reconstruct(
         ready = prepared.launches[kind] = Ready(reconstruct_kernel, grid, fixed)
     tensors = (
         out, out if turned is None else turned, coded.codes, coded.norm, prepared.grid, prepared.matrix,
+        prepared.matrix if prepared.factors is None else prepared.factors,
         prepared.matrix if prepared.bias is None else prepared.bias,
         prepared.matrix if prepared.weight is None else prepared.weight, *x, table,
     )  # fmt: skip
@@ -538,7 +544,7 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         "BLOCK": coded.block, "BYTES": coded.codes.shape[-1], "WIDTH": coded.width, "NORMS": coded.norm.shape[1],
         "INPUTS": inputs, "WORDWISE": _wordwise(coded, channels), "R": prepared.turned,
         "FULL": rows % launch.tokens == 0 and whole,
-        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages, "DENSE": coded.factor > 1,
+        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages, "DENSE": coded.factor > 1, "FACTORS": coded.factors is not None,
     }  # fmt: skip
 
 
