@@ -36,7 +36,8 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 @dataclass(frozen=True)
 class AquaKV:
     """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
-    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one).
+    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one), and
+    keys divided by balanced factors before it, which cost no bits a token (learned.FactorBackbone).
 
     first_layer: codec of layer 0, which nothing predicts; empty: as the others.
     keys, values: codecs of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last.
@@ -48,8 +49,8 @@ class AquaKV:
     name: ClassVar[str] = "aqua-kv"
     taps: ClassVar[frozenset[str]] = frozenset({"k", "v"})
 
-    backbone: str = "higgs-2-wide-debiased"
-    first_layer: str = "higgs-4-wide-debiased"
+    backbone: str = "higgs-2-wide-debiased-balanced"
+    first_layer: str = "higgs-4-wide-debiased-balanced"
     keys: str = ""
     values: str = ""
     per_layer: tuple[str, ...] = ()
