@@ -994,12 +994,16 @@ class KVCalCache(Cache):
 
     # What the hooks tell.
 
-    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+    def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
         self._on_device, self.hides_old, self.gives_weights = None, False, weights
         if weights and any(layer.refused is None for layer in self.own_layers):
             fused.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
-        if self.max_length is not None and mask is not None and mask.ndim == 4 and not hf.capturing():
+        by_kind = isinstance(mask, Mapping)  # of a vision-language model, which makes its masks outside its decoder
+        if isinstance(mask, Mapping):
+            mask = mask.get("full_attention")
+        wide = mask is not None and mask.ndim == 4 and not hf.capturing()
+        if (self.max_length is not None or by_kind) and mask is not None and wide:
             real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
             mask = mask if real is None else real
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2

@@ -21,7 +21,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -179,13 +179,18 @@ def unsupported_config(config: Any) -> str | None:
     text = text_config(config)
     if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
         return "an encoder-decoder model caches cross-attention, too; kvcal compresses decoder-only models"
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            getattr(text, name, None)
+        except Exception:  # Transformers' own, of an attribute that each layer has for itself
+            return f"{name} differs from layer to layer; kvcal needs layers of one shape"
     if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
         return f"it has no attention heads: a recurrent model keeps a state, not keys and values; {SUPPORTED}"
     if getattr(text, "kv_lora_rank", None):
         return "multi-head latent attention caches a latent, not keys and values"
     kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in CACHING]
     if kinds:
-        return f"{str(kinds[0]).replace('_', '-')} layers keep a state, not keys and values; {SUPPORTED}"
+        return f"its {str(kinds[0]).replace('_', '-')} layers keep something else than keys and values; {SUPPORTED}"
     if "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
         return "its rotary embedding takes positions in three dimensions (mrope); kvcal keeps one position a token"
     skipped = unsupported_layers(text)
@@ -221,6 +226,11 @@ def unsupported(model: Any) -> str | None:
             return (
                 f"layer {index} has keys of {seen.kv_heads} heads of {seen.head_dim}, its config says {shape.heads} of "
                 f"{shape.dim}; kvcal needs layers of one shape"
+            )
+        if seen.value_dim != seen.head_dim:
+            return (
+                f"layer {index} has keys of {seen.head_dim} channels a head and values of {seen.value_dim}; kvcal needs one "
+                "number for both"
             )
     return None
 
@@ -626,9 +636,9 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
-    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
-        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real), and whether it
-        is to give attention weights back.
+    def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
+        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, None (all tokens real) or 4-D ones by the
+        kind of layer, and whether it is to give attention weights back.
         """
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:

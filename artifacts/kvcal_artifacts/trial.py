@@ -71,12 +71,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Trial:
-    """kv_heads, head_dim: of what the cache is handed. how: a name of ROTATIONS; None: a layer without RoPE. odd: why keys or
+    """kv_heads, head_dim, value_dim: of the keys and values that the cache is handed. how: a name of ROTATIONS; None: a layer without RoPE. odd: why keys or
     queries before RoPE are not known, None where they are.
     """
 
     kv_heads: int
     head_dim: int
+    value_dim: int
     key: Source
     query: Source
     how: str | None
@@ -106,10 +107,11 @@ class _Caught:
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
+        self.value_dim = 0
         self.queries: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.keys = keys
+        self.keys, self.value_dim = keys, int(values.shape[-1])
         return keys, values
 
     def attention(self, module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> None:
@@ -161,7 +163,7 @@ def _tried(module: nn.Module, config: Any, width: int | None, name: str) -> Tria
     query, _, query_odd = _explained(module, runs, "queries", _sources(module, QUERY_SOURCES, config, dim, heads), dim)
     if key is None or query is None:
         return "no k_norm, k_proj or qkv_proj to read keys from"
-    return Trial(heads, dim, key, query, how, key_odd or query_odd)
+    return Trial(heads, dim, runs[0].value_dim, key, query, how, key_odd or query_odd)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class _Run:
     sin: Tensor
     made: dict[str, Tensor]
     handed: Tensor
+    value_dim: int
     queries: Tensor | None
 
 
@@ -196,7 +199,7 @@ def _run(module: nn.Module, config: Any, width: int, seed: int, name: str) -> _R
     if keys is None or keys.ndim != 4 or keys.shape[0] != BATCH or keys.shape[2] != TOKENS:
         shape = "no keys" if keys is None else f"keys {tuple(keys.shape)}"
         return f"{type(module).__name__} hands its cache {shape} where (batch, heads, tokens, head_dim) is due{failed}"
-    return _Run(cos, sin, made, keys, caught.queries)
+    return _Run(cos, sin, made, keys, caught.value_dim, caught.queries)
 
 
 def _twin(module: nn.Module, caught: _Caught, made: dict[str, Tensor], name: str) -> Any:
@@ -205,7 +208,7 @@ def _twin(module: nn.Module, caught: _Caught, made: dict[str, Tensor], name: str
     vars(twin).update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), training=False)
     for hooks in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
         vars(twin)[hooks] = OrderedDict()
-    vars(twin)["_modules"] = {}
+    vars(twin)["_modules"], vars(twin)["_compiled_call_impl"] = {}, None
     vars(twin).pop("forward", None)  # what a library has put around it
     for number, (child, own) in enumerate(module._modules.items()):
         twin._modules[child] = _child(own, number)
