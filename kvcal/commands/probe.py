@@ -22,7 +22,7 @@ from ..probe import Probe, Settings, measure, paper_probes, table
 from ..report.timing import PhaseTimer
 from ..spill import SpillStore
 from .calibration import Calibration, prepare
-from .common import Say, decided_by
+from .common import Say, decided_by, say_coverage
 
 # Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
 WINDOWS, HOLDOUT = 32, 8
@@ -65,6 +65,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if source.kind == "embedded" and o["windows"] is None:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
+    say_coverage(of.opened.source.model, say)
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
     work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
