@@ -101,9 +101,7 @@ class Origins:
             check_shape(label, name, made.pop(name, None), parameter, origin, shapes)
 
     @staticmethod
-    def misfit(
-        label: str, origin: Origin, shapes: Mapping[str, tuple[str, tuple[int, ...]]], why: str
-    ) -> str:
+    def misfit(label: str, origin: Origin, shapes: Mapping[str, tuple[str, tuple[int, ...]]], why: str) -> str:
         """Tensors that cannot be made one parameter; named is the first whose shape differs from most of its kind."""
         odd = odd_one(origin, shapes)
         file, shape = shapes[odd]

@@ -198,7 +198,9 @@ def fit_together(
     check_model(source.model, hf.decoder_of(source.model))
     scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
     for job in jobs:
-        hf.check_frame([hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed], job.method.frame)
+        hf.check_frame(
+            [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed], job.method.frame
+        )
     if scan.skipped:
         say(coverage(scan.config.num_hidden_layers, scan.skipped))
     parts = [_part(job, scan) for job in jobs]

@@ -503,7 +503,13 @@ class Run:
         error, energy = (t.cpu() for t in reconstruction_errors(keys, held, label, self.method.training))
         bands = band_split(error, energy, high, self.vectors.rotary, self.method.split)
         share = [round(float(e / a), 6) if a else 0.0 for e, a in zip(error, energy, strict=True)]
-        self.splits.append({"layers": [self.numbers[layers.start], self.numbers[layers.stop - 1]], "high": bands[1], "relative_errors": share})
+        self.splits.append(
+            {
+                "layers": [self.numbers[layers.start], self.numbers[layers.stop - 1]],
+                "high": bands[1],
+                "relative_errors": share,
+            }
+        )
         self.say(f"bands: {len(bands[0])} low, {high} high dimensions, the worst reconstructed: {bands[1]}")
         return bands
 

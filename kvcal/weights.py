@@ -61,7 +61,9 @@ class FileWeights:
 
         def read(part: str) -> Tensor:
             tensor: Tensor = self._reader(self.shard_of[part], device).get_tensor(part)
-            return tensor if origin.converter is None else tensor.to(like.dtype)  # as Transformers: cast, then converted
+            return (
+                tensor if origin.converter is None else tensor.to(like.dtype)
+            )  # as Transformers: cast, then converted
 
         try:
             made = origin.make(read, self._model)

@@ -127,7 +127,11 @@ VARIANTS: dict[str, Callable[..., PreTrainedModel]] = {
 SLICED: dict[str, Callable[..., PreTrainedModel]] = {
     "phi": partial(build, "Phi", rope_parameters=rope("default", partial_rotary_factor=0.5)),
     "phi-norms": partial(
-        build, "Phi", num_key_value_heads=4, qk_layernorm=True, rope_parameters=rope("default", partial_rotary_factor=0.5)
+        build,
+        "Phi",
+        num_key_value_heads=4,
+        qk_layernorm=True,
+        rope_parameters=rope("default", partial_rotary_factor=0.5),
     ),
     "stablelm": partial(build, "StableLm", rope_parameters=rope("default", partial_rotary_factor=0.25)),
     "stablelm-norms": partial(

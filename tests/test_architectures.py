@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,7 +97,7 @@ def test_a_norm_behind_rope_leaves_keys_after_it() -> None:
     with pytest.raises(UnsupportedModel, match=said):  # its queries are wanted after RoPE
         KVCalCache(preset("squat-2").scheme(model), model)
     with pytest.raises(UnsupportedModel, match=said):
-        next(iter(next(iter(Capture(model, token_ids(1, 20), device="cpu"))).batches({"k"})))
+        [next(taps.batches({"k"})) for taps in Capture(model, token_ids(1, 20), device="cpu")]
 
 
 # Refused, by every command alike.
@@ -145,11 +146,9 @@ def test_one_reason_from_every_command(name: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     done = [kvcal(*command, "--model", tmp_path) for command in commands]
     assert {one.code for one in done} == {2}
-    assert len({one.complaint for one in done}) == 1, {one.complaint for one in done}
-    said = done[0].complaint.removeprefix(f"kvcal: {tmp_path}: ")
-    with pytest.raises(UnsupportedModel, match=f"{name}: .*{reason}") as caught:
-        models.check_supported("x", models.load_config.__globals__["_text_config"](config()))
-    assert said.partition(": ")[2] == str(caught.value).removeprefix("x: ").partition(": ")[2]
+    said = {one.err.splitlines()[-1] for one in done}
+    assert len(said) == 1, said
+    assert re.match(rf"kvcal: {tmp_path}: {name}: .*{reason}", said.pop())
 
 
 def test_load_cache_gives_the_same_reason() -> None:
@@ -227,7 +226,9 @@ def test_predictors_read_the_nearest_compressed_layer_below(name: str, tmp_path:
 def test_reconstruction_of_layers_apart(tmp_path: Path) -> None:
     """Decoded by the kernel's reference in storage that layers share: neighbours in the chain must not share theirs."""
     types = ["full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    model = build("Qwen3", num_hidden_layers=5, head_dim=16, use_sliding_window=True, sliding_window=16, layer_types=types)
+    model = build(
+        "Qwen3", num_hidden_layers=5, head_dim=16, use_sliding_window=True, sliding_window=16, layer_types=types
+    )
     result = fitted(AquaKV(sink=SINK, recent=RECENT, block=BLOCK), model, tmp_path / "a.kvcal.safetensors")
     logits = {}
     for kernels in ("torch", "off"):
@@ -309,12 +310,15 @@ def test_every_command_serves_a_hybrid(tmp_path: Path) -> None:
     assert bundle.read_bytes() == other.read_bytes()
     layers = {line.split(",")[2] for line in (tmp_path / "probe.csv").read_text().splitlines()[1:]}
     assert layers == {*map(str, FULL), "mean", "mean_common"}
-    done = kvcal("fit-predictors", *source, *SMALL, "--per-layer", "0=higgs-4", "--output", tmp_path / "i.kvcal.safetensors")
+    done = kvcal(
+        "fit-predictors", *source, *SMALL, "--per-layer", "0=higgs-4", "--output", tmp_path / "i.kvcal.safetensors"
+    )
     assert "--per-layer 0=higgs-4: layer 0 is not compressed: sliding-attention layer (window 16)" in done.err
 
 
 def test_sinks_of_attention_are_a_stated_reason() -> None:
-    with KVCalCache(preset("kivi-2").scheme(made("gpt-oss")), made("gpt-oss"), kernels="torch") as own:
+    model = HYBRID["gpt-oss"](head_dim=64)
+    with KVCalCache(preset("kivi-2").scheme(model), model, kernels="torch") as own:
         rows = own.describe()["layers"]
     assert {row["path"] for row in rows if row["state"] == "applied"} == {"reference: its attention has sinks"}
 
@@ -405,14 +409,17 @@ def test_commands_on_a_mixture(tmp_path: Path) -> None:
 
 
 def test_one_tensor_that_makes_several_parameters() -> None:
-    """Phi-3's fused projections are one tensor, but what Transformers splits must be found under each name."""
+    """What Transformers splits is found under each name."""
+    from transformers import conversion_mapping
     from transformers.core_model_loading import Chunk, WeightConverter
 
     model = TINY["llama"]()
-    names = [name.replace("q_proj", "qkv") for name in model.state_dict() if not any(p in name for p in ("k_proj", "v_proj"))]
+    names = [
+        name.replace("q_proj", "qkv") for name in model.state_dict() if not any(p in name for p in ("k_proj", "v_proj"))
+    ]
     converter = WeightConverter("self_attn.qkv.weight", [f"self_attn.{p}_proj.weight" for p in "qkv"], [Chunk(dim=0)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.conversion_mapping.get_model_conversion_mapping", lambda *_: [converter])
+        patch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda *_: [converter])
         found = Origins(model, names)
     origin = found["model.layers.1.self_attn.v_proj.weight"]
     assert origin is found["model.layers.1.self_attn.q_proj.weight"]
