@@ -1,6 +1,7 @@
 """Which tensors of a checkpoint make which parameters of a model: Transformers' own renaming and conversion, name by name.
 
-Checkpoints on the hub are often older than the code that reads them: Mixtral's hold one tensor an expert, its class one for all.
+Checkpoints on the hub are often older than the code that reads them: Mixtral's hold one tensor for each expert, its class
+has one for all.
 `from_pretrained` converts a whole model; here one parameter is made at a time, by the same rules.
 """
 

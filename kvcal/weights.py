@@ -172,7 +172,7 @@ def model_class(config: Any) -> Any:
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """The model of that config, a causal LM or one that also reads images, on the meta device: no memory, no random numbers."""
+    """The model of that config, a causal LM or one that also reads images, on the meta device: no memory is taken."""
     try:
         with torch.device("meta"):
             model = model_class(config).from_config(config, dtype=dtype)

@@ -1,7 +1,8 @@
-"""What an attention module does with its queries and keys, seen on a few tokens: where they are before RoPE, and how it rotates.
+"""What an attention module does with its queries and keys, seen on a few tokens: where they are before RoPE, and its RoPE.
 
-The module's own forward runs on the CPU with stand-ins for its matrices, so that no weight is read: it works on the meta device,
-and costs about a millisecond. What it hands its cache is compared, bit for bit, with what we would make of the same keys.
+The module's own forward runs on the CPU with stand-ins for its matrices, so that no weight is read. It works on the meta
+device, and costs about a millisecond. What it hands its cache is compared, bit for bit, with what we would make of the
+same keys.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Trial:
-    """kv_heads, head_dim, value_dim: of the keys and values that the cache is handed. how: a name of ROTATIONS; None: a layer without RoPE. odd: why keys or
-    queries before RoPE are not known, None where they are.
+    """kv_heads, head_dim, value_dim: of the keys and values that the cache is handed.
+
+    how: a name of ROTATIONS; None: a layer without RoPE. odd: why keys or queries before RoPE are not known, None where
+    they are.
     """
 
     kv_heads: int
@@ -266,7 +269,7 @@ def _explained(
             continue
         nearest = nearest or source
         before = [_read(source, run.made[source.name], dim) for run in runs]
-        if before[0] is None or not torch.equal(before[0], before[1]):  # RoPE came first
+        if before[0] is None or before[1] is None or not torch.equal(before[0], before[1]):  # RoPE came first
             continue
         wanted = [getattr(run, what) for run in runs]
         if wanted[0] is None:  # attention without a function of its own: nothing tells otherwise

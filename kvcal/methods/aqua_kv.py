@@ -135,7 +135,7 @@ class AquaKV:
         return own
 
     def _inputs(self, place: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Inputs that exist with so many compressed layers below; where only a deeper one was asked for, the deepest there is."""
+        """Inputs that exist with so many compressed layers below; of a deeper one the deepest there is."""
         if place == 0:
             return ()
         return tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), place)}" for name in wanted))

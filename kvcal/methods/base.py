@@ -20,7 +20,7 @@ from ..spill import SpillStore
 
 @dataclass
 class Carry:
-    """What a layer left for the next one that is compressed: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
+    """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
     sink is not, nor is an unfinished block at the end. layers: of the model. held: how many windows are held out; what
@@ -103,13 +103,16 @@ class Finishing(Protocol):
     def finish(
         self, codecs: list[LayerCodecs], metrics: list[dict[str, float]]
     ) -> tuple[list[LayerCodecs], list[dict[str, float]]]:
-        """What fit_layer gave for each compressed layer -> the bundle's codecs and metrics. Not in checkpoints: it runs at every end."""
+        """What fit_layer gave for each compressed layer -> the bundle's codecs and metrics. Never from a checkpoint."""
 
 
 def layer_by_layer(
     model: nn.Module, windows: Windows, frame: Frame, pair: Callable[[int, Shape], LayerCodecs]
 ) -> Scheme:
-    """A pair of codecs for each layer, by its number; those that cannot be compressed are skipped with the reason."""
+    """A pair of codecs for each layer, by its number; those that cannot be compressed are skipped with the reason.
+
+    Raises UnsupportedModel where none can, or not with keys in this frame.
+    """
     hf.check_supported(model)
     config = hf.config_of(model)
     skipped = hf.unsupported_layers(config)
