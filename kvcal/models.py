@@ -183,6 +183,10 @@ def load_config(source: ModelSource) -> Any:
             f"{source.label}: its config.json cannot be used ({one_line(error)}); remote code is never run"
         ) from error
     config._commit_hash = hub.revision_of(folder / "config.json") if source.kind == "hub" else None
+    own = vars(_text_config(config))
+    for name, needed in COUNTS.items():
+        if own.get(name) is not None:
+            _check_count(source, name, own[name], needed)
     check_supported(source.label, config)
     return config
 

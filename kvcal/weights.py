@@ -176,7 +176,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"):
             model = model_class(config).from_config(config, dtype=dtype)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(f"model type {config.model_type!r}: {one_line(error)}") from error
     return model.eval().requires_grad_(False)
 
