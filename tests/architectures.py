@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Gemma2PreTrainedModel, PreTrainedModel
 
 VOCAB = 256
 MAX_POSITIONS = 512
@@ -149,7 +149,7 @@ HYBRID: dict[str, Callable[..., PreTrainedModel]] = {
     "gemma3": partial(build, "Gemma3", num_hidden_layers=5, head_dim=16, sliding_window=16, layer_types=SLIDES),
     "gemma2": partial(
         build, "Gemma2", num_hidden_layers=5, head_dim=16, sliding_window=16, layer_types=SLIDES,
-        attn_implementation="eager",
+        attn_implementation="sdpa" if Gemma2PreTrainedModel._supports_sdpa else "eager",
     ),
     "qwen2-slides": partial(
         build, "Qwen2", num_hidden_layers=5, use_sliding_window=True, sliding_window=16, layer_types=SLIDES
