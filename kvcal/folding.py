@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .layerwise import LayerwiseWeights
 
 SHARD_BYTES = 4 << 30
+NORMS = ("k_norm", "q_norm", "k_layernorm", "q_layernorm", "key_layernorm", "query_layernorm", "key_norm", "query_norm")
 COPIED = (*hub.TOKENIZER_FILES, "generation_config.json")
 
 
@@ -97,7 +98,9 @@ def _rows(projection: nn.Module) -> int:
 
 
 def _check_projections(site: hf.AttentionSite) -> None:
-    for name in ("k_norm", "q_norm"):
+    if site.odd is not None:
+        raise UsageError(f"layer {site.index}: {site.odd}; nothing can be folded")
+    for name in NORMS:
         if getattr(site.module, name, None) is not None:
             raise UsageError(
                 f"layer {site.index}: {name} stands behind the projection and would undo a factor folded into it; "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
+from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UnsupportedModel, UsageError
 
 from . import hub
 from .catalogue import ALIASES, BY_HUB_ID, CATALOGUE, TINY, Geometry, ModelEntry, models_table, paper_presets
@@ -162,7 +162,7 @@ def _check_count(source: ModelSource, name: str, value: Any, needed: bool) -> No
 
 
 def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def presets(source: ModelSource) -> dict[str, dict[str, Any]]:
@@ -183,7 +183,35 @@ def load_config(source: ModelSource) -> Any:
             f"{source.label}: its config.json cannot be used ({one_line(error)}); remote code is never run"
         ) from error
     config._commit_hash = hub.revision_of(folder / "config.json") if source.kind == "hub" else None
+    own = vars(_text_config(config))
+    for name, needed in COUNTS.items():
+        if own.get(name) is not None:
+            _check_count(source, name, own[name], needed)
+    check_supported(source.label, config)
     return config
+
+
+def check_supported(label: str, config: Any) -> None:
+    """Raises UnsupportedModel, before any weights are read, with the reason that every command gives."""
+    key = config.to_json_string()
+    if key not in _REASONS:
+        _REASONS[key] = _unsupported(config)
+    if (why := _REASONS[key]) is not None:
+        raise UnsupportedModel(f"{label}: {config.model_type}: {why}")
+
+
+_REASONS: dict[str, str | None] = {}  # by config
+
+
+def _unsupported(config: Any) -> str | None:
+    import torch
+
+    from kvcal_artifacts import hf
+
+    from .weights import empty_model
+
+    why = hf.unsupported_config(config)
+    return hf.unsupported(empty_model(config, torch.float32)) if why is None else why
 
 
 def _config_path(source: ModelSource) -> Path:
@@ -291,10 +319,13 @@ def packed_path(source: ModelSource) -> Path:
 
 
 def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
+    from . import weights
 
-    folder = weights_folder(source)
     config = load_config(source)
+    folder = weights_folder(source)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if not quantised:  # whose tensors have shapes of their own
+        weights.check_shapes(source.label, folder / weights_index(source).name, weights.empty_model(config, dtype))
     options = {
         "dtype": dtype,
         "use_safetensors": True,
@@ -306,7 +337,7 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     report: dict[str, Any]
     try:
         with _silent_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+            loaded: Any = weights.model_class(config).from_pretrained(folder, config=config, **options)
         model, report = loaded
     except Exception as error:  # a damaged shard, shapes that do not fit, an unknown architecture
         if is_oom(error):

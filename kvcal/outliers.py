@@ -159,19 +159,18 @@ def _balanced(
         assert isinstance(model, nn.Module)
         device = next(model.parameters()).device
     names: dict[str, None] = {}  # in order, once each
-    keys: list[Codec | None] = []
+    keys: dict[int, Codec] = {}
     tokens = coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)
     with torch.no_grad(), Capture(model, ids, device=device) as capture:
         for taps in capture:
             pair = scheme.layers[taps.index]
             factors = None if pair is None or taps.index in sound else _factors(pair.key)
             if pair is None or factors is None:
-                keys.append(None)
                 continue
             carry = Carry(len(ids), tokens, pair.key.shape, PhaseTimer())
-            keys.append(factors.learn(Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry)))
+            keys[taps.index] = factors.learn(Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry))
             names[f"{factors.codec}-{factors.rule}"] = None
-    return " and ".join(names), _with_keys(scheme, keys)
+    return " and ".join(names), _with_keys(scheme, [keys.get(index) for index in range(len(scheme.layers))])
 
 
 def _factors(key: Codec) -> FactorBackbone | None:

@@ -85,7 +85,7 @@ class Fingerprint:
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
+            kv_heads=hf.kv_heads_of(config),
             head_dim=hf.head_dim_of(config),
             rope=rope,
             config_sha256=sha256_text(canonical(known)),

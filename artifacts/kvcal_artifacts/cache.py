@@ -96,7 +96,8 @@ class KVCalLayer(CacheLayerMixin):
         if self.refused is not None and not self.unread:
             self.unread = reconstructed.refusal(kernels, self.codecs, dtype, device) or ""
             if not self.unread:
-                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, self.index, scheme.reach + 1)
+                number = scheme.compressed.index(self.index)  # neighbours in the chain have storage of their own
+                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, number, scheme.reach + 1)
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -754,6 +755,7 @@ class KVCalCache(Cache):
     ) -> None:
         fused.check_choice(kernels)
         check_length(max_length, scheme, offload)
+        hf.check_supported(model)
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
@@ -771,6 +773,7 @@ class KVCalCache(Cache):
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
+        hf.check_frame([self._sites[index] for index in scheme.compressed], scheme.frame)
         self.rotary = hf.rotary_width(model) if scheme.frame == "pre_rope" and kernels != "off" else 0
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
@@ -798,10 +801,11 @@ class KVCalCache(Cache):
         self._rope: tuple[Tensor, Tensor] | None = None  # of all columns
         self._rope_now: tuple[Tensor, Tensor] | None = None  # of the current call's, as the model itself made them
         self._call: Call | None = None  # the current forward's, from its first layer on
-        self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
+        self._chain: dict[str, dict[int | None, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
+        hf.check_frame([*asked, *selected], "pre_rope")  # queries are rotated as keys are
         self._torn, self._chained = False, scheme.chained
         self._held: Any = None
         self.refusals = Refusals()
@@ -990,12 +994,16 @@ class KVCalCache(Cache):
 
     # What the hooks tell.
 
-    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+    def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
         self._on_device, self.hides_old, self.gives_weights = None, False, weights
         if weights and any(layer.refused is None for layer in self.own_layers):
             fused.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
-        if self.max_length is not None and mask is not None and mask.ndim == 4 and not hf.capturing():
+        by_kind = isinstance(mask, Mapping)  # of a vision-language model, which makes its masks outside its decoder
+        if isinstance(mask, Mapping):
+            mask = mask.get("full_attention")
+        wide = mask is not None and mask.ndim == 4 and not hf.capturing()
+        if (self.max_length is not None or by_kind) and mask is not None and wide:
             real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
             mask = mask if real is None else real
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
@@ -1261,8 +1269,7 @@ class KVCalCache(Cache):
 
     def _context(self, layer: int, which: str) -> Context:
         chain = self._chain[which]
-        k1, v1 = chain.get(layer - 1, (None, None))
-        k2, v2 = chain.get(layer - 2, (None, None))
+        (k1, v1), (k2, v2) = (chain.get(self.scheme.below(layer, back), (None, None)) for back in (1, 2))
         own = self.layers[layer]
         assert isinstance(own, KVCalLayer)
         device = own.device  # a model spread over devices hands reconstructions on from one to the next
@@ -1282,8 +1289,8 @@ class KVCalCache(Cache):
         if self._chained:
             chain = self._chain[which]
             chain[layer] = (keys, values)
-            chain.pop(layer - self.scheme.reach, None)
-            if layer == len(self.layers) - 1:
+            chain.pop(self.scheme.below(layer, self.scheme.reach), None)
+            if layer == self.scheme.compressed[-1]:
                 chain.clear()
 
     # What Transformers asks for.
@@ -1484,6 +1491,7 @@ class KVCalCache(Cache):
         return {
             "windows": vars(self.scheme.windows),
             "frame": self.scheme.frame,
+            "coverage": self.scheme.coverage,
             "tokens": self.ledger.columns,
             "selection": None if self.scheme.selection is None else self.ledger.describe(),
             "packed_blocks": self.ledger.blocks.tolist(),

@@ -20,6 +20,10 @@ class UsageError(KVCalError):
     exit_code = 2
 
 
+class UnsupportedModel(UsageError):
+    """A model of an architecture, or with layers, that cannot be compressed."""
+
+
 class GateFailed(KVCalError):
     """A quality gate was not met."""
 

@@ -21,7 +21,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,13 +33,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcal_kernels.device import capturing as capturing
 
+from . import trial
 from .codecs.base import Shape
-from .errors import KVCalError
+from .errors import KVCalError, UnsupportedModel
+
+TRIED = "kvcal-trial"  # the attention function of modules on trial
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention layer of a model: where its keys appear before RoPE, and their shape."""
+    """One attention layer of a model: where its keys appear before RoPE, and their shape.
+
+    rotation: how RoPE is applied, a name of trial.ROTATIONS. keys_first, queries_first: whether a source's output is
+    (B, H, T, D). odd: why keys or queries before RoPE cannot be had; None where they can.
+    """
 
     index: int
     module: nn.Module
@@ -50,6 +57,10 @@ class AttentionSite:
     kv_heads: int
     head_dim: int
     rope: bool
+    rotation: str = "whole"
+    keys_first: bool = False
+    queries_first: bool = False
+    odd: str | None = None
 
     @property
     def ratio(self) -> int:
@@ -67,13 +78,17 @@ class AttentionSite:
         return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
     def keys_from(self, output: Tensor) -> Tensor:
-        """The source's output (B, T, C) or (B, T, H, D) as keys (B, H, T, D), before RoPE."""
+        """The source's output (B, T, C), (B, T, H, D) or (B, H, T, D) as keys (B, H, T, D), before RoPE."""
+        if self.keys_first:
+            return output
         if self.key_slice is not None:
             output = output[..., self.key_slice]
         return output.reshape(*output.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
 
     def queries_from(self, output: Tensor) -> Tensor:
         """The source's output as queries (B, heads, T, D), before RoPE."""
+        if self.queries_first:
+            return output
         if self.query_slice is not None:
             output = output[..., self.query_slice]
         return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -83,22 +98,38 @@ class AttentionSite:
 
         keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
         """
-        if not self.rope:
-            return keys
-        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
-        rotated: Tensor = apply(keys, keys, cos, sin)[1]
-        return rotated
+        return trial.rotate(self.module, self.rotation, keys, cos, sin) if self.rope else keys
+
+
+_CHANNELS: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref.WeakKeyDictionary()  # by decoder
 
 
 def decoder_of(model: Any) -> Any:
-    """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    if not hasattr(decoder, "layers") or not hasattr(decoder, "rotary_emb"):
-        raise KVCalError(
-            f"{type(model).__name__}: no decoder with `layers` and `rotary_emb` found; "
-            "supported are Llama-like causal LMs (see `kvcal models`)"
-        )
+    """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM, the text model of a
+    vision-language model. Raises UnsupportedModel where there is none.
+    """
+    decoder = _decoder(model)
+    if (why := _no_decoder(model, decoder)) is not None:
+        raise UnsupportedModel(f"{_model_type(model)}: {why}")
     return decoder
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _model_type(model: Any) -> str:
+    config = getattr(model, "config", None)
+    return str(getattr(config, "model_type", "") or type(model).__name__)
+
+
+def _no_decoder(model: Any, decoder: Any) -> str | None:
+    if (config := getattr(model, "config", None)) is not None and (why := unsupported_config(config)) is not None:
+        return why
+    missing = [name for name in ("layers", "rotary_emb") if not hasattr(decoder, name)]
+    if not missing:
+        return None
+    return f"its {type(decoder).__name__} has no `{missing[0]}`; {SUPPORTED}"
 
 
 def config_of(model: Any) -> Any:
@@ -107,6 +138,10 @@ def config_of(model: Any) -> Any:
 
 def head_dim_of(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_heads_of(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def unsupported_layers(config: Any) -> dict[int, str]:
@@ -132,6 +167,90 @@ def unsupported_layers(config: Any) -> dict[int, str]:
     return reasons
 
 
+SUPPORTED = "kvcal compresses Llama-like decoders: layers with self_attn, and a rotary embedding of their own"
+CACHING = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layers that cache keys and values
+
+
+def unsupported_config(config: Any) -> str | None:
+    """Why a model of this config cannot be compressed at all, as far as the config alone says; None where it may be.
+
+    config: of the model or of its text part.
+    """
+    text = text_config(config)
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        return "an encoder-decoder model caches cross-attention, too; kvcal compresses decoder-only models"
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            getattr(text, name, None)
+        except Exception:  # Transformers' own, of an attribute that each layer has for itself
+            return f"{name} differs from layer to layer; kvcal needs layers of one shape"
+    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+        return f"it has no attention heads: a recurrent model keeps a state, not keys and values; {SUPPORTED}"
+    if getattr(text, "kv_lora_rank", None):
+        return "multi-head latent attention caches a latent, not keys and values"
+    kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in CACHING]
+    if kinds:
+        return f"its {str(kinds[0]).replace('_', '-')} layers keep something else than keys and values; {SUPPORTED}"
+    if "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
+        return "its rotary embedding takes positions in three dimensions (mrope); kvcal keeps one position a token"
+    skipped = unsupported_layers(text)
+    if len(skipped) == text.num_hidden_layers:
+        return f"no layer can be compressed: {skipped[0]}"
+    return None
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a model cannot be compressed, in one clause; None where it can. Its weights are not read: it may be on the meta
+    device. A model that passes has a site for each layer, and RoPE is known for those that can be compressed.
+    """
+    decoder = _decoder(model)
+    if (why := _no_decoder(model, decoder)) is not None:
+        return why
+    config, skipped = decoder.config, unsupported_layers(decoder.config)
+    shape = layer_shape(config, 1)
+    for index in range(config.num_hidden_layers):
+        if index in skipped:
+            continue
+        layer = decoder.layers[index]
+        if not isinstance(getattr(layer, "self_attn", None), nn.Module):
+            return f"layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        seen = _trial(decoder, index)
+        if isinstance(seen, str):
+            return f"layer {index}: {seen}; {SUPPORTED}"
+        if (seen.kv_heads, seen.head_dim) != (shape.heads, shape.dim):
+            return (
+                f"layer {index} has keys of {seen.kv_heads} heads of {seen.head_dim}, its config says {shape.heads} of "
+                f"{shape.dim}; kvcal needs layers of one shape"
+            )
+        if seen.value_dim != seen.head_dim:
+            return (
+                f"layer {index} has keys of {seen.head_dim} channels a head and values of {seen.value_dim}; kvcal needs one "
+                "number for both"
+            )
+    return None
+
+
+def check_supported(model: Any) -> None:
+    """Raises UnsupportedModel, with the one reason that all commands give, for a model that cannot be compressed."""
+    if (why := unsupported(model)) is not None:
+        raise UnsupportedModel(f"{_model_type(model)}: {why}")
+
+
+def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
+    """Raises UnsupportedModel where keys are to be stored before RoPE, and a layer's cannot be had there."""
+    for site in sites:
+        if frame == "pre_rope" and site.odd is not None:
+            raise UnsupportedModel(
+                f"{site.module.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "  # type: ignore[union-attr]
+                "RoPE; store them after it (--rope post_rope)"
+            )
+
+
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
     """One site a layer, or one clear error naming the layer that is not understood."""
     decoder = decoder_of(model)
@@ -142,35 +261,75 @@ def attention_site(decoder: Any, index: int) -> AttentionSite:
     config, layer = decoder.config, decoder.layers[index]
     attention = getattr(layer, "self_attn", None)
     if attention is None:
-        raise KVCalError(f"layer {index} ({type(layer).__name__}) has no self_attn; this architecture is not supported")
-    dim = int(getattr(attention, "head_dim", head_dim_of(config)))
-    kv_width, q_width = config.num_key_value_heads * dim, config.num_attention_heads * dim
-    key_slice = query_slice = None
-    if hasattr(attention, "qkv_proj"):
-        key_source = query_source = attention.qkv_proj
-        query_slice, key_slice = slice(0, q_width), slice(q_width, q_width + kv_width)
-    else:
-        key_source = getattr(attention, "k_norm", None) or getattr(attention, "k_proj", None)
-        query_source = getattr(attention, "q_norm", None) or getattr(attention, "q_proj", None)
-    if key_source is None or query_source is None:
-        raise KVCalError(f"layer {index} ({type(attention).__name__}): no k_norm, k_proj or qkv_proj to read keys from")
-    rope = bool(getattr(attention, "use_rope", True))
+        raise UnsupportedModel(
+            f"{config.model_type}: layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        )
+    seen = _trial(decoder, index)
+    if isinstance(seen, str):
+        raise UnsupportedModel(f"{config.model_type}: layer {index}: {seen}; {SUPPORTED}")
+    key, query = seen.key, seen.query
     return AttentionSite(
-        index, attention, key_source, key_slice, query_source, query_slice, config.num_key_value_heads, dim, rope
-    )
+        index, attention, getattr(attention, key.name), key.part, getattr(attention, query.name), query.part,
+        seen.kv_heads, seen.head_dim, seen.how is not None, seen.how or "whole", key.heads_first, query.heads_first,
+        seen.odd,
+    )  # fmt: skip
+
+
+def _trial(decoder: Any, index: int) -> trial.Trial | str:
+    ALL_ATTENTION_FUNCTIONS.register(TRIED, trial.attention)
+    attention = decoder.layers[index].self_attn
+    return trial.trial_of(attention, decoder.config, _rotary_channels(decoder, index), TRIED)
+
+
+def _rotary_channels(decoder: Any, index: int) -> int | None:
+    """The last dimension of a layer's cos and sin; None where the rotary module gives something else. Seen on a new module:
+    the model's own may be on the meta device, and remembers lengths.
+    """
+    kind, known = layer_kind(decoder.config, index), _CHANNELS.setdefault(decoder, {})
+    if kind not in known:
+        made: Any = type(decoder.rotary_emb)
+        try:
+            with torch.device("cpu"):
+                found = made(config=decoder.config)(
+                    torch.zeros(1), position_ids=torch.zeros(1, 1, dtype=torch.long), **rotary_options(made, kind)
+                )
+            cos, sin = found
+            width = int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None
+        except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
+            width = None
+        known[kind] = width
+    return known[kind]
+
+
+def layer_kind(config: Any, index: int) -> str:
+    types = getattr(config, "layer_types", None)
+    return str(types[index]) if types else "full_attention"
+
+
+def rotary_options(rotary: type, kind: str = "full_attention") -> dict[str, str]:
+    """What the forward of a rotary module is given besides positions: models with two kinds of RoPE name the layers' kind."""
+    return {"layer_type": kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}  # type: ignore[attr-defined]
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Of the full-attention layers."""
+    own = getattr(config, "rope_parameters", None) or {}
+    nested = own.get("full_attention")
+    return nested if isinstance(nested, dict) else own
 
 
 def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (B, T, rotary dim) of int positions (B, T), as the model's own rotary module computes them now."""
     like = torch.empty(0, dtype=dtype, device=positions.device)
     # forward(), as a call would tell the hooks below about these positions
-    cos, sin = decoder_of(model).rotary_emb.forward(like, position_ids=positions)
+    rotary = decoder_of(model).rotary_emb
+    cos, sin = rotary.forward(like, position_ids=positions, **rotary_options(type(rotary)))
     return cos, sin
 
 
 def rope_moves(config: Any) -> bool:
     """Whether a token's cosines and sines may change as the sequence grows."""
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    kind = str(rope_parameters(config).get("rope_type", "default"))
     return kind not in ("default", "linear", "llama3", "yarn")
 
 
@@ -193,7 +352,7 @@ def rope_partners(site: AttentionSite, width: int) -> Tensor:
 
 def caveats(config: Any) -> list[str]:
     """What Transformers does behind a cache's back with this model, for describe() and a warning."""
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))
+    kind = str(rope_parameters(config).get("rope_type", ""))
     limit = getattr(config, "original_max_position_embeddings", None)
     if config.model_type == "phi3" and kind == "longrope" and limit:
         return [
@@ -477,9 +636,9 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
-    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
-        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real), and whether it
-        is to give attention weights back.
+    def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
+        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, None (all tokens real) or 4-D ones by the
+        kind of layer, and whether it is to give attention weights back.
         """
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -623,7 +782,9 @@ class _Board:
             owner.on_done()
 
     def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        if (owner := self.current()) is not None:
+        if (owner := self.current()) is not None and kwargs.get("layer_type", *args[2:3] or ("full_attention",)) == (
+            "full_attention"
+        ):
             cos, sin = made
             owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
 
@@ -710,7 +871,7 @@ class Hooks:
 
 def layer_shape(config: Any, block: int) -> Shape:
     """Kv heads and head_dim of a config, for blocks of so many tokens."""
-    return Shape(config.num_key_value_heads, head_dim_of(config), block)
+    return Shape(kv_heads_of(config), head_dim_of(config), block)
 
 
 def key_probe(site: AttentionSite) -> tuple[float, ...]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.fused import QUERIES
 from kvcal_artifacts.preflight import triton_version
-from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, coverage
 
 from .. import corpus, models
 from ..build import code_identity, model_identity
@@ -122,6 +123,13 @@ def check_column(column: str | None, *origins: str | None) -> None:
             f"--column {column}: {', '.join(plain)} has no columns, only .jsonl, .parquet and data sets of the hub; "
             "give --text, or leave it out"
         )
+
+
+def say_coverage(model: Any, say: Say) -> None:
+    """How many layers are compressed, where some keep a cache of their own."""
+    config = hf.config_of(model)
+    if skipped := hf.unsupported_layers(config):
+        say(coverage(config.num_hidden_layers, skipped))
 
 
 def known(tokenizer: Any) -> Any:

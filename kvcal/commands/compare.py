@@ -40,6 +40,7 @@ from .common import (
     given_selection,
     refuse_idle,
     row_key,
+    say_coverage,
     text_for,
 )
 from .evaluation import EVAL_LENGTH
@@ -162,6 +163,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
+    say_coverage(loaded.model, say)
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)

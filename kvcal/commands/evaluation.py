@@ -37,6 +37,7 @@ from .common import (
     refuse_idle,
     refuse_idle_seed,
     row_key,
+    say_coverage,
     text_for,
 )
 from .guard import guard_window, outlier_warnings, unmeasured
@@ -73,6 +74,8 @@ def run_eval(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
+    if methods:
+        say_coverage(loaded.model, say)
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, loaded.tokenizer, origin, length)
     check_context(source, length, say)
@@ -270,6 +273,7 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
+    say_coverage(loaded.model, say)
     made = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
     name, maker = next(iter(made.items()))
     tokenizer = known(loaded.tokenizer)

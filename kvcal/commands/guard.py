@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.hf import config_of, unsupported_layers
 from kvcal_artifacts.scheme import Scheme
 
 from .. import corpus
@@ -36,11 +35,10 @@ def unmeasured(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[
 def outlier_warnings(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> list[str]:
-    """A line for each scheme that will break, measured on token windows ids (N, T); none for models with layers that cannot
-    be compressed, and for windows too short to pack anything.
+    """A line for each scheme that will break, measured on token windows ids (N, T); none for windows too short to pack
+    anything.
     """
-    config = config_of(model if isinstance(model, nn.Module) else model.model)
-    if not schemes or unsupported_layers(config):
+    if not schemes:
         return []
     try:
         return warnings(model, ids, schemes, device)

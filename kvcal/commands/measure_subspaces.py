@@ -132,14 +132,14 @@ def deviation_table(metrics: dict[str, Any]) -> dict[str, Any]:
             if f"deviation_{source}_r{ranks[0]}" in row
         }
 
-    return {"ranks": ranks, "mean": curves(metrics), "layers": [curves(row) for row in metrics["layers"]]}
+    return {"ranks": ranks, "mean": curves(metrics), "layers": [curves(row) for row in metrics["layers"] if row]}
 
 
 def search_table(method: Squat, metrics: dict[str, Any]) -> list[dict[str, Any]]:
     """Every point of the grid: mean logit error over the layers, and how many of them took it."""
     if len(method.grid) == 1:
         return []
-    chosen = [(row["rank"], row["strength"]) for row in metrics["layers"]]
+    chosen = [(row["rank"], row["strength"]) for row in metrics["layers"] if row]
     return [
         {"rank": r, "strength": s, "logit_error": metrics[search_name(r, s)], "layers": chosen.count((r, s))}
         for r, s in method.grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..probe import Probe, Settings, measure, paper_probes, table
 from ..report.timing import PhaseTimer
 from ..spill import SpillStore
 from .calibration import Calibration, prepare
-from .common import Say, decided_by
+from .common import Say, decided_by, say_coverage
 
 # Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
 WINDOWS, HOLDOUT = 32, 8
@@ -59,11 +60,12 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         read_results(o["output"], "probe")  # refused before any work, if it is none
     source = models.resolve(o["model"], o["revision"])
     if o["probe"]:  # the paper's own are of any model
-        check_reach(settings, models.geometry(source).layers)
+        check_reach(settings, compressible(source))
     counts: dict[str, int] = {}
     if source.kind == "embedded" and o["windows"] is None:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
+    say_coverage(of.opened.source.model, say)
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
     work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
@@ -77,11 +79,11 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     layers = {row["layer"]: row["explained_variance"] for row in ledger.rows.values()}
     rows = table(settings, layers)
     found = {
-        **ledger.settings, "rows": rows, "layers": len(layers), "resumed_layers": known,
+        **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": known,
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
     }  # fmt: skip
     if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(rows).encode(), "--csv")
+        write_atomically(o["csv"], as_csv(rows, sorted(layers)).encode(), "--csv")
     if o["plot"] is not None:
         from ..report.plots import plot_probes
 
@@ -120,12 +122,20 @@ def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[
     }  # fmt: skip
 
 
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """A line a probe and layer, then its means; what does not exist is left out."""
+def compressible(source: models.ModelSource) -> int:
+    """Layers that are probed: those that keep a cache of their own are not."""
+    from kvcal_artifacts.hf import text_config, unsupported_layers
+
+    config = text_config(models.geometry_config(source))
+    return int(config.num_hidden_layers) - len(unsupported_layers(config))
+
+
+def as_csv(rows: list[dict[str, Any]], numbers: Sequence[int]) -> str:
+    """A line a probe and layer, then its means; what does not exist is left out. numbers: of the layers."""
     made = io.StringIO()
     out = csv.writer(made, lineterminator="\n")
     out.writerow(["target", "inputs", "layer", "explained_variance"])
     for row in rows:
-        scores = [*enumerate(row["layers"]), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
+        scores = [*zip(numbers, row["layers"], strict=True), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
         out.writerows([row["target"], "+".join(row["inputs"]), layer, x] for layer, x in scores if x is not None)
     return made.getvalue()
