@@ -329,6 +329,17 @@ class LayerTaps:
         finally:
             reader.closed = True
 
+    def attention(self, given: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Of all windows in one batch: the layer's input and what its attention module gives, each (N, T, hidden size).
+
+        given: keys after RoPE and values, (N, H, T, D), that attention gets instead of the layer's own.
+        """
+        self._check_order()
+        hidden = self._capture.hidden
+        assert hidden is not None
+        x = hidden.read(slice(0, self.windows))
+        return x, attention_output(self._layer, x, self._capture.kwargs_of(self.index), self.site, given)
+
     def advance(self) -> None:
         """Run the whole layer over all windows, unless a pass of `batches` has done so."""
         if self._state != "after":
@@ -421,15 +432,17 @@ class _Stop(Exception):
 class _StandIn:
     """Takes the cache's place in one layer: notes what it is given, hands it back or stops the forward."""
 
-    def __init__(self, stop: bool, repeat: int) -> None:
+    def __init__(self, stop: bool, repeat: int, given: tuple[Tensor, Tensor] | None = None) -> None:
         self._stop = stop
         self._repeat = repeat  # times each kv head is handed back
+        self._given = given  # handed back instead of what was received
         self.received: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         self.received = keys, values
         if self._stop:
             raise _Stop
+        keys, values = self._given or (keys, values)
         if self._repeat > 1:
             return keys.repeat_interleave(self._repeat, 1), values.repeat_interleave(self._repeat, 1)
         return keys, values
@@ -518,6 +531,27 @@ def call_layer(
         raise KVCalError(f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported")
     output = output[0] if isinstance(output, tuple) else output
     return LayerCall(*cache.received, seen.get("k"), seen.get("q"), output)
+
+
+@torch.no_grad()
+def attention_output(
+    layer: nn.Module, x: Tensor, kwargs: dict[str, Any], site: AttentionSite, given: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """What the attention module gives for the layer's input x (B, T, hidden size). given: as of LayerTaps.attention."""
+    repeat = kv_repeats(site, x)
+    found: list[Tensor] = []
+
+    def take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+        raise _Stop
+
+    with ExitStack() as hooks:
+        if repeat > 1:
+            hooks.enter_context(_as_if_ungrouped(site.module))
+        hooks.enter_context(site.module.register_forward_hook(take))
+        with suppress(_Stop):
+            layer(x, **{**kwargs, "past_key_values": _StandIn(False, repeat, given)})
+    return found[0]
 
 
 def kv_repeats(site: AttentionSite, x: Tensor) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, file_behind, load_bundle
+from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, file_behind, load_bundle
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
@@ -30,7 +30,7 @@ from .kept import Kept, beside
 
 if TYPE_CHECKING:
     from .corpus import Windows
-from .methods.base import Carry, Finishing, Method, outlier_warning, settings_of
+from .methods.base import Carry, Finishing, Method, settings_of
 from .methods.vqkv import VQKV
 from .report.progress import progress
 from .report.timing import PhaseTimer
@@ -296,7 +296,7 @@ class LayerPart:
         scheme = Scheme(self.method.windows, self.method.frame, layers, skipped, self.job.selection)
         rows = dict(zip(self.scan.compressed, metrics, strict=True))
         metrics = [rows.get(index, {}) for index in range(len(layers))]
-        self._warn(metrics, scheme)
+        self._warn(scheme)
         held = len(self.scan.text.holdout)
         summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}
@@ -308,13 +308,13 @@ class LayerPart:
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
 
-    def _warn(self, metrics: list[dict[str, float]], scheme: Scheme) -> None:
-        """Say that the scheme breaks on the model's key channels, if it does."""
-        from .outliers import advice, holds
+    def _warn(self, scheme: Scheme) -> None:
+        """Say what the fitted scheme is forecast to cost, where that is much."""
+        from .outliers import warnings, window_of
 
-        seen = self.scan.source, self.scan.ids[:1], scheme, self.scan.device
-        if (line := outlier_warning(metrics)) is not None and not holds(*seen):
-            self.scan.say(f"{line}; {advice(*seen)}")
+        name, scan = self.job.output.name.removesuffix(SUFFIX), self.scan
+        for line in warnings(scan.source, window_of(scan.ids, [scheme]), {name: scheme}, scan.device):
+            scan.say(line)
 
 
 def _one_layer(

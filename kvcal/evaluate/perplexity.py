@@ -154,9 +154,7 @@ def _logits(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _add(
-    total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target: Tensor, name: str, first: int
-) -> None:
+def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target: Tensor, name: str, first: int) -> None:
     """reference: the full-precision logits and their log-probabilities. first: the number of the batch's first window."""
     if not target.shape[1]:
         return

@@ -132,26 +132,6 @@ def flat(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).flatten(0, 1).float()
 
 
-OUTLIER = 8.0  # key channels so many times the median are outliers: `tiny` has 5, kvref-28m 12, its twin 92
-BROKEN = 0.5  # an error of half a channel's variance: half of what tells its tokens apart is gone
-
-
-def outlier_warning(metrics: list[dict[str, float]]) -> str | None:
-    """The first half of a line if a fitted scheme errs too much on key channels beside outliers; metrics of all layers."""
-    broken = {
-        layer: row for layer, row in enumerate(metrics)
-        if row.get("key_channel_ratio", 0) > OUTLIER and row.get("key_channel_error", 0) > BROKEN
-    }  # fmt: skip
-    if not broken:
-        return None
-    worst = max(broken, key=lambda layer: broken[layer]["key_channel_error"])
-    return (
-        f"warning: in {len(broken)} of {len(metrics)} layers key channels are up to "
-        f"{max(row['key_channel_ratio'] for row in broken.values()):.0f} times the median, and keys err by "
-        f"{broken[worst]['key_channel_error']:.0%} of a channel's variance (layer {worst})"
-    )
-
-
 @dataclass
 class HoldoutError:
     """Sums over held-out tokens that say how well a predictor and its codec do."""

@@ -470,7 +470,9 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     float16.
     """
     device, count = coded.grid.device, coded.sign.numel()
-    own = unrotate(torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved)
+    own = unrotate(
+        torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved
+    )
     tiles, at = -(-count // channels), places(coded, channels)
     made = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
     made[:count, :count] = (own * coded.width**0.5)[:, order.cpu()]
