@@ -32,6 +32,9 @@ FORMAT = "kvcal"
 VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 would overlook
 SUFFIX = ".kvcal.safetensors"
 HEADER_LIMIT = 4_000_000  # bytes; the largest of 8 layers that kvcal wrote has 38,000
+HEADER_PARTS = (
+    100_000  # brackets and braces in them, each of which takes far more memory than its byte; that one has 700
+)
 ROLES: tuple[Role, ...] = ("key", "value")
 COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits without scales: "KVTuner-C3.25"
 
@@ -48,7 +51,7 @@ _TOKENS = Whole(0, checked.TOKENS)
 _CODEC = Table(
     {
         "codec": Text(),
-        "config": Free(),
+        "config": checked.SETTINGS,
         "shape": Listed(Whole(1, checked.HEAD_DIM), 2, 2),
         "tensors": Named(Text()),
     }
@@ -466,6 +469,8 @@ def _header_size(path: Path, start: bytes, whole: int) -> int:
 def _safetensors_header(path: Path, data: bytes, whole: int) -> dict[str, Any]:
     """data: the file's bytes, or at least its header; whole: how many the file has."""
     size = _header_size(path, data, whole)
+    if (parts := data.count(b"[", 8, 8 + size) + data.count(b"{", 8, 8 + size)) > HEADER_PARTS:
+        raise CorruptBundle(f"{path}: header of {parts} lists and objects: a bundle's has at most {HEADER_PARTS}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]

@@ -141,7 +141,7 @@ class Listed:
             seen = f" of {len(value)}" if type(value) is list else f" {shown(value)}"
             raise KVCalError(f"{what}{seen}: must be a list of {size} entries")
         for number, entry in enumerate(value):
-            self.of.check(entry, f"{what}, entry {number},")
+            self.of.check(entry, f"{what}[{number}]")
         if self.once and len(set(value)) != len(value):
             raise KVCalError(f"{what} {shown(value)}: must not hold an entry twice")
 
@@ -179,29 +179,31 @@ class Named:
 
 @dataclass(frozen=True)
 class Free:
-    """An object that says what it likes, to a limited depth, in numbers of limited size."""
+    """An object that says what it likes, to a limited depth. sized: in integers of at most 64 bits."""
+
+    sized: bool = True
 
     def check(self, value: Any, what: str) -> None:
         if type(value) is not dict:
             raise KVCalError(f"{what} {shown(value)}: must be an object")
         level: list[Any] = [value]
         for _ in range(DEPTH):
-            level = [inner for outer in level for inner in _inside(outer, what)]
+            level = [inner for outer in level for inner in self._inside(outer, what)]
             if not level:
                 return
         raise KVCalError(f"{what}: more than {DEPTH} objects and lists inside one another")
 
+    def _inside(self, value: Any, what: str) -> list[Any]:
+        """Objects and lists in an object or a list."""
+        entries = value.values() if type(value) is dict else value
+        for entry in entries:
+            if self.sized and type(entry) is int and not -WHOLE < entry < WHOLE:
+                raise KVCalError(f"{what}, {shown(entry)}: integers must have at most 64 bits")
+        return [entry for entry in entries if type(entry) in (dict, list)]
 
-def _inside(value: Any, what: str) -> list[Any]:
-    """Objects and lists in an object or a list."""
-    entries = value.values() if type(value) is dict else value
-    for entry in entries:
-        if type(entry) is int and not -WHOLE < entry < WHOLE:
-            raise KVCalError(f"{what}, {shown(entry)}: integers must have at most 64 bits")
-    return [entry for entry in entries if type(entry) in (dict, list)]
 
-
-INNER = Table({"codec": Text(), "config": Free()})  # a codec inside another
+SETTINGS = Free(sized=False)  # of a codec, which checks them itself
+INNER = Table({"codec": Text(), "config": SETTINGS})  # a codec inside another
 
 
 # Constants.
