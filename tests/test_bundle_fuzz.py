@@ -18,7 +18,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -58,7 +57,7 @@ from kvcal_artifacts.codecs import (
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
-from models_fixture import ROOT, kvcal
+from models_fixture import kvcal
 from schemes import Fed, Rows, feed
 
 NAME = Path("x.kvcal.safetensors")
@@ -410,6 +409,9 @@ def codec_explained(one: Any, other: Any, own: dict[str, Tensor], theirs: dict[s
         if canonical(value) != canonical(were[setting]) and value != were[setting]:
             assert FREE_SETTINGS[codec, setting](value), f"{codec}, {setting} {value}"
             found.append(f"another {setting} of {codec}")
+    if codec == "residual-vq" and set(theirs) - set(own) == {"scale"}:
+        found.append("residual-vq without a scale")  # the format leaves it out or in, and nothing else says which
+        del theirs["scale"]
     assert set(own) == set(theirs), f"tensors of {codec}"
     for local, tensor in own.items():
         was = theirs[local]
@@ -889,7 +891,7 @@ def outcome_of(header: Any, tensors: dict[str, Tensor], name: str, kind: str, fo
         return f"another output ({why})"
     if not reasons:
         return "another output, and nothing differs"
-    if found.forwards * 4 < done:  # a part of them: it takes longer than all the rest
+    if found.forwards * 10 < done:  # a part of them: it takes longer than all the rest
         found.forwards += 1
         try:
             forward(made)
@@ -915,7 +917,7 @@ def table(found: Outcomes) -> str:
 
 
 def test_no_mutant_is_accepted_with_another_meaning() -> None:
-    found = tried(2300)
+    found = tried(90 * len(MUTATIONS))
     assert not found.failures, "\n".join(found.failures[:20])
     assert all(counts["refused"] for counts in found.counts.values()), table(found)
     assert len(found.counts) == len(MUTATIONS)
@@ -951,9 +953,9 @@ def test_the_fuzz_sees_what_the_checks_refuse(
     part: str, kinds: list[str], come_through: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a part of the checks off, mutants come through, and the fuzz says so."""
-    assert not tried(240, kinds=kinds).failures
+    assert not tried(120, kinds=kinds).failures
     unchecked(monkeypatch, part)
-    failed = {line.split(": ")[1] for line in tried(240, kinds=kinds).failures}
+    failed = {line.split(": ")[1] for line in tried(120, kinds=kinds).failures}
     assert come_through <= failed
 
 
@@ -1088,15 +1090,12 @@ def bombs() -> dict[str, Callable[[], bytes]]:
              "queries": "post_rope", "inner": {"codec": "uniform", "config": uniform}}  # fmt: skip
     higgs = json.loads(content("higgs-2-channel")[0])["header"]["scheme"]["layers"][0]["key"]["config"]
     books = {"bands": [[0]], "stages": [1], "sizes": [2]}
-    wide = {"decoder": torch.eye(256)[None].repeat(4, 1, 1).half(), "encoder": torch.eye(256)[None].repeat(4, 1, 1)}
-    wide["mean"] = torch.zeros(4, 256).half()
-    many = bomb_header("transform", {"bits": [1] * 256, "gain": "mse"}, [4, 256], {n: n for n in wide}, layers=512)
     return {
         "transform": lambda: forged(bomb_header("transform", {"bits": [2] * 6000, "gain": "mse"}, [1, 6000], {}), {}),
         "transform of 1024": lambda: forged(
             bomb_header("transform", {"bits": [2] * 1024, "gain": "mse"}, [1024, 1024], {}), {}
         ),
-        "transform of many layers": lambda: forged(many, wide),
+        "transform of many layers": many_layers,
         "residual-vq": lambda: forged(bomb_header("residual-vq", books, [1, 3 * 10**7], {}), {}),
         "residual-vq of 1024": lambda: forged(bomb_header("residual-vq", books, [1024, 1024], {}), {}),
         "signs of a block": lambda: forged(bomb_header("higgs", higgs, [1, 16], {}, block=1 << 40), {}),
@@ -1108,6 +1107,15 @@ def bombs() -> dict[str, Callable[[], bytes]]:
     }
 
 
+def many_layers() -> bytes:
+    """512 of them name one transform, whose inverse is a matter of 0.1 s."""
+    wide = {"decoder": torch.eye(256)[None].repeat(4, 1, 1).half(), "encoder": torch.eye(256)[None].repeat(4, 1, 1)}
+    wide["mean"] = torch.zeros(4, 256).half()
+    return forged(
+        bomb_header("transform", {"bits": [1] * 256, "gain": "mse"}, [4, 256], {n: n for n in wide}, layers=512), wide
+    )
+
+
 def header_of(size: int, filler: str = '{"a":1},') -> bytes:
     header = json.loads(content("uniform-3")[0])["header"]
     escaped = len(json.dumps(filler)) - 2
@@ -1115,47 +1123,44 @@ def header_of(size: int, filler: str = '{"a":1},') -> bytes:
     return forged(header, {})
 
 
-MEASURE = """
-import resource, sys, time
-from pathlib import Path
-import torch
-from kvcal_artifacts import load_bundle
-from kvcal_artifacts.errors import KVCalError
-load_bundle(sys.argv.pop())  # and all that it imports
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-for path in sys.argv[1:]:
-    before, start = peak(), time.perf_counter()
-    try:
-        load_bundle(path)
-        said = "accepted"
-    except KVCalError as error:
-        said = f"refused {error}"
-    print(f"{time.perf_counter() - start:.2f} {peak() - before:.0f} {said}", flush=True)
-"""
+def loaded_in_a_process(path: Path) -> tuple[float, float, str]:
+    """Seconds, MB and how it ended, of a process of its own that begins as this one is."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        signal.alarm(60)
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        try:
+            load_bundle(path)
+            said = "accepted"
+        except KVCalError as error:
+            said = f"refused: {error}"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+        os.write(write, json.dumps([time.perf_counter() - start, more, said[:2000]]).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0 and text, (path.name, status)
+    seconds, megabytes, said = json.loads(text)
+    return seconds, megabytes, said
 
 
-def test_small_files_take_little_time_and_memory(tmp_path: Path) -> None:
-    """As issue 25 saw them: 52 s and 1 GB, 6 s and 1.1 GB, 61 s. In a process of its own, whose memory is measured."""
-    paths = []
-    for name, make in bombs().items():
-        paths.append(tmp_path / f"{name}.kvcal.safetensors")
-        paths[-1].write_bytes(make())
-    plain = tmp_path / "plain.kvcal.safetensors"
-    plain.write_bytes(base("higgs-2"))
-    sparse = tmp_path / "sparse.kvcal.safetensors"
-    sparse.write_bytes(base("higgs-2"))
-    os.truncate(sparse, 1 << 36)
-    script = [sys.executable, "-c", MEASURE, *map(str, [*paths, sparse, plain])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "kernels", ROOT / "artifacts")))}
-    done = subprocess.run(script, capture_output=True, text=True, env=environment, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = dict(zip([*bombs(), "sparse"], done.stdout.splitlines(), strict=True))
-    for name, line in found.items():
-        seconds, megabytes, said = line.split(maxsplit=2)
-        assert float(seconds) < SECONDS, (name, line)
-        assert float(megabytes) < (500 if name.startswith("header") else 100), (name, line)
-        allowed = ("header of numbers", "transform of many")
-        assert said.startswith("refused") or name.startswith(allowed), (name, line)
+@pytest.mark.parametrize("name", [*bombs(), "sparse"])
+def test_small_files_take_little_time_and_memory(name: str, tmp_path: Path) -> None:
+    """As issue 25 saw them: 52 s and 1 GB, 6 s and 1.1 GB, 61 s."""
+    path = tmp_path / NAME
+    path.write_bytes(base("higgs-2") if name == "sparse" else bombs()[name]())
+    if name == "sparse":
+        os.truncate(path, 1 << 36)
+    seconds, megabytes, said = loaded_in_a_process(path)
+    assert said.startswith("accepted" if name in ("header of numbers", "transform of many layers") else "refused: "), (
+        said
+    )
+    assert seconds < SECONDS
+    assert megabytes < (500 if name == "header of numbers" else 100)
 
 
 if __name__ == "__main__":
