@@ -885,7 +885,13 @@ ONES = torch.ones(2, 16).half()
 
 SETTINGS = {
     codec.name: codec.config()
-    for codec in (Exact(S, "key"), Float8(S, "key"), Uniform(S, "key", 4, 16), Higgs(S, "key"), MixKVQ(S, "key", group=8))
+    for codec in (
+        Exact(S, "key"),
+        Float8(S, "key"),
+        Uniform(S, "key", 4, 16),
+        Higgs(S, "key"),
+        MixKVQ(S, "key", group=8),
+    )
 }
 
 

@@ -24,7 +24,7 @@ from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
-from ..checked import BLOCK, Choice, Flag, Table, Whole, constants
+from ..checked import BLOCK, Choice, Field, Flag, Table, Whole, constants
 from ..errors import KVCalError
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
 
@@ -39,7 +39,7 @@ HALF_MAX = 65504.0
 SCALES = tuple(i / 20 for i in (*range(20, 10, -1), *range(21, 28)))
 RANGES = tuple(i / 20 for i in range(20, 5, -1))
 
-_SHARED = {"bits": Whole(1, 8), "group": Whole(1, BLOCK), "axis": Choice(("channel", "token"))}
+_SHARED: dict[str, Field] = {"bits": Whole(1, 8), "group": Whole(1, BLOCK), "axis": Choice(("channel", "token"))}
 SETTINGS = Table({**_SHARED, "mode": Choice(MODES), "search": Flag()})
 FIRST_SETTINGS = Table({**_SHARED, "symmetric": Flag()})  # as bundles said it before there was a hybrid mode
 
