@@ -31,7 +31,7 @@ class Windows:
     def __post_init__(self) -> None:
         for name, least in (("sink", 0), ("recent", 0), ("block", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise KVCalError(f"window {name} = {value!r}: must be an integer of at least {least}")
 
 

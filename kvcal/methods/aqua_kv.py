@@ -211,7 +211,7 @@ class _LayerRun:
         if isinstance(codec, Predicted) and codec.ragged:
             return Predicted(self.expecting(codec.inner), codec.predictor, codec.inputs)
         if isinstance(codec, MixKVQ) and codec.ragged:
-            settings = codec.config() | {"expected": self.sizes.means()}
+            settings = codec.config() | {"expected": list(self.sizes.means())}
             return MixKVQ.from_state(codec.shape, codec.role, settings, {})
         return codec
 
