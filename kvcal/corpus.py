@@ -252,7 +252,9 @@ def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
         say(line)
     picker = reader.picker
     if picker.null or picker.empty:
-        say(f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty and {picker.null:,} null; skipped")
+        say(
+            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty and {picker.null:,} null; skipped"
+        )
 
 
 def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:

@@ -26,6 +26,7 @@ from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from . import __version__
 from .capture import Capture, LayerSource, LayerTaps, default_batch
+from .enough import predictions_worse_than_none, too_little
 from .kept import Kept, beside
 
 if TYPE_CHECKING:
@@ -241,6 +242,10 @@ class LayerPart:
         self.done = self.work.layers()
         self.fitted: list[LayerCodecs] = []
         self.metrics: list[dict[str, float]] = []
+        group = scan.config.num_attention_heads // self.shape.heads
+        coded = self.tokens.stop - self.tokens.start
+        for line in too_little(self.method, self.shape, group, len(scan.text.train), coded):
+            scan.say(line)
         if self.done:
             layers = scan.config.num_hidden_layers
             scan.say(f"resuming after layer {len(self.done) - 1} of {layers} from {self.work.folder}")
@@ -272,6 +277,8 @@ class LayerPart:
             fitted, metrics = self.method.finish(fitted, metrics)
         scheme = Scheme(self.method.windows, self.method.frame, tuple(fitted), selection=self.job.selection)
         self._warn(metrics, scheme)
+        for line in predictions_worse_than_none(metrics):
+            self.scan.say(line)
         held = len(self.scan.text.holdout)
         summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}

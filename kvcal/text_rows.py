@@ -59,7 +59,11 @@ class Picker:
         """The columns to read of these. Raises TextError where none holds text."""
         chosen = columns(names, self.column)
         if not chosen:
-            wanted = f"no column {self.column!r}" if self.column else "no text or content, no question and answer, no messages"
+            wanted = (
+                f"no column {self.column!r}"
+                if self.column
+                else "no text or content, no question and answer, no messages"
+            )
             shown = ", ".join([*names[:SHOWN], *(["..."] if len(names) > SHOWN else [])])
             raise TextError(f"{self._of}: {wanted}; its columns are {one_line(shown)}: name one with --column")
         self._chosen = chosen
@@ -117,7 +121,9 @@ class Picker:
 
 
 def _is_value(value: Any) -> bool:
-    return value is None or isinstance(value, str) or (isinstance(value, list) and all(_is_message(one) for one in value))
+    return (
+        value is None or isinstance(value, str) or (isinstance(value, list) and all(_is_message(one) for one in value))
+    )
 
 
 def _is_message(one: Any) -> bool:

@@ -129,7 +129,7 @@ class _Xz(io.RawIOBase):
     """What lzma.open reads, with a limit to the memory that the file may ask for."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "rb")
+        self._file = open(path, "rb")  # noqa: SIM115  closed with this
         self._decoder = self._new()
 
     @staticmethod
@@ -263,7 +263,9 @@ def _array_of(path: Path, whole: dict[str, Any]) -> list[Any]:
     """{"version": 1, "data": [...]}: the one field that is a list of rows; the object itself, a row, where none is."""
     found = [value for value in whole.values() if isinstance(value, list) and _are_rows(value)]
     if len(found) > 1:
-        raise TextError(f"{path}: {len(found)} fields of {', '.join(whole)} are arrays; give a file of one array of rows")
+        raise TextError(
+            f"{path}: {len(found)} fields of {', '.join(whole)} are arrays; give a file of one array of rows"
+        )
     return found[0] if found else [whole]
 
 
@@ -382,7 +384,9 @@ def _table(path: Path, picker: Picker) -> Iterator[Row]:
             if twice := next((name for name in header if header.count(name) > 1 and name), None):
                 raise TextError(f"{path}: two columns are called {twice!r}; rename one")
         elif len(row) != len(header):
-            raise TextError(f"{where}: {len(row)} fields under a header of {len(header)}; put text with commas in quotes")
+            raise TextError(
+                f"{where}: {len(row)} fields under a header of {len(header)}; put text with commas in quotes"
+            )
         else:
             yield where, dict(zip(header, row, strict=True))
 

@@ -331,7 +331,11 @@ def test_empty(tmp_path: Path) -> None:
         ("a.jsonl", b'{"title": "x", "body": "y"}\n', "its columns are title, body"),
         ("a.jsonl", b'{"text": "half \\ud83d of a pair"}\n', "half of a surrogate pair near 'half"),
         ("a.parquet", b"PAR1 nonsense", "not a parquet file"),
-        ("weights.bin", bytes(range(256)), "weights.bin: .bin files are not read as text; allowed are plain text (.txt,"),
+        (
+            "weights.bin",
+            bytes(range(256)),
+            "weights.bin: .bin files are not read as text; allowed are plain text (.txt,",
+        ),
     ],
 )
 def test_unusable_files(name: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -351,7 +355,9 @@ def test_no_such_path(name: str) -> None:
 
 def test_folder_without_text(tmp_path: Path) -> None:
     write(tmp_path / "weights.bin", b"")
-    assert "holds no text among 1 files (weights.bin): looked for plain text (.txt, .text, .raw" in refused(str(tmp_path))
+    assert "holds no text among 1 files (weights.bin): looked for plain text (.txt, .text, .raw" in refused(
+        str(tmp_path)
+    )
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
