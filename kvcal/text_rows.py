@@ -20,6 +20,7 @@ PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "outp
 CHATS = ("messages", "conversations", "conversation")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 SHOWN = 20  # columns that a message names
+WITHOUT = 1 << 20  # rows without text, one after another, at most
 
 Message = dict[str, Any]  # role, content and what else the template may read
 Render = Callable[[list[Message]], str]
@@ -49,6 +50,7 @@ class Picker:
     null: int = 0
     empty: int = 0
     _of: str = ""
+    _last: int = 0  # row that had text
     _chosen: list[str] | None = None
 
     def begin(self, of: str) -> None:
@@ -83,8 +85,12 @@ class Picker:
             raise TextError(f"{where}: {error}") from None
         if found is None:
             self.null += 1
-        elif not found.strip():
+        elif not found or found.isspace():
             self.empty += 1
+        else:
+            self._last = self.rows
+        if self.rows - self._last > WITHOUT:
+            raise TextError(f"{where}: the last {WITHOUT:,} rows are empty or null; give a file of text")
         return found
 
     def _text(self, row: Any, where: str) -> str | None:

@@ -46,8 +46,8 @@ TIERS = (FIRST, SECOND, (*PLAIN, *SOURCE))
 
 CHUNK = 1 << 20  # bytes read at a time
 ROW = 1 << 25  # characters (Parquet: bytes) of one row, line or JSON value: 32 MiB, seven Bibles
-VALUES = 1 << 21  # values in one row of JSON: an empty list takes 64 bytes of memory and two of the file
-RATIO, UNPACKED = 200, 1 << 26  # a packed file may grow this many times, or to so many bytes; text packs 3 to 50 times
+VALUES = 1 << 20  # values in one row of JSON: an empty list takes 64 bytes of memory and two of the file
+RATIO, UNPACKED = 200, 1 << 24  # a packed file may grow this many times, or to so many bytes; text packs 3 to 50 times
 XZ_MEMORY = 1 << 28  # bytes that an .xz file's dictionary may ask for; `xz -9` asks for 64 MiB
 
 
@@ -130,7 +130,7 @@ class _Xz(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "rb")  # noqa: SIM115  closed with this
-        self._decoder = self._new()
+        self._decoder, self._ended = self._new(), False
 
     @staticmethod
     def _new() -> lzma.LZMADecompressor:
@@ -144,26 +144,29 @@ class _Xz(io.RawIOBase):
         super().close()
 
     def readinto(self, buffer: Any) -> int:
-        while True:
+        while not self._ended:
             fresh = self._decoder.eof
             raw = self._decoder.unused_data if fresh else b""
             if not raw and (fresh or self._decoder.needs_input):
                 raw = self._file.read(CHUNK)
-                if not raw and fresh:
-                    return 0
-                if not raw:
+                self._ended = fresh and not raw
+                if not raw and not fresh:
                     raise EOFError("the file ends before its last block does")
+            if self._ended:
+                break
             if fresh:
                 self._decoder = self._new()
             try:
                 got = self._decoder.decompress(raw, len(buffer))
             except lzma.LZMAError as error:
                 if fresh and "emory" not in str(error):  # padding, or bytes behind the end, as lzma.open leaves them
-                    return 0
+                    self._ended = True
+                    break
                 raise
             if got:
                 buffer[: len(got)] = got
                 return len(got)
+        return 0
 
 
 def decoded(path: Path) -> Iterator[str]:
@@ -335,7 +338,6 @@ class _Values:
     def _more(self) -> bool:
         """Twice as much, at least; False at the end of the file."""
         rest = self._text[self._at :]
-        _check_values(rest, self._where())
         if len(rest) > ROW:
             raise TextError(f"{self._where()}: {_too_long()}")
         got, size = [rest], 0
@@ -345,6 +347,8 @@ class _Values:
             if size >= len(rest):
                 break
         self._text, self._at = "".join(got), 0
+        if rest:  # most of the text is of one value
+            _check_values(self._text, self._where())
         return size > 0
 
 
@@ -366,7 +370,7 @@ def _table(path: Path, picker: Picker) -> Iterator[Row]:
     reader = csv.reader(lines(), delimiter="\t" if kind_of(path) == ".tsv" else ",", strict=True)
     header: list[str] = []
     while True:
-        limit = csv.field_size_limit(ROW)  # of the process; it stays ours during a row
+        limit = csv.field_size_limit(2 * ROW)  # of the process; it stays ours during a row
         try:
             row = next(reader, None)
         except csv.Error as error:
