@@ -38,7 +38,7 @@ class Need:
 
     @property
     def met(self) -> bool:
-        return self.count >= ADVISED * self.least
+        return self.count >= ADVISED * self.least or not self.count  # without any, an error says so
 
     def __str__(self) -> str:
         return (

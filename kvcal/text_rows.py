@@ -20,7 +20,7 @@ PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "outp
 CHATS = ("messages", "conversations", "conversation")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 SHOWN = 20  # columns that a message names
-WITHOUT = 1 << 20  # rows without text, one after another, at most
+WITHOUT = 1 << 18  # rows without text, one after another, at most
 
 Message = dict[str, Any]  # role, content and what else the template may read
 Render = Callable[[list[Message]], str]

@@ -41,7 +41,7 @@ ALLOWED = (
 )
 # A folder is read by the first of these that it holds: bundles name folders, so what was read of one stays the same.
 FIRST = (".txt", ".raw", ".jsonl", ".parquet", ".txt.xz", ".raw.xz", ".jsonl.xz")
-SECOND = (*ROWS, *(kind + pack for kind in (*FIRST[:3], *ROWS[:-1]) for pack in PACKED))
+SECOND = (*ROWS, *(kind + pack for kind in (".txt", ".raw", *ROWS[:-1]) for pack in PACKED))
 TIERS = (FIRST, SECOND, (*PLAIN, *SOURCE))
 
 CHUNK = 1 << 20  # bytes read at a time
