@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from architectures import TINY, initialise
 from kvcal import enough, models
 from kvcal.enough import ADVISED, few_vectors, too_little, worse_than_none
 from kvcal.methods.aqua_kv import AquaKV
@@ -17,7 +18,7 @@ from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.squat import Squat
 from kvcal.methods.vqkv import VQKV
 from kvcal_artifacts.codecs import Shape
-from models_fixture import kvcal, write_model, write_text
+from models_fixture import kvcal, write_text, write_tokenizer
 
 SHAPE = Shape(2, 16, 32)  # 32 channels a token
 GROUP = 3
@@ -104,7 +105,14 @@ def test_the_advice_is_where_least_squares_settles() -> None:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("enough")
-    write_model(base / "model", 3)
+    model = TINY["llama"](num_hidden_layers=3, vocab_size=258, bos_token_id=256, eos_token_id=257)
+    initialise(model, 1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.mul_(20)  # a layer says little of the next
+    model.save_pretrained(base / "model")
+    write_tokenizer(base / "model")
     write_text(base / "words.txt")
     return base
 
@@ -127,7 +135,7 @@ def test_little_text_is_said_before_the_work(
     fitted = (
         ["--recent", 0, "--block", 8, "--output", tmp_path / "x.safetensors"] if command == "fit-predictors" else []
     )
-    asked = ["--probe", "k=k1,v1", "--probe", "v=v1"] if command == "probe" else []
+    asked = ["--probe", "k=k1,v1", "--probe", "v=k0t3"] if command == "probe" else []
     found = warnings(kvcal(command, *named, *LITTLE, *fitted, *asked))
     assert "16 tokens for " in found[0] and "too little text" in found[0]
     assert any("held-out explained variance is below 0 in layer" in line for line in found)
