@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcal_artifacts.errors import TextError
 
-PAGE = 1 << 28  # bytes unpacked, at most; writers aim at 1 MiB, and make 100 MiB of 1024 rows of 100 kB
+PAGE = 1 << 27  # bytes unpacked, at most; writers aim at 1 MiB, and make 100 MiB of 1024 rows of 100 kB
 HEADER = 1 << 16  # bytes of a header, at most
 INTEGER = 0x15  # the field behind the last one, an integer
 

@@ -104,8 +104,9 @@ class Picker:
         values = [_value(row, name) for name in chosen]
         if any(value is None for value in values):
             return None
-        if all(isinstance(value, list) for value in values):
-            return self._chat([message for value in values for message in value], where)
+        chats = [value for value in values if isinstance(value, list)]
+        if len(chats) == len(values):
+            return self._chat([message for chat in chats for message in chat], where)
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) < len(values):
             raise TypeError(f"columns {' and '.join(chosen)} are text and a chat; both must be one or the other")

@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kvcal_artifacts.errors import TextError
 
@@ -112,12 +112,13 @@ def _guarded(path: Path, parts: Iterator[Any]) -> Iterator[Any]:
 # Bytes and lines
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> Any:
+    """A stream of the unpacked bytes; a context manager with read()."""
     pack = path.suffix.lower()
     if pack == ".zst":
         import pyarrow
 
-        return pyarrow.input_stream(str(path), compression="zstd")  # type: ignore[no-any-return]
+        return pyarrow.input_stream(str(path), compression="zstd")
     if pack == ".xz":
         return io.BufferedReader(_Xz(path))
     if pack == ".gz":

@@ -83,8 +83,8 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     rows = table(settings, layers)
     for probe in settings.probes:
         scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
-        if (line := worse_than_none(f"probe {probe.name}", scores)) is not None:
-            say(line)
+        if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
+            say(worse)
     found = {
         **ledger.settings, "rows": rows, "layers": len(layers), "resumed_layers": known,
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
