@@ -407,6 +407,13 @@ def source_files(source: TextSource) -> list[Path]:
     return files
 
 
+def check_local(text: str) -> None:
+    """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not read."""
+    source = resolve_text(text)
+    if source.dataset is None:
+        source_files(source)
+
+
 def left_out(source: TextSource) -> str | None:
     """What a folder holds that is not read, in a line; None where there is nothing to say."""
     if source.kind != "folder" or source.path is None:

@@ -296,7 +296,7 @@ def _scan(work: Work, say: Say, written: Written) -> None:
     o = first.options | KINDS[first.method].counts(first.options)
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "calibration")
-    tokenizer = tokenizer_for(o, source)
+    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
     text = calibration_windows(o, source, tokenizer, origin, say)
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)

@@ -95,7 +95,7 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
     length = o["length"] or INSPECT_LENGTH
     check_context(source, length, say)
     options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
-    text = evaluation_text(options, source, tokenizer_for(o, source), origin, length, say)
+    text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],

@@ -76,7 +76,7 @@ def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, 
     say(f"text: {origin}")
     if output is not None:
         check_output(output)
-    tokenizer = tokenizer_for(o, source)
+    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
     text = calibration_windows(o, source, tokenizer, origin, say)
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)

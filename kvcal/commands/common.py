@@ -130,11 +130,15 @@ def known(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def tokenizer_for(o: Mapping[str, Any], source: models.ModelSource) -> Any:
+def tokenizer_for(o: Mapping[str, Any], source: models.ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises UsageError first for a --device or --dtype that cannot be used.
+    Raises TextError first for one of the texts `origins` that is no file kvcal reads, UsageError for a --device or --dtype
+    that cannot be used.
     """
+    for origin in origins:
+        if origin is not None and origin != RANDOM_TOKENS:
+            corpus.check_local(origin)
     pick_dtype(o["dtype"], pick_device(o["device"]))
     if not o["random_weights"]:
         return models.load_tokenizer(source)

@@ -160,7 +160,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     check_column(o["column"], origin, fitting_origin)
     say(f"text: {origin}")
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
-    tokenizer = tokenizer_for(o, source)
+    tokenizer = tokenizer_for(o, source, origin, fitting_origin)
     text = evaluation_text(o, source, tokenizer, origin, length, say)
     check_context(source, length, say)
     fitting = _calibration(o, fit_options, source, tokenizer, say) if fitted else {}

@@ -72,7 +72,7 @@ def run_eval(
     for name, what in methods.items():
         check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
     length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
-    text = evaluation_text(o, source, tokenizer_for(o, source), origin, length, say)
+    text = evaluation_text(o, source, tokenizer_for(o, source, origin), origin, length, say)
     check_context(source, length, say)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
