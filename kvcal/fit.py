@@ -26,6 +26,7 @@ from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
 from . import __version__
 from .capture import Capture, LayerSource, LayerTaps, check_model, default_batch
+from .enough import predictions_worse_than_none, too_little
 from .kept import Kept, beside
 
 if TYPE_CHECKING:
@@ -263,6 +264,10 @@ class LayerPart:
         self.done = self.work.layers(scan.compressed)
         self.fitted: list[LayerCodecs] = []
         self.metrics: list[dict[str, float]] = []
+        group = scan.config.num_attention_heads // self.shape.heads
+        coded = self.tokens.stop - self.tokens.start
+        for line in too_little(self.method, self.shape, group, len(scan.text.train), coded):
+            scan.say(line)
         if self.done:
             layers = scan.config.num_hidden_layers
             scan.say(f"resuming after layer {max(self.done)} of {layers} from {self.work.folder}")
@@ -297,6 +302,8 @@ class LayerPart:
         rows = dict(zip(self.scan.compressed, metrics, strict=True))
         metrics = [rows.get(index, {}) for index in range(len(layers))]
         self._warn(scheme)
+        for line in predictions_worse_than_none(metrics):
+            self.scan.say(line)
         held = len(self.scan.text.holdout)
         summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}

@@ -285,7 +285,7 @@ def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed:
     weights.fill(model, "", random_source(config, seed), device)
     weights.tie(model)
     revision = weights_revision(source, random_weights=True, seed=seed)
-    return LoadedModel(model, _local_tokenizer(source), source, revision, random_weights=True)
+    return LoadedModel(model, local_tokenizer(source), source, revision, random_weights=True)
 
 
 def random_source(config: Any, seed: int) -> Weights:
@@ -294,7 +294,7 @@ def random_source(config: Any, seed: int) -> Weights:
     return RandomWeights(seed, getattr(config, "initializer_range", 0.02))
 
 
-def _local_tokenizer(source: ModelSource) -> Any | None:
+def local_tokenizer(source: ModelSource) -> Any | None:
     """The tokenizer where it lies on this machine for certain; with random weights no model needs one."""
     has = source.folder is not None and any((source.folder / name).is_file() for name in hub.TOKENIZER_FILES)
     return load_tokenizer(source) if has else None

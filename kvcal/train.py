@@ -29,6 +29,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps
+from .enough import few_vectors
 from .fit import Checkpoint, FitJob, FitOptions, FitResult, Scan, fit_together
 from .hashed import spread
 from .methods.codebooks import StageReport, subtract, train_stage
@@ -109,7 +110,9 @@ class TrainPart:
         self.job, self.scan, self.method = job, scan, job.method
         self.shape = hf.layer_shape(scan.config, self.method.windows.block)
         self.method.high_dims(self.shape.dim)
-        _check_enough(self.method, scan.text, len(scan.compressed), self.shape.heads)
+        vectors = _check_enough(self.method, scan.text, len(scan.compressed), self.shape.heads)
+        for line in few_vectors(self.method, vectors):
+            scan.say(line)
         self.record = scan.record(job)
         self.work = StageCheckpoint(job.output, self.record, scan.options.resume)
         self.layers = len(scan.compressed)
@@ -238,8 +241,8 @@ def _runs(counts: list[int]) -> Iterator[slice]:
         at += count
 
 
-def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> None:
-    """Before the model runs: whether the windows hold vectors enough."""
+def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
+    """Before the model runs: how many vectors a codebook is trained on. Raises UsageError for fewer than codewords."""
     tokens = int(text.train.shape[1]) - method.sink
     if tokens < 1:
         raise UsageError(
@@ -254,6 +257,7 @@ def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> None:
         )
     if not len(text.holdout):
         raise UsageError("no held-out vectors: give --holdout at least 1")
+    return least
 
 
 @dataclass

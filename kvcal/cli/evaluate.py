@@ -131,6 +131,9 @@ def generate(
     revision: Revision = None,
     bundle: Annotated[Path | None, typer.Option("--bundle", "-b", help="A bundle file.")] = None,
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt as a user's message, by the tokenizer's chat template.")
+    ] = False,
     keep: Keep = None,
     heavy: Heavy = None,
     require_kernels: RequireKernels = False,
@@ -143,7 +146,7 @@ def generate(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Generate text from a compressed cache."""
+    """Generate text from a compressed cache. With --chat only the answer is printed."""
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_generate
 

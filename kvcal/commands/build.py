@@ -48,14 +48,16 @@ from .common import (
     check_column,
     check_context,
     given_selection,
+    other_windows,
     refuse_idle,
     text_for,
+    tokenizer_for,
     window_numbers,
 )
 from .evaluation import run_eval
 from .fit_norms import innerq_method
 from .fit_predictors import aqua_method
-from .measure_subspaces import other_windows, squat_method
+from .measure_subspaces import squat_method
 from .measure_subspaces import window_counts as squat_counts
 from .preset import run_preset, wanted_preset
 from .train_codebooks import vqkv_method
@@ -293,16 +295,14 @@ def _scan(work: Work, say: Say, written: Written) -> None:
     first = work.plans[0].entry
     o = first.options | KINDS[first.method].counts(first.options)
     source = models.resolve(o["model"], o["revision"])
+    origin = text_for(o, source, "calibration")
+    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
+    text = calibration_windows(o, source, tokenizer, origin, say)
+    check_context(source, text.length, say)
+    other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
     opened = _opened(
         o["model"], o["revision"], o["dtype"], o["device"], o.get("layerwise", False), o["random_weights"], o["seed"]
     )
-    origin = text_for(o, source, "calibration")
-    text = calibration_windows(o, source, opened.tokenizer, origin)
-    length = int(text.train.shape[1])
-    check_context(source, length, say)
-    other = None
-    if o.get("other_text") is not None:
-        other = other_windows(o, opened.tokenizer, origin, len(text.train), length)
     jobs = [
         FitJob(
             KINDS[plan.entry.method].method(plan.entry.options, source), plan.path, o["seed"],

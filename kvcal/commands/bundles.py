@@ -16,7 +16,16 @@ from ..diff import diff
 from ..evaluate.errors import HeadErrors, measured_head_errors, stored_head_errors
 from ..report.plots import check_plot, head_errors_png
 from ..workbench import check_bundle, open_model
-from .common import Say, check_column, check_context, evaluation_text, refuse_idle, refuse_idle_seed, text_for
+from .common import (
+    Say,
+    check_column,
+    check_context,
+    evaluation_text,
+    refuse_idle,
+    refuse_idle_seed,
+    text_for,
+    tokenizer_for,
+)
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -83,15 +92,15 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
+    length = o["length"] or INSPECT_LENGTH
+    check_context(source, length, say)
+    options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
+    text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
     bundle.check(loaded.model, loaded.revision)
-    length = o["length"] or INSPECT_LENGTH
-    check_context(source, length, say)
-    options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
-    text = evaluation_text(options, source, loaded.tokenizer, origin, length)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
 

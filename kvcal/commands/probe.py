@@ -16,6 +16,7 @@ from kvcal_artifacts.scheme import FRAMES
 from .. import __version__, models
 from ..capture import Capture, default_batch
 from ..compare import Ledger, read_results
+from ..enough import few_tokens, worse_than_none
 from ..fit import check_output
 from ..kept import Work
 from ..probe import Probe, Settings, measure, paper_probes, table
@@ -66,6 +67,10 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
     say_coverage(of.opened.source.model, say)
+    width = models.geometry(source).kv_heads * models.geometry(source).head_dim
+    tokens = len(of.text.train) * max(0, of.length - settings.first)
+    for line in few_tokens({probe.name: len(probe.inputs) * width for probe in settings.probes}, tokens):
+        say(line)
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
     work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
@@ -78,6 +83,10 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     ledger.done(ledger.rows)
     layers = {row["layer"]: row["explained_variance"] for row in ledger.rows.values()}
     rows = table(settings, layers)
+    for probe in settings.probes:
+        scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
+        if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
+            say(worse)
     found = {
         **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": known,
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),

@@ -11,6 +11,7 @@ from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
+from ..enough import one_window
 from ..methods.mixkvq import MixKVQ
 from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from ..workbench import Opened
@@ -132,6 +133,8 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
         check_plot(o["plot"])
     of = prepare(o | window_counts(o), source, output, say)
     opened, text = of.opened, of.text
+    if searches(o) and not name.startswith("task:") and len(text.train) == 1:
+        say(one_window("thresholds"))
     job = Job(
         opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
         of.options, say,
