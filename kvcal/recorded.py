@@ -195,7 +195,7 @@ def _aqua_kv(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
 
 
 def _innerq(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:
-    return _renamed(s, {"key": "keys", "value": "values"})
+    return {"search": "plain"} | _renamed(s, {"key": "keys", "value": "values"})  # bundles of before the option
 
 
 def _squat(s: Mapping[str, Any], p: Mapping[str, Any]) -> Options:

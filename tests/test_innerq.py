@@ -8,13 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from architectures import TINY
-from kvcal import folding
+from kvcal import folding, recorded
 from kvcal.capture import Capture, WholeModel
 from kvcal.corpus import evaluation_windows
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
@@ -22,14 +23,16 @@ from kvcal.evaluate.perplexity import evaluate
 from kvcal.fit import fit
 from kvcal.folding import fold_in_place, write_folded
 from kvcal.methods.backbones import INNERQ_VALUES, backbone
-from kvcal.methods.factors import channel_factor, outlier_ratios, share_pairs
+from kvcal.methods.factors import by_queries, channel_factor, outlier_ratios, query_weight, share_pairs
 from kvcal.methods.innerq import InnerQ
 from kvcal.methods.plain import preset
 from kvcal.models import load_model, resolve
-from kvcal_artifacts import hf, load_bundle
+from kvcal.outliers import score_error
+from kvcal_artifacts import fused, hf, load_bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Higgs, Predicted, Scaled, Shape
+from kvcal_artifacts.codecs import Higgs, Predicted, Scaled, Shape, Uniform, build
 from kvcal_artifacts.codecs.predictors import Bias
+from kvcal_artifacts.codecs.uniform import SCALES
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from models_fixture import SUFFIX, Done, kvcal, write_model, write_text, write_tokenizer
@@ -212,6 +215,135 @@ def test_factors_are_given_to_codecs_that_have_a_use_for_them(base: Path, tmp_pa
         assert row["layers"][0]["logit_error"] == row["layers"][0]["logit_error_plain"]
 
 
+# The search for scales, weighted by queries
+
+
+def chosen_by_hand(group: np.ndarray, weight: np.ndarray, bits: int) -> float:
+    """The lowest weighted squared error of a group in float64, over `uniform.SCALES` and both signs."""
+    half, plain = 2 ** (bits - 1), np.abs(group).max() / 2 ** (bits - 1)
+    errors = []
+    for factor in (sign * factor for factor in SCALES for sign in (1, -1)):
+        scale = float(np.float16(plain * abs(factor))) * (1 if factor > 0 else -1)
+        off = np.clip(np.rint(group / scale), -half, half - 1) * scale - group
+        errors.append(float((weight * off * off).sum()))
+    return min(errors)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_weighted_search_finds_the_lowest_weighted_error(bits: int) -> None:
+    shape, x = Shape(2, 64, 32), numbers(1, 2, 32, 64, seed=3)
+    weight = (numbers(2, 64, seed=4) * 3).exp().clamp(1e-3, 1e3).half()
+    plain = backbone(f"inner-{bits}-symmetric")(shape, "key")
+    assert isinstance(plain, Uniform)
+    own = plain.weighted(weight)
+    counts = weight.double()[:, None]
+    made = {name: codec.encode_decode(x)[1] for name, codec in (("plain", plain), ("weighted", own))}
+    groups = x.double().unflatten(-1, (2, 32)).flatten(0, 1).numpy()
+    weights = counts.unflatten(-1, (2, 32)).expand(-1, 32, -1, -1).numpy()
+    best = [chosen_by_hand(groups[place], weights[place], bits) for place in np.ndindex(2, 32, 2)]
+    errors = {name: (y.double() - x.double()).square() for name, y in made.items()}
+    found = (errors["weighted"][0] * counts).unflatten(-1, (2, 32)).sum(-1).flatten()
+    assert torch.allclose(found, torch.tensor(best, dtype=torch.float64), rtol=1e-4)
+    assert float((errors["plain"] * counts).sum()) > 1.05 * float(found.sum())
+    assert float(errors["plain"].sum()) < float(errors["weighted"].sum())
+
+
+def test_weights_are_the_encoders_alone() -> None:
+    """Equal ones change no byte; blocks are decoded, and attended to, without them; kernels do not pack by them."""
+    shape, x = Shape(2, 64, 32), numbers(1, 2, 64, 64)
+    plain = backbone("inner-3-symmetric")(shape, "key")
+    assert isinstance(plain, Uniform)
+    same, other = plain.weighted(torch.full((2, 64), 0.25).half()), plain.weighted(numbers(2, 64).exp().half())
+    packed = {name: codec.encode(x) for name, codec in (("plain", plain), ("same", same), ("other", other))}
+    assert all(torch.equal(packed["same"][name], t) for name, t in packed["plain"].items())
+    assert any(not torch.equal(packed["other"][name], t) for name, t in packed["plain"].items())
+    assert torch.equal(other.decode(packed["other"]), plain.decode(packed["other"]))
+    assert other.fused() == plain.fused() and other.block_bytes() == plain.block_bytes()
+    assert not isinstance(fused.rule_of(plain), str)
+    assert fused.rule_of(Scaled(other, None, "prefill")) == (
+        "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
+    )
+    moved = other.to(torch.device("meta"))
+    assert moved.weight is not None and moved.weight.device.type == "meta" and other.weight is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"axis": "token"}, "weights of channels with axis 'token', search True: need axis 'channel' and a search"),
+        ({"search": False}, "weights of channels with axis 'channel', search False: need axis"),
+        ({"weight": torch.ones(2, 32).half()}, r"weights \(2, 32\) torch.float16: must be \(2, 64\) torch.float16"),
+        ({"weight": torch.ones(2, 64)}, r"weights \(2, 64\) torch.float32: must be \(2, 64\) torch.float16"),
+        ({"weight": torch.zeros(2, 64).half()}, "weight of 0.0: must be positive and finite"),
+        ({"weight": torch.full((2, 64), torch.inf).half()}, "weight of inf: must be positive and finite"),
+        ({"weight": torch.full((2, 64), torch.nan).half()}, "weight of nan: must be positive and finite"),
+    ],
+)
+def test_weights_that_make_no_sense(change: dict[str, Any], says: str) -> None:
+    config = {"bits": 3, "group": 32, "axis": "channel", "mode": "symmetric", "search": True}
+    tensors = {"weight": change.pop("weight", torch.ones(2, 64).half())}
+    with pytest.raises(KVCalError, match=says) as raised:
+        build(Shape(2, 64, 32), "key", {"codec": "uniform", "config": config | change}, tensors)
+    assert "\n" not in str(raised.value)
+
+
+def test_weights_are_mean_squares_of_queries(base: Path, tmp_path: Path) -> None:
+    """Over the head's mean, of all query heads of a kv head, on the training windows; in the bundle and back."""
+    model, ids = ALL["llama"](), token_ids(5, 44)
+    bundle = fitted(model, tmp_path, ids, **SETTINGS)
+    for pair, (q, k) in zip(bundle.scheme.layers, queries_and_keys(model, ids[:-1]), strict=True):
+        squares = q.unflatten(1, (k.shape[1], -1)).square().mean((0, 2, 3))
+        expected = squares / squares.mean(-1, keepdim=True)
+        assert torch.allclose(pair.key.inner.weight.double(), expected, rtol=2e-3)
+    least = query_weight(torch.tensor([[4.0, 0.0], [0.0, 0.0]]))
+    assert least.tolist() == [[2.0, pytest.approx(1e-4, rel=1e-2)], [1.0, 1.0]]
+    written = load_bundle(bundle.path)
+    again = [pair.key.inner.weight for pair in written.scheme.layers]
+    assert all(
+        torch.equal(weight, pair.key.inner.weight) for weight, pair in zip(again, bundle.scheme.layers, strict=True)
+    )
+    plain = fitted(model, tmp_path, ids, search="plain", **SETTINGS)
+    assert all(pair.key.inner.weight is None for pair in plain.scheme.layers)
+    output = tmp_path / f"y{SUFFIX}"
+    assert "--search best: allowed are queries, plain" in run(base, output, "--search", "best").complaint
+    assert run(base, output, "--search", "plain").code == 0
+    made = load_bundle(output)
+    assert recorded.recorded(made).options["search"] == "plain"
+    del made.provenance["settings"]["search"]  # as bundles of before
+    assert recorded.recorded(made).options["search"] == "plain"
+
+
+def test_a_cache_packs_by_weights(tmp_path: Path) -> None:
+    """As the codec encodes by itself, whatever the path of attention, and with storage of a fixed size."""
+    model, ids = ALL["llama"](head_dim=64), token_ids(1, 200)
+    bundle = fitted(model, tmp_path, token_ids(4, 136), sink=4, recent=32, block=32)
+    keys = cached_keys(model, ids)
+    for options in ({"kernels": "off"}, {"kernels": "torch"}, {"kernels": "torch", "max_length": 256}):
+        cache = opened(bundle.scheme, model, **options)
+        with torch.no_grad():
+            for part in ids.split(40, 1):
+                model(part, past_key_values=cache)
+        codec = bundle.scheme.layers[0].key
+        count = (200 - 4 - 32) // 32
+        wanted = codec.encode(keys[0][:, :, 4 : 4 + 32 * count])
+        found = packed_row(cache, 0)
+        assert any(torch.equal(x.flatten(), wanted["words"][0].flatten()) for x in found)
+
+
+def test_scores_of_outlier_keys_err_less() -> None:
+    """Queries that look away from the large channels, as those of real models do: 2 of 32 channels are 20 times as large."""
+    size = torch.ones(32)
+    size[[3, 17]] = 20.0
+    keys, queries = numbers(1, 2, 256, 32) * size, numbers(1, 2, 256, 32, seed=1) / size
+    factor = channel_factor(keys.abs().amax((0, 2)))
+    plain = backbone("inner-3-symmetric")(Shape(2, 32, 32), "key")
+    errors = {}
+    for name, inner in (("plain", plain), ("queries", by_queries(plain, queries.square().mean((0, 2))))):
+        errors[name] = score_error(queries, keys, Scaled(inner, factor).encode_decode(keys)[1])
+    assert errors["queries"] < 0.9 * errors["plain"]
+    assert by_queries(backbone("kivi-2")(Shape(2, 32, 32), "key"), torch.ones(2, 32)).tensors() == {}
+
+
 def test_unknown_variant(base: Path, tmp_path: Path) -> None:
     done = run(base, tmp_path / f"x{SUFFIX}", "--variant", "large")
     assert done.code == 2
@@ -311,7 +443,8 @@ def test_fold_and_the_bundle_that_needs_no_factor(base: Path, tmp_path: Path) ->
     assert kvcal("verify", bundle, "--model", base / "model").code == 4
     assert kvcal("verify", fitted_to, "--model", folder).code == 4
     plain, scaled = load_bundle(bundle), load_bundle(fitted_to)
-    assert plain.scheme.resident_bytes() == 0
+    held = [tensor for pair in plain.scheme.layers for tensor in (pair.key.tensors() | pair.value.tensors()).items()]
+    assert {name for name, _ in held} == {"weight"}  # of the search for scales; nothing is left of the factors
     ids, contents = token_ids(2, 60), []
     for place, scheme in ((base / "model", scaled.scheme), (folder, plain.scheme)):
         model = load_model(resolve(str(place)), dtype="float32", device="cpu").model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.ledger import Ledger
 from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
 from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
-from models_fixture import SUFFIX, Done, kvcal, write_model, write_text
+from models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 
 SHAPE = Shape(2, 32, 16)
 KIVI = Uniform(SHAPE, "key", 2, 16, "token")
@@ -50,6 +52,15 @@ def codec(strength: float = 1e-3, rank: int = 5, channels: int = 16, inner: Unif
 def context(own: Squat, basis: Tensor) -> Context:
     """basis (B, H, N or 1, R, D)."""
     return Context(3, stats={own.statistic: basis})
+
+
+def loaded_script(name: str) -> ModuleType:
+    """A script of docs/ablations."""
+    spec = importlib.util.spec_from_file_location(f"ablation_{name}", ROOT / "docs" / "ablations" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def basis_of(q: Tensor, rank: int = 5) -> Tensor:
@@ -133,6 +144,31 @@ def test_update_is_the_paper_s_recursion() -> None:
         inverse = corner - side.T @ torch.linalg.inv(inverse[size:, size:]) @ side
         wanted = p_inv[size:, :size] @ inverse[:, -g:]
         torch.testing.assert_close(-made[step].T, wanted, atol=1e-10, rtol=0)
+
+
+def test_the_recursion_in_float32_fails_at_large_strengths_where_the_codec_is_exact() -> None:
+    """The paper's A_t^-1 and P_inv in float32, as the authors' code has them, against solves in float64. Queries with a large
+    mean, as those of Qwen2.5: lambda times the largest squared singular value is 1e6 and more.
+    """
+    ablation = loaded_script("squat")
+    q, x = normal(1, 2, 512, 32) + 60 * normal(1, 2, 1, 32, seed=4), normal(1, 2, 64, 32, seed=5)
+    own = codec(0.1, channels=16)
+    basis = basis_of(q)
+    rooted = basis[:, :, 0].double() * own.strength**0.5
+    exact = ablation.solved_responses(rooted, own._steps)
+    torch.testing.assert_close(ablation.recursive_responses(rooted, own._steps, ridge=0.0), exact, atol=1e-4, rtol=0)
+    torch.testing.assert_close(responses(rooted, own._steps), exact, atol=1e-8, rtol=0)
+    recursion = ablation.recursive_responses(rooted.float(), own._steps)
+    assert float((recursion[0] - exact[0]).abs().max() / exact[0].abs().max()) > 0.5
+
+    made = {
+        "recursion": ablation.corrected(own, x, recursion),
+        "solve": ablation.corrected(own, x, exact),
+        "codec": own.corrected(x, context(own, basis)),
+    }
+    errors = {name: float((q @ (KIVI.decode(KIVI.encode(k)) - x).mT).square().mean()) for name, k in made.items()}
+    assert errors["codec"] == pytest.approx(errors["solve"], rel=1e-3)
+    assert errors["recursion"] > 2 * errors["codec"]
 
 
 def test_errors_stay_out_of_the_subspace() -> None:

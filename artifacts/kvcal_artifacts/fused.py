@@ -294,6 +294,8 @@ def rule_of(codec: Codec) -> AnyRule | str:
         return own.rule()
     if not isinstance(own, Uniform):
         return f"no kernel quantises for {codec.name}"
+    if own.weight is not None:
+        return "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
     form = own.fused()
     if isinstance(form, str):
         return form

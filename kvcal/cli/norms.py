@@ -74,6 +74,13 @@ def fit_norms(
         bool,
         typer.Option("--powers-of-two", help="Round factors to powers of two: folding is then exact in any dtype."),
     ] = False,
+    search: Annotated[
+        str,
+        typer.Option(
+            help="What a searched scale of keys minimises: queries: squared errors weighted by each channel's queries; plain: "
+            "unweighted ones, which GPU kernels pack."
+        ),
+    ] = "queries",
     sink: Sink = 32,
     recent: Recent = 96,
     block: Block = 32,

@@ -33,6 +33,7 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
         factors=usual if o["factors"] is None else o["factors"],
         exponent=o["exponent"],
         powers_of_two=o["powers_of_two"],
+        search=o["search"],
         per_layer=tuple(o["per_layer"] or ()),
         sink=o["sink"],
         recent=o["recent"],
@@ -60,7 +61,7 @@ def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> di
     worst = max((row for row in rows if "key_outlier_ratio" in row), key=lambda row: row["key_outlier_ratio"])
     return {
         **written(result),
-        "factor_bytes": scheme.resident_bytes(),
+        "factor_bytes": sum(factor.nbytes for factor in factors_in(scheme)),
         "largest_key_outlier": worst["key_outlier_ratio"],
         "largest_key_outlier_layer": worst["layer"],
         **{name: metrics.get(name) for name in (
@@ -73,6 +74,12 @@ def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> di
         "peak_device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "layers": rows,
     }  # fmt: skip
+
+
+def factors_in(scheme: Scheme) -> list[torch.Tensor]:
+    """Factors of key channels (H, D) of the layers that have some."""
+    keys = [pair.key for pair in scheme.layers if pair is not None]
+    return [key.factor for key in keys if isinstance(key, Scaled) and key.factor is not None]
 
 
 def layer_rows(scheme: Scheme, metrics: list[dict[str, float]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.codecs import Exact, Float8, MixKVQ, Scaled, Shape, Squat
+from kvcal_artifacts.codecs import Codec, Exact, Float8, MixKVQ, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.base import to_half
 
 from .backbones import backbone
@@ -34,6 +34,27 @@ def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:
     floored = largest.maximum(LEAST * largest.median(-1, keepdim=True).values)
     floored = torch.where(floored > 0, floored, 1.0)
     return to_half(floored.pow(exponent).clamp_min(SMALLEST), "channel factor")
+
+
+def query_weight(squares: Tensor) -> Tensor:
+    """What a squared error of each key channel counts when a group's scale is searched (Uniform.weight): the mean square of
+    the queries that meet it, of the channel as it is rounded, behind its factor. squares (..., D), not negative -> float16.
+
+    Not times the factor's square, which would make it the error of scores: an outlier channel's error hardly changes from
+    token to token, and a softmax does not see what all tokens share (docs/methods.md, InnerQ). A channel counts at least 1e-4
+    of its head's mean; in a head without queries all count alike.
+    """
+    mean = squares.double().mean(-1, keepdim=True)
+    weight = torch.where(mean > 0, squares.double() / mean.clamp_min(1e-300), 1.0)
+    return weight.clamp_min(LEAST).half()  # at most D, as the mean is 1
+
+
+def by_queries(codec: Codec, squares: Tensor) -> Codec:
+    """The codec of keys with a search that weighs channels by queries; itself where it searches for nothing. squares as of
+    `query_weight`, (H, D).
+    """
+    searches = isinstance(codec, Uniform) and codec.weighable
+    return codec.weighted(query_weight(squares).cpu()) if searches else codec
 
 
 def share_pairs(largest: Tensor, partners: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """InnerQ (Tayaranian et al. 2026): groups along the inner dimension, and keys evened out by a factor a channel.
 
 The codecs need no data. What is measured on text is the key normalisation of section 4.3, f_c = sqrt(max |K_c|) for each kv
-head and channel after RoPE; the bundle carries it, and the cache divides keys by it before they are rounded.
+head and channel after RoPE; the bundle carries it, and the cache divides keys by it before they are rounded. Ours: queries
+on text also say how much each channel's error counts when the scale of a group is searched.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from ..capture import LayerTaps, TapBatch
 from .backbones import INNERQ_KEYS, INNERQ_VALUES
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import PlainComposition
-from .factors import channel_factor, no_factors, outlier_ratios, share_pairs
+from .factors import by_queries, channel_factor, no_factors, outlier_ratios, share_pairs
 
 FACTORS = ("channel", "pair", "none")
+SEARCHES = ("queries", "plain")
 QUERIES = 64  # a window's last ones, whose logits are compared
 
 
@@ -36,6 +38,8 @@ class InnerQ:
     factors: "channel" (the paper's), "pair" (the channels of a RoPE pair share the larger one, as `kvcal fold` needs), "none".
     UsageError where `key` has no use for any; an exception's codec that has none goes without.
     exponent: f = (max |K_c|) ** exponent, the paper's 0.5. powers_of_two: rounded to them: folding is exact in any dtype.
+    search: of codecs that search for a group's scale: the squared error of each key channel counts as the mean square of its
+    queries ("queries"), or all count alike ("plain").
     """
 
     name: ClassVar[str] = "innerq"
@@ -46,6 +50,7 @@ class InnerQ:
     factors: str = "channel"
     exponent: float = 0.5
     powers_of_two: bool = False
+    search: str = "queries"
     per_layer: tuple[str, ...] = ()
     sink: int = 32
     recent: int = 96
@@ -54,6 +59,8 @@ class InnerQ:
     def __post_init__(self) -> None:
         if self.factors not in FACTORS:
             raise UsageError(f"factors {self.factors!r}: allowed are {', '.join(FACTORS)}")
+        if self.search not in SEARCHES:
+            raise UsageError(f"--search {self.search}: allowed are {', '.join(SEARCHES)}")
         if not 0 < self.exponent <= 1:
             raise UsageError(f"exponent {self.exponent}: must be above 0 and at most 1")
         self.composition, self.windows  # noqa: B018  validates
@@ -83,6 +90,8 @@ class InnerQ:
         largest = self._largest(taps, carry)
         codec, name = self.composition.codec, self.composition.name(layer, carry.layers, "key")
         inner = codec(layer, carry.layers, "key")(carry.shape, "key")
+        if self.search == "queries" and isinstance(inner, Uniform) and inner.weighable:
+            inner = by_queries(inner, self._query_squares(taps, carry))
         value = codec(layer, carry.layers, "value")(carry.shape, "value")
         key = inner if self.factors == "none" or no_factors(name) else Scaled(inner, self._factor(largest, taps).cpu())
         errors = _Errors(key, inner, value)
@@ -105,6 +114,14 @@ class InnerQ:
             largest = here if largest is None else torch.maximum(largest, here)
         assert largest is not None
         return largest
+
+    def _query_squares(self, taps: LayerTaps, carry: Carry) -> Tensor:
+        """(H, D) float64: sums over the training windows' queries of their squares."""
+        total = torch.zeros(carry.shape.heads, carry.shape.dim, dtype=torch.float64)
+        for batch in taps.batches({"q"}, self.frame, rows=slice(0, carry.train)):
+            assert batch.q is not None
+            total += _by_kv_head(batch.q, carry.shape.heads).double().square().sum((0, 2)).cpu()
+        return total
 
     def _factor(self, largest: Tensor, taps: LayerTaps) -> Tensor:
         if self.factors == "pair" and taps.rope is not None:

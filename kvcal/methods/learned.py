@@ -21,7 +21,7 @@ from kvcal_artifacts.statistics import subspace
 from ..hashed import spread
 from .backbones import backbone
 from .codebooks import Training, subtract, train_stage
-from .factors import channel_factor, no_factors
+from .factors import by_queries, channel_factor, no_factors
 from .observed import taps_of
 from .seen import Seen
 from .transform import NAME as TRANSFORM
@@ -112,6 +112,7 @@ class FactorBackbone:
     rule: "scaled": InnerQ section 4.3, the root of the channel's largest magnitude. "balanced": the root of its root mean
     square over that of the queries that meet it. Where an error is spread evenly over the scaled channels, that of scores is
     sum f^2 w times sum s^2 / f^2 (s^2: a channel's energy, w: its queries'), least at f^2 = s / sqrt(w) (Cauchy-Schwarz).
+    A codec that searches for scales weighs its channels by w.
     """
 
     codec: str
@@ -128,7 +129,9 @@ class FactorBackbone:
         inner = backbone(self.codec)(seen.shape, seen.role)
         if seen.role == "value":
             return inner
-        factor = self._largest(seen) if self.rule == "scaled" else self._balance(seen.moments())
+        found = seen.moments()
+        factor = self._largest(seen) if self.rule == "scaled" else self._balance(found)
+        inner = by_queries(inner, found.metric().diagonal(dim1=1, dim2=2))
         return Scaled(inner, channel_factor(factor).cpu())
 
     @staticmethod

@@ -6,12 +6,14 @@ Symmetric: two's-complement codes -2^(b-1) to 2^(b-1) - 1 with s = max|x| / 2^(b
 has another level count, docs/methods.md); at one bit the two codes are -s and +s with s = mean|x|.
 Hybrid (InnerQ section 4.1.2): each group symmetric or asymmetric with the same bits, whichever has the lower squared error;
 the sign bit of the scale says which (set: asymmetric), and minima are stored densely, 0 for symmetric groups.
-`search` tries a fixed list of factors on each group's scale and keeps the one with the lowest squared error.
+`search` tries a fixed list of factors on each group's scale and keeps the one with the lowest squared error. Keys may have a
+`weight` for each channel, by which the error counts: only an encoder reads it.
 Scale and minimum are rounded to float16 before the codes are computed, so that encoder and decoder agree.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +28,7 @@ from kvcal_kernels.packing import pack, packed_bytes, unpack
 
 from ..checked import BLOCK, Choice, Field, Flag, Table, Whole, constants
 from ..errors import KVCalError
-from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
+from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, on_device, to_half
 
 Axis = Literal["channel", "token"]
 Mode = Literal["asymmetric", "symmetric", "hybrid"]
@@ -61,6 +63,8 @@ class Uniform(Codec):
 
     search: in mode "symmetric" the factors are also tried with a negative sign, which turns the longer end of the code range
     to the side where the group needs it; stored scales are then negative in about half of the groups.
+    weight: (H, D) float16, positive: what a squared error of each channel counts where candidates are compared; None: all
+    count alike. For groups of channels only: a group of tokens has one channel, so that a weight changes nothing.
     """
 
     name = "uniform"
@@ -74,6 +78,7 @@ class Uniform(Codec):
         axis: Axis = "channel",
         mode: Mode = "asymmetric",
         search: bool = False,
+        weight: Tensor | None = None,
     ) -> None:
         super().__init__(shape, role)
         if type(bits) is not int or type(group) is not int:
@@ -90,7 +95,33 @@ class Uniform(Codec):
         if search not in (False, True):
             raise KVCalError(f"uniform codec, search {search!r}: must be true or false")
         self.bits, self.group, self.axis, self.mode, self.search = bits, group, axis, mode, bool(search)
+        self.weight = weight
+        if weight is not None:
+            self._check_weight(weight)
         self._form = self._find_form()
+
+    @property
+    def weighable(self) -> bool:
+        """Whether weights of channels would change what is stored."""
+        return self.axis == "channel" and self.search
+
+    def _check_weight(self, weight: Tensor) -> None:
+        wanted = (self.shape.heads, self.shape.dim)
+        if not self.weighable:
+            raise KVCalError(
+                f"uniform codec, weights of channels with axis {self.axis!r}, search {self.search}: need axis 'channel' and a "
+                "search"
+            )
+        if tuple(weight.shape) != wanted or weight.dtype != torch.float16:
+            raise KVCalError(
+                f"uniform codec, weights {tuple(weight.shape)} {weight.dtype}: must be {wanted} torch.float16"
+            )
+        if not bool(((weight > 0) & torch.isfinite(weight)).all()):
+            raise KVCalError(f"uniform codec, weight of {float(weight.float().min())}: must be positive and finite")
+
+    def weighted(self, weight: Tensor) -> Uniform:
+        """The same codec with these weights of channels, (H, D) float16."""
+        return Uniform(self.shape, self.role, **self.config(), weight=weight)
 
     def paper_bits(self) -> float:
         """A 16-bit scale a group, and a 16-bit zero point unless symmetric; in mode "hybrid" for every group (InnerQ Table 3;
@@ -202,13 +233,16 @@ class Uniform(Codec):
         return codes * 2 - 1 if self.bits == 1 else codes - 2 ** (self.bits - 1)
 
     def _best(self, x: Tensor) -> _Coded:
-        """The candidate with the lowest squared error, group by group; the first of equals."""
+        """The candidate with the lowest squared error, weighted where there are weights, group by group; the first of equals."""
         if not self.search and self.mode != "hybrid":
             return next(self._candidates(x))
         best: _Coded | None = None
+        weight = None
+        if self.weight is not None:  # (H, 1, 1, D / g, g)
+            weight = torch.unflatten(self.weight.float(), -1, (-1, self.group))[:, None, None]
         for other in self._candidates(x):
             off = self._restore(other.codes, other.scale, other.base) - x
-            other.error = tree_sum(off * off)
+            other.error = tree_sum(off * off if weight is None else off * off * weight)
             best = other if best is None else _lower(best, other)
         assert best is not None
         return best
@@ -272,7 +306,17 @@ class Uniform(Codec):
         settings = dict(config)
         if first:
             settings["mode"] = "symmetric" if settings.pop("symmetric") else "asymmetric"
-        return cls(shape, role, **settings)
+        return cls(shape, role, **settings, weight=tensors.get("weight"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.weight is None else {"weight": self.weight}
+
+    def to(self, device: torch.device) -> Uniform:
+        if self.weight is None or self.weight.device == device:
+            return self
+        twin = copy.copy(self)
+        twin.weight = on_device(self.weight, device)
+        return twin
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape
