@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 from kvcal_artifacts.bundle import Bundle, write_atomically
 from kvcal_artifacts.errors import GateFailed, KVCalError, UsageError
+from kvcal_artifacts.files import read_bytes
 from kvcal_artifacts.scheme import Scheme
 
 from .evaluate.canary import Canary
@@ -224,7 +225,7 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
 
 def _append(path: Path, text: str) -> None:
     """On a line of its own, whatever stands before it."""
-    held = path.read_bytes() if path.exists() else b""
+    held = read_bytes(path) if path.exists() else b""
     with path.open("ab") as file:
         file.write((b"" if held.endswith(b"\n") or not held else b"\n") + text.encode())
 

@@ -458,6 +458,10 @@ def run_build(
     if dry_run:
         return _told(recipe, plans, todo, [], "build")
     _make_folder(recipe.output)
+    check_output(recipe.lock, "output in the recipe")
+    for plan in plans:
+        if plan.why is not None:
+            check_output(plan.path, "output in the recipe")
     with only_build(recipe.output):
         by_name = {plan.entry.name: plan for plan in plans}
 

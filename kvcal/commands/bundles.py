@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcal_artifacts.bundle import Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import read_bytes
 
 from .. import models
 from ..diff import diff
@@ -22,7 +23,7 @@ INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is 
 
 
 def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    found = diff(load_bundle(first), load_bundle(second), same_bytes=first.read_bytes() == second.read_bytes())
+    found = diff(load_bundle(first), load_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
     return {"a": str(first), "b": str(second), **found}
 
 
