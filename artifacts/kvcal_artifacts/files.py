@@ -108,7 +108,9 @@ def _host() -> str:
 
 def _stem(place: Path) -> str:
     """How names of temporary files for `place` begin."""
-    name = place.name if len(os.fsencode(place.name)) <= LONGEST else hashlib.sha256(os.fsencode(place.name)).hexdigest()
+    name = (
+        place.name if len(os.fsencode(place.name)) <= LONGEST else hashlib.sha256(os.fsencode(place.name)).hexdigest()
+    )
     return f".{name}.{_host()}."
 
 

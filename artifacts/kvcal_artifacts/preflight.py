@@ -300,7 +300,7 @@ def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
 
 
 def read() -> dict[str, str | None]:
-    """Known verdicts; nothing where the file is missing, damaged or not ours. Raises KVCalError where it is a pipe or device."""
+    """Known verdicts; nothing where the file is missing, damaged or not ours. Raises KVCalError where it is a pipe, say."""
     try:
         found = json.loads(read_text(folder() / FILE))
     except FileNotFoundError:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 
-JOINERS = "\u200c\u200d"  # zero width, and needed by Persian, Indic scripts and emoji
+# C0 and C1 codes, halves of surrogate pairs, line separators, and what is invisible: among it all that reverses the direction
+# of writing. Joiners (U+200C, U+200D) stay: Persian, Indic scripts and emoji need them.
+COMMANDS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
+)
 SECRETS = (  # what stands in addresses and must not stand in logs
     (re.compile(r"(?<=://)[^/\s@'\"<>]+@"), "***@"),
     (re.compile(r"\bhf_[A-Za-z0-9]{20,}\b"), "hf_***"),
@@ -15,17 +19,9 @@ SECRETS = (  # what stands in addresses and must not stand in logs
 def shown(text: object, keep: str = "") -> str:
     """`str(text)` with control characters as Python writes them: \\n, \\x1b, \\u202e. The rest stays as it is.
 
-    Escaped are C0 and C1 codes, line and paragraph separators, halves of surrogate pairs, and invisible characters such as
-    those that reverse the direction of writing. keep: characters that stay, as "\\n" where lines are meant.
+    keep: characters that stay, as "\\n" where lines are meant.
     """
-    text = str(text)
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(one if one in keep or not _commands(one) else _escaped(one) for one in text)
-
-
-def _commands(one: str) -> bool:
-    return one not in JOINERS and unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return COMMANDS.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), str(text))
 
 
 def _escaped(one: str) -> str:
@@ -33,7 +29,7 @@ def _escaped(one: str) -> str:
 
 
 def message(text: object) -> str:
-    """`shown` in one line, without user names, passwords and tokens: an address as https://user:pass@host loses the first two."""
+    """`shown` without user names, passwords and tokens: https://user:pass@host loses the first two."""
     line = shown(text)
     for secret, instead in SECRETS:
         line = secret.sub(instead, line)

@@ -9,7 +9,7 @@ import typer
 
 from kvcal.cli.failure import DIFFERENT
 from kvcal.cli.options import Column, Device, Dtype, Json, Random, Revision, Seed, Text, said_of
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import line, note, print_json, print_table
 
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
 
@@ -59,7 +59,8 @@ def _errors(errors: dict[str, Any]) -> None:
         rows = [errors[role][layer] or [None] * heads for role in ("key", "value")]
         return [None if x is None else f"{x:.5f}" for row in rows for x in row]
 
-    print(f"\nrelative squared error by kv head, {errors['from']}:")
+    line()
+    line(f"relative squared error by kv head, {errors['from']}:")
     print_table(columns, [[layer, *cells(layer)] for layer in range(len(errors["key"]))])
 
 
@@ -110,7 +111,7 @@ def verify(
     if json:
         print_json(found)
     else:
-        print(f"{found['bundle']}: good ({', '.join(found['checked'])})")
+        line(f"{found['bundle']}: good ({', '.join(found['checked'])})")
 
 
 SHOWN = 8  # differences of a section; --json has all
@@ -138,16 +139,16 @@ def print_differences(found: dict[str, Any]) -> None:
     from kvcal.diff import SECTIONS, phrase
 
     if found["same"]:
-        print("the same bytes")
+        line("the same bytes")
         return
     for section in SECTIONS:
         rows = found[section]
         if not rows:
             continue
-        print(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
+        line(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
         for row in rows[:SHOWN]:
-            print(f"  {phrase(row)}")
+            line(f"  {phrase(row)}")
         if len(rows) > SHOWN:
-            print(f"  … and {len(rows) - SHOWN} more (--json has all)")
+            line(f"  … and {len(rows) - SHOWN} more (--json has all)")
     if not any(found[section] for section in SECTIONS):
-        print("the files differ only in how they are laid out: every value is the same")
+        line("the files differ only in how they are laid out: every value is the same")

@@ -10,7 +10,7 @@ import typer
 from kvcal.cli.bundle import File, print_differences
 from kvcal.cli.failure import DIFFERENT
 from kvcal.cli.options import Json
-from kvcal.cli.output import note, print_json
+from kvcal.cli.output import line, note, print_json
 
 
 def reproduce(
@@ -49,15 +49,15 @@ def _told(found: dict[str, Any]) -> None:
     from kvcal.diff import phrase
 
     if found["same"]:
-        print(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")
+        line(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")
         return
     first = found["first_tensor"]
-    print(
+    line(
         f"{found['bundle']}: "
         + (f"the first tensor that differs is {phrase(first)}" if first else "every tensor is the same")
     )
     for name, rows in (("inputs are not those recorded", found["inputs"]), ("made elsewhere", found["environment"])):
         if rows:
-            print(f"{name}: {'; '.join(phrase(row) for row in rows)}")
-    print("a: the bundle, b: made again")
+            line(f"{name}: {'; '.join(phrase(row) for row in rows)}")
+    line("a: the bundle, b: made again")
     print_differences(found)
