@@ -5,7 +5,6 @@ Everything that decides a bundle's bytes is in its provenance; where a text or a
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -16,6 +15,7 @@ from kvcal_artifacts.errors import KVCalError
 
 from .methods.plain import COMPOSED, PRESETS
 from .methods.squat import TASKS, paper_settings
+from .report.escape import shell
 
 Options = dict[str, Any]
 LOCAL = ("file:", "folder:")  # texts whose place is not recorded, only name and hash
@@ -52,7 +52,7 @@ class Recorded:
         for name, value in shown.items():
             if value != defaults.get(name):
                 words += _words(name, value)
-        return shlex.join(words)
+        return shell(words)
 
 
 def _words(name: str, value: Any) -> list[str]:

@@ -65,32 +65,37 @@ def _errors(errors: dict[str, Any]) -> None:
 
 
 def _facts(found: dict[str, Any]) -> None:
-    model, text = found["model"], found["provenance"].get("text", {})
+    from kvcal.evaluate.errors import head_errors_fault
+    from kvcal.records import Table
+
+    model, made, metrics = found["model"], Table(found["provenance"]), Table(found["metrics"])
+    text, settings = made.table("text"), made.table("settings")
     facts = {
         "bundle": found["bundle"],
         "sha256": found["sha256"],
         "bytes": found["bytes"],
-        "made by": found["provenance"].get("tool"),
-        "method": found["provenance"].get("method"),
-        "settings": _listed(found["provenance"].get("settings", {})),
+        "made by": made.said("tool"),
+        "method": made.said("method"),
+        "settings": settings.fault or _listed(settings),
         "model": f"{model['architecture']}, {model['layers']} layers, {model['kv_heads']} x {model['head_dim']}",
         "weights": model["revision"],  # random:SEED where they are random
-        "text": text.get("source"),
+        "text": text.fault or text.said("source"),
         "windows": ", ".join(f"{name} {value}" for name, value in found["windows"].items()),
         "frame": found["frame"],
         "token selection": _selection(found["selection"]),
         "bits a value": f"{found['bits_per_value']:.4f}"
         + (" (expected: blocks differ in size)" if found["bits_are"] == "expected" else ""),
         "resident bytes": found["resident_bytes"],
-        "held-out": _listed({name: value for name, value in found["metrics"].items() if isinstance(value, float)}),
+        "held-out": _listed(Table({name: value for name, value in metrics.fields.items() if isinstance(value, float)})),
     }
+    if found["head_errors"] is None and (fault := head_errors_fault(found["metrics"])) is not None:
+        facts["errors by head"] = fault
     print_table(["what", "value"], facts.items())
 
 
-def _listed(fields: dict[str, Any]) -> str:
-    """name=value, ...; floats to five digits."""
-    shown = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in fields.items()}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+def _listed(fields: Any) -> str:
+    """name=value, ... of a kvcal.records.Table; floats to five digits."""
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def verify(

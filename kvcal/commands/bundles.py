@@ -14,7 +14,8 @@ from kvcal_artifacts.files import read_bytes
 
 from .. import models
 from ..diff import diff
-from ..evaluate.errors import HeadErrors, measured_head_errors, stored_head_errors
+from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
+from ..records import check_depth
 from ..report.plots import check_plot, head_errors_png
 from ..workbench import check_bundle, open_model
 from .common import Say, check_column, check_context, evaluation_text, refuse_idle, refuse_idle_seed, text_for
@@ -38,6 +39,7 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
     refuse_idle_seed(o, said)
     bundle = load_bundle(path)
+    check_depth(bundle)
     scheme = bundle.scheme
     rows = [
         {"layer": i, "key": pair.key.describe(), "value": pair.value.describe()}
@@ -98,7 +100,9 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
 
 def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
     if errors is None:
-        raise UsageError(f"--plot: {bundle.name} stores no errors by head; give --model to measure them")
+        fault = head_errors_fault(bundle.metrics)
+        what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
+        raise UsageError(f"--plot: {bundle.name} stores {what}; give --model to measure them")
     picture = head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
     write_atomically(path, picture, "--plot")
 
