@@ -113,7 +113,7 @@ def _check_types(evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]
             raise UsageError(f"--eval: {name} is {kind_of(evaluation[name])}, not what `kvcal eval --json` prints")
     for row in rows:
         for name in FIGURES:
-            if row[name] is not None and not is_number(row[name]):
+            if type(row[name]) not in (int, float, type(None)):
                 raise UsageError(
                     f"--eval: {name} of {row['name']} is {kind_of(row[name])}, not what `kvcal eval --json` prints"
                 )

@@ -94,7 +94,7 @@ def push(
         info = api.model_info(repo, revision=done.oid, files_metadata=True)
     for name, content in contents.items():
         _compare(f"{repo}: {name} on the hub", content, _entry(info, name))
-    return Pushed(repo, done.commit_url, done.oid, done.oid != before, bundle.name, digest, tuple(contents))
+    return Pushed(repo, hub.public(done.commit_url), done.oid, done.oid != before, bundle.name, digest, tuple(contents))
 
 
 def pull(
@@ -130,7 +130,7 @@ def pull(
                 f"{repo}: {name} has sha256 {digest[:16]}…, --sha256 says {sha256[:16]}…; nothing was written"
             )
         _check(repo, temporary / name)
-    pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, tuple(places.values()))
+    pulled = Pulled(repo, hub.public(api.endpoint), revision, info.sha, name, digest, tuple(places.values()))
     contents[record] = (json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n").encode()
     write_together({folder / place: contents[place] for place in reversed(contents)})  # the bundle comes last
     return pulled

@@ -39,8 +39,8 @@ def on_stdout() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document. A number that JSON does not have (NaN, infinity) is null. All control characters are escaped, in a way
-    that JSON has, so that the value read from it is the same. Raises KVCalError, as `on_stdout`.
+    """One JSON document. A number that JSON does not have (NaN, infinity) is null. All control characters are escaped,
+    as JSON can, so that the value read from it is the same. Raises KVCalError, as `on_stdout`.
     """
     text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     with on_stdout():

@@ -25,13 +25,22 @@ def reproduce(
             help="A bundle that `combine` or `fold` read, found by its hash; without it, it is made again too."
         ),
     ] = None,
+    tasks_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of task files, where the recorded objective is a task that lm-eval does not come with."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Another device than recorded.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the new bundle there; an interrupted run then goes on.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run the command that made a bundle again and compare bytes; exit code 7, and what differs first, if they do."""
+    """Run the command that made a bundle again and compare bytes; exit code 7, and what differs first, if they do.
+
+    No path is taken from the bundle: give --text, --model and --tasks-path where it was made from local files.
+    """
     options: dict[str, Any] = dict(locals())
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.reproduce import run_reproduce

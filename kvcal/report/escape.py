@@ -17,7 +17,7 @@ ENTITIES = {
     "$": "&#36;",
 }  # the last two begin formulas on the hub
 # Emphasis, code, links and tables; `_` does nothing inside a word.
-MARKS = re.compile(r"[`*\[\]~|]|(?<!\w)_|_(?!\w)")
+MARKS = re.compile(r"[`*\[\]~|]|(?<![^\W_])_|_(?![^\W_])")
 LINKS = re.compile(r":(?=//)|(?<=www)\.|(?<=[\w.+-])@(?=[\w-]+\.)", re.IGNORECASE)  # what becomes one without brackets
 
 
