@@ -59,6 +59,11 @@ class ModelSource:
         return f"{self.name} ({self.hub_id})" if self.hub_id and self.hub_id != self.name else self.name
 
     @property
+    def public(self) -> str:
+        """For files that others read: as `name`, but of a folder its last part, for a path may tell who the user is."""
+        return self.stem if self.kind == "folder" else self.name
+
+    @property
     def stem(self) -> str:
         """For file names: `llama-3.2-3b`, or the last part of a hub id or of a path."""
         if self.folder is not None and self.kind == "folder":
