@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,8 @@ def make_card(
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
 
 
+SHA256 = re.compile("[0-9a-f]{64}")
+TYPED = re.compile(r"[\w.+@:/ -]+")  # names that a model may have; any other stands as MODEL in commands
 ABOUT = ("windows", "length", "step", "dtype", "text")  # what an evaluation says of itself
 FIGURES = ("perplexity", "kl", "bits_per_value", "cache_bytes")
 
@@ -196,6 +199,12 @@ def _model_name(bundle: Bundle, otherwise: str) -> str:
     return model.fault or model.said("hub_id") or model.said("name") or otherwise
 
 
+def _typed_model(bundle: Bundle) -> str:
+    """What --model takes."""
+    name = _model_name(bundle, "MODEL")
+    return name if TYPED.fullmatch(name) and Table(bundle.provenance).table("model").fault is None else "MODEL"
+
+
 def _intro(bundle: Bundle) -> str:
     method, name = _method(bundle), markdown(_model_name(bundle, "its model"))
     what = METHODS.get(method, f"the preset {markdown(method)}, which needs no data")
@@ -208,7 +217,7 @@ def _intro(bundle: Bundle) -> str:
 def _use(bundle: Bundle, repo: str | None) -> str:
     file = f"{bundle.name}{SUFFIX}"
     fetch = [] if repo is None else [shell(["kvcal", "pull", repo])]
-    verify = ["kvcal", "verify", file, "--model", _model_name(bundle, "MODEL"), *_random_weights(bundle)]
+    verify = ["kvcal", "verify", file, "--model", _typed_model(bundle), *_random_weights(bundle)]
     lines = (
         "from kvcal_artifacts import load_bundle, load_cache",
         "",
@@ -249,7 +258,9 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "made by": ", ".join([str(made.said("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
         "sha256": sha256,
     }
-    return "## What it is\n\n" + table(["", ""], [[k, code(v) if "sha256" in k else v] for k, v in rows.items() if v])
+    return "## What it is\n\n" + table(
+        ["", ""], [[k, code(v) if SHA256.fullmatch(str(v)) else v] for k, v in rows.items() if v]
+    )
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -273,7 +284,7 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         "full precision."
     )
     options = {
-        "model": _model_name(bundle, "MODEL"),  # not evaluation["model"], which may be a path
+        "model": _typed_model(bundle),  # not evaluation["model"], which may be a path
         "text": _place(str(evaluation["text"])),
         **{name: evaluation[name] for name in ("windows", "length", "step", "dtype")},
     }

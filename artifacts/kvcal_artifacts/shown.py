@@ -11,7 +11,7 @@ COMMANDS = re.compile(
     "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
 )
 SECRETS = (  # what stands in addresses and must not stand in logs
-    (re.compile(r"(?<=://)[^/\s@'\"<>]+@"), "***@"),
+    (re.compile(r"(?<=://)[^/\s'\"<>]+@"), "***@"),
     (re.compile(r"\bhf_[A-Za-z0-9]{20,}\b"), "hf_***"),
 )
 

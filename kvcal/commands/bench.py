@@ -527,7 +527,9 @@ def _generation(
             for kind in every:
                 rows_now = kept.rows(
                     f"largest-batch {kind.name} ({kind.path}), length {length}",
-                    partial(generation.largest_batch_rows, source.public, model, [kind], length, where.name, found, copy),
+                    partial(
+                        generation.largest_batch_rows, source.public, model, [kind], length, where.name, found, copy
+                    ),
                 )
                 measured += rows_now
                 if sizes := [row.more["largest_batch"] for row in rows_now if "largest_batch" in row.more]:

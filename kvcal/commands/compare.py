@@ -259,7 +259,11 @@ def _calibration(
     }  # fmt: skip
     origin = text_for(own, source, "calibration")
     say(f"calibration text: {origin}")
-    return {"text": calibration_windows(own, source, loaded.tokenizer, origin), "seed": o["seed"], "name": source.public}
+    return {
+        "text": calibration_windows(own, source, loaded.tokenizer, origin),
+        "seed": o["seed"],
+        "name": source.public,
+    }
 
 
 def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any], work: Work, name: str, say: Say) -> Bundle:
