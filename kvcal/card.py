@@ -258,9 +258,8 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "made by": ", ".join([str(made.said("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
         "sha256": sha256,
     }
-    return "## What it is\n\n" + table(
-        ["", ""], [[k, code(v) if SHA256.fullmatch(str(v)) else v] for k, v in rows.items() if v]
-    )
+    cells = [[name, code(value) if SHA256.fullmatch(str(value)) else value] for name, value in rows.items() if value]
+    return "## What it is\n\n" + table(["", ""], cells)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -93,9 +93,15 @@ def _recorded(provenance: Mapping[str, Any], name: str, depth: int = 0) -> Recor
         return found
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise KVCalError(
-            f"{name}: its provenance does not say how it was made ({type(error).__name__}: {error}); a version of kvcal "
+            f"{name}: its provenance does not say how it was made ({_why(error)}); a version of kvcal "
             "that records it is needed, or the command itself"
         ) from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing or not known"
+    return str(error) if isinstance(error, ValueError) else "a value is of another type than kvcal records"
 
 
 def _check(found: Recorded) -> None:
