@@ -64,7 +64,7 @@ def test_credentials_are_left_out() -> None:
     assert not any(word in line for word in ("anna", "se@", "cret", "abcdefgh"))
     assert "hub.lab/api?x=1" in line
     assert message("org/name@main, a@b.org") == "org/name@main, a@b.org"
-    assert str(KVCalError("x\x1b[2J\n of https://u:p@h/")) == "x\\x1b[2J\\n of https://***@h/"
+    assert str(KVCalError("x\x1b[2J\nof https://u:p@h/")) == "x\\x1b[2J\\nof https://***@h/"
 
 
 def test_an_endpoint_with_credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ COMMANDS = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
 )
+LAYOUT = re.compile(r" +[\r\n]+ *|[\r\n]+ +")
 SECRETS = (  # what stands in addresses and must not stand in logs
     (re.compile(r"(?<=://)[^/\s'\"<>]+@"), "***@"),
     (re.compile(r"\bhf_[A-Za-z0-9]{20,}\b"), "hf_***"),
@@ -29,8 +30,11 @@ def _escaped(one: str) -> str:
 
 
 def message(text: object) -> str:
-    """`shown` without user names, passwords and tokens: https://user:pass@host loses the first two."""
-    line = shown(text)
+    """`shown` without user names, passwords and tokens: https://user:pass@host loses the first two.
+
+    Line ends with spaces beside them are layout, and become one space.
+    """
+    line = shown(LAYOUT.sub(" ", str(text)))
     for secret, instead in SECRETS:
         line = secret.sub(instead, line)
     return line
