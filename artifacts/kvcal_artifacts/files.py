@@ -17,13 +17,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-try:
+CAN_LOCK = find_spec("fcntl") is not None  # not on Windows
+if CAN_LOCK:
     import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -89,7 +89,7 @@ def open_lock(path: str | os.PathLike[str]) -> int:
 
 def lock(handle: int, *, wait: bool) -> bool | None:
     """Whether this descriptor has the lock now; None where files cannot be locked."""
-    if fcntl is None:
+    if not CAN_LOCK:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -154,7 +154,7 @@ def _locked_folder(place: Path) -> tuple[Path, int | None]:
     for _ in range(TRIES):
         path = _new(place)
         os.mkdir(path)
-        if fcntl is None:
+        if not CAN_LOCK:
             return path, None
         with suppress(FileNotFoundError):  # swept away between the two calls
             handle = os.open(path, os.O_RDONLY | NO_LINK)
@@ -185,7 +185,7 @@ def _is_at(handle: int, path: str | os.PathLike[str]) -> bool:
 
 def _sweep(place: Path) -> None:
     """Remove what killed writers of `place` left: files and folders of our names that nobody has locked."""
-    if fcntl is None:
+    if not CAN_LOCK:
         return
     ours = re.compile(re.escape(_stem(place)) + r"[0-9a-f]{8}\.tmp")
     with suppress(OSError), os.scandir(place.parent) as entries:
