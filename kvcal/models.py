@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UnsupportedModel, UsageError
+from kvcal_artifacts.files import kind_of, read_text
 
 from . import hub
 from .catalogue import ALIASES, BY_HUB_ID, CATALOGUE, TINY, Geometry, ModelEntry, models_table, paper_presets
@@ -56,6 +57,11 @@ class ModelSource:
     def label(self) -> str:
         """For messages: the short name and, where it differs, what it stands for."""
         return f"{self.name} ({self.hub_id})" if self.hub_id and self.hub_id != self.name else self.name
+
+    @property
+    def public(self) -> str:
+        """For files that others read: as `name`, but of a folder its last part, for a path may tell who the user is."""
+        return self.stem if self.kind == "folder" else self.name
 
     @property
     def stem(self) -> str:
@@ -103,6 +109,9 @@ def _folder(name: str, path: Path, revision: str | None) -> ModelSource:
     _no_revision(name, revision)
     if not (path / "config.json").is_file():
         raise ModelUnavailable(f"folder {name} holds no config.json: it is not a model")
+    for entry in path.iterdir():  # Transformers looks for many names, and would wait for a pipe
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise ModelUnavailable(f"folder {name} holds {entry.name}, {kind_of(entry.stat().st_mode)}: remove it")
     return ModelSource("folder", name, folder=path)
 
 
@@ -501,5 +510,5 @@ def _parameter_bytes(source: ModelSource, dtype: torch.dtype) -> str:
 
 def config_fields(source: ModelSource) -> dict[str, Any]:
     """The raw config.json of a source, as it lies there."""
-    fields: dict[str, Any] = json.loads(_config_path(source).read_text("utf-8"))
+    fields: dict[str, Any] = json.loads(read_text(_config_path(source)))
     return fields

@@ -26,6 +26,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import check_regular
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps
@@ -419,6 +420,7 @@ class StageCheckpoint(Checkpoint):
     def _read(self, path: Path, made: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
         """What `made` makes of the file; None where there is none, or a damaged one, which is removed."""
         try:
+            check_regular(path, path.stat().st_mode)  # a pipe would be waited for
             with safe_open(path, framework="pt") as file:
                 names, known = file.keys(), json.loads(file.metadata()["stage"])
                 tensors = {name: file.get_tensor(name) for name in names}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable
+from kvcal_artifacts.files import open_regular, read_text
 
 from .checkpoint import Origin, Origins, check_shape
 from .hub import INDEX, one_line
@@ -255,7 +257,7 @@ def shard_map(label: str, index: Path) -> dict[str, str]:
     if index.name != INDEX:
         return dict.fromkeys(open_shard(label, index, "cpu").keys(), index.name)
     try:
-        mapping = json.loads(index.read_text("utf-8"))["weight_map"]
+        mapping = json.loads(read_text(index))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"{label}: {index.name} is damaged ({one_line(error)})") from error
     return {str(name): str(shard) for name, shard in mapping.items()}
@@ -295,13 +297,13 @@ def file_sha256(path: Path) -> str:
 
 
 def _whole(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+    with os.fdopen(open_regular(path), "rb") as stream:
         while piece := stream.read(1 << 22):
             yield piece
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+    with os.fdopen(open_regular(path), "rb") as stream:
         size = stream.read(8)
         header = stream.read(int.from_bytes(size, "little"))
         yield size + header

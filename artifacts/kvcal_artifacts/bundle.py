@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,6 +25,7 @@ from . import checked, hf
 from .checked import Choice, Free, Hash, Listed, Named, Number, OrNull, Table, Text, Whole, shown
 from .codecs import Codec, Role, Shape, build, state_of
 from .errors import CorruptBundle, IncompatibleBundle, KVCalError
+from .files import is_read_only, kind_of, temporary_file
 from .scheme import FRAMES, HeavyHitters, LayerCodecs, Scheme, Windows
 
 FORMAT = "kvcal"
@@ -278,10 +278,6 @@ class Bundle:
 
 
 STANDARD_STREAMS = {1: "standard output", 2: "standard error"}
-KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link that leads to itself",
-}  # fmt: skip
 
 
 def named(path: Path) -> str:
@@ -295,8 +291,8 @@ def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
     option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
-    file, which a rename would destroy, and for the file that standard output or standard error goes to, whose text it would
-    lose.
+    file, which a rename would destroy, for a file that is protected from writing, and for the file that standard output or
+    standard error goes to, whose text it would lose.
     """
     name = f"{option} {named(path)}".lstrip()
     behind = Path(os.path.realpath(path))
@@ -305,7 +301,10 @@ def file_behind(path: Path, option: str = "") -> Path:
             # /dev/stdout of a pipeline: its real path names nothing, but it can be looked at through the link
             seen = _status(path) or os.lstat(behind)
             if not stat.S_ISREG(seen.st_mode):
-                raise KVCalError(f"{name} is {KINDS[stat.S_IFMT(seen.st_mode)]}: give a file name")
+                raise KVCalError(f"{name} is {kind_of(seen.st_mode)}: give a file name")
+            if is_read_only(behind, seen):
+                mode = f"mode {stat.S_IMODE(seen.st_mode):04o}"
+                raise KVCalError(f"{name} is read-only ({mode}): give another file name, or make it writable first")
             for number, stream in STANDARD_STREAMS.items():
                 with suppress(OSError):  # closed
                     if os.path.samestat(os.fstat(number), seen):
@@ -332,7 +331,7 @@ def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
 
 def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
     """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
-    all of them are whole, so that a full disk or an interrupt changes none.
+    all of them are whole, so that a full disk or an interrupt changes none. What a killed write left there is removed.
 
     A symlink stays one: the file it leads to is replaced. option: which names the paths, for messages. Raises KVCalError
     where one cannot be written, and as `file_behind`.
@@ -344,25 +343,22 @@ def write_together(files: Mapping[Path, bytes], option: str = "--output") -> Non
             if not place.parent.is_dir():
                 raise KVCalError(f"{place.parent} is not a folder; create it or give another {option}")
             with _explained(path):
-                handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp")
-                temporary = Path(name)
+                handle, temporary = temporary_file(place)
+                waiting.callback(os.close, handle)  # the last: until then it is locked
                 waiting.callback(temporary.unlink, missing_ok=True)
-                _fill(handle, temporary, data)
+                _fill(handle, data)
             ready.append((path, temporary, place))
         for path, temporary, place in ready:
             with _explained(path):
                 os.replace(temporary, place)
 
 
-def _fill(handle: int, path: Path, data: bytes) -> None:
-    """On the disk, with the permissions that new files usually have: temporary ones are their owner's alone."""
-    with os.fdopen(handle, "wb") as file:
+def _fill(handle: int, data: bytes) -> None:
+    """On the disk; the descriptor stays open."""
+    with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
 
 
 @contextmanager

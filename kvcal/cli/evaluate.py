@@ -29,7 +29,7 @@ from kvcal.cli.options import (
     Text,
     said_of,
 )
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_table, prose
 
 
 def evaluate(
@@ -154,7 +154,7 @@ def generate(
     if json:
         print_json(found)
     else:
-        print(found["text"])
+        prose(found["text"])
         held, bits = found["nbytes"], found["bits_per_value"]
         packed = (
             "nothing packed yet" if math.isnan(bits) else f"{held['packed']} bytes packed at {bits:.3f} bits a value"

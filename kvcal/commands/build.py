@@ -24,6 +24,7 @@ import torch
 from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.shown import message
 
 from .. import fit, models
 from ..build import (
@@ -344,7 +345,7 @@ def _worker_start(parent: int, threads: int) -> None:
 
 def _worker_run(work: Work) -> list[tuple[str, str, int]]:
     done: list[tuple[str, str, int]] = []
-    run_work(work, lambda line: print(line, file=sys.stderr), lambda *written: done.append(written))
+    run_work(work, lambda line: print(message(line), file=sys.stderr), lambda *written: done.append(written))
     return done
 
 
@@ -458,6 +459,10 @@ def run_build(
     if dry_run:
         return _told(recipe, plans, todo, [], "build")
     _make_folder(recipe.output)
+    check_output(recipe.lock, "output in the recipe")
+    for plan in plans:
+        if plan.why is not None:
+            check_output(plan.path, "output in the recipe")
     with only_build(recipe.output):
         by_name = {plan.entry.name: plan for plan in plans}
 

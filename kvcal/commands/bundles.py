@@ -10,10 +10,12 @@ from typing import Any
 
 from kvcal_artifacts.bundle import Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import read_bytes
 
 from .. import models
 from ..diff import diff
-from ..evaluate.errors import HeadErrors, measured_head_errors, stored_head_errors
+from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
+from ..records import check_depth
 from ..report.plots import check_plot, head_errors_png
 from ..workbench import check_bundle, open_model
 from .common import (
@@ -31,7 +33,7 @@ INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is 
 
 
 def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
@@ -46,6 +48,7 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
     refuse_idle_seed(o, said)
     bundle = load_bundle(path)
+    check_depth(bundle)
     scheme = bundle.scheme
     rows = [
         {"layer": i, "key": pair.key.describe(), "value": pair.value.describe()}
@@ -106,14 +109,16 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
 
 def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
     if errors is None:
-        raise UsageError(f"--plot: {bundle.name} stores no errors by head; give --model to measure them")
+        fault = head_errors_fault(bundle.metrics)
+        what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
+        raise UsageError(f"--plot: {bundle.name} stores {what}; give --model to measure them")
     picture = head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
     write_atomically(path, picture, "--plot")
 
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    found = diff(load_bundle(first), load_bundle(second), same_bytes=first.read_bytes() == second.read_bytes())
+    found = diff(load_bundle(first), load_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
     return {"a": str(first), "b": str(second), **found}
 
 

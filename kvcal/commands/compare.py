@@ -171,7 +171,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     )  # fmt: skip
     say_coverage(loaded.model, say)
     settings = {
-        "model": o["model"], "revision": loaded.revision, "random_weights": loaded.random_weights,
+        "model": source.public, "revision": loaded.revision, "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source,
         "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
         "attention_windows": min(o["attention_windows"], len(text.ids)), "at_length": o["at_length"] or length,
@@ -262,7 +262,11 @@ def _calibration(
     }  # fmt: skip
     origin = text_for(own, source, "calibration")
     say(f"calibration text: {origin}")
-    return {"text": calibration_windows(own, source, tokenizer, origin, say), "seed": o["seed"], "name": o["model"]}
+    return {
+        "text": calibration_windows(own, source, tokenizer, origin, say),
+        "seed": o["seed"],
+        "name": source.public,
+    }
 
 
 def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any], work: Work, name: str, say: Say) -> Bundle:

@@ -121,7 +121,7 @@ def run_eval(
         "canary": {name: str(alive) for name, alive in canaries.items()},
         "gates": checks,
         "passed": all(check.passed for check in checks),
-        "model": o["model"],
+        "model": source.public,
         "revision": loaded.revision,
         "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),

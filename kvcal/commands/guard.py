@@ -13,6 +13,7 @@ from kvcal_artifacts.scheme import Scheme
 
 from .. import corpus
 from ..capture import LayerSource
+from ..evaluate.layers import recorded_rows
 from ..methods.plain import DataFree
 from ..outliers import warnings, window_length, window_of
 
@@ -24,7 +25,7 @@ def unmeasured(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[
     found: dict[str, Scheme] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
-            seen = any("key_channel_error" in layer for layer in row.metrics.get("layers", []))
+            seen = any("key_channel_error" in layer for layer in recorded_rows(row.metrics) or [])
             found |= {} if seen else {name: row.scheme}
         else:
             found[name] = row.scheme(model)

@@ -124,7 +124,8 @@ def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[
     own = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text
     return {
-        "version": __version__, "model": o["model"], "revision": opened.revision, "random_weights": opened.random_weights,
+        "version": __version__, "model": opened.name.public, "revision": opened.revision,
+        "random_weights": opened.random_weights,
         "dtype": str(opened.source.model.dtype).removeprefix("torch."), "device": opened.device.type,
         "batch": o["batch"] or default_batch(of.length, opened.device), "seed": o["seed"], "text": text.source,
         "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **own,
