@@ -199,7 +199,7 @@ class FixedLayer(KVCalLayer):
                 return super().update(key_states, value_states)
             self._uncompiled = True
         if not self.ready or key_states.shape[2] > self._cache.most_queries:
-            raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
+            raise KVCalError(f"{self.title}: {self._cache.why_not_compiled(key_states.shape[2])}")
         turn = hf.turn_of(self.site)
         turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
         return key_states, value_states
@@ -212,7 +212,7 @@ class FixedLayer(KVCalLayer):
             return self._frame_keys(handed)
         if turn.shown is None:
             raise KVCalError(
-                f"layer {self.index}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
+                f"{self.title}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
                 "scheme is open, the projection of keys within it"
             )
         return turn.shown
@@ -223,7 +223,7 @@ class FixedLayer(KVCalLayer):
 
     def drop_turn(self) -> None:
         self._due = None
-        hf.turn_of(self.site).take()
+        hf.drop_turn(self.site)
 
     def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
         super()._finish(plan, stored, kept)
