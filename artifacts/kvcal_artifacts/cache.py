@@ -38,7 +38,7 @@ from .statistics import KeyScale, Summed, statistic
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
-OWN = ("_owner", "site", "title", "codecs", "handle", "_shown", "_layer")  # what a layer does not share with its copies
+OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")  # what a layer does not share with its copies
 
 
 class Watch(Protocol):
@@ -1077,6 +1077,13 @@ class KVCalCache(Cache):
                 "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() and start "
                 "again"
             )
+
+    def check_use(self) -> None:
+        """What the hooks check before a forward, at a step that is compiled, of which they do not hear."""
+        if not hf.capturing():
+            if (replaced := self._hooks.replaced) is not None:
+                raise KVCalError(replaced)
+            self._check_returned()
 
     def check_packed(self) -> None:
         """Raises NonFiniteError where a forward packed what cannot be: at its end, or at the next use if it broke off."""

@@ -758,6 +758,23 @@ REPLACED = (
 )
 
 
+class InPlace:
+    """Whether a layer's attention and its source of keys are still in the model, for a forward that is traced, in which no
+    hook compares them: by names that dynamo looks up.
+    """
+
+    def __init__(self, decoder: Any, site: AttentionSite) -> None:
+        self._decoder, self._layer, self._site = decoder, str(site.index), site
+        self._source = next((name for name, own in site.module.named_children() if own is site.key_source), None)
+
+    def check(self, title: str) -> None:
+        """Raises KVCalError where one is not."""
+        module = getattr(self._decoder.layers, self._layer).self_attn
+        source = self._source is None or getattr(module, self._source) is self._site.key_source
+        if module is not self._site.module or not source:
+            raise KVCalError(REPLACED.format(f"{title}: its attention, or what makes its keys,"))
+
+
 def _source(wanted: Wanted, site: AttentionSite) -> nn.Module:
     """The module whose hook tells it."""
     return {"keys": site.key_source, "queries": site.query_source, "mask": site.module}[wanted[0]]
