@@ -8,6 +8,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def louder(module: nn.Module) -> Any:
 
 
 def replace_layer(model: Any) -> None:
-    model.model.layers[1] = louder(model.model.layers[1])
+    model.model.layers[-1] = louder(model.model.layers[-1])
 
 
 def replace_layers(model: Any) -> None:
@@ -130,7 +131,7 @@ def replace_layers(model: Any) -> None:
 
 
 def replace_attention(model: Any) -> None:
-    model.model.layers[1].self_attn = louder(model.model.layers[1].self_attn)
+    model.model.layers[-1].self_attn = louder(model.model.layers[-1].self_attn)
 
 
 def replace_rotary(model: Any) -> None:
@@ -158,7 +159,7 @@ def logits(model: Any, cache: Any) -> Tensor:
     """Of a prompt, a few tokens, and steps."""
     ids = token_ids(1, PROMPT + NEW + 2, seed=2)
     cuts = [0, PROMPT, PROMPT + NEW, PROMPT + NEW + 1, PROMPT + NEW + 2]
-    pieces = [ids[:, a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [ids[:, a:b] for a, b in pairwise(cuts)]
     return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
 
 
@@ -195,12 +196,11 @@ def test_an_open_cache_says_that_a_module_was_replaced(name: str, change: str) -
     assert same(before_it, held(cache))
     for part in ("rotary_emb", "layers"):  # as they were: nothing is wrong any more
         setattr(model.model, part, before[f"model.{part}"])
-    for index, layer in enumerate(model.model.layers):
+    for index in range(3):
         model.model.layers[index] = before[f"model.layers.{index}"]
         model.model.layers[index].self_attn = before[f"model.layers.{index}.self_attn"]
         for part in ("q_proj", "k_proj"):
             setattr(model.model.layers[index].self_attn, part, before[f"model.layers.{index}.self_attn.{part}"])
-        del layer
     with torch.no_grad():
         model(token_ids(1, 1), past_key_values=cache)
 
@@ -475,9 +475,7 @@ ERRORS: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "memor
 
 
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(
-    "where", ["model.layers.2.self_attn", "model.layers.2.mlp", "model.norm", "model", "lm_head", ""]
-)
+@pytest.mark.parametrize("where", ["model.layers.2.self_attn", "model.layers.2.mlp", "model.norm", "model", "lm_head"])
 @pytest.mark.parametrize("name", ["kivi-4 before RoPE, max_length", "squat", "exact", "H2O"])
 def test_a_forward_that_did_not_return_is_noticed(name: str, where: str, error: str) -> None:
     """However late it broke off: its tokens would be held twice."""
@@ -535,7 +533,7 @@ class InPieces(nn.Module):
 @pytest.mark.parametrize("served", ["model", "decoder", "around"])
 def test_whatever_module_is_called(served: str) -> None:
     """The model, its decoder, or a model around them, whichever of them the cache was made for."""
-    model, ids = fresh(), token_ids(1, 130, seed=2)
+    model, ids = fresh(), token_ids(1, 200, seed=2)
     around = InPieces(model)
     own = {"model": model, "decoder": model.model, "around": around}[served]
     cache, plain = (opened(test_fused.scheme(PAIRS["inner-4"]), one, kernels="torch") for one in (own, fresh()))
@@ -543,8 +541,8 @@ def test_whatever_module_is_called(served: str) -> None:
         hidden = model.model(ids[:, :40], past_key_values=cache)[0]
         found = [model.lm_head(hidden), model(ids[:, 40:41], past_key_values=cache).logits]
         found.append(around(ids[:, 41:], past_key_values=cache))
-        cuts = [0, 40, 41, 41 + PROMPT, 130]
-        pieces = [ids[:, a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        cuts = [0, 40, 41, 41 + PROMPT, 200]
+        pieces = [ids[:, a:b] for a, b in pairwise(cuts)]
         wanted = [plain.model(piece, past_key_values=plain).logits for piece in pieces]
     assert torch.equal(torch.cat(found, 1), torch.cat(wanted, 1))
 
@@ -557,7 +555,6 @@ def test_whatever_module_is_called(served: str) -> None:
     [
         ("exact", 1, False, "eager"),
         ("squat", 30, True, "aot_eager"),
-        ("kivi-4 before RoPE, max_length", 30, False, "eager"),
         ("kivi-4 before RoPE, max_length", 1, True, "eager"),
         *(
             pytest.param(name, count, whole, backend, marks=pytest.mark.slow)

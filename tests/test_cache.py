@@ -870,7 +870,12 @@ def test_after_a_forward_that_broke_off(where: str, filled: int, frame: str) -> 
         run_model(model, made, ids[:, :filled], torch.ones(2, filled, dtype=torch.long), step=filled)
 
     break_off(model, where, ids[:, filled:50], attention_mask=torch.ones_like(ids[:, :50]), past_key_values=made)
-    complete = where in ("layers.0.self_attn.k_proj", "layers.2.mlp", "norm", "lm_head")  # no layer saw the tokens, or all
+    complete = where in (
+        "layers.0.self_attn.k_proj",
+        "layers.2.mlp",
+        "norm",
+        "lm_head",
+    )  # no layer saw the tokens, or all
     assert complete == (made.get_seq_length() == made.layers[-1].get_seq_length())
     if where != "layers.0.self_attn.k_proj":  # else nothing has changed
         for mask in (None, torch.ones_like(ids[:, :51])):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcal_kernels.attention import BLOCK, Blocks, Rope, rope
+from kvcal_kernels.device import on
 from kvcal_kernels.quantise import AnyRule
 from kvcal_kernels.reconstruct import Turn
 
@@ -38,7 +39,8 @@ from .statistics import KeyScale, Summed, statistic
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
-OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")  # what a layer does not share with its copies
+# what a layer does not share with its copies
+OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
 class Watch(Protocol):
@@ -185,7 +187,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys (B, H, Q, D) after RoPE and values of the current call -> all keys and values, in column order."""
-        with without_autocast(key_states.device.type):  # else packed bytes would depend on it
+        with without_autocast(key_states.device.type), on(key_states.device):  # else packed bytes would depend on both
             return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -804,7 +806,9 @@ class KVCalCache(Cache):
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         self._torn, self._chained = False, scheme.chained
-        self._inside: str | None = None  # of a forward that has changed the cache: its "layers", its "head"; None: it returned
+        self._inside: str | None = (
+            None  # of a forward that has changed the cache: its "layers", its "head"; None: it returned
+        )
         self._broken = False  # a forward that had changed the cache did not return
         self._held: Any = None
         self.refusals = Refusals()
@@ -927,12 +931,20 @@ class KVCalCache(Cache):
         """Let the host know of the steps that the device did by itself."""
         if hf.capturing() or torch.compiler.is_compiling():
             return
+        self._await_offloading()
         self.check_packed()
         try:
             self._settle()
         except KVCalError:
             self._said = True
             raise
+
+    def _await_offloading(self) -> None:
+        """Layers in host memory were copied there without anyone waiting: what runs on the host must not come first."""
+        if self.offloading_layers:
+            own = [layer for layer in self.own_layers if layer.is_initialized]
+            for device in {layer.device for layer in own if layer.device.type == "cuda"}:
+                torch.cuda.synchronize(device)
 
     _said = False  # the caller has been told of what is wrong
 
@@ -1074,8 +1086,8 @@ class KVCalCache(Cache):
         """
         if self._broken or self._inside == "layers":
             raise KVCalError(
-                "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() and start "
-                "again"
+                "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() and "
+                "start again"
             )
 
     def check_use(self) -> None:

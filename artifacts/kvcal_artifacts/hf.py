@@ -300,7 +300,7 @@ class Turn:
             self._threads.handed = weakref.ref(key), grown
 
     def handed(self, key: Tensor) -> tuple[bool, bool]:
-        """Whether attention is called with keys that were handed to it, and these are a token more; not where it is compiled."""
+        """Whether attention is called with keys that were handed to it, and these are a token more; not if it is compiled."""
         if torch.compiler.is_compiling():
             return False, False
         held, self._threads.handed = getattr(self._threads, "handed", None), None
@@ -350,7 +350,9 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
         kind = _plain(module.config)._attn_implementation or "eager"
         handed, grown = (False, False) if turn is None else turn.handed(key)
         if handed and isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
-            attention_mask = attention_mask[..., : key.shape[2]]  # caches that compile have masks of all that they can hold
+            attention_mask = attention_mask[
+                ..., : key.shape[2]
+            ]  # caches that compile have masks of all that they can hold
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)
         plain = grown and kind == "sdpa" and attention_mask is None
@@ -590,8 +592,8 @@ def _renumber(handle: RemovableHandle, number: int | None) -> int:
 
 @dataclass(frozen=True)
 class _Owner:
-    """A cache that listens, its hooks by what they tell, and where the modules that it knows hang. around: ids of hooked models
-    around the decoder whose forward runs with it now.
+    """A cache that listens, its hooks by what they tell, and where the modules that it knows hang. around: ids of hooked
+    models around the decoder whose forward runs with it now.
     """
 
     listener: Callable[[], Listener | None]
@@ -843,8 +845,8 @@ class Hooks:
         mask_sites: list[AttentionSite],
         compressed: list[AttentionSite],
     ) -> None:
-        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none. compressed:
-        all layers that are not left to Transformers.
+        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none.
+        compressed: all layers that are not left to Transformers.
         """
         self._model, decoder = model, decoder_of(model)
         wanted = {("keys", site.index): site for site in sites}
