@@ -304,8 +304,9 @@ class Turn:
         if torch.compiler.is_compiling():
             return False, False
         held, self._threads.handed = getattr(self._threads, "handed", None), None
-        own = held is not None and held[0]() is key
-        return own, own and held[1]
+        if held is None or held[0]() is not key:
+            return False, False
+        return True, held[1]
 
 
 _FORWARD = threading.local()  # ours: whether this thread's forward was given one of our caches
