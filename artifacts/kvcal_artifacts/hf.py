@@ -451,30 +451,43 @@ class Turn:
             )
         return left[0], left[3]
 
-    def hand(self, key: Tensor) -> None:
-        """key: what update() gives back, all keys up to now, for the model's own attention."""
+    def hand(self, key: Tensor, grown: bool) -> None:
+        """key: what update() gives back, all keys up to now, for the model's own attention. grown: one token more than in the
+        call before.
+        """
         if not torch.compiler.is_compiling():
-            self._threads.handed = weakref.ref(key)
+            self._threads.handed = weakref.ref(key), grown
 
-    def handed(self, key: Tensor) -> bool:
-        """Whether attention is called with keys that were handed to it; not where it is compiled."""
+    def handed(self, key: Tensor) -> tuple[bool, bool]:
+        """Whether attention is called with keys that were handed to it, and these are a token more; not if it is compiled."""
         if torch.compiler.is_compiling():
-            return False
+            return False, False
         held, self._threads.handed = getattr(self._threads, "handed", None), None
-        return held is not None and held() is key
+        if held is None or held[0]() is not key:
+            return False, False
+        return True, held[1]
+
+
+_FORWARD = threading.local()  # ours: whether this thread's forward was given one of our caches
 
 
 class SeamConfig:
-    """The config of a module whose attention function is ours; in all else, also copied, pickled or written as JSON, and where
-    someone changes it, the config that the model was given.
+    """The config of a module whose attention function is ours in a forward that was given one of our caches; in all else, also
+    copied, pickled or written as JSON, and where someone changes it, the config that the model was given.
     """
 
-    _attn_implementation = OURS
     kvcal_plain: Any
     kvcal_turn: Turn
 
     def __init__(self, plain: Any) -> None:
         vars(self).update(kvcal_plain=plain, kvcal_turn=Turn())
+
+    @property
+    def _attn_implementation(self) -> Any:
+        """Ours is also the name where no hook tells whose forward it is: a compiled one, or what a CUDA graph records."""
+        if torch.compiler.is_compiling() or getattr(_FORWARD, "ours", False) or capturing():
+            return OURS
+        return self.kvcal_plain._attn_implementation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["kvcal_plain"], name)
@@ -495,14 +508,15 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     left = None if turn is None else turn.take(key, value)
     if left is None:
         kind = _plain(module.config)._attn_implementation or "eager"
-        if (
-            isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
-        ):  # caches that compile have masks of their room
-            attention_mask = attention_mask[..., : key.shape[2]]
+        handed, grown = (False, False) if turn is None else turn.handed(key)
+        if handed and isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            attention_mask = attention_mask[
+                ..., : key.shape[2]
+            ]  # caches that compile have masks of all that they can hold
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)
-        grown = turn is not None and turn.handed(key) and kind == "sdpa" and attention_mask is None
-        with without_plans() if grown and has_flash(query) else nullcontext():
+        plain = grown and kind == "sdpa" and attention_mask is None
+        with without_plans() if plain and has_flash(query) else nullcontext():
             return call(module, query, key, value, attention_mask, **given)
     unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
     if unseen and _weights_wanted(_plain(module.config), given):
@@ -590,12 +604,19 @@ def turn_of(site: AttentionSite) -> Turn:
     return turn
 
 
-def hand(site: AttentionSite, keys: Tensor) -> None:
-    """Leaves word that the model's own attention gets these keys of a cache that grows; nothing where there is no seam."""
+def drop_turn(site: AttentionSite) -> None:
+    """Forget what a layer's update() left for an attention that did not come; nothing where there is no seam."""
+    turn = getattr(getattr(site.module, "config", None), "kvcal_turn", None)
+    if turn is not None:
+        turn.take()
+
+
+def hand(site: AttentionSite, keys: Tensor, grown: bool) -> None:
+    """Leaves word that the model's own attention gets these keys of ours, as Turn.hand; nothing where there is no seam."""
     module: Any = site.module
     turn = getattr(module.config, "kvcal_turn", None)
     if turn is not None:
-        turn.hand(keys)
+        turn.hand(keys, grown)
 
 
 def output_projection(site: AttentionSite) -> Tensor | None:
@@ -654,7 +675,13 @@ class Listener(Protocol):
         """Before a layer's attention: its input (B, query, hidden size) and mask -> the mask to use; only if asked for."""
 
     def on_done(self) -> None:
-        """After a forward that did not fail."""
+        """After a decoder's forward that did not fail."""
+
+    def on_returned(self) -> None:
+        """After that, when the whole model's forward has returned, with its head."""
+
+    def on_broken(self) -> None:
+        """A forward, the decoder's or that of the model around it, did not return."""
 
 
 Wanted = tuple[str, int]  # "keys", "queries" or "mask", and a layer
@@ -696,6 +723,9 @@ class _Tap:
         self._handle: RemovableHandle | None = None
         self._number: int | None = None
 
+    def is_on(self, module: nn.Module | None) -> bool:
+        return self._module() is module
+
     def open(self, user: int) -> None:
         self._users.add(user)  # sets, not counters: a garbage collection may close another cache at any time
         module = self._module()
@@ -720,84 +750,150 @@ def _renumber(handle: RemovableHandle, number: int | None) -> int:
     return handle.id
 
 
+@dataclass(frozen=True)
+class _Owner:
+    """A cache that listens, its hooks by what they tell, and where the modules that it knows hang. around: ids of hooked
+    models around the decoder whose forward runs with it now.
+    """
+
+    listener: Callable[[], Listener | None]
+    taps: dict[Wanted, _Tap]
+    rotary: _Tap
+    places: Places
+    around: set[int]
+
+
+class Places:
+    """Where modules hang below a decoder, to see that one was replaced: compared at each forward, 5 us for 32 layers."""
+
+    def __init__(self, decoder: nn.Module, modules: Iterable[nn.Module]) -> None:
+        names = {id(module): name for name, module in decoder.named_modules()}
+        links: dict[str, tuple[dict[str, Any], str, nn.Module | None]] = {}
+        for name in (names[id(module)] for module in modules if id(module) in names):
+            holder, path = decoder, ""
+            for part in name.split("."):
+                path = f"{path}.{part}" if path else part
+                links[path] = holder._modules, part, holder._modules[part]
+                holder = getattr(holder, part)
+        self._names = list(links)
+        self._held = [held for held, _, _ in links.values()]
+        self._parts = [part for _, part, _ in links.values()]
+        self._modules = [module for _, _, module in links.values()]
+
+    def replaced(self) -> str | None:
+        """The name of the first module in whose place another one is, or none; None if all are there."""
+        now = list(map(dict.get, self._held, self._parts))
+        if now == self._modules:  # modules have no equality but identity
+            return None
+        return next(n for n, one, was in zip(self._names, now, self._modules, strict=True) if one is not was)
+
+
 class _Board:
     """The hooks of one decoder, for all its caches: they tell the cache that a forward was given, and no other."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._signature = inspect.signature(type(decoder).forward)
         self._thread = threading.local()
-        self._owners: dict[int, tuple[Callable[[], Listener | None], frozenset[Wanted]]] = {}
-        own: Any = decoder
+        self.owners: dict[int, _Owner] = {}
         self._always = [
             _Tap(decoder, "register_forward_pre_hook", self._before, with_kwargs=True),
             _Tap(decoder, "register_forward_hook", self._after, always_call=True),
-            _Tap(own.rotary_emb, "register_forward_hook", self._rotary, with_kwargs=True),
         ]
+        self._turning: _Tap | None = None
         self._taps: dict[Wanted, _Tap] = {}
 
-    def open(self, owner: Listener, wanted: dict[Wanted, AttentionSite]) -> None:
-        self._owners[id(owner)] = weakref.ref(owner), frozenset(wanted)
+    def open(
+        self, decoder: Any, owner: Listener, wanted: dict[Wanted, AttentionSite], sites: list[AttentionSite]
+    ) -> None:
+        """sites: of all layers that the cache compresses. Hooks of modules that are no longer there stay with the caches that
+        have them.
+        """
+        if self._turning is None or not self._turning.is_on(decoder.rotary_emb):
+            self._turning = _Tap(decoder.rotary_emb, "register_forward_hook", self._rotary, with_kwargs=True)
         for key, site in wanted.items():
-            if key not in self._taps:
-                self._taps[key] = self._tap(key[0], site)
-        for tap in self._used(wanted):
+            if key not in self._taps or not self._taps[key].is_on(_source(key, site)):
+                self._taps[key] = self._tap(key, site)
+        modules = [decoder.rotary_emb, *(part for o in sites for part in (o.module, o.key_source, o.query_source))]
+        taps = {key: self._taps[key] for key in wanted}
+        self.owners[id(owner)] = _Owner(weakref.ref(owner), taps, self._turning, Places(decoder, modules), set())
+        for tap in self._used(self.owners[id(owner)]):
             tap.open(id(owner))
 
     def close(self, user: int) -> None:
-        _, wanted = self._owners.pop(user)
-        for tap in self._used(wanted):
+        for tap in self._used(self.owners.pop(user)):
             tap.close(user)
 
-    def _used(self, wanted: Iterable[Wanted]) -> list[_Tap]:
-        return self._always + [self._taps[key] for key in wanted]
+    def _used(self, own: _Owner) -> list[_Tap]:
+        return [*self._always, own.rotary, *own.taps.values()]
 
-    def _tap(self, kind: str, site: AttentionSite) -> _Tap:
-        if kind == "keys":
-            return _Tap(site.key_source, "register_forward_hook", self._key_hook(site), _show_keys(site))
-        if kind == "queries":
-            return _Tap(site.query_source, "register_forward_hook", self._query_hook(site))
-        return _Tap(site.module, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
+    def _tap(self, key: Wanted, site: AttentionSite) -> _Tap:
+        source = _source(key, site)
+        if key[0] == "keys":
+            return _Tap(source, "register_forward_hook", self._key_hook(site), _show_keys(site))
+        if key[0] == "queries":
+            return _Tap(source, "register_forward_hook", self._query_hook(site))
+        return _Tap(source, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
 
-    def current(self, wanted: Wanted | None = None) -> Listener | None:
-        """The cache of this thread's forward, if it wants to hear of that."""
-        owner, asked = getattr(self._thread, "owner", None) or (None, ())
-        return owner() if owner is not None and (wanted is None or wanted in asked) else None
+    def current(self, wanted: Wanted | None = None, module: nn.Module | None = None) -> Listener | None:
+        """The cache of this thread's forward, if it wants to hear of that from that module."""
+        own: _Owner | None = getattr(self._thread, "owner", None)
+        if own is None or (wanted is not None and not (wanted in own.taps and own.taps[wanted].is_on(module))):
+            return None
+        return own.listener()
+
+    def owner_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Owner | None:
+        """Of the cache of ours that a forward was given."""
+        own = self.owners.get(id(kwargs.get("past_key_values")))
+        return own or next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
+            return
+        if (broken := self.current()) is not None:  # not even hooks that are always called were: KeyboardInterrupt
+            broken.on_broken()
+        self._thread.owner = own = self.owner_of(args, kwargs)
+        _FORWARD.ours = own is not None
+        if own is None or (owner := own.listener()) is None:
             return
         given = kwargs
         if args:  # called with positional arguments
             given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
             given.update(given.pop("kwargs", {}))
-        cache: object = given.get("past_key_values")
-        self._thread.owner = own = self._owners.get(id(cache))
-        if own is not None and (owner := own[0]()) is not None:
-            owner.on_forward(given.get("attention_mask"), _weights_wanted(getattr(module, "config", None), given))
+        if (name := own.places.replaced()) is not None:
+            raise KVCalError(REPLACED.format(name))
+        owner.on_forward(given.get("attention_mask"), _weights_wanted(getattr(module, "config", None), given))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """output: None after a forward that failed."""
-        owner, self._thread.owner = self.current(), None
-        if owner is not None and output is not None:
-            owner.on_done()
+        own: _Owner | None = getattr(self._thread, "owner", None)
+        self._thread.owner, _FORWARD.ours = None, False
+        if own is None or (owner := own.listener()) is None:
+            return
+        if output is None:
+            owner.on_broken()
+            return
+        owner.on_done()
+        if not own.around:
+            owner.on_returned()
 
     def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        if (owner := self.current()) is not None and kwargs.get("layer_type", *args[2:3] or ("full_attention",)) == (
-            "full_attention"
-        ):
+        own: _Owner | None = getattr(self._thread, "owner", None)
+        if kwargs.get("layer_type", *args[2:3] or ("full_attention",)) != "full_attention":
+            return  # RoPE of layers that keep their own cache
+        if own is not None and own.rotary.is_on(module) and (owner := own.listener()) is not None:
             cos, sin = made
             owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
 
     def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            if (owner := self.current(("keys", site.index))) is not None:
+            if (owner := self.current(("keys", site.index), module)) is not None:
                 owner.on_keys(site.index, site.keys_from(output))
 
         return hook
 
     def _query_hook(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            if (owner := self.current(("queries", site.index))) is not None:
+            if (owner := self.current(("queries", site.index), module)) is not None:
                 owner.on_queries(site.index, site.queries_from(output))
 
         return hook
@@ -806,7 +902,7 @@ class _Board:
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            owner = self.current(("mask", site.index))
+            owner = self.current(("mask", site.index), module)
             if owner is None or kwargs is None:
                 return None
             hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -818,6 +914,69 @@ class _Board:
             return args, {**kwargs, "attention_mask": owner.on_attention(site.index, hidden, kwargs["attention_mask"])}
 
         return hook
+
+
+REPLACED = (
+    "{} was replaced since this cache was made (an adapter attached, merged or unloaded, or another module set): close the "
+    "cache and make a new one"
+)
+
+
+class InPlace:
+    """Whether a layer's attention and its source of keys are still in the model, for a forward that is traced, in which no
+    hook compares them: by names that dynamo looks up.
+    """
+
+    def __init__(self, decoder: Any, site: AttentionSite) -> None:
+        self._decoder, self._layer, self._site = decoder, str(site.index), site
+        self._source = next((name for name, own in site.module.named_children() if own is site.key_source), None)
+
+    def check(self, title: str) -> None:
+        """Raises KVCalError where one is not."""
+        module = getattr(self._decoder.layers, self._layer).self_attn
+        source = self._source is None or getattr(module, self._source) is self._site.key_source
+        if module is not self._site.module or not source:
+            raise KVCalError(REPLACED.format(f"{title}: its attention, or what makes its keys,"))
+
+
+def _source(wanted: Wanted, site: AttentionSite) -> nn.Module:
+    """The module whose hook tells it."""
+    return {"keys": site.key_source, "queries": site.query_source, "mask": site.module}[wanted[0]]
+
+
+class _Around:
+    """The hooks of a model around a decoder: they tell the cache that a forward was given when all of it has returned."""
+
+    def __init__(self, model: nn.Module, board: _Board) -> None:
+        self._board, self._number = board, id(model)
+        self.taps = [
+            _Tap(model, "register_forward_pre_hook", self._before, with_kwargs=True),
+            _Tap(model, "register_forward_hook", self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        own = None if kwargs is None else self._board.owner_of(args, kwargs)
+        if own is None:
+            return
+        if self._number in own.around:  # KeyboardInterrupt: its last forward did not come to the hook below
+            own.around.clear()
+            if (owner := own.listener()) is not None:
+                owner.on_broken()
+        own.around.add(self._number)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        """rest: kwargs, and what the model gives; None after a forward that failed."""
+        if len(rest) != 2:  # as in _before of _Board
+            return
+        kwargs, output = rest
+        own = self._board.owner_of(args, kwargs)
+        if own is None or (owner := own.listener()) is None:
+            return
+        own.around.discard(self._number)
+        if output is None:
+            owner.on_broken()
+        elif not own.around:
+            owner.on_returned()
 
 
 def _show_keys(site: AttentionSite) -> Callable[..., None]:
@@ -833,6 +992,7 @@ def _show_keys(site: AttentionSite) -> Callable[..., None]:
 
 
 _BOARDS: weakref.WeakKeyDictionary[nn.Module, _Board] = weakref.WeakKeyDictionary()  # by decoder
+_AROUND: weakref.WeakKeyDictionary[nn.Module, tuple[_Board, _Around]] = weakref.WeakKeyDictionary()  # by model
 
 
 class Hooks:
@@ -845,16 +1005,28 @@ class Hooks:
         sites: list[AttentionSite],
         query_sites: list[AttentionSite],
         mask_sites: list[AttentionSite],
+        compressed: list[AttentionSite],
     ) -> None:
-        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none."""
-        decoder = decoder_of(model)
+        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none.
+        compressed: all layers that are not left to Transformers.
+        """
+        self._model, decoder = model, decoder_of(model)
         wanted = {("keys", site.index): site for site in sites}
         wanted |= {("queries", site.index): site for site in query_sites}
         wanted |= {("mask", site.index): site for site in mask_sites}
         self._board = _BOARDS.get(decoder) or _BOARDS.setdefault(decoder, _Board(decoder))
         self._user, self.closed = id(owner), False
         self._owner: Callable[[], Listener | None] = weakref.ref(owner)
-        self._board.open(owner, wanted)
+        self._around: list[_Tap] = []
+        if model is not decoder:
+            board, around = _AROUND.get(model, (None, None))
+            if around is None or board is not self._board:
+                around = _Around(model, self._board)
+                _AROUND[model] = self._board, around
+            self._around = around.taps
+        self._board.open(decoder, owner, wanted, compressed)
+        for tap in self._around:
+            tap.open(self._user)
         weakref.finalize(owner, self.close)
 
     @property
@@ -863,10 +1035,26 @@ class Hooks:
         owner = self._board.current()
         return owner is not None and owner is self._owner()
 
+    @property
+    def replaced(self) -> str | None:
+        """What to say if a module that the cache knows is no longer in the model; None if all are."""
+        if _BOARDS.get(decoder_of(self._model)) is not self._board:
+            return REPLACED.format("the decoder")
+        own = self._board.owners.get(self._user)
+        name = None if own is None else own.places.replaced()
+        return None if name is None else REPLACED.format(name)
+
+    def forget(self) -> None:
+        """Forwards of the cache that are still under way, as far as is known, are no more."""
+        if (own := self._board.owners.get(self._user)) is not None:
+            own.around.clear()
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
             self._board.close(self._user)
+            for tap in self._around:
+                tap.close(self._user)
 
 
 def layer_shape(config: Any, block: int) -> Shape:
