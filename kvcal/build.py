@@ -17,6 +17,7 @@ from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text, write_atomically
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import read_text
 
 from . import __version__, corpus, hub, models
 from .gates import Check, Limits
@@ -365,22 +366,23 @@ class Lock:
     @classmethod
     def read(cls, path: Path) -> Lock:
         try:
-            held = json.loads(path.read_text("utf-8"))
+            held = json.loads(read_text(path))
             if held["format"] != cls.FORMAT:
                 raise ValueError(f"format {held['format']!r}, not {cls.FORMAT!r}")
             _check_lock(held["bundles"], held["gates"])
             return cls(path, held["bundles"], held["gates"])
         except FileNotFoundError:
             return cls(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
             raise KVCalError(
-                f"{path}: not a lock file of `kvcal build` ({error}); delete it to build all again"
+                f"{path}: not a lock file of `kvcal build` ({why}); delete it to build all again"
             ) from error
 
     def write(self) -> None:
         held = {"format": self.FORMAT, "bundles": self.bundles, "gates": self.gates}
         text = json.dumps(held, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-        if not self.path.exists() or self.path.read_text("utf-8") != text:
+        if not self.path.exists() or read_text(self.path) != text:
             write_atomically(self.path, text.encode())
 
     def keep_only(self, names: Collection[str]) -> list[str]:

@@ -24,8 +24,18 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from kvcal_artifacts.bundle import probed_layers
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.hf import AttentionSite, attention_site, decoder_of, unsupported_layers
+from kvcal_artifacts.hf import (
+    AttentionSite,
+    attention_site,
+    check_frame,
+    check_supported,
+    decoder_of,
+    key_probe,
+    layer_kind,
+    unsupported_layers,
+)
 
 from .spill import SpillStore, Where
 
@@ -87,6 +97,8 @@ class TapBatch:
 class Capture:
     """Token windows on their way through the layers of a model; iterate over it once for one run.
 
+    Layers that keep a cache of their own (sliding windows) are run, and not handed out.
+
     source: a model on `device`, or a LayerSource.
     ids: (N, T) int64 token windows, without padding.
     batch: windows at a time; by default as many as make 16k tokens on CUDA, 4k on a CPU. Never measured: the
@@ -111,19 +123,22 @@ class Capture:
         self.decoder: Any = decoder_of(self.source.model)
         self.ids = _checked_ids(ids, self.decoder.config)
         check_model(self.source.model, self.decoder)
+        self.skipped = unsupported_layers(self.decoder.config)
+        count = int(self.decoder.config.num_hidden_layers)
+        self.layers = tuple(index for index in range(count) if index not in self.skipped)
         self.windows, self.length = int(ids.shape[0]), int(ids.shape[1])
         self.batch = default_batch(self.length, self.device) if batch is None else batch
         if self.batch < 1:
             raise UsageError(f"batch of {self.batch} windows: it takes at least 1")
         self.timer: Timer = timer or _untimed
         self.hidden: SpillStore | None = None
-        self.layer_kwargs: dict[str, Any] = {}
+        self.layer_kwargs: dict[str, dict[str, Any]] = {}  # by the layers' kind
         self._where: Where = hidden
         self._spill_dir = spill_dir
 
     def __len__(self) -> int:
-        """Layers."""
-        return int(self.decoder.config.num_hidden_layers)
+        """Layers that are handed out."""
+        return len(self.layers)
 
     def __enter__(self) -> Capture:
         return self
@@ -140,17 +155,34 @@ class Capture:
     def __iter__(self) -> Iterator[LayerTaps]:
         """Layers in order. A layer not advanced by then is advanced when the next one is asked for."""
         self._embed()
-        for index in range(len(self)):
+        probes = self._probes_of_skipped()
+        for index in range(self.layers[-1] + 1):
             with self.timer("load"):
                 layer = self.source.load_layer(index)
-            taps = LayerTaps(self, index, layer)
+            taps = LayerTaps(self, index, layer, probes)
             try:
-                yield taps
+                if index not in self.skipped:
+                    yield taps
                 taps.advance()
             finally:
                 taps.closed = True
                 self.source.free_layer(index)
         self.close()
+
+    def kwargs_of(self, index: int) -> dict[str, Any]:
+        """What a layer is called with besides hidden states."""
+        return self.layer_kwargs[layer_kind(self.decoder.config, index)]
+
+    def _probes_of_skipped(self) -> dict[int, tuple[float, ...]]:
+        """hf.key_probe of the layers that a fingerprint looks at and that are not handed out."""
+        found = {}
+        for index in probed_layers(int(self.decoder.config.num_hidden_layers)):
+            if index in self.skipped:
+                with self.timer("load"):
+                    self.source.load_layer(index)
+                found[index] = key_probe(attention_site(self.decoder, index))
+                self.source.free_layer(index)
+        return found
 
     def chunks(self, rows: slice | None = None) -> list[slice]:
         """The batches, in window order, in which those rows are run."""
@@ -165,10 +197,10 @@ class Capture:
         try:
             for rows in self.chunks():
                 with self.timer("embed"):
-                    x, kwargs = first_layer_call(self.decoder, self.ids[rows].to(self.device))
+                    x, calls = layer_calls(self.decoder, self.ids[rows].to(self.device))
                     if self.hidden is None:
-                        self._check_kwargs(kwargs)
-                        self.layer_kwargs, self.hidden = kwargs, self._store_for(x)
+                        self.layer_kwargs = {kind: self._checked(kwargs) for kind, kwargs in calls.items()}
+                        self.hidden = self._store_for(x)
                     _check_finite(x, "the embedding's output", rows)
                     self.hidden.write(rows, x)
         finally:
@@ -184,31 +216,38 @@ class Capture:
             label="hidden states",
         )
 
-    def _check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """One call must fit batches of every size: no mask, and tensors of batch dimension 1."""
-        name = type(self.decoder).__name__
-        if kwargs.get("attention_mask") is not None:
-            kind = self.decoder.config._attn_implementation
-            raise KVCalError(
-                f"{name}: {kind} attention makes a mask of {self.length} x {self.length} for every window; "
-                'load the model with attn_implementation="sdpa"'
-            )
+    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """One call must fit batches of every size: tensors of batch dimension 1, and no mask where causality says it all."""
+        name, kind = type(self.decoder).__name__, self.decoder.config._attn_implementation
         if "past_key_values" not in kwargs:
             raise KVCalError(f"{name} does not give its layers past_key_values; this architecture is not supported")
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            if kind == "eager" and getattr(self.decoder, "_supports_sdpa", False):
+                raise KVCalError(
+                    f"{name}: {kind} attention makes a mask of {self.length} x {self.length} for every window; "
+                    'load the model with attn_implementation="sdpa"'
+                )
+            kwargs = {**kwargs, "attention_mask": mask[:1].clone()}  # windows have no padding: one mask serves all
         for key, value in kwargs.items():
             for part in value if isinstance(value, tuple) else (value,):
                 if isinstance(part, Tensor) and part.ndim and part.shape[0] != 1:
                     raise KVCalError(f"{name} gives its layers a {key} per window; this architecture is not supported")
+        return kwargs
 
 
 class LayerTaps:
     """One layer of a model, its input windows waiting; of use until Capture is asked for the next layer."""
 
-    def __init__(self, capture: Capture, index: int, layer: nn.Module) -> None:
+    def __init__(
+        self, capture: Capture, index: int, layer: nn.Module, probes: dict[int, tuple[float, ...]] | None = None
+    ) -> None:
+        """probes: of layers that are not handed out, see `probe`."""
         self.index = index
         self.site: AttentionSite = attention_site(capture.decoder, index)
         self.closed = False
         self._capture = capture
+        self._probes = probes or {}
         self._layer = layer
         self._state: Literal["before", "advancing", "after"] = "before"
         self._checked = False  # whether k and v of every window are known to be finite
@@ -218,6 +257,23 @@ class LayerTaps:
     def timer(self) -> Timer:
         """The run's: what a method does between batches may be given phases of its own."""
         return self._capture.timer
+
+    @property
+    def place(self) -> int:
+        """The layer's number among those that are handed out: what lies below it is the one handed out before."""
+        return self._capture.layers.index(self.index)
+
+    @property
+    def probe(self) -> tuple[float, ...]:
+        """What the layer adds to a fingerprint's probe; the first and the last one handed out speak for those beyond them."""
+        layers, own = self._capture.layers, self._probes
+        probed = probed_layers(int(self._capture.decoder.config.num_hidden_layers))
+        found = {self.index: key_probe(self.site)} if self.index in probed else {}
+        if self.index == layers[0]:
+            found |= {index: probe for index, probe in own.items() if index < self.index}
+        if self.index == layers[-1]:
+            found |= {index: probe for index, probe in own.items() if index > self.index}
+        return tuple(number for index in sorted(found) for number in found[index])
 
     @property
     def windows(self) -> int:
@@ -231,7 +287,7 @@ class LayerTaps:
     @property
     def rope(self) -> tuple[Tensor, Tensor] | None:
         """cos and sin (1, T, rotary dim) of any window, for `site.rotate`; None in a layer without RoPE."""
-        return self._capture.layer_kwargs["position_embeddings"] if self.site.rope else None
+        return self._capture.kwargs_of(self.index)["position_embeddings"] if self.site.rope else None
 
     def chunks(self, rows: slice | None = None) -> list[slice]:
         """The rows of each batch that `batches` gives: to read a SpillStore in step with it."""
@@ -253,6 +309,8 @@ class LayerTaps:
         self._check_order()
         if not set(want) <= TAPS:
             raise ValueError(f"taps {sorted(want)}: allowed are q, k and v")
+        if (frame == "pre_rope" and "k" in want) or "q" in want:
+            check_frame([self.site], "pre_rope")
         if advance and rows is not None:
             raise ValueError("a layer advances over all windows: advance=True goes without rows")
         return self._pass(frozenset(want), frame, rows, advance)
@@ -263,13 +321,24 @@ class LayerTaps:
         layer's input as it is, so that the next reader sees the same q, k and v.
         """
         self._check_order()
-        reader = LayerTaps(self._capture, self.index, self._layer)
+        reader = LayerTaps(self._capture, self.index, self._layer, self._probes)
         reader._owns, reader._checked = False, self._checked
         try:
             yield reader
             self._checked = reader._checked
         finally:
             reader.closed = True
+
+    def attention(self, given: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Of all windows in one batch: the layer's input and what its attention module gives, each (N, T, hidden size).
+
+        given: keys after RoPE and values, (N, H, T, D), that attention gets instead of the layer's own.
+        """
+        self._check_order()
+        hidden = self._capture.hidden
+        assert hidden is not None
+        x = hidden.read(slice(0, self.windows))
+        return x, attention_output(self._layer, x, self._capture.kwargs_of(self.index), self.site, given)
 
     def advance(self) -> None:
         """Run the whole layer over all windows, unless a pass of `batches` has done so."""
@@ -288,7 +357,7 @@ class LayerTaps:
     def _pass(self, want: frozenset[str], frame: Frame, rows: slice | None, advance: bool) -> Iterator[TapBatch]:
         hidden = self._capture.hidden
         assert hidden is not None
-        whole = advance and self._owns and self.index + 1 < len(self._capture)
+        whole = advance and self._owns and self.index < self._capture.layers[-1]
         if advance:
             self._state = "advancing"
         for here, x in _timed(hidden.stream(self.chunks(rows)), self._capture.timer, "spill"):
@@ -302,8 +371,9 @@ class LayerTaps:
     def _run(self, rows: slice, x: Tensor, want: frozenset[str], frame: Frame, whole: bool) -> TapBatch:
         """One batch through the layer; x (B, T, hidden size) is its input."""
         with self._capture.timer("forward"):
-            called = call_layer(self._layer, x, self._capture.layer_kwargs, self.site, want, stop=not whole)
+            called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, want, stop=not whole)
             if not self._checked:
+                self._check_rotation(called)
                 _check_finite(called.keys, f"layer {self.index}, key head", rows)
                 _check_finite(called.values, f"layer {self.index}, value head", rows)
             if called.output is not None:
@@ -314,6 +384,20 @@ class LayerTaps:
                 assert self._capture.hidden is not None
                 self._capture.hidden.write(rows, called.output)
         return batch
+
+    def _check_rotation(self, called: LayerCall) -> None:
+        """Raises KVCalError where keys seen before RoPE do not become those that attention gets, bit for bit."""
+        before = called.pre_rope_keys
+        if before is None:
+            return
+        with torch.no_grad():
+            made = before if self.rope is None else self.site.rotate(before, *self.rope)
+        same = (made == called.keys) | (made.isnan() & called.keys.isnan())
+        if not bool(same.all()):
+            raise KVCalError(
+                f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated (largest difference "
+                f"{float((made - called.keys).abs().max()):.2g}); store keys after RoPE (--rope post_rope)"
+            )
 
     def _batch(self, rows: slice, called: LayerCall, want: frozenset[str], frame: Frame) -> TapBatch:
         queries, keys = called.pre_rope_queries, called.pre_rope_keys
@@ -348,39 +432,70 @@ class _Stop(Exception):
 class _StandIn:
     """Takes the cache's place in one layer: notes what it is given, hands it back or stops the forward."""
 
-    def __init__(self, stop: bool, repeat: int) -> None:
+    def __init__(self, stop: bool, repeat: int, given: tuple[Tensor, Tensor] | None = None) -> None:
         self._stop = stop
         self._repeat = repeat  # times each kv head is handed back
+        self._given = given  # handed back instead of what was received
         self.received: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         self.received = keys, values
         if self._stop:
             raise _Stop
+        keys, values = self._given or (keys, values)
         if self._repeat > 1:
             return keys.repeat_interleave(self._repeat, 1), values.repeat_interleave(self._repeat, 1)
         return keys, values
 
 
 @torch.no_grad()
-def first_layer_call(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The first layer's input (B, T, hidden size) for ids (B, T), and the keyword arguments of every layer.
+def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, Any]]]:
+    """The first layer's input (B, T, hidden size) for ids (B, T), and the keyword arguments of the layers of each kind.
 
-    No inference mode: rotary modules keep tensors made here, and methods may train on what they are handed.
+    No layer runs. No inference mode: rotary modules keep tensors made here, and methods may train on what they are handed.
     """
-    caught: dict[str, Any] = {}
+    kinds = [layer_kind(decoder.config, index) for index in range(decoder.config.num_hidden_layers)]
+    wanted = set(kinds)
+    caught: dict[str, dict[str, Any]] = {}
+    inputs: list[Tensor] = []
 
-    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.update(kwargs)
-        if args:
-            caught["hidden_states"] = args[0]
-        raise _Stop
+    def catch(kind: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(kwargs)
+            x = args[0] if args else given.pop("hidden_states")
+            if len(args) > 1 or x.ndim != 3:
+                raise KVCalError(
+                    f"{type(decoder).__name__} calls its layers with {max(1, len(args))} tensors, the first of {x.ndim} "
+                    "dimensions; calibration knows layers that get hidden states (windows, tokens, channels) alone"
+                )
+            inputs.append(x)
+            caught.setdefault(kind, given)
+            if wanted == caught.keys():
+                raise _Stop
 
-    handle = decoder.layers[0].register_forward_pre_hook(catch, with_kwargs=True)
-    with handle, suppress(_Stop):
-        decoder(input_ids=ids, use_cache=False)
-    x: Tensor = caught.pop("hidden_states")
-    return x, caught
+        return hook
+
+    with ExitStack() as stack:
+        for layer, kind in zip(decoder.layers, kinds, strict=False):
+            stack.enter_context(layer.register_forward_pre_hook(catch(kind), with_kwargs=True))
+            if len(wanted) > 1:
+                stack.enter_context(_passed_by(layer))
+        with suppress(_Stop):
+            decoder(input_ids=ids, use_cache=False)
+    return inputs[0], caught
+
+
+@contextmanager
+def _passed_by(layer: Any) -> Iterator[None]:
+    """Within, the layer gives back its input."""
+    before = vars(layer).get("forward")
+    layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    try:
+        yield
+    finally:
+        del layer.forward
+        if before is not None:
+            layer.forward = before
 
 
 @torch.no_grad()
@@ -416,6 +531,27 @@ def call_layer(
         raise KVCalError(f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported")
     output = output[0] if isinstance(output, tuple) else output
     return LayerCall(*cache.received, seen.get("k"), seen.get("q"), output)
+
+
+@torch.no_grad()
+def attention_output(
+    layer: nn.Module, x: Tensor, kwargs: dict[str, Any], site: AttentionSite, given: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """What the attention module gives for the layer's input x (B, T, hidden size). given: as of LayerTaps.attention."""
+    repeat = kv_repeats(site, x)
+    found: list[Tensor] = []
+
+    def take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+        raise _Stop
+
+    with ExitStack() as hooks:
+        if repeat > 1:
+            hooks.enter_context(_as_if_ungrouped(site.module))
+        hooks.enter_context(site.module.register_forward_hook(take))
+        with suppress(_Stop):
+            layer(x, **{**kwargs, "past_key_values": _StandIn(False, repeat, given)})
+    return found[0]
 
 
 def kv_repeats(site: AttentionSite, x: Tensor) -> int:
@@ -458,9 +594,8 @@ def _checked_ids(ids: Tensor, config: Any) -> Tensor:
 
 
 def check_model(model: Any, decoder: Any) -> None:
-    """Raise for a model that cannot be calibrated: KVCalError for its layers, UsageError in training mode."""
-    for index, reason in sorted(unsupported_layers(decoder.config).items()):
-        raise KVCalError(f"{type(model).__name__}, layer {index}: {reason}; it cannot be calibrated")
+    """Raise for a model that cannot be calibrated: UnsupportedModel, or UsageError in training mode."""
+    check_supported(model)
     if model.training:
         raise UsageError(f"{type(model).__name__} is in training mode, where dropout is random; call model.eval()")
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import shlex
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.shown import message, shown
 
 from .evaluate.errors import HeadErrors, stored_head_errors
 from .models import HUB_ID
 from .recorded import recorded
+from .records import Table, check_depth, is_number, kind_of
+from .report.escape import Markdown, block, code, link, markdown, python, shell
 from .report.front import front_png
 from .report.plots import head_errors_png
 
@@ -48,13 +50,14 @@ def make_card(
     defaults_of: Callable[[str], dict[str, Any]] = lambda command: {},
 ) -> Card:
     """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
-    options at their defaults.
+    options at their defaults. What bundle and evaluation hold is escaped for where it stands.
     """
+    check_depth(bundle)
     broken = None if evaluation is None else _broken(bundle, evaluation)
     row = None if evaluation is None or broken else _own_row(bundle, sha256, evaluation)
     plots = _plots(bundle)
     parts = [
-        f"# {bundle.name}",
+        f"# {markdown(bundle.name)}",
         _intro(bundle),
         _use(bundle, repo),
         _facts(bundle, sha256),
@@ -66,6 +69,8 @@ def make_card(
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
 
 
+SHA256 = re.compile("[0-9a-f]{64}")
+TYPED = re.compile(r"[\w.+@:/ -]+")  # names that a model may have; any other stands as MODEL in commands
 ABOUT = ("windows", "length", "step", "dtype", "text")  # what an evaluation says of itself
 FIGURES = ("perplexity", "kl", "bits_per_value", "cache_bytes")
 
@@ -75,7 +80,7 @@ def _broken(bundle: Bundle, evaluation: Mapping[str, Any]) -> str | None:
     gates = evaluation.get("gates")
     for check in gates if isinstance(gates, list) else []:
         if isinstance(check, dict) and (check.get("name"), check.get("gate")) == (bundle.name, "evaluation"):
-            return f"## Quality\n\nThe evaluation broke off: {' '.join(str(check.get('detail')).split())}."
+            return f"## Quality\n\nThe evaluation broke off: {markdown(message(' '.join(str(check.get('detail')).split())))}."
     return None
 
 
@@ -91,6 +96,7 @@ def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapp
         raise UsageError(f"--eval: its rows are {', '.join(names) or 'none'}; none is {bundle.name}")
     if missing:
         raise UsageError(f"--eval: not what `kvcal eval --json` prints (no {missing[0]})")
+    _check_types(evaluation, rows)
     found: Mapping[str, Any] = rows[names.index(bundle.name)]
     if found.get("sha256") != sha256:
         seen = f"sha256 {str(found['sha256'])[:16]}…" if "sha256" in found else "no sha256 (an older kvcal's)"
@@ -100,8 +106,20 @@ def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapp
     return found
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+EVALUATED: dict[str, type] = {"windows": int, "length": int, "step": int, "dtype": str, "text": str}
+
+
+def _check_types(evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """UsageError for a value of another type than `kvcal eval --json` prints."""
+    for name, wanted in EVALUATED.items():
+        if type(evaluation[name]) is not wanted:
+            raise UsageError(f"--eval: {name} is {kind_of(evaluation[name])}, not what `kvcal eval --json` prints")
+    for row in rows:
+        for name in FIGURES:
+            if type(row[name]) not in (int, float, type(None)):
+                raise UsageError(
+                    f"--eval: {name} of {row['name']} is {kind_of(row[name])}, not what `kvcal eval --json` prints"
+                )
 
 
 def _front(
@@ -109,13 +127,13 @@ def _front(
 ) -> str:
     from huggingface_hub import ModelCardData
 
-    model, method = bundle.provenance.get("model", {}), str(bundle.provenance.get("method", "scheme"))
-    base = _base_model(bundle)
+    made = Table(bundle.provenance)
+    method, base = _method(bundle), _base_model(bundle)
     data = ModelCardData(
         library_name="kvcal",
         base_model=base,
         base_model_relation="quantized" if base else None,
-        license=licence or LICENCES.get(str(model.get("name"))),
+        license=shown(licence) if licence else LICENCES.get(str(made.table("model").value("name", str))),
         datasets=_datasets(bundle) or None,
         metrics=["perplexity", "kl_divergence"]
         if row
@@ -123,7 +141,7 @@ def _front(
         if stored_head_errors(bundle.metrics)
         else None,
         pipeline_tag="text-generation",
-        tags=sorted({"kv-cache", "kv-cache-compression", "quantization", "kvcal", method}),
+        tags=sorted({"kv-cache", "kv-cache-compression", "quantization", "kvcal", shown(method)}),
         **(_results(bundle, evaluation, row) if evaluation is not None and row is not None else {}),
     )
     return str(data.to_yaml())
@@ -132,7 +150,7 @@ def _front(
 def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
     from huggingface_hub import EvalResult
 
-    text = str(evaluation.get("text", "text"))
+    text = shown(evaluation.get("text", "text"))
     about: dict[str, Any] = {
         "task_type": "text-generation",
         "dataset_type": _id(text.split(":")[0]) or "text",  # of a local file the name of its loader in `datasets`
@@ -142,9 +160,9 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     results = [
         EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **about)
         for kind, value in figures.items()
-        if _finite(value)
+        if is_number(value)
     ]
-    return {"model_name": bundle.name, "eval_results": results}
+    return {"model_name": shown(bundle.name), "eval_results": results}
 
 
 def _id(label: Any) -> str | None:
@@ -154,26 +172,42 @@ def _id(label: Any) -> str | None:
 
 def _base_model(bundle: Bundle) -> str | None:
     """Of a folded model the one before folding; none for random weights."""
-    if bundle.provenance.get("model", {}).get("random_weights"):
+    made = Table(bundle.provenance)
+    if made.table("model").fields.get("random_weights"):
         return None
-    before = bundle.provenance.get("folded_from", {}).get("model", {})
-    return _id(bundle.provenance.get("model", {}).get("hub_id")) or _id(before.get("hub_id"))
+    places = made.table("model"), made.table("folded_from").table("model")
+    return next((found for place in places if (found := _id(place.value("hub_id", str))) is not None), None)
 
 
 def _datasets(bundle: Bundle) -> list[str]:
     """Ids of data sets on the hub."""
-    sources = [bundle.provenance.get(name, {}).get("source") for name in ("text", "other_text")]
-    for part in ("keys", "values"):
-        sources.append(bundle.provenance.get(part, {}).get("provenance", {}).get("text", {}).get("source"))
-    found = [_id(str(source).split(":")[0]) for source in sources]
+    made = Table(bundle.provenance)
+    texts = [made.table(name) for name in ("text", "other_text")]
+    texts += [made.table(part).table("provenance").table("text") for part in ("keys", "values")]
+    found = [_id((text.value("source", str) or "").split(":")[0]) for text in texts]
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
+def _method(bundle: Bundle) -> str:
+    """As recorded; of another type what it was recorded as."""
+    return str(Table(bundle.provenance).said("method") or "scheme")
+
+
+def _model_name(bundle: Bundle, otherwise: str) -> str:
+    """The hub id, else the name."""
+    model = Table(bundle.provenance).table("model")
+    return model.fault or model.said("hub_id") or model.said("name") or otherwise
+
+
+def _typed_model(bundle: Bundle) -> str:
+    """What --model takes."""
+    name = _model_name(bundle, "MODEL")
+    return name if TYPED.fullmatch(name) and Table(bundle.provenance).table("model").fault is None else "MODEL"
+
+
 def _intro(bundle: Bundle) -> str:
-    method = str(bundle.provenance.get("method", "scheme"))
-    model = bundle.provenance.get("model", {})
-    name = model.get("hub_id") or model.get("name", "its model")
-    what = METHODS.get(method, f"the preset {method}, which needs no data")
+    method, name = _method(bundle), markdown(_model_name(bundle, "its model"))
+    what = METHODS.get(method, f"the preset {markdown(method)}, which needs no data")
     return (
         f"Constants for storing the key-value cache of **{name}** at {bundle.scheme.bits_per_value():.3f} bits a value, "
         f"for kvcal. Method: {what}. It holds no weights and no text."
@@ -181,52 +215,51 @@ def _intro(bundle: Bundle) -> str:
 
 
 def _use(bundle: Bundle, repo: str | None) -> str:
-    model = bundle.provenance.get("model", {})
-    place = model.get("hub_id") or model.get("name", "MODEL")
-    fetch = f"kvcal pull {repo}\n" if repo else ""
-    line = shlex.join(["kvcal", "verify", f"{bundle.name}{SUFFIX}", "--model", str(place), *_random_weights(bundle)])
-    shell = f"```bash\n{fetch}{line}\n```"
-    python = (
-        "```python\nfrom kvcal_artifacts import load_bundle, load_cache\n\n"
-        f'bundle = load_bundle("{bundle.name}{SUFFIX}")  # checks every hash\n'
-        "with load_cache(bundle, model) as cache:  # refuses another model\n"
-        "    model.generate(**inputs, past_key_values=cache)\n```"
+    file = f"{bundle.name}{SUFFIX}"
+    fetch = [] if repo is None else [shell(["kvcal", "pull", repo])]
+    verify = ["kvcal", "verify", file, "--model", _typed_model(bundle), *_random_weights(bundle)]
+    lines = (
+        "from kvcal_artifacts import load_bundle, load_cache",
+        "",
+        f"bundle = load_bundle({python(file)})  # checks every hash",
+        "with load_cache(bundle, model) as cache:  # refuses another model",
+        "    model.generate(**inputs, past_key_values=cache)",
     )
-    return f"## Use\n\n{shell}\n\n{python}"
+    return f"## Use\n\n{block('bash', [*fetch, shell(verify)])}\n\n{block('python', lines)}"
 
 
 def _random_weights(bundle: Bundle) -> list[str]:
     """Options that name the weights of a bundle that was made with random ones."""
-    model = bundle.provenance.get("model", {})
-    if not model.get("random_weights"):
+    model = Table(bundle.provenance).table("model")
+    if not model.fields.get("random_weights"):
         return []
-    return ["--random-weights", "--seed", str(model.get("revision")).removeprefix("random:")]
+    return ["--random-weights", "--seed", str(model.said("revision")).removeprefix("random:")]
 
 
 def _facts(bundle: Bundle, sha256: str) -> str:
-    p, scheme = bundle.provenance, bundle.scheme
-    text = p.get("text", {})
-    model = bundle.fingerprint
-    train = counted(text.get("train_windows"), "window")
-    counts = f"{train} of {text.get('length')} tokens, {text.get('holdout_windows')} held out"
+    made, scheme, model = Table(bundle.provenance), bundle.scheme, bundle.fingerprint
+    text, settings, versions = (made.table(name) for name in ("text", "settings", "versions"))
+    train = counted(text.said("train_windows", int), "window")
+    counts = f"{train} of {text.said('length', int)} tokens, {text.said('holdout_windows', int)} held out"
     windows = scheme.windows
     rows = {
-        "method": p.get("method"),
-        "settings": ", ".join(f"{name} {value}" for name, value in p.get("settings", {}).items()),
+        "method": made.said("method"),
+        "settings": settings.fault or ", ".join(f"{name} {value}" for name, value in settings.fields.items()),
         "bits a value": f"{scheme.bits_per_value():.4f}"
         + (" (expected: blocks differ in size)" if scheme.ragged else ""),
         "windows": f"sink {windows.sink}, recent {windows.recent}, block {windows.block}; keys {scheme.frame}",
         "token selection": None if scheme.selection is None else f"H2O, keep {scheme.selection.keep:g}",
         "resident bytes": f"{scheme.resident_bytes():,}",
         "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, {model.revision}",
-        "calibrated on": f"{text['source']}: {counts}" if text else None,
-        "text sha256": text.get("sha256"),
-        "other text": p.get("other_text", {}).get("source"),
+        "calibrated on": text.fault or (f"{text.said('source')}: {counts}" if text else None),
+        "text sha256": text.said("sha256"),
+        "other text": made.table("other_text").fault or made.table("other_text").said("source"),
         "layers left alone": "; ".join(f"{i}: {why}" for i, why in scheme.skipped.items()) or None,
-        "made by": ", ".join([str(p.get("tool")), *(f"{k} {v}" for k, v in p.get("versions", {}).items())]),
+        "made by": ", ".join([str(made.said("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
         "sha256": sha256,
     }
-    return "## What it is\n\n" + table(["", ""], [[k, f"`{v}`" if "sha256" in k else v] for k, v in rows.items() if v])
+    cells = [[name, code(value) if SHA256.fullmatch(str(value)) else value] for name, value in rows.items() if value]
+    return "## What it is\n\n" + table(["", ""], cells)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -236,7 +269,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+    return "" if value is None else markdown(" ".join(str(value).split()) if not isinstance(value, Markdown) else value)
 
 
 def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
@@ -245,30 +278,30 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         return [row["name"], *(_figure(row[name], style) for name, style in formats.items())]
 
     about = (
-        f"{counted(evaluation['windows'], 'window')} of {evaluation['length']} tokens of {evaluation['text']} in steps of "
-        f"{evaluation['step']}, {evaluation['dtype']}; each step sees the compressed past. KL is to full precision."
+        f"{counted(evaluation['windows'], 'window')} of {evaluation['length']} tokens of {markdown(evaluation['text'])} "
+        f"in steps of {evaluation['step']}, {markdown(evaluation['dtype'])}; each step sees the compressed past. KL is to "
+        "full precision."
     )
-    model = bundle.provenance.get("model", {})
     options = {
-        "model": model.get("hub_id") or model.get("name"),  # not evaluation["model"], which may be a path
+        "model": _typed_model(bundle),  # not evaluation["model"], which may be a path
         "text": _place(str(evaluation["text"])),
         **{name: evaluation[name] for name in ("windows", "length", "step", "dtype")},
     }
     if evaluation["text"].startswith("random-tokens:"):  # what --random-weights takes where there is no tokenizer
         del options["text"]
-    line = shlex.join(
+    line = shell(
         [
             "kvcal", "eval", f"{bundle.name}{SUFFIX}", *(w for n, v in options.items() for w in (f"--{n}", str(v))),
             *_random_weights(bundle),
         ]
     )  # fmt: skip
     figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"]))
-    return f"## Quality\n\n{about}\n\n{figures}\n\n```bash\n{line}\n```"
+    return f"## Quality\n\n{about}\n\n{figures}\n\n{block('bash', [line])}"
 
 
 def _figure(value: Any, style: str) -> str | None:
     """None: full precision packs nothing. `kvcal eval --json` writes null for NaN too, but only where a figure must be."""
-    return format(value, style) if _finite(value) else "not finite" if style in (".4f", ".5f") else None
+    return format(value, style) if is_number(value) else "not finite" if style in (".4f", ".5f") else None
 
 
 def counted(count: Any, what: str) -> str:
@@ -283,7 +316,7 @@ def _place(label: str) -> str:
 def _held_out(bundle: Bundle, plots: Mapping[str, bytes]) -> str:
     """Errors by layer and head, as the fit measured them, and pictures."""
     errors = stored_head_errors(bundle.metrics)
-    parts = [f"![{what}]({name})" for name in plots if (what := _caption(name))]
+    parts = [f"![{what}]({link(name)})" for name in plots if (what := _caption(name))]
     if errors is not None:
         parts.insert(0, "Relative squared error of keys and values, by layer and kv head:\n\n" + _errors(errors))
     return "## Held-out windows\n\n" + "\n\n".join(parts) if parts else ""
@@ -308,12 +341,24 @@ def _plots(bundle: Bundle) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     if (errors := stored_head_errors(bundle.metrics)) is not None:
         found[f"{bundle.name}.errors.png"] = head_errors_png(errors.key, errors.value, bundle.name)
-    if (search := bundle.metrics.get("search")) is not None:
-        pairs = [(row["bits"], row["quality"]) for row in search["trials"]]
-        limit = bundle.provenance["search"]["max_bits"]
-        picture = front_png(pairs, search["front"], search["chosen"], limit, search["quality"], "stored bits a value")
+    if (picture := _search_plot(bundle)) is not None:
         found[f"{bundle.name}.front.png"] = picture
     return found
+
+
+def _search_plot(bundle: Bundle) -> bytes | None:
+    """None where there was no search, or what is recorded of one is no search."""
+    search = Table(bundle.metrics).table("search")
+    limit = Table(bundle.provenance).table("search").value("max_bits", float)
+    trials = [Table(row) for row in search.value("trials", list) or []]
+    pairs = [(row.value("bits", float), row.value("quality", float)) for row in trials]
+    front, chosen = search.value("front", list), search.value("chosen", int)
+    points = [(bits, quality) for bits, quality in pairs if bits is not None and quality is not None]
+    numbers = [*(front or []), chosen]
+    placed = all(type(number) is int and 0 <= number < len(points) for number in numbers)
+    if limit is None or not points or len(points) != len(pairs) or not front or chosen is None or not placed:
+        return None
+    return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits a value")
 
 
 def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
@@ -327,10 +372,9 @@ def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
     places = [word for label in local for word in ("--text", _place(label))]
     if was.model.get("kind") == "folder":
         places += ["--model", str(was.model["name"])]
-    check = shlex.join(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
+    check = shell(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
     name = f"{bundle.name}{SUFFIX}"
-    return (
-        "## Make it again\n\n"
-        f"```bash\n{was.line(defaults_of(was.command), name)}    # what made it\n"
-        f"{check}    # the same again, and compare\n```"
+    made = was.line(defaults_of(was.command), name)
+    return "## Make it again\n\n" + block(
+        "bash", [f"{made}    # what made it", f"{check}    # the same again, and compare"]
     )

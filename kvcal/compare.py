@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import read_text
 from kvcal_artifacts.scheme import Scheme
 
 from .kept import Work, short
@@ -70,7 +71,7 @@ def read_results(path: Path, command: str) -> dict[str, Any]:
     Raises KVCalError for any other file: results would overwrite it.
     """
     try:
-        text = path.read_text("utf-8") if path.exists() else ""
+        text = read_text(path) if path.exists() else ""
         found: dict[str, Any] = json.loads(text) if text else {"command": command, "settings": {}, "rows": []}
         ours = isinstance(found["settings"], dict) and isinstance(found["rows"], list)
         ours = ours and all(isinstance(row["key"], str) for row in found["rows"])

@@ -9,13 +9,9 @@ tokens of text follow.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
-import io
-import json
-import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +20,8 @@ from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, Usage
 
 from . import hub
 from .hub import one_line
+from .text_rows import Picker, Render
+from .textfiles import ALLOWED, Document, folder_files, kind_of, looks_like_file, read_file
 
 if TYPE_CHECKING:
     from torch import LongTensor
@@ -36,9 +34,6 @@ DEFAULTS = {
     "calibration": "HuggingFaceFW/fineweb-edu:sample-10BT:train",
     "evaluation": "Salesforce/wikitext:wikitext-2-raw-v1:test",
 }
-KINDS = (".txt", ".raw", ".jsonl", ".parquet")  # what a folder is searched for; all but parquet also as .xz
-COLUMNS = ("text", "content")
-PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "output"))
 SPLITS = ("train", "test", "validation", "dev")
 DATASET = re.compile(r"[\w.-]+/[\w.-]+(:[\w.+-]*){0,2}(@[0-9a-f]{40})?")
 
@@ -50,7 +45,7 @@ WHOLE = 1 << 21
 POOL = 2  # slots read for each window wanted, so that the seed has a choice
 
 Progress = Callable[[int, int], None]  # tokens so far, tokens wanted
-Document = Iterable[str]  # in parts of any size, so that a large file is never held whole
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ def resolve_text(text: str, *, column: str | None = None) -> TextSource:
         return TextSource("folder", f"folder:{path.resolve().name}", path=path, column=column)
     if path is not None:
         return TextSource("file", f"file:{path.name}", path=path, column=column)
-    if DATASET.fullmatch(text) and not text.lower().removesuffix(".xz").endswith(KINDS):
+    if DATASET.fullmatch(text) and not looks_like_file(text):
         return _dataset(text, column)
     if text.startswith("embedded:"):
         raise TextError(f"text {text!r}: embedded are {', '.join(EMBEDDED)}")
@@ -149,18 +144,21 @@ def token_windows(
     seed: int = 0,
     column: str | None = None,
     progress: Progress | None = None,
+    say: Say | None = None,
 ) -> Windows:
     """`windows` windows of `length` tokens; `holdout` of them are held out, from a part of their own.
 
     Reads at most POOL slots for each window (a large text from its start) and chooses among them by `seed`.
+    say: told which files of a folder and which rows have been left out.
     """
     _check_counts(windows, length, holdout)
     source = resolve_text(text, column=column) if isinstance(text, str) else text
     reader = _Reader(tokenizer, source, PIECE, progress)
     body = length - len(reader.bos)
     reader.read(POOL * windows * body)
+    _tell(source, reader, say)
     slots = reader.slots(body)
-    if len(slots) < windows:
+    if len(slots) < windows or reader.blank:
         raise TextError(_too_little(source, reader, windows, length, body))
     train, held = _choose(len(slots), windows - holdout, holdout, seed)
     train, held = reader.with_bos(slots[train]), reader.with_bos(slots[held])
@@ -177,8 +175,12 @@ def evaluation_windows(
     length: int,
     column: str | None = None,
     progress: Progress | None = None,
+    say: Say | None = None,
 ) -> EvaluationWindows:
-    """At most `windows` consecutive windows from the start (None: all there are); a short rest is cut off."""
+    """At most `windows` consecutive windows from the start (None: all there are); a short rest is cut off.
+
+    say: told which files of a folder and which rows have been left out.
+    """
     _check_counts(1 if windows is None else windows, length, 0)
     source = resolve_text(text, column=column) if isinstance(text, str) else text
     # 16 characters a token: the seam lies behind the last window, which thus does not depend on their number
@@ -186,8 +188,9 @@ def evaluation_windows(
     reader = _Reader(tokenizer, source, piece, progress)
     body = length - len(reader.bos)
     reader.read(None if windows is None else windows * body)
+    _tell(source, reader, say)
     slots = reader.slots(body)[:windows]
-    if len(slots) == 0:
+    if len(slots) == 0 or reader.blank:
         raise TextError(_too_little(source, reader, 1, length, body))
     ids = reader.with_bos(slots)
     return EvaluationWindows(ids, reader.label, reader.text_hash(), ids_hash(ids), reader.count, bool(reader.bos))
@@ -241,9 +244,23 @@ def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Any, Any]:
     return chosen, held
 
 
+def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
+    """What was left out, a line each."""
+    if say is None:
+        return
+    if (line := left_out(source)) is not None:
+        say(line)
+    picker = reader.picker
+    if picker.null or picker.empty:
+        say(
+            f"note: {reader.label}: of {picker.rows:,} rows read {picker.empty:,} are empty and {picker.null:,} null; skipped"
+        )
+
+
 def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, body: int) -> str:
-    if reader.count == 0:
-        return f"text {source.label} is empty"
+    if reader.blank:
+        rows = f": its {reader.picker.rows:,} rows are empty or null" if reader.picker.rows else ""
+        return f"text {source.label} is empty{rows}"
     wanted = f"{windows:,} windows of {length:,} need" if windows > 1 else f"one window of {length:,} needs"
     return (
         f"text {source.label} holds {reader.count:,} tokens, {wanted} {windows * body:,}: "
@@ -258,10 +275,12 @@ class _Reader:
         self.tokenizer = tokenizer
         self.bos = _bos(tokenizer)
         self.count = 0
+        self.blank = True  # nothing read so far but blanks
         self._progress = progress
         self._chunks: list[Any] = []
         self._digest = hashlib.sha256()
-        documents, self.label = open_documents(source)
+        self.picker = Picker(source.column, chat_renderer(tokenizer))
+        documents, self.label = open_documents(source, self.picker)
         self._pieces = pieces(documents, piece)
 
     def read(self, wanted: int | None) -> None:
@@ -285,6 +304,7 @@ class _Reader:
 
         for piece in batch:
             self._digest.update(_encoded(piece, self.label))
+            self.blank = self.blank and not piece.strip()
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = self.tokenizer(batch, return_token_type_ids=False, **options)
         for ids in encoded["input_ids"]:
@@ -334,12 +354,13 @@ def pieces(documents: Iterable[Document], size: int) -> Iterator[str]:
     for part in _joined(documents):
         buffer.append(part)
         held += len(part)
-        while held > size:
-            text = "".join(buffer)
-            cut = _cut(text, size)
-            yield text[:cut]
-            buffer = [text[cut:]]
-            held = len(text) - cut
+        if held > size:
+            text, start = "".join(buffer), 0
+            while held > size:
+                cut = _cut(text, start, size)
+                yield text[start:cut]
+                start, held = cut, len(text) - cut
+            buffer = [text[start:]]
     if held:
         yield "".join(buffer)
 
@@ -355,162 +376,80 @@ LINE_START = re.compile(r"(?<=\n)(?=\S)")
 WORD_START = re.compile(r"(?<=\S)(?= \S)")  # the blank belongs to the word behind it
 
 
-def _cut(text: str, size: int) -> int:
-    """The last line start in the second half of the first `size` characters; else a word's; else `size`."""
+def _cut(text: str, start: int, size: int) -> int:
+    """The last line start in the second half of the `size` characters from `start`; else a word's; else their end."""
     for pattern in (LINE_START, WORD_START):
         # two characters more, for the look-ahead of a start at `size` itself
-        starts = [match.start() for match in pattern.finditer(text, max(1, size // 2), size + 2)]
-        if usable := [start for start in starts if start <= size]:
+        starts = [match.start() for match in pattern.finditer(text, start + max(1, size // 2), start + size + 2)]
+        if usable := [place for place in starts if place <= start + size]:
             return usable[-1]
-    return size
+    return start + size
 
 
-def open_documents(source: TextSource) -> tuple[Iterator[Document], str]:
+def open_documents(source: TextSource, picker: Picker) -> tuple[Iterator[Document], str]:
     """The documents of a source, lazily, and its label (with the commit, for a data set)."""
     if source.dataset is not None:
-        return _stream(source)
+        return _stream(source, picker)
     files = source_files(source)
-    return (document for path in files for document in read_file(path, source.column)), source.label
+    return (document for path in files for document in read_file(path, source.column, picker)), source.label
 
 
 def source_files(source: TextSource) -> list[Path]:
-    """The files of a local text, in the order in which they are read."""
+    """The files of a local text, in the order in which they are read. Raises TextError where nothing can be."""
     assert source.path is not None
     if source.kind != "folder":
+        kind_of(source.path)
         return [source.path]
-    files = _files(source.path)
+    files, others = folder_files(source.path)
     if not files:
-        allowed = ", ".join(KINDS)
-        raise TextError(f"folder {source.path} holds no text: looked for {allowed}, and .xz of all but parquet")
+        found = f" among {len(others)} files ({_first(others)})" if others else ""
+        raise TextError(f"folder {source.path} holds no text{found}: looked for {ALLOWED}")
     return files
 
 
-def _files(folder: Path) -> list[Path]:
-    """Every text file below a folder, in the order of their names, hidden ones left out."""
-    found = [path for path in folder.rglob("*") if path.is_file() and _kind(path) is not None]
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+def check_local(text: str) -> None:
+    """Raises TextError for a text that is neither there nor a data set's name, and for a file of a kind that is not read."""
+    source = resolve_text(text)
+    if source.dataset is None:
+        source_files(source)
 
 
-def _kind(path: Path) -> str | None:
-    name = path.name.lower()
-    kind = next((kind for kind in KINDS if name.removesuffix(".xz").endswith(kind)), None)
-    return None if kind == ".parquet" and name.endswith(".xz") else kind
+def left_out(source: TextSource) -> str | None:
+    """What a folder holds that is not read, in a line; None where there is nothing to say."""
+    if source.kind != "folder" or source.path is None:
+        return None
+    files, others = folder_files(source.path)
+    if not files or not others:
+        return None
+    count = f"{len(others):,} files" if len(others) > 1 else "1 file"
+    return (
+        f"note: {source.label}: {count} left out ({_first(others)}), {len(files):,} read ({_first(files)}); a text that is "
+        "left out can be given by its name, or in a folder of its own"
+    )
 
 
-def read_file(path: Path, column: str | None = None) -> Iterator[Document]:
-    """One file's documents: a plain file is one, of the others every row is one."""
-    kind = _kind(path)
-    if kind == ".parquet":
-        yield from ([row] for row in _guarded(path, _parquet(path, column)))
-    elif kind == ".jsonl":
-        yield from ([row] for row in _guarded(path, _jsonl(path, column)))
-    elif column is not None:
-        raise TextError(f"{path}: --column {column}: only .jsonl and .parquet files have columns; leave --column out")
-    else:  # a file named outright may end in anything; bytes that are no text are refused while decoding
-        yield _guarded(path, _decoded(path))
+def _first(paths: list[Path], most: int = 3) -> str:
+    return ", ".join([one_line(path.name) for path in paths[:most]] + (["..."] if len(paths) > most else []))
 
 
-def _guarded(path: Path, parts: Iterator[str]) -> Iterator[str]:
-    try:
-        yield from parts
-    except (lzma.LZMAError, EOFError) as error:
-        raise TextError(f"{path}: damaged or cut short ({one_line(error)})") from error
-    except OSError as error:
-        raise TextError(f"{path}: cannot be read ({error.strerror or one_line(error)})") from error
+def chat_renderer(tokenizer: Any) -> Render | None:
+    """What turns a chat's messages into text as the model was trained on it; None without a chat template.
+
+    A BOS that the template begins with is left out where windows get one anyway.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    bos = tokenizer.bos_token if _bos(tokenizer) else None
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert isinstance(text, str)
+        return text.removeprefix(bos) if bos else text
+
+    return render
 
 
-def _decoded(path: Path) -> Iterator[str]:
-    """The text of a file, strictly UTF-8, every line end made \\n, a byte order mark dropped."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
-    lines = io.IncrementalNewlineDecoder(decoder, translate=True)
-    opener = lzma.open if path.suffix.lower() == ".xz" else open
-    done = 0
-    with opener(path, "rb") as stream:
-        while True:
-            raw = stream.read(1 << 20)
-            pending = len(decoder.getstate()[0])
-            try:
-                yield lines.decode(raw, final=not raw)
-            except UnicodeDecodeError as error:
-                at = done - pending + error.start
-                raise TextError(f"{path}: byte {at:,} is not UTF-8; convert the file to UTF-8") from error
-            done += len(raw)
-            if not raw:
-                return
-
-
-def _lines(path: Path) -> Iterator[str]:
-    rest = ""
-    for text in _decoded(path):
-        *lines, rest = (rest + text).split("\n")
-        yield from lines
-    yield rest
-
-
-def _jsonl(path: Path, column: str | None) -> Iterator[str]:
-    pick: Callable[[Mapping[str, Any]], str] | None = None
-    for number, line in enumerate(_lines(path), 1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise TextError(f"{where}: not JSON ({one_line(error)})") from error
-        if not isinstance(row, dict):
-            raise TextError(f"{where}: a JSON object is expected, found {type(row).__name__}")
-        pick = pick or _picker(str(path), list(row), column)
-        yield _picked(pick, row, where)
-
-
-def _parquet(path: Path, column: str | None) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            pick = _picker(str(path), names, column)
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=_columns(names, column)):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _picked(pick, row, f"{path} row {number}")
-    except pyarrow.ArrowInvalid as error:
-        raise TextError(f"{path}: not a parquet file ({one_line(error)})") from error
-
-
-def _columns(names: list[str], column: str | None) -> list[str]:
-    """The columns that hold the text: the one asked for, or the first default that is there."""
-    if column is not None:
-        return [column] if column in names else []
-    single = next(([name] for name in COLUMNS if name in names), [])
-    return single or next((list(pair) for pair in PAIRS if set(pair) <= set(names)), [])
-
-
-def _picker(where: str, names: list[str], column: str | None) -> Callable[[Mapping[str, Any]], str]:
-    chosen = _columns(names, column)
-    if not chosen:
-        wanted = f"no column {column!r}" if column else "no text or content, no question and answer"
-        raise TextError(f"{where}: {wanted}; its columns are {', '.join(names)}: name one with --column")
-    return lambda row: "\n".join(_text(row, name) for name in chosen)
-
-
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        raise TypeError(f"column {name!r} is {'missing' if value is None else type(value).__name__}, not text")
-    return value
-
-
-def _picked(pick: Callable[[Mapping[str, Any]], str], row: Mapping[str, Any], where: str) -> str:
-    try:
-        return pick(row)
-    except TypeError as error:
-        raise TextError(f"{where}: {error}") from None
-
-
-def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
+def _stream(source: TextSource, picker: Picker) -> tuple[Iterator[Document], str]:
     """A data set of the hub, streamed at the commit asked for or the main branch's present one; the label names it."""
     sha = dataset_commit(source)
     try:
@@ -520,7 +459,7 @@ def _stream(source: TextSource) -> tuple[Iterator[Document], str]:
         raise
     except Exception as error:
         raise _unavailable(source, error) from error
-    return _dataset_texts(source, rows), f"{source.label}@{sha}"
+    return _dataset_texts(source, rows, picker), f"{source.label}@{sha}"
 
 
 def dataset_commit(source: TextSource) -> str | None:
@@ -546,13 +485,13 @@ def _rows(source: TextSource, sha: str | None) -> Any:
     return datasets.load_dataset(source.dataset, source.config, split=source.split, streaming=True, revision=sha)
 
 
-def _dataset_texts(source: TextSource, rows: Any) -> Iterator[Document]:
-    pick: Callable[[Mapping[str, Any]], str] | None = None
+def _dataset_texts(source: TextSource, rows: Any, picker: Picker) -> Iterator[Document]:
     number = 0
+    picker.begin(f"data set {source.label}")
     try:
         for number, row in enumerate(rows, 1):
-            pick = pick or _picker(f"data set {source.label}", list(row), source.column)
-            yield [_picked(pick, row, f"data set {source.label} row {number}")]
+            if (text := picker.text(row, f"data set {source.label} row {number}")) is not None:
+                yield [text]
     except KVCalError:
         raise
     except Exception as error:  # whatever the connection or a reader throws in the middle of a stream

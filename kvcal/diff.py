@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from kvcal_artifacts.bundle import Bundle, dtype_name, tensor_bytes
 from kvcal_artifacts.codecs import state_of
+
+from .records import check_depth, is_number
 
 Difference = dict[str, Any]
 SECTIONS = ("model", "settings", "scheme", "codecs", "tensors", "metrics")
@@ -24,6 +25,8 @@ def diff(a: Bundle, b: Bundle, *, same_bytes: bool) -> dict[str, Any]:
     A difference has "what" and the values "a" and "b", or "only_in"; numbers also "change", tensors how many entries differ,
     which first, and how much. A tensor that many layers share is listed at the first of them.
     """
+    for bundle in (a, b):
+        check_depth(bundle)
     found: dict[str, Any] = {
         "model": compared(asdict(a.fingerprint), asdict(b.fingerprint)),
         "settings": compared(a.provenance, b.provenance),
@@ -45,7 +48,7 @@ def compared(a: Any, b: Any, where: str = "") -> list[Difference]:
         return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in compared(x, y, f"{where}.{i}")]
     if a == b and isinstance(a, bool) == isinstance(b, bool):
         return []
-    change = {"change": b - a} if _number(a) and _number(b) and math.isfinite(b - a) else {}
+    change = {"change": b - a} if is_number(a) and is_number(b) and is_number(b - a) else {}
     return [{"what": where, "a": a, "b": b, **change}]
 
 
@@ -54,10 +57,6 @@ def _member(a: dict[str, Any], b: dict[str, Any], name: str, where: str) -> list
         return compared(a[name], b[name], where)
     side = "a" if name in a else "b"
     return [{"what": where, "only_in": side, side: (a if name in a else b)[name]}]
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _scheme(bundle: Bundle) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, file_behind, load_bundle, probed_layers
+from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, file_behind, load_bundle
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
+from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
 from . import __version__
-from .capture import Capture, LayerSource, LayerTaps, default_batch
+from .capture import Capture, LayerSource, LayerTaps, check_model, default_batch
+from .enough import predictions_worse_than_none, too_little
 from .kept import Kept, beside
 
 if TYPE_CHECKING:
     from .corpus import Windows
-from .methods.base import Carry, Finishing, Method, outlier_warning, settings_of
+from .methods.base import Carry, Finishing, Method, settings_of
 from .methods.vqkv import VQKV
 from .report.progress import progress
 from .report.timing import PhaseTimer
@@ -92,6 +93,22 @@ class Scan:
     @property
     def config(self) -> Any:
         return hf.config_of(self.source.model)
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Layers that keep a cache of their own, with the reason."""
+        return hf.unsupported_layers(self.config)
+
+    @property
+    def compressed(self) -> list[int]:
+        """The others, lowest first."""
+        skipped = self.skipped
+        return [index for index in range(self.config.num_hidden_layers) if index not in skipped]
+
+    def placed(self, codecs: Iterable[LayerCodecs]) -> tuple[LayerCodecs | None, ...]:
+        """Codecs of the compressed layers -> those of all layers."""
+        found = dict(zip(self.compressed, codecs, strict=True))
+        return tuple(found.get(index) for index in range(self.config.num_hidden_layers))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,7 +196,14 @@ def fit_together(
     """
     options = options or FitOptions()
     ids = torch.cat((text.train, text.holdout, *(() if other is None else (other.train,))))
+    check_model(source.model, hf.decoder_of(source.model))
     scan = Scan(source, text, other, ids, model_record, revision, device, options, PhaseTimer(device), say)
+    for job in jobs:
+        hf.check_frame(
+            [hf.attention_site(hf.decoder_of(source.model), index) for index in scan.compressed], job.method.frame
+        )
+    if scan.skipped:
+        say(coverage(scan.config.num_hidden_layers, scan.skipped))
     parts = [_part(job, scan) for job in jobs]
     probes = [part.known for part in parts if part.known is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
@@ -207,8 +231,7 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
             part.open(stack)
         with progress("Fitting layers", total=len(capture)) as advance:
             for taps in capture:
-                if taps.index in probed_layers(len(capture)):
-                    probe += hf.key_probe(taps.site)
+                probe += taps.probe
                 for part in parts[:-1]:
                     with taps.shared() as own:
                         part.layer(own)
@@ -238,18 +261,22 @@ class LayerPart:
         self.tokens = coded_tokens(scan.ids.shape[1], windows.sink, windows.block)
         self.record = scan.record(job)
         self.work = Checkpoint(job.output, self.record, scan.options.resume)
-        self.done = self.work.layers()
+        self.done = self.work.layers(scan.compressed)
         self.fitted: list[LayerCodecs] = []
         self.metrics: list[dict[str, float]] = []
+        group = scan.config.num_attention_heads // self.shape.heads
+        coded = self.tokens.stop - self.tokens.start
+        for line in too_little(self.method, self.shape, group, len(scan.text.train), coded):
+            scan.say(line)
         if self.done:
             layers = scan.config.num_hidden_layers
-            scan.say(f"resuming after layer {len(self.done) - 1} of {layers} from {self.work.folder}")
+            scan.say(f"resuming after layer {max(self.done)} of {layers} from {self.work.folder}")
 
     def open(self, stack: ExitStack) -> None:
         scan, text = self.scan, self.scan.text
         layers = scan.config.num_hidden_layers
         self.carry = Carry(
-            len(text.train), self.tokens, self.shape, scan.timer, layers, held=len(text.holdout)
+            len(text.train), self.tokens, self.shape, scan.timer, layers, held=len(text.holdout), skipped=scan.skipped
         )  # fmt: skip
         width = (len(scan.ids), self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         made: dict[str, SpillStore] = {}
@@ -270,8 +297,13 @@ class LayerPart:
         fitted, metrics = self.fitted, self.metrics
         if isinstance(self.method, Finishing):
             fitted, metrics = self.method.finish(fitted, metrics)
-        scheme = Scheme(self.method.windows, self.method.frame, tuple(fitted), selection=self.job.selection)
-        self._warn(metrics, scheme)
+        layers, skipped = self.scan.placed(fitted), self.scan.skipped
+        scheme = Scheme(self.method.windows, self.method.frame, layers, skipped, self.job.selection)
+        rows = dict(zip(self.scan.compressed, metrics, strict=True))
+        metrics = [rows.get(index, {}) for index in range(len(layers))]
+        self._warn(scheme)
+        for line in predictions_worse_than_none(metrics):
+            self.scan.say(line)
         held = len(self.scan.text.holdout)
         summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}
@@ -283,13 +315,13 @@ class LayerPart:
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
 
-    def _warn(self, metrics: list[dict[str, float]], scheme: Scheme) -> None:
-        """Say that the scheme breaks on the model's key channels, if it does."""
-        from .outliers import advice, holds
+    def _warn(self, scheme: Scheme) -> None:
+        """Say what the fitted scheme is forecast to cost, where that is much."""
+        from .outliers import warnings, window_of
 
-        seen = self.scan.source, self.scan.ids[:1], scheme, self.scan.device
-        if (line := outlier_warning(metrics)) is not None and not holds(*seen):
-            self.scan.say(f"{line}; {advice(*seen)}")
+        name, scan = self.job.output.name.removesuffix(SUFFIX), self.scan
+        for line in warnings(scan.source, window_of(scan.ids, [scheme]), {name: scheme}, scan.device):
+            scan.say(line)
 
 
 def _one_layer(
@@ -393,12 +425,15 @@ class Checkpoint(Kept):
         check_output(output)
         super().__init__(beside(output), record, resume)
 
-    def layers(self) -> dict[int, Bundle]:
-        """Fitted layers 0, 1, ... up to the first that is missing or damaged."""
+    def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
+        """Fitted layers of these, up to the first that is missing or damaged."""
         found: dict[int, Bundle] = {}
-        while (path := self._path(len(found))).exists():
+        for index in compressed:
+            path = self._path(index)
+            if not path.exists():
+                break
             try:
-                found[len(found)] = load_bundle(path, whole=False)
+                found[index] = load_bundle(path, whole=False)
             except KVCalError:
                 path.unlink()
                 break

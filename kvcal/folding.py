@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Predicted, Scaled
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UsageError
+from kvcal_artifacts.files import new_file_mode, temporary_folder
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from . import hub, models
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .layerwise import LayerwiseWeights
 
 SHARD_BYTES = 4 << 30
+NORMS = ("k_norm", "q_norm", "k_layernorm", "q_layernorm", "key_layernorm", "query_layernorm", "key_norm", "query_norm")
 COPIED = (*hub.TOKENIZER_FILES, "generation_config.json")
 
 
@@ -97,7 +98,9 @@ def _rows(projection: nn.Module) -> int:
 
 
 def _check_projections(site: hf.AttentionSite) -> None:
-    for name in ("k_norm", "q_norm"):
+    if site.odd is not None:
+        raise UsageError(f"layer {site.index}: {site.odd}; nothing can be folded")
+    for name in NORMS:
         if getattr(site.module, name, None) is not None:
             raise UsageError(
                 f"layer {site.index}: {name} stands behind the projection and would undo a factor folded into it; "
@@ -169,29 +172,24 @@ def write_folded(
     kind = _dtype(fields, dtype)
     parts = models.open_layerwise(source, dtype=kind, device="cpu")
     rows = changed_rows(parts, factors)
-    temporary = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
     try:
-        _write_weights(parts, rows, temporary)
-        fields.pop("torch_dtype", None)
-        _write_json(temporary / "config.json", fields | {"dtype": kind})
-        _copy_rest(source, temporary)
-        _open_up(temporary)
-        os.replace(temporary, place)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise KVCalError(f"{output}: cannot be written: {error.strerror or error}; nothing is there") from error
-        raise
+        with temporary_folder(place) as temporary:
+            _write_weights(parts, rows, temporary)
+            fields.pop("torch_dtype", None)
+            _write_json(temporary / "config.json", fields | {"dtype": kind})
+            _copy_rest(source, temporary)
+            _open_up(temporary)
+            os.replace(temporary, place)
+    except OSError as error:
+        raise KVCalError(f"{output}: cannot be written: {error.strerror or error}; nothing is there") from error
     return sorted(rows)
 
 
 def _open_up(folder: Path) -> None:
-    """The permissions that new files usually have: temporary folders and safetensors' files are their owner's alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    folder.chmod(0o777 & ~mask)
+    """The permissions that new files get there: safetensors' are their owner's alone."""
+    mode = new_file_mode(folder)
     for path in folder.iterdir():
-        path.chmod(0o666 & ~mask)
+        path.chmod(mode)
 
 
 def _dtype(fields: dict[str, Any], asked: str) -> str:

@@ -13,10 +13,14 @@ from xml.etree import ElementTree
 
 from kvcal_artifacts.bundle import Bundle, write_atomically
 from kvcal_artifacts.errors import GateFailed, KVCalError, UsageError
+from kvcal_artifacts.files import read_bytes
 from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.shown import message
 
 from .evaluate.canary import Canary
-from .evaluate.layers import ROLES, check_errors, worst_layer
+from .evaluate.layers import ROLES, check_errors, recorded_rows, worst_layer
+from .records import mistyped
+from .report.escape import markdown as escaped
 
 SUMMARY_VARIABLE = "GITHUB_STEP_SUMMARY"
 
@@ -112,7 +116,11 @@ def check_recorded(limits: Limits, name: str, bundle: Bundle | None) -> None:
     """Raise UsageError before anything is measured if a layer's error has nothing to be compared with."""
     if limits.max_layer_drift is None:
         return
-    rows = [] if bundle is None else bundle.metrics.get("layers", [])
+    rows = bundle.metrics.get("layers", []) if bundle is not None else []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UsageError(
+            f"{name}: gate max-layer-drift: layers of its metrics are {mistyped(rows, list)} of tables; build it again"
+        )
     unknown = [role for role in ROLES if not any(f"{role}_relative_error" in row for row in rows)]
     if bundle is None or unknown:
         of = "layers" if len(unknown) != 1 else f"layers' {unknown[0]}s"
@@ -138,7 +146,7 @@ def check_row(
     scheme: Scheme,
 ) -> list[Check]:
     """The canary, then every gate that has a limit. row, full: of an evaluation; layers: LayerErrors.rows()."""
-    name, blame = row["name"], worst_layer(layers, None if bundle is None else bundle.metrics.get("layers"))
+    name, blame = row["name"], worst_layer(layers, None if bundle is None else recorded_rows(bundle.metrics))
     found = [Check(name, "canary", alive.alive, layer=alive.layer, detail=str(alive))]
     seen: dict[str, float | None] = {
         "max_ppl_increase": row["perplexity"] / full["perplexity"] - 1,
@@ -224,7 +232,7 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
 
 def _append(path: Path, text: str) -> None:
     """On a line of its own, whatever stands before it."""
-    held = path.read_bytes() if path.exists() else b""
+    held = read_bytes(path) if path.exists() else b""
     with path.open("ab") as file:
         file.write((b"" if held.endswith(b"\n") or not held else b"\n") + text.encode())
 
@@ -233,12 +241,12 @@ NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  #
 
 
 def _xml(text: str) -> str:
-    return NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
+    return NO_XML.sub("\N{REPLACEMENT CHARACTER}", message(text))
 
 
 def _cell(text: str) -> str:
     """Of a Markdown table."""
-    return _xml(" ".join(text.split())).replace("\\", "\\\\").replace("|", "\\|")
+    return escaped(_xml(" ".join(text.split())))
 
 
 def junit_xml(checks: Sequence[Check]) -> bytes:
@@ -251,7 +259,7 @@ def junit_xml(checks: Sequence[Check]) -> bytes:
         numbers = {"tests": str(len(own)), "failures": str(len(failed(own))), "errors": "0", "skipped": "0"}
         suite = ElementTree.SubElement(root, "testsuite", {"name": _xml(name), **numbers})
         for check in own:
-            case = ElementTree.SubElement(suite, "testcase", {"classname": _xml(name), "name": check.gate})
+            case = ElementTree.SubElement(suite, "testcase", {"classname": _xml(name), "name": _xml(check.gate)})
             if not check.passed:
                 failure = ElementTree.SubElement(case, "failure", {"type": "GateFailed", "message": _xml(check.line)})
                 failure.text = _xml(check.detail)
@@ -270,5 +278,7 @@ def markdown(checks: Sequence[Check]) -> str:
         limit = "" if check.limit is None else _shown(check.limit)
         seen = "" if check.limit is None else _shown(check.seen)
         verdict = "passed" if check.passed else "**failed**"
-        lines.append(f"| {_cell(check.name)} | {check.gate} | {seen} | {limit} | {verdict} | {_cell(check.detail)} |")
+        lines.append(
+            f"| {_cell(check.name)} | {_cell(check.gate)} | {seen} | {limit} | {verdict} | {_cell(check.detail)} |"
+        )
     return "\n".join(lines) + "\n"

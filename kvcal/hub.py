@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable
 
@@ -91,7 +92,13 @@ def reachable() -> bool:
 def why_unreachable() -> str:
     from huggingface_hub import constants
 
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{public(constants.ENDPOINT)} cannot be reached"
+
+
+def public(url: str) -> str:
+    """An address without the user name and password that may stand in it, for messages and files."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def fetch(repo: str, filename: str, revision: str | None) -> Path:

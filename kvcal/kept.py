@@ -6,7 +6,10 @@ Beside the output, where there is one: `.OUTPUT.partial`. Else partial/COMMAND-K
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +20,19 @@ from typing import Any
 from kvcal_artifacts import preflight
 from kvcal_artifacts.bundle import canonical, sha256_text, write_atomically
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import is_temporary, kind_of, read_text
+from kvcal_artifacts.shown import message
 
 SETTINGS = "settings.json"
 DAYS = 30  # after which nobody is expected to go on with a killed run that has no output
 DIGITS = 20  # of a hash in a file's name
+KEY = re.compile(r"[0-9a-f]{64}")
+OF_A_COMMAND = re.compile(rf"[a-z]+(-[a-z]+)*-[0-9a-f]{{{DIGITS}}}")  # names that `in_cache` gives
+# Names of what runs keep, for a folder whose settings are damaged or were not written yet.
+NAMES = re.compile(
+    r"settings\.json|layer-\d{4}\.safetensors|vectors\.\d{4}\.safetensors|[\w.-]+-\d{3}\.safetensors|"
+    r"(row|rows|windows)-[\w.-]+\.json|\.?fit-[0-9a-f]+\.(kvcal\.)?safetensors(\.partial)?"
+)
 
 
 def beside(output: Path) -> Path:
@@ -36,25 +48,60 @@ def short(key: str) -> str:
     return sha256_text(key)[:DIGITS]
 
 
+def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
+    """Raise KVCalError where something lies at `folder` that no run made: it would be written into, and removed.
+
+    A run's folder has our settings in it, or nothing but files of these names and temporary ones.
+    """
+    try:
+        mode = os.lstat(folder).st_mode
+        found = sorted(entry.name for entry in os.scandir(folder)) if stat.S_ISDIR(mode) else []
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise KVCalError(f"{folder}: cannot be read ({error.strerror or error}); move it away") from error
+    if not stat.S_ISDIR(mode):
+        kind = "a link" if stat.S_ISLNK(mode) else kind_of(mode)
+        raise KVCalError(f"{folder} is {kind}, where kvcal keeps a folder for a killed run: move it away")
+    if stored_key(folder) is not None:
+        return
+    if foreign := [name for name in found if not (names.fullmatch(name) or is_temporary(name))]:
+        raise KVCalError(
+            f"{folder} holds {foreign[0]}, which kvcal did not make, and would be removed: move the folder away, or give "
+            "another --output"
+        )
+
+
+def stored_key(folder: Path) -> str | None:
+    """The key of the settings that a run wrote there; None where there are none, or damaged ones.
+
+    Raises KVCalError where the settings are a pipe or a device, say.
+    """
+    place = folder / SETTINGS
+    try:
+        key = json.loads(read_text(place))["key"]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise KVCalError(f"{place}: cannot be read ({error.strerror or error}): move it away") from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return key if isinstance(key, str) and KEY.fullmatch(key) else None
+
+
 class Kept:
     """Files in `folder`, for what `record` (as JSON) says; what a run of another record left there is removed.
 
-    resume: False removes what the same record left, too.
+    resume: False removes what the same record left, too. Raises KVCalError where the folder is not one of ours.
     """
 
     def __init__(self, folder: Path, record: Any, resume: bool) -> None:
         self.folder, self.key = folder, sha256_text(canonical(record))
-        if self.folder.exists() and (not resume or self._stored_key() != self.key):
+        check_ours(self.folder)
+        if self.folder.exists() and (not resume or stored_key(self.folder) != self.key):
             why = "is of other settings" if resume else "is not wanted"
-            print(f"kvcal: {self.folder} {why}; starting anew", file=sys.stderr)
+            print(message(f"kvcal: {self.folder} {why}; starting anew"), file=sys.stderr)
             shutil.rmtree(self.folder)
-
-    def _stored_key(self) -> str | None:
-        try:
-            key = json.loads((self.folder / SETTINGS).read_text())["key"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return str(key)
 
     def place(self, name: str) -> Path:
         """Where the file of that name is to be, its folder made. Raises KVCalError or OSError where there can be none."""
@@ -85,9 +132,9 @@ class Work(Kept):
     def read(self, name: str) -> Any:
         """None: there is no such value, or a damaged one."""
         try:
-            known = json.loads((self.folder / f"{name}.json").read_text("utf-8"))
+            known = json.loads(read_text(self.folder / f"{name}.json"))
             return known["value"] if known["sha256"] == _hash(known["value"]) else None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def named(self, start: str) -> Iterator[Any]:
@@ -168,10 +215,11 @@ def _hash(value: Any) -> str:
 
 
 def _forget(folder: Path) -> None:
-    """Remove what nobody went on with."""
+    """Remove what nobody went on with, and nothing that no run made."""
     for old in folder.glob("*"):
-        with suppress(OSError):  # another process may be at it
-            if old.stat().st_mtime < time.time() - DAYS * 86400:
+        with suppress(OSError, KVCalError):  # another process may be at it
+            if OF_A_COMMAND.fullmatch(old.name) and old.lstat().st_mtime < time.time() - DAYS * 86400:
+                check_ours(old)
                 shutil.rmtree(old)
 
 

@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
+from kvcal_artifacts.hf import decoder_of
 
 from . import hub, models
-from .weights import FileWeights, Weights, empty_model, fill, release, tie
+from .weights import FileWeights, Weights, empty_model, fill, release, tie, tied
 
 if TYPE_CHECKING:
     import torch
 
     from .models import ModelSource
+
+
+NORMS = ("norm", "final_layernorm")  # what architectures call the last one
 
 
 @dataclass(frozen=True)
@@ -57,14 +61,17 @@ class LayerwiseWeights:
         self.random_weights = random_weights
         self._weights = weights
         self._dtype: torch.dtype = next(model.parameters()).dtype
-        self._prefix = f"{model.base_model_prefix}."
-        self._base: Any = getattr(model, model.base_model_prefix, None)
-        parts = ("layers", "embed_tokens", "norm", "rotary_emb")
-        if self._base is None or not all(hasattr(self._base, part) for part in parts):
+        self._base: Any = decoder_of(model)
+        names = {module: name for name, module in model.named_modules()}
+        self._prefix = f"{names[self._base]}."
+        self._head = f"{names[model.get_output_embeddings()]}."
+        norms = [getattr(self._base, name) for name in NORMS if hasattr(self._base, name)]
+        if not hasattr(self._base, "embed_tokens") or not norms:
             raise ModelUnavailable(
-                f"{source.label}: {type(model).__name__} is not built of embed_tokens, layers, norm and "
+                f"{source.label}: {type(model).__name__} is not built of embed_tokens, layers, a final norm and "
                 "rotary_emb; load the whole model"
             )
+        self._norm: nn.Module = norms[0]
 
     def __len__(self) -> int:
         return len(self._base.layers)
@@ -73,7 +80,7 @@ class LayerwiseWeights:
         """Decoder layer `index` with its weights, on the device."""
         layer = self._layer(index)
         with models.out_of_memory(self.source, self._dtype):
-            fill(layer, f"{self._prefix}layers.{index}.", self._weights, self.device)
+            fill(layer, f"{self._prefix}layers.{index}.", self._weights, self.device, self.model)
         return layer
 
     def free_layer(self, index: int) -> None:
@@ -84,11 +91,11 @@ class LayerwiseWeights:
         head = self.model.get_output_embeddings()
         with models.out_of_memory(self.source, self._dtype):
             for name, child in self._outer_children():
-                fill(child, f"{self._prefix}{name}.", self._weights, self.device)
-            if not self.config.tie_word_embeddings:
-                fill(head, "lm_head.", self._weights, self.device)
+                fill(child, f"{self._prefix}{name}.", self._weights, self.device, self.model)
+            if not tied(self.model):
+                fill(head, self._head, self._weights, self.device, self.model)
         tie(self.model)
-        return Outer(self._base.embed_tokens, self._base.norm, self._base.rotary_emb, head)
+        return Outer(self._base.embed_tokens, self._norm, self._base.rotary_emb, head)
 
     def free_outer(self) -> None:
         for _, child in self._outer_children():
@@ -122,19 +129,19 @@ def open_layerwise(
     """Open a model for loading in parts. A hub model's shard is downloaded when a layer first needs it."""
     target, kind = models.to_device(device), models.to_dtype(dtype)
     config = models.geometry_config(source) if random_weights else models.load_config(source)
-    weights = models.random_source(config, seed) if random_weights else _stored(source)
-    revision = models.weights_revision(source, random_weights=random_weights, seed=seed)
     model = empty_model(config, kind)
+    weights = models.random_source(config, seed) if random_weights else _stored(source, model)
+    revision = models.weights_revision(source, random_weights=random_weights, seed=seed)
     return LayerwiseWeights(source, model, weights, device=target, revision=revision, random_weights=random_weights)
 
 
-def _stored(source: ModelSource) -> Weights:
+def _stored(source: ModelSource, model: Any) -> Weights:
     if source.kind == "embedded":
         from .packed import PackedWeights
 
         return PackedWeights(models.packed_path(source))
     index = models.weights_index(source)
-    return FileWeights(source.label, index, partial(_locate, source, index))
+    return FileWeights(source.label, index, partial(_locate, source, index), model)
 
 
 def _locate(source: ModelSource, index: Path, shard: str) -> Path:

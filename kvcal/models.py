@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UsageError
+from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory, UnsupportedModel, UsageError
+from kvcal_artifacts.files import kind_of, read_text
 
 from . import hub
 from .catalogue import ALIASES, BY_HUB_ID, CATALOGUE, TINY, Geometry, ModelEntry, models_table, paper_presets
@@ -56,6 +57,11 @@ class ModelSource:
     def label(self) -> str:
         """For messages: the short name and, where it differs, what it stands for."""
         return f"{self.name} ({self.hub_id})" if self.hub_id and self.hub_id != self.name else self.name
+
+    @property
+    def public(self) -> str:
+        """For files that others read: as `name`, but of a folder its last part, for a path may tell who the user is."""
+        return self.stem if self.kind == "folder" else self.name
 
     @property
     def stem(self) -> str:
@@ -103,6 +109,9 @@ def _folder(name: str, path: Path, revision: str | None) -> ModelSource:
     _no_revision(name, revision)
     if not (path / "config.json").is_file():
         raise ModelUnavailable(f"folder {name} holds no config.json: it is not a model")
+    for entry in path.iterdir():  # Transformers looks for many names, and would wait for a pipe
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise ModelUnavailable(f"folder {name} holds {entry.name}, {kind_of(entry.stat().st_mode)}: remove it")
     return ModelSource("folder", name, folder=path)
 
 
@@ -162,7 +171,7 @@ def _check_count(source: ModelSource, name: str, value: Any, needed: bool) -> No
 
 
 def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def presets(source: ModelSource) -> dict[str, dict[str, Any]]:
@@ -183,7 +192,35 @@ def load_config(source: ModelSource) -> Any:
             f"{source.label}: its config.json cannot be used ({one_line(error)}); remote code is never run"
         ) from error
     config._commit_hash = hub.revision_of(folder / "config.json") if source.kind == "hub" else None
+    own = vars(_text_config(config))
+    for name, needed in COUNTS.items():
+        if own.get(name) is not None:
+            _check_count(source, name, own[name], needed)
+    check_supported(source.label, config)
     return config
+
+
+def check_supported(label: str, config: Any) -> None:
+    """Raises UnsupportedModel, before any weights are read, with the reason that every command gives."""
+    key = config.to_json_string()
+    if key not in _REASONS:
+        _REASONS[key] = _unsupported(config)
+    if (why := _REASONS[key]) is not None:
+        raise UnsupportedModel(f"{label}: {config.model_type}: {why}")
+
+
+_REASONS: dict[str, str | None] = {}  # by config
+
+
+def _unsupported(config: Any) -> str | None:
+    import torch
+
+    from kvcal_artifacts import hf
+
+    from .weights import empty_model
+
+    why = hf.unsupported_config(config)
+    return hf.unsupported(empty_model(config, torch.float32)) if why is None else why
 
 
 def _config_path(source: ModelSource) -> Path:
@@ -257,7 +294,7 @@ def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed:
     weights.fill(model, "", random_source(config, seed), device)
     weights.tie(model)
     revision = weights_revision(source, random_weights=True, seed=seed)
-    return LoadedModel(model, _local_tokenizer(source), source, revision, random_weights=True)
+    return LoadedModel(model, local_tokenizer(source), source, revision, random_weights=True)
 
 
 def random_source(config: Any, seed: int) -> Weights:
@@ -266,7 +303,7 @@ def random_source(config: Any, seed: int) -> Weights:
     return RandomWeights(seed, getattr(config, "initializer_range", 0.02))
 
 
-def _local_tokenizer(source: ModelSource) -> Any | None:
+def local_tokenizer(source: ModelSource) -> Any | None:
     """The tokenizer where it lies on this machine for certain; with random weights no model needs one."""
     has = source.folder is not None and any((source.folder / name).is_file() for name in hub.TOKENIZER_FILES)
     return load_tokenizer(source) if has else None
@@ -291,10 +328,13 @@ def packed_path(source: ModelSource) -> Path:
 
 
 def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
+    from . import weights
 
-    folder = weights_folder(source)
     config = load_config(source)
+    folder = weights_folder(source)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if not quantised:  # whose tensors have shapes of their own
+        weights.check_shapes(source.label, folder / weights_index(source).name, weights.empty_model(config, dtype))
     options = {
         "dtype": dtype,
         "use_safetensors": True,
@@ -306,7 +346,7 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     report: dict[str, Any]
     try:
         with _silent_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+            loaded: Any = weights.model_class(config).from_pretrained(folder, config=config, **options)
         model, report = loaded
     except Exception as error:  # a damaged shard, shapes that do not fit, an unknown architecture
         if is_oom(error):
@@ -470,5 +510,5 @@ def _parameter_bytes(source: ModelSource, dtype: torch.dtype) -> str:
 
 def config_fields(source: ModelSource) -> dict[str, Any]:
     """The raw config.json of a source, as it lies there."""
-    fields: dict[str, Any] = json.loads(_config_path(source).read_text("utf-8"))
+    fields: dict[str, Any] = json.loads(read_text(_config_path(source)))
     return fields

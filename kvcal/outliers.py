@@ -1,143 +1,155 @@
-"""The outlier guard: does a key codec survive this model's key channels?
+"""The outlier guard: schemes whose forecast KL on this model is high are named before they serve, and what would be better.
 
-Some models have key channels 10 to 50 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
-over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones, while the
-relative error of whole keys still looks fine. So the error is counted channel by channel, over that channel's variance.
-
-That alone would also blame what puts its error where no query looks (SQuat), and outliers that are harmless. So the error of
-scores is counted too, over their variance: a scheme breaks where both are large.
+Some models have key channels 10 to 95 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
+over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones. Others have none
+and suffer from coarse values all the same. So nothing is judged by its name or by one error: what the scheme does to the
+model's attention is measured, and the KL that follows from it forecast (forecast.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from kvcal_artifacts.codecs import Codec, Context, Predicted
+from kvcal_artifacts.codecs import Codec, Predicted
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
-from .capture import Capture, LayerSource, LayerTaps
+from .capture import Capture, LayerSource
 from .fit import coded_tokens
+from .forecast import Forecast, forecasts, least_tokens
 from .methods.backbones import BACKBONES
-from .methods.base import BROKEN, OUTLIER, Carry
+from .methods.base import Carry
 from .methods.learned import FactorBackbone
-from .methods.observed import taps_of, window_statistics
 from .methods.seen import Seen
 from .report.timing import PhaseTimer
 
-# Of scores' variance. 2 bits per channel, SQuat's too, err by 0.10 to 0.20 on `tiny`, kvref-28m and their twins, what costs
-# less KL than they do by up to 0.32. HIGGS at 3 bits errs by 0.65 on the twin of `tiny` (65 times the model's KL), at 4 bits
-# by 0.62 on the other (18 times).
-BLURRED = 0.35
-ALTERNATIVES = ("uniform-2-channel", "uniform-3-channel", "uniform-4-channel", "uniform-4", "uniform-8")  # by bits
+# Forecast KL from which a scheme is warned of, and in which words. KL 0.1: what 2-bit integers cost SmolLM2-135M and
+# Qwen2.5-Coder-0.5B at their worst settings; at 1 the next token is another one in most places.
+GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs noticeable quality"))
+BETTER = 0.5  # an alternative is named where its forecast is at most so many times the scheme's
 
 
 @dataclass(frozen=True)
-class KeyChannels:
-    """One layer. ratio: largest over median root mean square of a channel, worst kv head. error: mean over channels of
-    |k - decoded|^2 over the channel's variance, worst kv head. score: |q (k - decoded)|^2 over the variance of q k, worst kv
-    head, both less their mean over the tokens, which a softmax does not see.
-    """
+class Alternative:
+    """Codecs in the place of a scheme's own; values: empty keeps those."""
 
-    layer: int
-    ratio: float
-    error: float
-    score: float
+    keys: str
+    values: str = ""
 
-    @property
-    def broken(self) -> bool:
-        return self.error > BROKEN and self.score > BLURRED
+    def __str__(self) -> str:
+        return f"{self.keys} keys" + (f" and {self.values} values" if self.values else "")
 
 
-def channel_ratio(keys: Tensor) -> float:
-    """keys (B, H, T, D)."""
-    size = keys.double().square().mean((0, 2)).sqrt()  # (H, D)
-    return float((size.amax(-1) / size.median(-1).values.clamp_min(1e-30)).max())
+ALTERNATIVES = (  # in the order in which they are named, by bits
+    Alternative("uniform-2-channel"), Alternative("uniform-3-channel"), Alternative("uniform-4-channel"),
+    Alternative("uniform-4"), Alternative("uniform-4-channel", "uniform-4"), Alternative("uniform-8", "uniform-8"),
+)  # fmt: skip
 
 
-def channel_error(keys: Tensor, decoded: Tensor) -> float:
-    """Both (B, H, T, D)."""
-    x = keys.double()
-    variance = x.var((0, 2), unbiased=False).clamp_min(1e-12 * float(x.square().mean().clamp_min(1e-30)))
-    return float(((x - decoded.double()).square().mean((0, 2)) / variance).mean(-1).max())
+LENGTH = 512  # tokens of text that a forecast is made from, where the scheme packs a block of them
 
 
-def score_error(queries: Tensor, keys: Tensor, decoded: Tensor) -> float:
-    """queries (B, heads, Q, D) and keys (B, H, T, D) twice, as they meet; every query sees every key."""
-    shared = queries.double().unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-    wanted = shared.mT @ shared
-    error, spread = ((wanted * _spread(x.double())).sum((0, 2, 3)) for x in (keys.double() - decoded.double(), keys))
-    return float((error / spread.clamp_min(1e-30)).max())
+def window_of(ids: Tensor, schemes: Iterable[Scheme]) -> Tensor:
+    """The first of token windows ids (N, T), cut to what forecasts of these schemes take: (1, T)."""
+    return ids[:1, : window_length(schemes)]
 
 
-def _spread(x: Tensor) -> Tensor:
-    """(B, H, T, D) -> (B, H, D, D): products of channels, less their mean over tokens."""
-    centred = x - x.mean(2, keepdim=True)
-    return centred.mT @ centred
+def window_length(schemes: Iterable[Scheme]) -> int:
+    return max([LENGTH, *(least_tokens(scheme) for scheme in schemes)])
 
 
-def key_channels(
+def grade(kl: float) -> str | None:
+    """In words, a forecast KL that is warned of; None for others."""
+    return next((word for least, word in GRADES if kl >= least), None)
+
+
+def warnings(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
-) -> dict[str, list[KeyChannels]]:
-    """Every layer of every scheme on token windows ids (N, T). Layers that predict their keys are left out: their error is
-    measured when they are fitted.
+) -> list[str]:
+    """One line for each scheme whose forecast KL on token windows ids (N, T) is high; empty if there is none."""
+    made = forecasts(model, ids, schemes, device)
+    return [
+        _line(name, found, word, advice(model, ids, schemes[name], found.kl, device))
+        for name, found in made.items()
+        if (word := grade(found.kl)) is not None
+    ]
 
-    device: where a LayerSource puts its layers; a model's own otherwise.
+
+def _line(name: str, found: Forecast, word: str, instead: str) -> str:
+    worst = found.worst
+    share = worst.change / sum(layer.change for layer in found.layers)
+    return (
+        f"warning: {name} {word} here: expected KL about {found.kl:.2g} nats a token; layer {worst.layer} has {share:.0%} of "
+        f"the change in attention, its largest key channel is {worst.ratio:.0f} times the median; {instead}"
+    )
+
+
+def advice(
+    model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, kl: float, device: torch.device | None = None
+) -> str:
+    """What would be better than this scheme of forecast KL `kl`, on the same windows: the first of ALTERNATIVES that is not
+    warned of, and the scheme's own key codecs behind balanced factors, which have its bits.
     """
-    found: dict[str, list[KeyChannels]] = {name: [] for name in schemes}
+    tried = {str(one): made for one in ALTERNATIVES if (made := _with(scheme, one)) is not None}
+    names, balanced = _balanced(model, ids, scheme, device)
+    own = f"{names} keys at the same bits (learned from text: `kvcal fit-predictors`)"
+    found = forecasts(model, ids, tried | ({own: balanced} if names else {}), device)
+    better = {name: one.kl for name, one in found.items() if one.kl <= BETTER * kl and grade(one.kl) is None}
+    named = next(((name, better[name]) for name in tried if name in better), None)
+    said = [f"{name}: about {cost:.2g}" for name, cost in ([named] if named else [])]
+    said += [f"{own}: about {better[own]:.2g}"] if own in better else []
+    if said:
+        return " or ".join(said)
+    best = min(found, key=lambda name: found[name].kl, default=None)
+    if best is None or found[best].kl > BETTER * kl:
+        return "no codec tried is clearly better: keep keys and values in 16 bits"
+    return f"the best of the codecs tried is {best}: about {found[best].kl:.2g}"
+
+
+def _with(scheme: Scheme, other: Alternative) -> Scheme | None:
+    """The scheme with these codecs; None where they do not fit the model's heads."""
+    try:
+        layers = [
+            pair
+            and LayerCodecs(
+                BACKBONES[other.keys](pair.key.shape, "key"),
+                BACKBONES[other.values](pair.value.shape, "value") if other.values else pair.value,
+            )
+            for pair in scheme.layers
+        ]
+    except KVCalError:
+        return None
+    return Scheme(scheme.windows, scheme.frame, tuple(layers), dict(scheme.skipped))
+
+
+def _balanced(
+    model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None
+) -> tuple[str, Scheme]:
+    """The scheme with its key codecs behind balanced factors of these windows, and how they are named: "" if none can be.
+    Predicted keys are taken without their predictors.
+    """
     if device is None:
         assert isinstance(model, nn.Module)
         device = next(model.parameters()).device
+    names: dict[str, None] = {}  # in order, once each
+    keys: list[Codec | None] = [None] * len(scheme.layers)
+    try:
+        tokens = coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)
+    except KVCalError:  # too short for a block
+        return "", scheme
     with torch.no_grad(), Capture(model, ids, device=device) as capture:
         for taps in capture:
-            for name, scheme in schemes.items():
-                pair = scheme.layers[taps.index]
-                if pair is None or isinstance(pair.key, Predicted):
-                    continue
-                batch = next(iter(taps.batches(frozenset("qk") | taps_of(pair.key.stats), scheme.frame)))
-                assert batch.k is not None and batch.q is not None
-                coded = coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)
-                keys = batch.k[:, :, coded]
-                codec = scheme.on(taps.index, keys.device).key
-                context = Context(taps.index)
-                context.stats = window_statistics(codec, scheme.windows, scheme.frame, taps, batch)
-                decoded = codec.decode(codec.encode(keys, context), context)
-                figures = channel_ratio(keys), channel_error(keys, decoded)
-                meet = batch.q, keys, decoded.to(keys.dtype)
-                if scheme.frame == "pre_rope" and taps.rope is not None:
-                    meet = _turned(taps, coded, *meet)
-                found[name].append(KeyChannels(taps.index, *figures, score_error(*meet)))
-    return found
-
-
-def _turned(taps: LayerTaps, coded: slice, queries: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of all tokens and keys of the coded ones after RoPE."""
-    assert taps.rope is not None
-    cos, sin = taps.rope
-    made, held = (taps.site.rotate(x, cos[:, coded], sin[:, coded]) for x in keys)
-    return taps.site.rotate(queries, cos, sin), made, held
-
-
-def advice(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None = None) -> str:
-    """Which key codecs hold in this scheme's place, on the same windows: the first of ALTERNATIVES that breaks in no layer,
-    and the scheme's own ones behind balanced factors, which have its bits.
-    """
-    names, balanced = _balanced(model, ids, scheme, device)
-    same = f"{names} at the same bits (learned from text: `kvcal fit-predictors`)"
-    held = bool(names) and not _breaks(model, ids, balanced, device)
-    for name in ALTERNATIVES:
-        keys = [None if pair is None else _made(name, pair.key) for pair in scheme.layers]
-        if not _breaks(model, ids, _with_keys(scheme, keys), device):
-            return f"{name} keys hold" + f", and {same}" * held
-    return f"{names} keys hold{same.removeprefix(names)}" if held else "no codec tried holds: keep keys in 16 bits"
-
-
-def _breaks(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None) -> bool:
-    return any(layer.broken for layer in key_channels(model, ids, {"": scheme}, device)[""])
+            pair = scheme.layers[taps.index]
+            factors = None if pair is None else _factors(pair.key)
+            if pair is not None and factors is not None:
+                carry = Carry(len(ids), tokens, pair.key.shape, PhaseTimer())
+                keys[taps.index] = factors.learn(Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry))
+                names[f"{factors.codec}-{factors.rule}"] = None
+    return " and ".join(names), _with_keys(scheme, keys)
 
 
 def _with_keys(scheme: Scheme, keys: Sequence[Codec | None]) -> Scheme:
@@ -146,32 +158,6 @@ def _with_keys(scheme: Scheme, keys: Sequence[Codec | None]) -> Scheme:
         for pair, key in zip(scheme.layers, keys, strict=True)
     )
     return Scheme(scheme.windows, scheme.frame, tuple(layers), dict(scheme.skipped))
-
-
-def _balanced(
-    model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None
-) -> tuple[str, Scheme]:
-    """The scheme with the key codecs that break behind balanced factors of these windows, and how they are named: "" if none
-    can be. Predicted keys, which are not looked at here, count as breaking and are taken without their predictors.
-    """
-    sound = {layer.layer for layer in key_channels(model, ids, {"": scheme}, device)[""] if not layer.broken}
-    if device is None:
-        assert isinstance(model, nn.Module)
-        device = next(model.parameters()).device
-    names: dict[str, None] = {}  # in order, once each
-    keys: list[Codec | None] = []
-    tokens = coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)
-    with torch.no_grad(), Capture(model, ids, device=device) as capture:
-        for taps in capture:
-            pair = scheme.layers[taps.index]
-            factors = None if pair is None or taps.index in sound else _factors(pair.key)
-            if pair is None or factors is None:
-                keys.append(None)
-                continue
-            carry = Carry(len(ids), tokens, pair.key.shape, PhaseTimer())
-            keys.append(factors.learn(Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry)))
-            names[f"{factors.codec}-{factors.rule}"] = None
-    return " and ".join(names), _with_keys(scheme, keys)
 
 
 def _factors(key: Codec) -> FactorBackbone | None:
@@ -190,31 +176,3 @@ def _factors(key: Codec) -> FactorBackbone | None:
 def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether constants that both have are equal: settings do not tell a grid in bytes from the papers'."""
     return all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first.keys() & second.keys())
-
-
-def _made(name: str, like: Codec) -> Codec:
-    return BACKBONES[name](like.shape, "key")
-
-
-def holds(model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None = None) -> bool:
-    """Whether no layer breaks, and all can be looked at: of predicted keys what was measured when they were fitted counts."""
-    predicted = any(pair is not None and isinstance(pair.key, Predicted) for pair in scheme.layers)
-    return not predicted and not _breaks(model, ids, scheme, device)
-
-
-def warnings(
-    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
-) -> list[str]:
-    """One line for each scheme that will break on this model's key channels; empty if all hold."""
-    found = []
-    for name, layers in key_channels(model, ids, schemes, device).items():
-        broken = [layer for layer in layers if layer.broken and layer.ratio > OUTLIER]
-        if broken:
-            worst = max(broken, key=lambda layer: layer.error)
-            found.append(
-                f"warning: {name} will break on this model: in {len(broken)} of {len(layers)} layers key channels are up to "
-                f"{max(layer.ratio for layer in broken):.0f} times the median, and it errs by {worst.error:.0%} of a "
-                f"channel's variance and {worst.score:.0%} of scores' (layer {worst.layer}); "
-                f"{advice(model, ids, schemes[name], device)}"
-            )
-    return found

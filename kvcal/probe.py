@@ -29,7 +29,7 @@ VARIES = 1e-12  # of a channel's energy: less variance than this is rounding, an
 
 @dataclass(frozen=True)
 class Input:
-    """Keys or values `below` layers below and `before` tokens before: k1, v0, k0t1."""
+    """Keys or values `below` compressed layers below and `before` tokens before: k1, v0, k0t1."""
 
     role: str
     below: int
@@ -132,9 +132,9 @@ class Settings:
     def reach(self, role: str) -> int:
         return max((one.below for probe in self.probes for one in probe.read if one.role == role), default=0)
 
-    def at(self, layer: int) -> list[Probe]:
-        """Those whose inputs exist at this layer."""
-        return [probe for probe in self.probes if probe.reach <= layer]
+    def at(self, place: int) -> list[Probe]:
+        """Those whose inputs exist with so many compressed layers below."""
+        return [probe for probe in self.probes if probe.reach <= place]
 
 
 Scores = dict[str, float]  # name of a probe -> explained variance
@@ -189,7 +189,7 @@ class _LayerRun:
             pass
 
     def scores(self) -> Scores:
-        probes = self.settings.at(self.taps.index)
+        probes = self.settings.at(self.taps.place)
         wanted = [(probe.inputs, f"{probe.target}0") for probe in probes]
         channels = self.taps.site.kv_heads * self.taps.site.head_dim
         train, held = (SharedGram(wanted, channels, self.device) for _ in range(2))
@@ -206,7 +206,7 @@ class _LayerRun:
             yield batch.rows, now
             with self.taps.timer("spill"):
                 for role, x in now.items():
-                    self.history.write(role, self.taps.index, batch.rows, x)
+                    self.history.write(role, self.taps.place, batch.rows, x)
 
     def _add(self, train: SharedGram, held: SharedGram, rows: slice, now: dict[str, Tensor]) -> None:
         """A batch's windows, up to self.train to the first of the sums, the others to the second."""
@@ -217,7 +217,7 @@ class _LayerRun:
 
     def _input(self, one: Input, rows: slice, now: dict[str, Tensor]) -> Tensor:
         """(n, predicted tokens, C)."""
-        x = now[one.role] if one.below == 0 else self.history.read(one.role, self.taps.index - one.below, rows)
+        x = now[one.role] if one.below == 0 else self.history.read(one.role, self.taps.place - one.below, rows)
         return x[:, self.settings.first - one.before : x.shape[1] - one.before]
 
     def _score(self, probe: Probe, train: SharedGram, held: SharedGram) -> float:

@@ -7,21 +7,18 @@ its hash is the hub's.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, load_bundle, write_together
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
+from kvcal_artifacts.files import read_bytes, temporary_folder
 
 from . import hub
 from .card import Card
@@ -72,7 +69,7 @@ def push(
 
     if not _is_bundle(bundle.name):
         raise UsageError(f"{bundle}: `kvcal pull` finds names that end in {SUFFIX}: rename the file")
-    data = bundle.read_bytes()
+    data = read_bytes(bundle)
     digest = hashlib.sha256(data).hexdigest()
     contents = {bundle.name: data, CARD: card.text.encode(), **card.plots}
     api = _api(repo)
@@ -97,7 +94,7 @@ def push(
         info = api.model_info(repo, revision=done.oid, files_metadata=True)
     for name, content in contents.items():
         _compare(f"{repo}: {name} on the hub", content, _entry(info, name))
-    return Pushed(repo, done.commit_url, done.oid, done.oid != before, bundle.name, digest, tuple(contents))
+    return Pushed(repo, hub.public(done.commit_url), done.oid, done.oid != before, bundle.name, digest, tuple(contents))
 
 
 def pull(
@@ -133,7 +130,7 @@ def pull(
                 f"{repo}: {name} has sha256 {digest[:16]}…, --sha256 says {sha256[:16]}…; nothing was written"
             )
         _check(repo, temporary / name)
-    pulled = Pulled(repo, api.endpoint, revision, info.sha, name, digest, tuple(places.values()))
+    pulled = Pulled(repo, hub.public(api.endpoint), revision, info.sha, name, digest, tuple(places.values()))
     contents[record] = (json.dumps(asdict(pulled), indent=2, sort_keys=True) + "\n").encode()
     write_together({folder / place: contents[place] for place in reversed(contents)})  # the bundle comes last
     return pulled
@@ -153,44 +150,12 @@ def _unwritable(folder: Path, error: OSError) -> KVCalError:
 @contextmanager
 def _temporary(folder: Path, name: str) -> Iterator[Path]:
     """A folder for what is not checked yet, locked while in use; those that a killed pull left, which are not, go away."""
-    prefix, suffix = f".{name}.", ".tmp"
-    try:
-        with _locked(folder):  # nobody else looks between making and locking
-            for left in sorted(folder.iterdir()):
-                if left.name.startswith(prefix) and left.name.endswith(suffix) and left.is_dir() and _unused(left):
-                    shutil.rmtree(left, ignore_errors=True)
-            temporary = Path(tempfile.mkdtemp(dir=folder, prefix=prefix, suffix=suffix))
-            lock = os.open(temporary, os.O_RDONLY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(temporary_folder(folder / name))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
         yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _unused(folder: Path) -> bool:
-    """Whether no process holds it; a lock ends with its process, however that ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(handle)
-    return True
 
 
 def _api(repo: str) -> Any:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import read_text
 
 TOP = {"frame": str, "codec": str, "keys": str, "values": str, "layers": dict, "windows": dict, "predictor": dict}
 WINDOWS = {"sink": int, "recent": int, "block": int}
@@ -114,7 +115,7 @@ def read_recipe(path: Path) -> Recipe:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"recipe {path}: cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

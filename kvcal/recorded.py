@@ -1,24 +1,39 @@
 """From a bundle's provenance back to the command that made it: its name, its options, and the line to type.
 
 Everything that decides a bundle's bytes is in its provenance; where a text or a model lies on this machine is not.
+A bundle may come from a stranger: what it records is checked here as strictly as what a user types, and no path is taken
+from it. Hub models and data sets by their names are.
 """
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError
 
+from .catalogue import CATALOGUE
+from .corpus import EMBEDDED
 from .methods.plain import COMPOSED, PRESETS
 from .methods.squat import TASKS, paper_settings
+from .records import is_number, kind_of
+from .report.escape import shell
 
 Options = dict[str, Any]
 LOCAL = ("file:", "folder:")  # texts whose place is not recorded, only name and hash
+REPOSITORY = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*"  # no part of it begins with a dot, so that it leads nowhere else
+HUB_MODEL = re.compile(REPOSITORY, re.ASCII)
+HUB_TEXT = re.compile(rf"{REPOSITORY}(:[\w.+-]*){{0,2}}(@[0-9a-f]{{40}})?", re.ASCII)
+REVISION = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+TASK = re.compile(r"[A-Za-z0-9_][\w.+-]*", re.ASCII)
+FILES = (".yaml", ".yml", ".json", ".py")  # what no task's name ends in
+LARGEST = 1 << 20  # of a recorded whole number: the papers' largest are near 10,000
+LARGE = {"seed": 2**63 - 1, "vectors": 1 << 30}  # where more has a meaning
+TOKENS = 1 << 28  # of all windows: 1,024 windows of 8,192 tokens are 2**23
+DEEPEST = 16  # bundles made of bundles
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,7 @@ class Recorded:
         for name, value in shown.items():
             if value != defaults.get(name):
                 words += _words(name, value)
-        return shlex.join(words)
+        return shell(words)
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -69,46 +84,126 @@ def recorded(bundle: Bundle) -> Recorded:
     return _recorded(bundle.provenance, bundle.name)
 
 
-def _recorded(provenance: Mapping[str, Any], name: str) -> Recorded:
+def _recorded(provenance: Mapping[str, Any], name: str, depth: int = 0) -> Recorded:
     try:
-        found = _made(provenance)
-        folded = found.options["output"] if found.command == "fold" else None
-        for label in (found.model.get("name"), folded, *(one["name"] for one in found.inputs)):
-            _check_name(label)
-        for label in (found.text, found.other_text):
-            _check_name(None if label is None or not label.startswith(LOCAL) else label.partition(":")[2])
+        if depth > DEEPEST:
+            raise ValueError(f"bundles within bundles, more than {DEEPEST} deep")
+        found = _made(provenance, depth)
+        _check(found)
         return found
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise KVCalError(
-            f"{name}: its provenance does not say how it was made ({type(error).__name__}: {error}); a version of kvcal "
+            f"{name}: its provenance does not say how it was made ({_why(error)}); a version of kvcal "
             "that records it is needed, or the command itself"
         ) from error
 
 
-def _made(provenance: Mapping[str, Any]) -> Recorded:
-    if "folded_from" in provenance:
-        return _fold(provenance)
-    if provenance["method"] == "combine":
-        return _combine(provenance)
-    return _fit(provenance) if "text" in provenance else _preset(provenance)
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error} is missing or not known"
+    return str(error) if isinstance(error, ValueError) else "a value is of another type than kvcal records"
 
 
-def _check_name(name: Any) -> None:
-    """Names become names of files; one with `..` or a root in it would be written there. A hub id has one slash."""
-    if name is None:
+def _check(found: Recorded) -> None:
+    """Raise ValueError for what no user could type, and for names that lead somewhere."""
+    for name in found.positional if found.command == "preset" else ():
+        if name not in PRESETS:
+            raise ValueError(f"method {name!r} is not known")
+    if found.model:
+        _check_model(found.model)
+    for one in found.inputs:
+        _check_name("bundle", one["name"])
+        _check_hash(one["sha256"])
+    for label in (found.text, found.other_text):
+        _check_text(label)
+    for name, value in found.options.items():
+        _check_option(name, value)
+    if found.command == "fold":
+        _check_name("folder", found.options["output"])
+    windows, length = (found.options.get(name) for name in ("windows", "length"))
+    if isinstance(windows, int) and isinstance(length, int) and windows * length > TOKENS:
+        raise ValueError(f"{windows} windows of {length} tokens are more than {TOKENS} tokens")
+    for task in tasks_of(found.options):
+        check_task(task)
+
+
+def _check_name(what: str, name: Any) -> None:
+    """Names become names of files: one with a folder in it would be written there."""
+    if not isinstance(name, str) or not name.strip() or name in (".", "..") or {"/", "\0"} & set(name):
+        raise ValueError(f"{what} {name!r} is no name")
+
+
+def _check_hash(sha256: Any) -> None:
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(f"sha256 {sha256!r} is none")
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    name, kind, revision = model["name"], model["kind"], model["revision"]
+    if type(model["random_weights"]) is not bool:
+        raise ValueError(f"random_weights of the model is {kind_of(model['random_weights'])}, not true or false")
+    if revision is not None and not isinstance(revision, str):
+        raise ValueError(f"revision of the model is {kind_of(revision)}, not text")
+    if kind == "folder":
+        _check_name("model", name)
+    elif not isinstance(name, str) or kind not in ("hub", "embedded"):
+        raise ValueError(f"model {name!r} of kind {kind!r}: kinds are hub, embedded and folder")
+    elif name in CATALOGUE:
+        if (CATALOGUE[name].hub_id is None) != (kind == "embedded"):
+            raise ValueError(f"model {name!r} is not of kind {kind!r}")
+    elif kind == "embedded" or not HUB_MODEL.fullmatch(name):
+        raise ValueError(f"model {name!r} is no short name and no hub id: a path is taken from --model alone")
+    if kind == "hub" and revision and not model["random_weights"] and not REVISION.fullmatch(revision):
+        raise ValueError(f"revision {revision!r} is none of a hub model")
+
+
+def _check_text(label: str | None) -> None:
+    if label is None or label in EMBEDDED:
         return
-    parts = PurePosixPath(name).parts
-    if not parts or len(parts) > 2 or "\0" in name or {"..", "/"} & set(parts):
-        raise ValueError(f"{name!r} is no name")
+    if label.startswith(LOCAL):
+        _check_name("text", label.partition(":")[2])
+    elif not HUB_TEXT.fullmatch(label):
+        raise ValueError(f"text {label!r} is neither embedded nor a data set's name: a path is taken from --text alone")
+
+
+def _check_option(name: str, value: Any) -> None:
+    """One value, or a list of some, of a size that a command can take."""
+    for one in value if isinstance(value, list) else [value]:
+        if one is not None and not isinstance(one, (str, bool)) and not is_number(one):
+            raise ValueError(f"{name} is {kind_of(one)}, expected text or a number")
+        if type(one) is int and abs(one) > (most := LARGE.get(name, LARGEST)):
+            raise ValueError(f"{name} is {one}, at most {most} is taken from a record")
+
+
+def tasks_of(options: Mapping[str, Any]) -> list[str]:
+    """Names that an --objective of tasks has."""
+    objective = options.get("objective")
+    if not isinstance(objective, str) or not objective.startswith("task:"):
+        return []
+    return [task.strip() for task in objective.removeprefix("task:").split(",") if task.strip()]
+
+
+def check_task(task: str) -> None:
+    """Raise ValueError for what may be a path: lm-eval would load it, and code beside it."""
+    if not TASK.fullmatch(task) or task.lower().endswith(FILES):
+        raise ValueError(f"task {task!r} is no task's name: files of tasks are taken from --tasks-path alone")
+
+
+def _made(provenance: Mapping[str, Any], depth: int) -> Recorded:
+    if "folded_from" in provenance:
+        return _fold(provenance, depth)
+    if provenance["method"] == "combine":
+        return _combine(provenance, depth)
+    return _fit(provenance) if "text" in provenance else _preset(provenance)
 
 
 def _fit(p: Mapping[str, Any]) -> Recorded:
     command, options_of = FITS[p["method"]]
     text = p["text"]
     options = options_of(p["settings"], p) | {
-        "windows": text["train_windows"] + text["holdout_windows"],
-        "holdout": text["holdout_windows"],
-        "length": text["length"],
+        "windows": _whole(text, "train_windows") + _whole(text, "holdout_windows"),
+        "holdout": _whole(text, "holdout_windows"),
+        "length": _whole(text, "length"),
         "seed": p["seed"],
         "batch": p["batch"],
         "dtype": p["dtype"],
@@ -122,6 +217,13 @@ def _fit(p: Mapping[str, Any]) -> Recorded:
         command, options | _weights(p["model"]), text=_text(text["source"]), other_text=_text(other),
         model=p["model"], cpu=dict(p.get("cpu", {})),
     )  # fmt: skip
+
+
+def _whole(fields: Mapping[str, Any], name: str) -> int:
+    value = fields[name]
+    if type(value) is not int:
+        raise ValueError(f"{name} is {kind_of(value)}, expected a whole number")
+    return value
 
 
 def _text(label: str | None) -> str | None:
@@ -158,24 +260,25 @@ def _preset(p: Mapping[str, Any]) -> Recorded:
     return Recorded("preset", options, () if p["method"] == COMPOSED else (p["method"],), model=model)
 
 
-def _combine(p: Mapping[str, Any]) -> Recorded:
+def _combine(p: Mapping[str, Any], depth: int) -> Recorded:
+    parts = [p[name] for name in ("keys", "values")]
     return Recorded(
-        "combine", {}, tuple(f"{p[part]['bundle']}{SUFFIX}" for part in ("keys", "values")),
-        inputs=tuple(_input(p[part]["bundle"], p[part]["sha256"], p[part]["provenance"]) for part in ("keys", "values")),
+        "combine", {}, tuple(f"{part['bundle']}{SUFFIX}" for part in parts),
+        inputs=tuple(_input(part["bundle"], part["sha256"], part["provenance"], depth) for part in parts),
     )  # fmt: skip
 
 
-def _fold(p: Mapping[str, Any]) -> Recorded:
+def _fold(p: Mapping[str, Any], depth: int) -> Recorded:
     before = p["folded_from"]
     own = {name: value for name, value in p.items() if name != "folded_from"} | {"model": before["model"]}
     own["tool"] = before.get("tool", p["tool"])
     options: Options = {"output": p["model"]["name"], "dtype": before.get("dtype", "auto"), **_weights(before["model"])}
-    made = _input(before.get("bundle", "unfolded"), before["bundle_sha256"], own)
+    made = _input(before.get("bundle", "unfolded"), before["bundle_sha256"], own, depth)
     return Recorded("fold", options, model=before["model"], inputs=(made,))
 
 
-def _input(name: str, sha256: str, provenance: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"name": name, "sha256": sha256, "recorded": _recorded(provenance, name)}
+def _input(name: str, sha256: str, provenance: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+    return {"name": name, "sha256": sha256, "recorded": _recorded(provenance, name, depth + 1)}
 
 
 # Settings of each method -> options of its command. A field that is no option has the command's own value.

@@ -8,6 +8,7 @@ between, and several workers share a study, each point claimed by the order of t
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -19,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import open_lock
 
+from .kept import check_ours
 from .report.progress import progress
 
 Space = Mapping[str, tuple[float, float]]  # name -> lowest, highest; searched on a logarithmic scale
 Evaluate = Callable[[dict[str, float]], tuple[float, float]]  # parameters -> quality, cost
 FILE = "study.db"
+NAMES = re.compile(r"lock|study\.db(-journal|-wal|-shm)?")  # all that a search keeps in its folder
 DIGITS = 6  # of parameters and objectives: last bits of a sum do not decide where the search goes
 GRACE = 6  # heartbeats missed by a worker that is taken for dead
 POLL = 0.5  # seconds between looks at the storage while others finish
@@ -308,7 +312,12 @@ def _opened(storage: Storage, maximise: bool) -> Iterator[tuple[Any, Any]]:
         yield _study(storage.url, storage, maximise)
         return
     storage.folder.mkdir(exist_ok=True)
-    with (storage.folder / "lock").open("w") as lock:
+    check_ours(storage.folder, NAMES)
+    try:
+        handle = open_lock(storage.folder / "lock")
+    except OSError as error:
+        raise KVCalError(f"{storage.folder / 'lock'}: cannot be used ({error.strerror}); move it away") from error
+    with os.fdopen(handle, "w") as lock:
         if not _locked(lock):
             raise KVCalError(
                 f"{storage.folder}: another process is at this search; wait for it, or let both share a --storage"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +23,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, probed_layers, tensor_bytes, write_atomically
+from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes, write_atomically
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import check_regular
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps
+from .enough import few_vectors
 from .fit import Checkpoint, FitJob, FitOptions, FitResult, Scan, fit_together
 from .hashed import spread
 from .methods.codebooks import StageReport, subtract, train_stage
@@ -109,10 +111,12 @@ class TrainPart:
         self.job, self.scan, self.method = job, scan, job.method
         self.shape = hf.layer_shape(scan.config, self.method.windows.block)
         self.method.high_dims(self.shape.dim)
-        _check_enough(self.method, scan.text, scan.config.num_hidden_layers, self.shape.heads)
+        vectors = _check_enough(self.method, scan.text, len(scan.compressed), self.shape.heads)
+        for line in few_vectors(self.method, vectors):
+            scan.say(line)
         self.record = scan.record(job)
         self.work = StageCheckpoint(job.output, self.record, scan.options.resume)
-        self.layers = scan.config.num_hidden_layers
+        self.layers = len(scan.compressed)
         self.collected = Collection(self.method, len(scan.text.train), self.shape.heads, self.layers)
         self.collected.parts = self.work.samples(self.layers, scan.device)
         self.known = self.collected.probe if self.collected.parts else None
@@ -130,7 +134,7 @@ class TrainPart:
             return
         self.collected.add(taps)
         if self.keeping:
-            self._keep(taps.index)
+            self._keep(taps.place)
 
     def _keep(self, layer: int) -> None:
         """The newest sample on disk, if the disk has room for all of them; said once where it has not."""
@@ -153,9 +157,10 @@ class TrainPart:
             )
 
     def finish(self, fingerprint: Fingerprint) -> TrainResult:
-        run = Run(self.method, self.collected.vectors(self.scan.say), self.work, self.scan.timer, self.scan.say)
-        layers = tuple(run.layers(self.shape))
-        scheme = Scheme(self.method.windows, self.method.frame, layers, selection=self.job.selection)
+        vectors, compressed = self.collected.vectors(self.scan.say), self.scan.compressed
+        run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, compressed)
+        layers = self.scan.placed(run.layers(self.shape))
+        scheme = Scheme(self.method.windows, self.method.frame, layers, self.scan.skipped, self.job.selection)
         bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
         self.job.guard(bundle)
         digest = bundle.write(self.job.output)
@@ -206,8 +211,7 @@ class Collection:
             none = torch.zeros(taps.site.head_dim)
             # Refuses what does not fit its pairs.
             band_split(none, none, self.method.high, sample.rotary, self.method.split)
-        if taps.index in probed_layers(self.layers):
-            sample.probe = hf.key_probe(taps.site)
+        sample.probe = taps.probe
 
     def vectors(self, say: Say) -> Vectors:
         """What was sampled; the parts are given back."""
@@ -238,8 +242,8 @@ def _runs(counts: list[int]) -> Iterator[slice]:
         at += count
 
 
-def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> None:
-    """Before the model runs: whether the windows hold vectors enough."""
+def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
+    """Before the model runs: how many vectors a codebook is trained on. Raises UsageError for fewer than codewords."""
     tokens = int(text.train.shape[1]) - method.sink
     if tokens < 1:
         raise UsageError(
@@ -254,6 +258,7 @@ def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> None:
         )
     if not len(text.holdout):
         raise UsageError("no held-out vectors: give --holdout at least 1")
+    return least
 
 
 @dataclass
@@ -300,8 +305,8 @@ class LayerSample:
         self.method, self.taps, self.windows, self.heads = method, taps, train, heads
         self.tokens = taps.length - method.sink
         self.places = {
-            "train": self._places("train", 0, train, _share(method.vectors, layers, taps.index)),
-            "held": self._places("held", train, taps.windows, _share(held, layers, taps.index)),
+            "train": self._places("train", 0, train, _share(method.vectors, layers, taps.place)),
+            "held": self._places("held", train, taps.windows, _share(held, layers, taps.place)),
         }
 
     def gather(self) -> Sample:
@@ -415,6 +420,7 @@ class StageCheckpoint(Checkpoint):
     def _read(self, path: Path, made: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
         """What `made` makes of the file; None where there is none, or a damaged one, which is removed."""
         try:
+            check_regular(path, path.stat().st_mode)  # a pipe would be waited for
             with safe_open(path, framework="pt") as file:
                 names, known = file.keys(), json.loads(file.metadata()["stage"])
                 tensors = {name: file.get_tensor(name) for name in names}
@@ -442,7 +448,17 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 class Run:
     """Training of all quantisers over collected vectors, which it consumes."""
 
-    def __init__(self, method: VQKV, vectors: Vectors, work: StageCheckpoint, timer: PhaseTimer, say: Say) -> None:
+    def __init__(
+        self,
+        method: VQKV,
+        vectors: Vectors,
+        work: StageCheckpoint,
+        timer: PhaseTimer,
+        say: Say,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """numbers: of the layers whose vectors these are; None: 0, 1, 2, ..."""
+        self.numbers = range(len(vectors.scales)) if numbers is None else numbers
         self.method, self.vectors, self.work, self.timer, self.say = method, vectors, work, timer, say
         self.rows: list[dict[str, Any]] = []
         self.splits: list[dict[str, Any]] = []
@@ -450,7 +466,7 @@ class Run:
         self.left = {"key": torch.zeros_like(vectors.held_keys), "value": torch.zeros_like(vectors.held_values)}
 
     def layers(self, shape: Shape) -> list[LayerCodecs]:
-        """Codecs of every layer."""
+        """Codecs of every layer that there are vectors of."""
         count = len(self.vectors.scales)
         groups = [range(count)] if self.method.shared else [range(i, i + 1) for i in range(count)]
         stages = sum(number for number, _ in quantisers(self.method).values())
@@ -493,7 +509,13 @@ class Run:
         error, energy = (t.cpu() for t in reconstruction_errors(keys, held, label, self.method.training))
         bands = band_split(error, energy, high, self.vectors.rotary, self.method.split)
         share = [round(float(e / a), 6) if a else 0.0 for e, a in zip(error, energy, strict=True)]
-        self.splits.append({"layers": [layers.start, layers.stop - 1], "high": bands[1], "relative_errors": share})
+        self.splits.append(
+            {
+                "layers": [self.numbers[layers.start], self.numbers[layers.stop - 1]],
+                "high": bands[1],
+                "relative_errors": share,
+            }
+        )
         self.say(f"bands: {len(bands[0])} low, {high} high dimensions, the worst reconstructed: {bands[1]}")
         return bands
 

@@ -24,10 +24,11 @@ from .capture import Capture, WholeModel, check_model
 from .corpus import Windows as TextWindows
 from .evaluate.perplexity import evaluate
 from .fit import FitOptions, FitResult, check_output, fit, provenance
+from .kept import check_ours
 from .methods.attention import QUERIES, OutputError, Probe, probe
 from .methods.mixkvq import MixKVQ, TierSizes
 from .report.front import front_png
-from .search import Found, Point, Space, Storage, front_of, rounded, search
+from .search import NAMES, Found, Point, Space, Storage, front_of, rounded, search
 
 LOW, HIGH = (0.5, 8.0), (1.0, 32.0)  # times the layer's median salience
 
@@ -213,6 +214,7 @@ def tune(
             f"takes {least:g} bits already; give --max-bits {least:g} or more, or fewer --value-bits"
         )
     check_output(job.plot, "--plot")
+    check_ours(job.folder, NAMES)
     if not job.options.resume:
         shutil.rmtree(job.folder, ignore_errors=True)
     found, goal = _search(method, job, settings, objective, storage, heartbeat)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable
+from kvcal_artifacts.files import open_regular, read_text
 
+from .checkpoint import Origin, Origins, check_shape
 from .hub import INDEX, one_line
 
 FULL_HASH_BYTES = 1 << 30
@@ -34,29 +37,86 @@ class Weights(Protocol):
 
 
 class FileWeights:
-    """Parameters in safetensors files. `locate` gives a shard's path, downloading it if need be."""
+    """Parameters in safetensors files. `locate` gives a shard's path, downloading it if need be.
 
-    def __init__(self, label: str, index: Path, locate: Callable[[str], Path]) -> None:
+    model: whose parameters these are, on the meta device: names and shapes in the files may be older (see checkpoint).
+    """
+
+    def __init__(self, label: str, index: Path, locate: Callable[[str], Path], model: Any) -> None:
         self.label = label
         self.locate = locate
         self.shard_of = shard_map(label, index)
+        self._model, self._origins = model, Origins(model, self.shard_of)
+        self._ready: dict[str, Tensor] = {}  # made together with what was asked for
         self._open: dict[tuple[str, str], Any] = {}
 
     def get(self, name: str, like: Tensor, device: torch.device) -> Tensor:
-        if name not in self.shard_of:
+        if name not in self._origins:
             raise ModelUnavailable(f"{self.label}: its weights lack {name}, which its config.json asks for")
-        tensor: Tensor = self._reader(self.shard_of[name], device).get_tensor(name)
-        if tensor.shape != like.shape:
-            raise ModelUnavailable(
-                f"{self.label}: {name} has shape {tuple(tensor.shape)}, its config.json asks for {tuple(like.shape)}"
-            )
+        origin = self._origins[name]
+        tensor = self._ready.pop(name) if name in self._ready else self._made(name, origin, like, device)
+        check_shape(self.label, name, tensor, like, origin, _Shapes(self, origin.names))
         return tensor.to(like.dtype)
+
+    def _made(self, name: str, origin: Origin, like: Tensor, device: torch.device) -> Tensor:
+        from .models import is_oom
+
+        def read(part: str) -> Tensor:
+            tensor: Tensor = self._reader(self.shard_of[part], device).get_tensor(part)
+            return (
+                tensor if origin.converter is None else tensor.to(like.dtype)
+            )  # as Transformers: cast, then converted
+
+        try:
+            made = origin.make(read, self._model)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if is_oom(error):
+                raise
+            shapes = _Shapes(self, origin.names)
+            raise ModelUnavailable(Origins.misfit(self.label, origin, shapes, one_line(error))) from error
+        self._ready |= {other: tensor for other, tensor in made.items() if other != name}
+        if name not in made:
+            raise ModelUnavailable(f"{self.label}: its weights lack {name}, which its config.json asks for")
+        return made[name]
+
+    def check(self) -> None:
+        """Raises ModelUnavailable as check_shapes."""
+        self._origins.check(self.label, _Shapes(self, list(self.shard_of)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor in the files."""
+        return tuple(self._reader(self.shard_of[name], torch.device("cpu")).get_slice(name).get_shape())
 
     def _reader(self, shard: str, device: torch.device) -> Any:
         key = (shard, str(device))
         if key not in self._open:
             self._open[key] = open_shard(self.label, self.locate(shard), str(device))
         return self._open[key]
+
+
+class _Shapes(Mapping[str, tuple[str, tuple[int, ...]]]):
+    """File and shape of tensors, read when they are asked for: only an error needs them."""
+
+    def __init__(self, weights: FileWeights, names: list[str]) -> None:
+        self._weights, self._names = weights, names
+
+    def __getitem__(self, name: str) -> tuple[str, tuple[int, ...]]:
+        return self._weights.shard_of[name], self._weights.shape(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def check_shapes(label: str, index: Path, model: Any) -> None:
+    """Raises ModelUnavailable, naming file and tensor, where tensors do not have the shapes that the model's config asks for.
+
+    model: on the meta device. Reads the headers of all shards, which must be there, and no weights.
+    """
+    weights = FileWeights(label, index, index.parent.joinpath, model)
+    weights.check()
 
 
 class RandomWeights:
@@ -104,45 +164,82 @@ def _int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """The causal LM of that config on the meta device: no memory, no random numbers drawn."""
-    from transformers import AutoModelForCausalLM
+def model_class(config: Any) -> Any:
+    """Transformers' auto class for models of this config that generate text: causal LMs, else those that also read images."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The model of that config, a causal LM or one that also reads images, on the meta device: no memory is taken."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            model = model_class(config).from_config(config, dtype=dtype)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError) as error:
         raise ModelUnavailable(f"model type {config.model_type!r}: {one_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 
-def fill(module: nn.Module, prefix: str, weights: Weights, device: torch.device) -> None:
+def fill(module: nn.Module, prefix: str, weights: Weights, device: torch.device, model: Any = None) -> None:
     """Put real parameters in place of a module's meta ones; tied ones once, under their first name.
 
-    prefix: the module's name in the model, "" or ending in a dot.
+    prefix: the module's name in the model, "" or ending in a dot. model: that it is part of, None: it is the model.
     """
+    place_buffers(module, device, module if model is None else model)
     for name, meta in list(module.named_parameters()):
         owner, leaf = _owner(module, name)
         tensor = weights.get(prefix + name, meta, device)
         owner.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
-    place_rotary(module, device)
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
+    for name, buffer in list(module.named_buffers()):
+        owner, leaf = _owner(module, name)
+        if buffer.is_meta and leaf not in owner._non_persistent_buffers_set:
+            owner._buffers[leaf] = weights.get(prefix + name, buffer, device)
+        elif buffer.is_meta:
             raise KVCalError(f"{prefix}{name}: kvcal cannot make this buffer; load the whole model")
 
 
 def place_rotary(module: nn.Module, device: torch.device) -> None:
     """Rebuild rotary modules: their frequencies come from the config, no checkpoint holds them."""
-    for child in [child for child in module.modules() if "inv_freq" in child._buffers]:
+    for child in [child for child in module.modules() if any(name.endswith("inv_freq") for name in child._buffers)]:
         maker: Any = type(child)
         for key, buffer in maker(config=child.config).to(device).named_buffers():
             child.register_buffer(key, buffer, persistent=False)
 
 
+def place_buffers(module: nn.Module, device: torch.device, model: Any) -> None:
+    """Rebuild what no checkpoint holds: rotary modules, and other buffers that the model's class sets when it is made."""
+    place_rotary(module, device)
+    for child in module.modules():
+        waiting = {name: one for name, one in child._buffers.items() if one is not None and one.is_meta}
+        waiting = {name: one for name, one in waiting.items() if name in child._non_persistent_buffers_set}
+        if not waiting or not hasattr(model, "_init_weights"):
+            continue
+        for name, one in waiting.items():
+            child._buffers[name] = torch.full_like(one, UNSET if one.is_floating_point() else 0, device=device)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model._init_weights(child)
+        for name, one in waiting.items():
+            if one.is_floating_point() and bool(child._buffers[name].isnan().any()):  # type: ignore[union-attr]
+                child._buffers[name] = one
+
+
+UNSET = float("nan")
+
+
 def tie(model: Any) -> None:
     """Share the embedding with the head where the config says so."""
-    if model.config.tie_word_embeddings:
+    if tied(model):
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def tied(model: Any) -> bool:
+    """Whether the head is the embedding; a model that also reads images may say so in its text part alone."""
+    config = model.config
+    own = getattr(config, "tie_word_embeddings", None)
+    return bool(config.get_text_config().tie_word_embeddings if own is None else own)
 
 
 def release(module: nn.Module) -> None:
@@ -160,7 +257,7 @@ def shard_map(label: str, index: Path) -> dict[str, str]:
     if index.name != INDEX:
         return dict.fromkeys(open_shard(label, index, "cpu").keys(), index.name)
     try:
-        mapping = json.loads(index.read_text("utf-8"))["weight_map"]
+        mapping = json.loads(read_text(index))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ModelUnavailable(f"{label}: {index.name} is damaged ({one_line(error)})") from error
     return {str(name): str(shard) for name, shard in mapping.items()}
@@ -200,13 +297,13 @@ def file_sha256(path: Path) -> str:
 
 
 def _whole(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+    with os.fdopen(open_regular(path), "rb") as stream:
         while piece := stream.read(1 << 22):
             yield piece
 
 
 def _samples(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
+    with os.fdopen(open_regular(path), "rb") as stream:
         size = stream.read(8)
         header = stream.read(int.from_bytes(size, "little"))
         yield size + header

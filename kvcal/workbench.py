@@ -110,7 +110,7 @@ def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
 def model_record(source: models.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Any]:
     """What provenance says of a model; no paths of this machine."""
     return {
-        "name": source.stem if source.kind == "folder" else source.name,
+        "name": source.public,
         "kind": source.kind,
         "hub_id": source.hub_id,
         "revision": revision,

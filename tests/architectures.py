@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Gemma2PreTrainedModel, PreTrainedModel
 
 VOCAB = 256
 MAX_POSITIONS = 512
@@ -36,9 +36,13 @@ GEOMETRY: dict[str, Any] = {
 }
 
 
+SLIDES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+
+
 def build(family: str, **overrides: Any) -> PreTrainedModel:
     """A seeded model of a family named as Transformers names its classes: "Llama", "Phi3", "Olmo2"."""
-    config = getattr(transformers, f"{family}Config")(**{**GEOMETRY, **overrides})
+    named = {"Gemma3": "Gemma3Text"}.get(family, family)
+    config = getattr(transformers, f"{named}Config")(**{**GEOMETRY, **overrides})
     with torch.random.fork_rng(devices=[]):
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     initialise(model, seed=zlib.crc32(family.encode()))
@@ -118,3 +122,54 @@ VARIANTS: dict[str, Callable[..., PreTrainedModel]] = {
         build, "Llama", max_position_embeddings=64, rope_parameters=rope("dynamic", factor=2.0)
     ),
 }
+
+# Whose modules slice the channels that RoPE turns off each head themselves, or normalise keys behind the head's view.
+SLICED: dict[str, Callable[..., PreTrainedModel]] = {
+    "phi": partial(build, "Phi", rope_parameters=rope("default", partial_rotary_factor=0.5)),
+    "phi-norms": partial(
+        build,
+        "Phi",
+        num_key_value_heads=4,
+        qk_layernorm=True,
+        rope_parameters=rope("default", partial_rotary_factor=0.5),
+    ),
+    "stablelm": partial(build, "StableLm", rope_parameters=rope("default", partial_rotary_factor=0.25)),
+    "stablelm-norms": partial(
+        build, "StableLm", qk_layernorm=True, rope_parameters=rope("default", partial_rotary_factor=0.25)
+    ),
+    "persimmon": partial(
+        build, "Persimmon", num_key_value_heads=4, rope_parameters=rope("default", partial_rotary_factor=0.5)
+    ),
+    "glm": partial(build, "Glm", head_dim=16, rope_parameters=rope("default", partial_rotary_factor=0.5)),
+    "nemotron": partial(build, "Nemotron", head_dim=16, rope_parameters=rope("default", partial_rotary_factor=0.5)),
+}
+
+# Of whose five layers three attend to everything; the others keep Transformers' own cache of 16 tokens.
+HYBRID: dict[str, Callable[..., PreTrainedModel]] = {
+    "gemma3": partial(build, "Gemma3", num_hidden_layers=5, head_dim=16, sliding_window=16, layer_types=SLIDES),
+    "gemma2": partial(
+        build, "Gemma2", num_hidden_layers=5, head_dim=16, sliding_window=16, layer_types=SLIDES,
+        attn_implementation="sdpa" if Gemma2PreTrainedModel._supports_sdpa else "eager",
+    ),
+    "qwen2-slides": partial(
+        build, "Qwen2", num_hidden_layers=5, use_sliding_window=True, sliding_window=16, layer_types=SLIDES
+    ),
+    "cohere2": partial(build, "Cohere2", num_hidden_layers=5, sliding_window=16, layer_types=SLIDES),
+    "gpt-oss": partial(
+        build, "GptOss", num_hidden_layers=5, head_dim=16, sliding_window=16, layer_types=SLIDES, num_local_experts=4,
+        num_experts_per_tok=2, attn_implementation="eager",
+    ),
+}  # fmt: skip
+
+MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
+    "qwen3-moe": partial(
+        build, "Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "mixtral": partial(build, "Mixtral", sliding_window=None, num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": partial(build, "Olmoe", num_experts=4, num_experts_per_tok=2),
+    "qwen2-moe": partial(
+        build, "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "gpt-oss": HYBRID["gpt-oss"],
+}  # fmt: skip

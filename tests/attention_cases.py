@@ -64,8 +64,7 @@ BYTES = {  # grids in bytes, at head_dim 64, 128, 256
     for bits, vector in IN_BYTES
 }
 MIXED = {  # rotated with the cosine transform of an odd factor: three times 32 at head_dim 96
-    f"mixed {bits} of {vector}": Setting(bits, vector=vector, mixed=True)
-    for bits, vector in GRIDS
+    f"mixed {bits} of {vector}": Setting(bits, vector=vector, mixed=True) for bits, vector in GRIDS
 }
 TIERS = {  # keys only
     "tiers 16 16": Setting(2, inner=False, symmetric=False, full=16, four=16),
@@ -415,7 +414,15 @@ def small() -> list[Case]:
         Case("bytes 3 of 1", "symmetric 3", 64, blocks=(4,), launch=(1, 2)),
         Case("asymmetric 2", "symmetric 2", 96, blocks=(4,), launch=(1, 2)),
         Case(
-            "mixed 2 of 2", "grid 2 of 1", 96, heads=2, ratio=2, blocks=(3, 0), sink=(5, 2), recent=(9, 1), launch=(4, 1)
+            "mixed 2 of 2",
+            "grid 2 of 1",
+            96,
+            heads=2,
+            ratio=2,
+            blocks=(3, 0),
+            sink=(5, 2),
+            recent=(9, 1),
+            launch=(4, 1),
         ),
         *before_rope(),
     ]

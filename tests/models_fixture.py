@@ -80,7 +80,7 @@ class Done:
     @property
     def complaint(self) -> str:
         """The one line of a command that failed; notes for the reader may stand before it."""
-        lines = [line for line in self.err.splitlines() if not line.startswith("text: ")]
+        lines = [line for line in self.err.splitlines() if not line.startswith(("text: ", "warning: "))]
         assert self.out == ""
         assert len(lines) == 1 and lines[0].startswith("kvcal: "), self.err
         return lines[0]

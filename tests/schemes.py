@@ -109,15 +109,24 @@ def aqua(name: str, **settings: Any) -> Scheme:
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
+        self.head_dim = dim
         self.q_proj, self.k_proj = nn.Identity(), nn.Identity()
+
+    def forward(
+        self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], past_key_values: Any, **_: Any
+    ) -> None:
+        """As a cache is fed by a model's own attention: what sites are found by."""
+        self.q_proj(hidden)
+        key = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        past_key_values.update(apply_rotary_pos_emb(key, key, *position_embeddings)[1], key, 0)
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.self_attn = Attention()
+        self.self_attn = Attention(dim)
 
 
 class Fed(nn.Module):
@@ -128,7 +137,7 @@ class Fed(nn.Module):
         self.config = LlamaConfig(
             hidden_size=heads * dim, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads
         )
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(layers))
         self.rotary_emb = LlamaRotaryEmbedding(self.config)
 
     def forward(

@@ -342,7 +342,12 @@ FORGERIES: dict[str, tuple[Change, bool, type[KVCalError], list[str]]] = {
         CorruptBundle,
         ["antigravity", "linear"],
     ),
-    "unknown setting": (set_in(*LAYER, "config", "inner", "config", "n", to=7), True, CorruptBundle, ["higgs", "7"]),
+    "unknown setting": (
+        set_in(*LAYER, "config", "inner", "config", "inner", "config", "n", to=7),
+        True,
+        CorruptBundle,
+        ["higgs", "7"],
+    ),
     "unknown frame": (set_in("scheme", "frame", to="mid_rope"), True, CorruptBundle, ["mid_rope", "pre_rope"]),
     "window of -1": (set_in("scheme", "windows", "sink", to=-1), True, CorruptBundle, ["-1", "at least 0"]),
     "other block": (set_in("scheme", "windows", "block", to=0), True, CorruptBundle, ["0", "at least 1"]),

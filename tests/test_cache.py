@@ -851,7 +851,7 @@ def break_off(model: Any, where: str, ids: Tensor, **inputs: Any) -> None:
     def breaks(*args: Any, **kwargs: Any) -> None:
         raise Broken
 
-    part = model.model.get_submodule(where)
+    part = model.get_submodule(where) if where == "lm_head" else model.model.get_submodule(where)
     part.forward = breaks
     with torch.no_grad(), pytest.raises(Broken):
         model(ids, **inputs)
@@ -860,7 +860,9 @@ def break_off(model: Any, where: str, ids: Tensor, **inputs: Any) -> None:
 
 @every_frame
 @pytest.mark.parametrize("filled", [0, 45])
-@pytest.mark.parametrize("where", ["layers.0.self_attn.k_proj", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp"])
+@pytest.mark.parametrize(
+    "where", ["layers.0.self_attn.k_proj", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "norm", "lm_head"]
+)
 def test_after_a_forward_that_broke_off(where: str, filled: int, frame: str) -> None:
     model, ids = schemes.tiny("llama"), token_ids(2, 60)
     made = schemes.make(model, "higgs-2", frame)
@@ -868,9 +870,14 @@ def test_after_a_forward_that_broke_off(where: str, filled: int, frame: str) -> 
         run_model(model, made, ids[:, :filled], torch.ones(2, filled, dtype=torch.long), step=filled)
 
     break_off(model, where, ids[:, filled:50], attention_mask=torch.ones_like(ids[:, :50]), past_key_values=made)
-    complete = where in ("layers.0.self_attn.k_proj", "layers.2.mlp")  # no layer saw the tokens, or all did
+    complete = where in (
+        "layers.0.self_attn.k_proj",
+        "layers.2.mlp",
+        "norm",
+        "lm_head",
+    )  # no layer saw the tokens, or all
     assert complete == (made.get_seq_length() == made.layers[-1].get_seq_length())
-    if not complete:
+    if where != "layers.0.self_attn.k_proj":  # else nothing has changed
         for mask in (None, torch.ones_like(ids[:, :51])):
             with pytest.raises(KVCalError, match="an earlier forward broke off; call reset"):
                 model(ids[:, 50:51], attention_mask=mask, past_key_values=made)
@@ -885,22 +892,26 @@ def heals(model: Any, made: KVCalCache, ids: Tensor, frame: str) -> None:
     assert same(schemes.snapshot(made), schemes.snapshot(fresh))
 
 
+@pytest.mark.parametrize("where", ["layers.1.mlp", "lm_head"])
 @pytest.mark.parametrize("change", ["crop", "select", "repeat"])
-def test_a_broken_cache_stays_broken(change: str) -> None:
-    """Operations between the broken forward and the next do not hide it."""
+def test_a_broken_cache_stays_broken(change: str, where: str) -> None:
+    """Operations between the broken forward and the next say so, and do not hide it; a copy is as broken."""
     model, ids = schemes.tiny("llama"), token_ids(2, 60)
     made = schemes.make(model, "higgs-2")
     run_model(model, made, ids[:, :45], torch.ones(2, 45, dtype=torch.long), step=45)
 
-    break_off(model, "layers.1.mlp", ids[:, 45:], past_key_values=made)
+    break_off(model, where, ids[:, 45:], past_key_values=made)
     change_rows = {
         "crop": lambda: made.crop(-15),
         "select": lambda: made.batch_select_indices(torch.tensor([1, 0])),
         "repeat": lambda: made.batch_repeat_interleave(1),
     }
-    change_rows[change]()
     with pytest.raises(KVCalError, match="broke off; call reset"):
-        model(ids[:, 45:], past_key_values=made)
+        change_rows[change]()
+    with copy.deepcopy(made) as twin:
+        for broken in (made, twin):
+            with pytest.raises(KVCalError, match="broke off; call reset"):
+                model(ids[:, 45:], past_key_values=broken)
 
 
 # Bytes.

@@ -901,17 +901,31 @@ GRID, SIGN = Higgs(S, "key").tensors().values()
 ONES = torch.ones(2, 16).half()
 
 
+SETTINGS = {
+    codec.name: codec.config()
+    for codec in (
+        Exact(S, "key"),
+        Float8(S, "key"),
+        Uniform(S, "key", 4, 16),
+        Higgs(S, "key"),
+        MixKVQ(S, "key", group=8),
+    )
+}
+
+
 def read(codec: str, tensors: dict[str, Tensor] | None = None, **config: Any) -> Codec:
-    return build(S, "key", {"codec": codec, "config": config}, tensors or {})
+    """config: changes of the settings that a bundle has, all of which a reader wants."""
+    known = SETTINGS.get(codec, {}) if isinstance(codec, str) else {}
+    return build(S, "key", {"codec": codec, "config": known | config}, tensors or {})
 
 
 def read_predicted(weights: dict[str, Tensor], kind: str = "linear", inputs: tuple[str, ...] = ("k1",)) -> Codec:
     tensors = {f"predictor.{name}": t for name, t in weights.items()}
-    inner = {"codec": "uniform", "config": {"group": 16}}
+    inner = {"codec": "uniform", "config": SETTINGS["uniform"]}
     return read("predicted", tensors, predictor={"kind": kind, "inputs": list(inputs)}, inner=inner)
 
 
-LINEAR = {"weight": torch.zeros(32, 32), "bias": torch.zeros(32)}
+LINEAR = {"weight": torch.zeros(32, 32).half(), "bias": torch.zeros(32).half()}
 BOOKS = torch.zeros(2, 16, 16).half()
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "uniform 0 bits": (lambda: Uniform(S, "key", 0, 16), "0 bits: allowed are 1 to 8"),
@@ -951,17 +965,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "higgs sign misshapen": (lambda: read("higgs", {"grid": GRID, "sign": SIGN[:16]}), "sign"),
     "mixkvq values": (lambda: MixKVQ(S, "value", group=8), "mixkvq codec for values"),
     "mixkvq group": (lambda: MixKVQ(S, "key", group=5), "groups of 5 tokens: must divide the block of 8"),
-    "mixkvq group of text": (lambda: read("mixkvq", group="8"), "group '8': must be a positive integer"),
+    "mixkvq group of text": (lambda: read("mixkvq", group="8"), "group '8': must be a whole number"),
     "mixkvq round_up": (lambda: read("mixkvq", group=8, round_up=0), "round_up 0"),
     "mixkvq head": (lambda: MixKVQ(Shape(1, 272, 8), "key", group=8), "head_dim 272: .* at most 256"),
-    "mixkvq dtype": (lambda: read("mixkvq", group=8, dtype="int8"), "dtype 'int8': allowed are float32"),
+    "mixkvq dtype": (lambda: read("mixkvq", group=8, dtype="int8"), "dtype 'int8': allowed are 'float32'"),
     "mixkvq importance": (
         lambda: read("mixkvq", group=8, importance="keys"),
-        "'keys': allowed are query, recent, none",
+        "'keys': allowed are 'query', 'recent', 'none'",
     ),
-    "mixkvq normalise": (lambda: read("mixkvq", group=8, normalise="mean"), "'mean': allowed are median, none"),
+    "mixkvq normalise": (lambda: read("mixkvq", group=8, normalise="mean"), "'mean': allowed are 'median', 'none'"),
     "mixkvq order": (lambda: read("mixkvq", group=8, tau_low=3, tau_high=2), r"3.0 and 2.0: .* in this order"),
-    "mixkvq nan": (lambda: read("mixkvq", group=8, tau_high=math.nan), "must be finite"),
+    "mixkvq nan": (lambda: read("mixkvq", group=8, tau_high=math.nan), "tau_high nan: must be a number"),
     "mixkvq full alone": (lambda: read("mixkvq", group=8, full=8), "give both or none"),
     "mixkvq full 4": (lambda: read("mixkvq", group=8, full=4, four=0), "multiples of 8"),
     "mixkvq too many": (lambda: read("mixkvq", group=8, full=8, four=16), "at most 16"),
@@ -1001,12 +1015,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "3, 16",
     ),
     "inputs none": (lambda: Predicted(Exact(S, "key"), predictor("linear", 32, 32), ()), "allowed are k1"),
-    "inputs unknown": (lambda: read_predicted(LINEAR, inputs=("q1",)), "q1.*allowed are k1"),
-    "inputs k0 for keys": (lambda: read_predicted(LINEAR, inputs=("k1", "k0")), "k0 for values"),
-    "predictor unknown": (lambda: read_predicted(LINEAR, "cubic"), "'cubic': known are bias"),
+    "inputs unknown": (lambda: read_predicted(LINEAR, inputs=("q1",)), "q1.*allowed are 'k1'"),
+    "inputs k0 for keys": (
+        lambda: read_predicted(LINEAR | {"weight": torch.zeros(64, 32).half()}, inputs=("k1", "k0")),
+        "k0 for values",
+    ),
+    "predictor unknown": (lambda: read_predicted(LINEAR, "cubic"), "'cubic': allowed are 'bias'"),
     "predictor incomplete": (lambda: read_predicted({"bias": LINEAR["bias"]}), "lacks weight"),
     "predictor too narrow": (lambda: read_predicted(LINEAR, inputs=("k1", "v1")), "linear"),
-    "predictor of another width": (lambda: read_predicted(LINEAR | {"bias": torch.zeros(16)}), "linear"),
+    "predictor of another width": (lambda: read_predicted(LINEAR | {"bias": torch.zeros(16).half()}), "linear"),
     "codec unknown": (lambda: read("gzip"), "'gzip': this version knows exact, "),
     "codec absent": (lambda: build(S, "key", {}, {}), "None"),
     "codec a list": (lambda: read(["higgs"]), "higgs"),  # type: ignore[arg-type]

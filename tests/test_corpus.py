@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvcal import corpus, hub
+from kvcal import corpus, hub, textfiles
 from kvcal.corpus import (
     EMBEDDED,
     evaluation_windows,
     pieces,
     random_windows,
-    read_file,
     resolve_text,
     token_windows,
 )
 from kvcal.models import resolve
+from kvcal.textfiles import read_file
 from kvcal_artifacts.errors import KVCalError, TextError, TextUnavailable, UsageError
 
 pytestmark = pytest.mark.transformers
@@ -187,14 +187,14 @@ def test_pieces_are_cut_before_a_line_or_a_word() -> None:
 def test_large_files_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "large.txt", numbered(1_000_000))  # 7 MB
     taken: list[int] = []
-    decoded = corpus._decoded
+    decoded = textfiles.decoded
 
     def counting(file: Path) -> Iterator[str]:
         for part in decoded(file):
             taken.append(len(part))
             yield part
 
-    monkeypatch.setattr(corpus, "_decoded", counting)
+    monkeypatch.setattr(textfiles, "decoded", counting)
     token_windows(WITH_BOS, path, windows=2, length=64)
     assert sum(taken) < 3 << 20
 
@@ -260,9 +260,8 @@ def test_parquet_columns(tmp_path: Path) -> None:
     assert documents(path) == ["one", "two"]
     with pytest.raises(TextError, match="no column 'code'; its columns are content, n"):
         documents(path, "code")
-    pq.write_table(pa.table({"text": ["one", None]}), path)
-    with pytest.raises(TextError, match="row 2: column 'text' is missing, not text"):
-        documents(path)
+    pq.write_table(pa.table({"text": ["one", None, "two"]}), path)
+    assert documents(path) == ["one", "two"]
 
 
 def test_a_folder_takes_its_files_in_order(tmp_path: Path) -> None:
@@ -332,7 +331,11 @@ def test_empty(tmp_path: Path) -> None:
         ("a.jsonl", b'{"title": "x", "body": "y"}\n', "its columns are title, body"),
         ("a.jsonl", b'{"text": "half \\ud83d of a pair"}\n', "half of a surrogate pair near 'half"),
         ("a.parquet", b"PAR1 nonsense", "not a parquet file"),
-        ("weights.bin", bytes(range(256)), "is not UTF-8"),
+        (
+            "weights.bin",
+            bytes(range(256)),
+            "weights.bin: .bin files are not read as text; allowed are plain text (.txt,",
+        ),
     ],
 )
 def test_unusable_files(name: str, content: bytes, said: str, tmp_path: Path) -> None:
@@ -352,7 +355,9 @@ def test_no_such_path(name: str) -> None:
 
 def test_folder_without_text(tmp_path: Path) -> None:
     write(tmp_path / "weights.bin", b"")
-    assert "holds no text: looked for .txt, .raw, .jsonl, .parquet" in refused(str(tmp_path))
+    assert "holds no text among 1 files (weights.bin): looked for plain text (.txt, .text, .raw" in refused(
+        str(tmp_path)
+    )
 
 
 def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +365,7 @@ def test_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     path = write(tmp_path / "a.txt.xz", b"")
-    monkeypatch.setattr(lzma, "open", forbidden)
+    monkeypatch.setattr(textfiles, "open", forbidden, raising=False)
     assert "cannot be read (Permission denied)" in refused(path)
 
 

@@ -233,7 +233,8 @@ GRIDS = [
 
 @pytest.mark.parametrize(("role", "d", "n", "dim", "block"), GRIDS)
 def test_words_of_grids_are_as_the_page_says(role: Any, d: int, n: int, dim: int, block: int) -> None:
-    codec = Higgs(Shape(2, dim, block), role, d, n, norm="head" if d == 1 else "token", seed=n, mixed=d == 1 or role == "value")
+    norm, mixed = ("head" if d == 1 else "token"), d == 1 or role == "value"
+    codec = Higgs(Shape(2, dim, block), role, d, n, norm=norm, seed=n, mixed=mixed)  # type: ignore[arg-type]
     packed = {name: t.numpy() for name, t in codec.encode(numbers(2, 2, 2 * block, dim, seed=n)).items()}
     assert set(packed) == {"words", "norm"}
     state, own = {"config": codec.config(), "shape": [2, dim]}, {name: t.numpy() for name, t in codec.tensors().items()}

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml
 from hub_stand_in import READER, STRANGER, WRITER, File, Hub, Repository, Tree, running
 from kvcal import hub as client
 from kvcal_artifacts import load_bundle
+from kvcal_artifacts.files import temporary_folder
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 NAME, REPO = f"fitted{SUFFIX}", "lab/fitted"
@@ -333,8 +335,10 @@ def test_a_full_disk_is_not_the_hub(commit: str, tmp_path: Path, monkeypatch: py
 
 def test_what_a_killed_pull_left_goes_away(commit: str, tmp_path: Path) -> None:
     """That of another one which is still at work stays."""
-    left, used = (tmp_path / f".{NAME}.{end}.tmp" for end in ("left", "used"))
-    for folder in (left, used):
+    with ExitStack() as stack:
+        left, used = (stack.enter_context(temporary_folder(tmp_path / NAME)) for _ in range(2))
+    foreign = tmp_path / f".{NAME}.mine.tmp"
+    for folder in (left, used, foreign):
         folder.mkdir()
         (folder / NAME).write_bytes(b"half")
     handle = os.open(used, os.O_RDONLY)
@@ -343,7 +347,7 @@ def test_what_a_killed_pull_left_goes_away(commit: str, tmp_path: Path) -> None:
         assert kvcal("pull", REPO, "--output", tmp_path).code == 0
     finally:
         os.close(handle)
-    assert not left.exists() and (used / NAME).exists()
+    assert not left.exists() and (used / NAME).exists() and (foreign / NAME).exists()
 
 
 def test_a_name_that_pull_would_not_find(hub: Hub, bundle: Path, tmp_path: Path) -> None:

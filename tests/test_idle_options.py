@@ -23,6 +23,10 @@ def began(*given: Any, **options: Any) -> None:
     raise Began
 
 
+# What a command does when its options are good: it reads its text, then the model.
+WORK = ("corpus.token_windows", "corpus.evaluation_windows", "models.load_model")
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, its text, a bundle, a recipe with a gate, a text with columns."""
@@ -147,7 +151,7 @@ def test_an_option_that_nothing_takes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    for place in ("models.load_model", "models.open_layerwise", "commands.build.run_all", "commands.names._rows"):
+    for place in (*WORK, "models.open_layerwise", "commands.build.run_all", "commands.names._rows"):
         monkeypatch.setattr(f"kvcal.{place}", began)
     monkeypatch.setattr("kvcal.commands.preset._from_config", began)
     done = kvcal(command, *placed([*stay, *idle], base))
@@ -169,7 +173,8 @@ def test_every_seed_of_random_weights_alone_is_among_them() -> None:
 
 @pytest.mark.parametrize("command", ["eval", "fit-predictors", "tune-bits", "probe", "compare", "inspect"])
 def test_a_column_of_the_embedded_text(command: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcal.models.load_model", began)
+    for place in WORK:
+        monkeypatch.setattr(f"kvcal.{place}", began)
     always = {"eval": ["-p", "fp8"], "compare": ["-p", "fp8"], "inspect": [KIVI]}.get(command, [])
     done = kvcal(command, *placed([*always, "--model", "tiny", "--column", "body"], base))
     assert done.code == 2, done.err
@@ -179,14 +184,16 @@ def test_a_column_of_the_embedded_text(command: str, base: Path, monkeypatch: py
 
 
 def test_a_column_of_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcal.models.load_model", began)
+    for place in WORK:
+        monkeypatch.setattr(f"kvcal.{place}", began)
     done = kvcal("eval", "-p", "fp8", "--model", "qwen2.5-0.5b", "--random-weights", "--column", "body")
     assert done.code == 2 and "--column body: random token ids (random weights) has no columns" in done.complaint
 
 
 def test_a_column_of_one_text_of_two(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is fitted reads it, what is measured does not."""
-    monkeypatch.setattr("kvcal.models.load_model", began)
+    for place in WORK:
+        monkeypatch.setattr(f"kvcal.{place}", began)
     more = [*PAIR, "--predict", "--model", "tiny", "--column", "body"]
     assert "Began" in kvcal("compare", *more, "--calibration", base / "rows.jsonl").err
     assert "has no columns" in kvcal("compare", *more).complaint
@@ -239,7 +246,8 @@ def test_an_empty_value_is_no_default(
     command: str, stay: list[str], option: str, said: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvcal.models.load_model", began)
+    for place in WORK:
+        monkeypatch.setattr(f"kvcal.{place}", began)
     done = kvcal(command, *placed(TEXT, base), *stay, option, "")
     assert done.code == 2 and said in done.complaint, done.err
     assert "Began" in kvcal(command, *placed(TEXT, base), *stay).err

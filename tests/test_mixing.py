@@ -56,7 +56,8 @@ def test_rotation_is_that_of_its_matrix(width: int, factor: int, interleaved: bo
     sign, x = signs(2 * count, 5), normal(3, 2 * count)
     y = rotate(x, sign, width, factor, interleaved)
     parts = [
-        x.double()[:, at : at + count] @ rotation_matrix(width, factor, interleaved and factor > 1, sign[at : at + count])
+        x.double()[:, at : at + count]
+        @ rotation_matrix(width, factor, interleaved and factor > 1, sign[at : at + count])
         for at in (0, count)
     ]
     assert torch.allclose(y.double(), torch.cat(parts, 1), atol=2e-5)

@@ -355,10 +355,10 @@ def _set(path: Path, **fields: Any) -> None:
     [
         (_no_weights, "no weights; expected"),
         (_pickled, "pickled: convert it"),
-        (_truncated, "cannot be loaded"),
+        (_truncated, "cannot be read"),
         (_incomplete, "its weights lack model.layers.1.mlp.up_proj.weight"),
         (_deeper, "its weights hold model.layers.2"),
-        (_wider, "cannot be loaded"),
+        (_wider, "gate_proj.weight has shape (128, 64), its config.json asks for (96, 64)"),
         (_broken_config, "its config.json cannot be used"),
         (_unknown_type, "its config.json cannot be used"),
         (_no_tokenizer, "neither tokenizer.json nor"),

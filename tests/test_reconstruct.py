@@ -168,7 +168,8 @@ def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capabil
         launch = kernel.Launch(256)
     constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 2, "ASM": True}
     types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
-    types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16", "p_factor": "*fp32", "p_bias": "*fp32"}
+    types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16"}
+    types |= {"p_factor": "*fp32", "p_bias": "*fp32"}
     types |= {"p_table": "*i32"} | dict.fromkeys(["rows", "tokens", "steps", *STRIDES, "s_turn"], "i32")
     types = {name: types[name] for name in kernel.reconstruct_kernel.arg_names if name in types}
     aligned = [name for name in types if name[:2] in ("p_", "s_")]

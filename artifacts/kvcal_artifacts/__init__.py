@@ -38,15 +38,18 @@ def load_cache(
     bundle: a path, or what load_bundle gave. keep: hold only this share of the tokens, of these the share `heavy` (0.5) by
     the attention they get (H2O, see scheme.HeavyHitters); None: as the bundle says. subspace: prompt, calibrated or both,
     for keys that SQuat stores; None: as the bundle says. options: strict, offload, kernels, require_kernels, max_length
-    (see KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the bundle was made for another model.
+    (see KVCalCache). Raises errors.IncompatibleBundle, naming both values, if the bundle was made for another model, and
+    errors.UnsupportedModel for a model that cannot be compressed.
     """
     from .bundle import Bundle
     from .cache import KVCalCache
     from .errors import UsageError
+    from .hf import check_supported
     from .scheme import HeavyHitters
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
+    check_supported(model)
     loaded = bundle if isinstance(bundle, Bundle) else load_bundle(bundle)
     loaded.check(model)
     scheme = (

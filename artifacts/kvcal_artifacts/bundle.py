@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -22,15 +21,20 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from . import hf
+from . import checked, hf
+from .checked import Choice, Free, Hash, Listed, Named, Number, OrNull, Table, Text, Whole, shown
 from .codecs import Codec, Role, Shape, build, state_of
 from .errors import CorruptBundle, IncompatibleBundle, KVCalError
-from .scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from .files import is_read_only, kind_of, temporary_file
+from .scheme import FRAMES, HeavyHitters, LayerCodecs, Scheme, Windows
 
 FORMAT = "kvcal"
 VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 would overlook
 SUFFIX = ".kvcal.safetensors"
-HEADER_LIMIT = 100_000_000  # safetensors' own cap
+HEADER_LIMIT = 4_000_000  # bytes; the largest of 8 layers that kvcal wrote has 38,000
+HEADER_PARTS = (
+    100_000  # brackets and braces in them, each of which takes far more memory than its byte; that one has 700
+)
 ROLES: tuple[Role, ...] = ("key", "value")
 COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits without scales: "KVTuner-C3.25"
 
@@ -41,6 +45,66 @@ FINGERPRINT_FIELDS = (
     "sliding_window", "no_rope_layers", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
     "logits_scaling",
 )  # fmt: skip
+
+# What the header holds. A codec's config and tensors are the codec's to check.
+_TOKENS = Whole(0, checked.TOKENS)
+_CODEC = Table(
+    {
+        "codec": Text(),
+        "config": checked.SETTINGS,
+        "shape": Listed(Whole(1, checked.HEAD_DIM), 2, 2),
+        "tensors": Named(Text()),
+    }
+)
+_LAYER, _SKIPPED = Table({"key": _CODEC, "value": _CODEC}), Table({"skipped": Text(2000)})
+_MODEL = Table(
+    {
+        "architecture": Text(),
+        "layers": Whole(1, checked.LAYERS),
+        "kv_heads": Whole(1, checked.HEADS),
+        "head_dim": Whole(1, checked.HEAD_DIM),
+        "rope": Free(),
+        "config_sha256": Hash(empty=True),  # of the one layer that an unfinished run keeps
+        "revision": OrNull(Text()),
+        "probe": Listed(Number(-1e30, 1e30), 0, 64),
+    }
+)
+
+
+class _Layer:
+    """A layer's codecs, or why there are none."""
+
+    def check(self, value: Any, what: str) -> None:
+        (_SKIPPED if type(value) is dict and "skipped" in value else _LAYER).check(value, what)
+
+
+_HEADER = Table(
+    {
+        "format": Choice((FORMAT,)),
+        "version": Whole(min(VERSIONS), max(VERSIONS)),
+        "model": _MODEL,
+        "scheme": Table(
+            {
+                "windows": Table({"sink": _TOKENS, "recent": _TOKENS, "block": Whole(1, checked.BLOCK)}),
+                "frame": Choice(FRAMES),
+                "selection": Table({"keep": Number(0, 1, above=True), "heavy": Number(0, 1)}),
+                "layers": Listed(_Layer(), 1, checked.LAYERS),
+            },
+            optional=frozenset({"selection"}),
+        ),
+        "provenance": Free(),
+        "metrics": Free(),
+        "tensors": Named(
+            Table(
+                {
+                    "dtype": Choice(tuple(checked.DTYPES)),
+                    "shape": Listed(Whole(1, 1 << 40), 1, 4),
+                    "sha256": Hash(),
+                }
+            )
+        ),
+    }
+)
 PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtype differs by less than 1 %
 
 
@@ -85,7 +149,7 @@ class Fingerprint:
         return cls(
             architecture=config.model_type,
             layers=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
+            kv_heads=hf.kv_heads_of(config),
             head_dim=hf.head_dim_of(config),
             rope=rope,
             config_sha256=sha256_text(canonical(known)),
@@ -138,7 +202,8 @@ class Bundle:
     path: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.provenance.get("method") in COUNTED_BY_CODES:
+        method = self.provenance.get("method")
+        if isinstance(method, str) and method in COUNTED_BY_CODES:
             self.scheme = replace(self.scheme, codes_alone=True)
 
     @property
@@ -192,6 +257,11 @@ class Bundle:
             "tensors": listed,
         }
         text = canonical(header)
+        try:
+            _HEADER.check(stated := json.loads(text), "header")
+            _described(stated, tensors)
+        except KVCalError as error:
+            raise KVCalError(f"{error}; nothing was written") from error
         return save(tensors, metadata={FORMAT: canonical({"header": header, "sha256": sha256_text(text)})})
 
     def write(self, path: Path) -> str:
@@ -208,10 +278,6 @@ class Bundle:
 
 
 STANDARD_STREAMS = {1: "standard output", 2: "standard error"}
-KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link that leads to itself",
-}  # fmt: skip
 
 
 def named(path: Path) -> str:
@@ -225,8 +291,8 @@ def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
     option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
-    file, which a rename would destroy, and for the file that standard output or standard error goes to, whose text it would
-    lose.
+    file, which a rename would destroy, for a file that is protected from writing, and for the file that standard output or
+    standard error goes to, whose text it would lose.
     """
     name = f"{option} {named(path)}".lstrip()
     behind = Path(os.path.realpath(path))
@@ -235,7 +301,10 @@ def file_behind(path: Path, option: str = "") -> Path:
             # /dev/stdout of a pipeline: its real path names nothing, but it can be looked at through the link
             seen = _status(path) or os.lstat(behind)
             if not stat.S_ISREG(seen.st_mode):
-                raise KVCalError(f"{name} is {KINDS[stat.S_IFMT(seen.st_mode)]}: give a file name")
+                raise KVCalError(f"{name} is {kind_of(seen.st_mode)}: give a file name")
+            if is_read_only(behind, seen):
+                mode = f"mode {stat.S_IMODE(seen.st_mode):04o}"
+                raise KVCalError(f"{name} is read-only ({mode}): give another file name, or make it writable first")
             for number, stream in STANDARD_STREAMS.items():
                 with suppress(OSError):  # closed
                     if os.path.samestat(os.fstat(number), seen):
@@ -262,7 +331,7 @@ def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
 
 def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
     """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
-    all of them are whole, so that a full disk or an interrupt changes none.
+    all of them are whole, so that a full disk or an interrupt changes none. What a killed write left there is removed.
 
     A symlink stays one: the file it leads to is replaced. option: which names the paths, for messages. Raises KVCalError
     where one cannot be written, and as `file_behind`.
@@ -274,25 +343,22 @@ def write_together(files: Mapping[Path, bytes], option: str = "--output") -> Non
             if not place.parent.is_dir():
                 raise KVCalError(f"{place.parent} is not a folder; create it or give another {option}")
             with _explained(path):
-                handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.", suffix=".tmp")
-                temporary = Path(name)
+                handle, temporary = temporary_file(place)
+                waiting.callback(os.close, handle)  # the last: until then it is locked
                 waiting.callback(temporary.unlink, missing_ok=True)
-                _fill(handle, temporary, data)
+                _fill(handle, data)
             ready.append((path, temporary, place))
         for path, temporary, place in ready:
             with _explained(path):
                 os.replace(temporary, place)
 
 
-def _fill(handle: int, path: Path, data: bytes) -> None:
-    """On the disk, with the permissions that new files usually have: temporary ones are their owner's alone."""
-    with os.fdopen(handle, "wb") as file:
+def _fill(handle: int, data: bytes) -> None:
+    """On the disk; the descriptor stays open."""
+    with os.fdopen(handle, "wb", closefd=False) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
 
 
 @contextmanager
@@ -312,7 +378,38 @@ def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
     path = Path(path)
     if not path.is_file():
         raise CorruptBundle(f"{path}: {'a folder, not a bundle' if path.is_dir() else 'no such bundle'} file")
-    data = path.read_bytes()
+    bundle = parse(path, _whole_file(path), whole=whole)
+    bundle.path = path
+    return bundle
+
+
+def _whole_file(path: Path) -> bytes:
+    """A file's bytes. What its first bytes do not explain is not read: it may take no place on a disk, and all of memory."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            start += file.read(_header_size(path, start, size))
+            ends = [
+                end for entry in _safetensors_header(path, start, size).values() if (end := _end(entry)) is not None
+            ]
+            wanted = len(start) + max(ends, default=0)
+            if size > wanted:
+                raise CorruptBundle(f"{path}: {size} bytes, its header explains {wanted}")
+            return start + file.read()
+    except OSError as error:
+        raise CorruptBundle(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _end(entry: Any) -> int | None:
+    """Where a tensor ends, counted from the end of the header; None where the entry does not say."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    last = offsets[-1] if isinstance(offsets, list) and offsets else None
+    return last if isinstance(last, int) else None
+
+
+def parse(path: Path, data: bytes, *, whole: bool = True) -> Bundle:
+    """A bundle from a file's bytes, checked as `load_bundle` does; path: for messages."""
     header = read_header(path, data)
     bundle = _parse(path, data, header)
     if whole:
@@ -320,13 +417,14 @@ def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:
             bundle.scheme.check_chain()
         except KVCalError as error:
             raise CorruptBundle(f"{path}: {error}") from error
-    bundle.path = path
+        if not any(bundle.scheme.layers):
+            raise CorruptBundle(f"{path}: compresses no layer")
     return bundle
 
 
 def read_header(path: Path, data: bytes) -> dict[str, Any]:
     """The kvcal header of a file's bytes, its hash checked."""
-    outer = _safetensors_header(path, data)
+    outer = _safetensors_header(path, data, len(data))
     metadata = outer.get("__metadata__")
     if not isinstance(metadata, dict) or FORMAT not in metadata:
         raise IncompatibleBundle(f"{path}: a safetensors file, but not a kvcal bundle (no '{FORMAT}' metadata)")
@@ -334,28 +432,41 @@ def read_header(path: Path, data: bytes) -> dict[str, Any]:
     try:
         envelope = json.loads(text)
         header, stated = dict(envelope["header"]), envelope["sha256"]
-        actual = sha256_text(canonical(header))
-        plain = canonical({"header": header, "sha256": actual})
+        inner = canonical(header)
+        actual = sha256_text(inner)
+        plain = f'{{"header":{inner},"sha256":"{actual}"}}'
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptBundle(f"{path}: kvcal header is not readable ({error})") from error
     if actual != stated:
         raise CorruptBundle(f"{path}: header hash is {actual[:16]}…, file states {str(stated)[:16]}…: it was changed")
     if text != plain:  # 1E-05 for 1e-05: the same value, and yet a changed file
         raise CorruptBundle(f"{path}: header of {len(text)} characters is not the canonical one of {len(plain)}")
-    if header.get("format") != FORMAT or header.get("version") not in VERSIONS:
+    version = header.get("version")
+    if header.get("format") != FORMAT or type(version) is not int or version not in VERSIONS:
         raise IncompatibleBundle(
-            f"{path}: format {header.get('format')!r} version {header.get('version')!r}; this version reads "
+            f"{path}: format {shown(header.get('format'))} version {shown(version)}; this version reads "
             f"{FORMAT!r} versions {' and '.join(map(str, VERSIONS))}: update kvcal or write the bundle again"
         )
     return header
 
 
-def _safetensors_header(path: Path, data: bytes) -> dict[str, Any]:
-    if len(data) < 8:
-        raise CorruptBundle(f"{path}: {len(data)} bytes, too short for a bundle")
-    size = int.from_bytes(data[:8], "little")
-    if size > HEADER_LIMIT or 8 + size > len(data):
-        raise CorruptBundle(f"{path}: header of {size} bytes in a file of {len(data)}: truncated or not safetensors")
+def _header_size(path: Path, start: bytes, whole: int) -> int:
+    """Bytes of safetensors' header. start: the file's first bytes; whole: how many it has."""
+    if len(start) < 8:
+        raise CorruptBundle(f"{path}: {len(start)} bytes, too short for a bundle")
+    size = int.from_bytes(start[:8], "little")
+    if 8 + size > whole:
+        raise CorruptBundle(f"{path}: header of {size} bytes in a file of {whole}: truncated or not safetensors")
+    if size > HEADER_LIMIT:
+        raise CorruptBundle(f"{path}: header of {size} bytes: a bundle's has at most {HEADER_LIMIT}")
+    return size
+
+
+def _safetensors_header(path: Path, data: bytes, whole: int) -> dict[str, Any]:
+    """data: the file's bytes, or at least its header; whole: how many the file has."""
+    size = _header_size(path, data, whole)
+    if (parts := data.count(b"[", 8, 8 + size) + data.count(b"{", 8, 8 + size)) > HEADER_PARTS:
+        raise CorruptBundle(f"{path}: header of {parts} lists and objects: a bundle's has at most {HEADER_PARTS}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -398,52 +509,78 @@ def _checked_tensors(path: Path, data: bytes, header: dict[str, Any]) -> dict[st
 
 def _parse(path: Path, data: bytes, header: dict[str, Any]) -> Bundle:
     try:
-        return _described(path, header, _checked_tensors(path, data, header))
+        _HEADER.check(header, "header")
+        return _described(header, _checked_tensors(path, data, header))
     except CorruptBundle:
         raise
     except KVCalError as error:
         raise CorruptBundle(f"{path}: {error}") from error
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # written by another program
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # of another program
         raise CorruptBundle(f"{path}: header does not describe a bundle ({type(error).__name__}: {error})") from error
 
 
-def _described(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
-    windows = Windows(**header["scheme"]["windows"])
+def _described(header: dict[str, Any], tensors: dict[str, Tensor]) -> Bundle:
+    """Raises KVCalError; header: as _HEADER checks it."""
+    windows, fingerprint = Windows(**header["scheme"]["windows"]), _fingerprint(header["model"])
     layers: list[LayerCodecs | None] = []
     skipped: dict[int, str] = {}
     used: set[str] = set()
     for index, entry in enumerate(header["scheme"]["layers"]):
         if "skipped" in entry:
             layers.append(None)
-            skipped[index] = str(entry["skipped"])
+            skipped[index] = entry["skipped"]
             continue
-        layers.append(LayerCodecs(*(_codec(entry, role, windows.block, tensors, used) for role in ROLES)))
+        for role in ROLES:
+            _check_shape(index, role, entry[role]["shape"], fingerprint)
+        layers.append(LayerCodecs(*(_codec(index, entry, role, windows.block, tensors, used) for role in ROLES)))
     if surplus := sorted(set(tensors) - used):
-        raise CorruptBundle(f"{path}: tensor {surplus[0]!r} belongs to no layer")
-    model = header["model"]
-    fingerprint = Fingerprint(**{**model, "probe": tuple(model["probe"])})
+        raise KVCalError(f"tensor {surplus[0]!r} belongs to no layer")
     if len(layers) != fingerprint.layers:
-        raise CorruptBundle(f"{path}: codecs for {len(layers)} layers, made for a model of {fingerprint.layers}")
-    scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped, _selection(path, header))
+        raise KVCalError(f"codecs for {len(layers)} layers, made for a model of {fingerprint.layers}")
+    scheme = Scheme(windows, header["scheme"]["frame"], tuple(layers), skipped, _selection(header))
     return Bundle(fingerprint, scheme, dict(header["provenance"]), dict(header["metrics"]))
 
 
-def _selection(path: Path, header: dict[str, Any]) -> HeavyHitters | None:
+def _fingerprint(model: dict[str, Any]) -> Fingerprint:
+    return Fingerprint(**{**model, "probe": tuple(model["probe"])})
+
+
+def _check_shape(index: int, role: Role, shape: list[int], model: Fingerprint) -> None:
+    if shape != [model.kv_heads, model.head_dim]:
+        raise KVCalError(
+            f"layer {index}, {role}: {shape[0]} kv heads of {shape[1]}, made for a model of {model.kv_heads} of "
+            f"{model.head_dim}"
+        )
+
+
+def _selection(header: dict[str, Any]) -> HeavyHitters | None:
     given = header["scheme"].get("selection")
     if (given is not None) != (header["version"] == VERSIONS[1]):
         stated = "without" if given is None else "with"
-        raise CorruptBundle(
-            f"{path}: version {header['version']} {stated} token selection; version 2 is the one with it"
-        )
+        raise KVCalError(f"version {header['version']} {stated} token selection; version 2 is the one with it")
     return None if given is None else HeavyHitters(**given)
 
 
-def _codec(entry: dict[str, Any], role: Role, block: int, tensors: dict[str, Tensor], used: set[str]) -> Codec:
+def _codec(
+    index: int, entry: dict[str, Any], role: Role, block: int, tensors: dict[str, Tensor], used: set[str]
+) -> Codec:
     state = entry[role]
     heads, dim = state["shape"]
+    if absent := [name for name in state["tensors"].values() if name not in tensors]:
+        raise KVCalError(f"layer {index}, {role}: tensor {absent[0]!r} is not in the file")
     own = {local: tensors[name] for local, name in state["tensors"].items()}
     used.update(state["tensors"].values())
-    codec = build(Shape(heads, dim, block), role, state, own)
+    try:
+        codec = build(Shape(heads, dim, block), role, state, own)
+    except KVCalError as error:
+        raise KVCalError(f"layer {index}, {role}: {error}") from error
     if surplus := sorted(set(own) - set(codec.tensors())):
-        raise KVCalError(f"codec {codec.name!r} has no tensor {surplus[0]!r}")
+        raise KVCalError(f"layer {index}, {role}: codec {codec.name!r} has no tensor {surplus[0]!r}")
     return codec

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kvcal_kernels.attention import BLOCK, Blocks, Rope, rope
+from kvcal_kernels.device import on
 from kvcal_kernels.quantise import AnyRule
 from kvcal_kernels.reconstruct import Turn
 
@@ -38,7 +39,8 @@ from .statistics import KeyScale, Summed, statistic
 PARTS = ("packed", "window", "bookkeeping", "decoded")
 
 
-OWN = ("_owner", "site", "codecs", "handle", "_shown", "_layer")  # what a layer does not share with its copies
+# what a layer does not share with its copies
+OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
 
 
 class Watch(Protocol):
@@ -61,6 +63,7 @@ class KVCalLayer(CacheLayerMixin):
     def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
         super().__init__()
         self._owner, self.index, self.site = weakref.ref(cache), index, site
+        self.title = f"layer {index}"  # in errors of forwards that are traced, which know integers only as symbols
         # no kernel reads blocks of odd attention, in whatever order
         self._ratio = 1 if hf.odd_attention(site) else site.ratio
         self.codecs = codecs = codecs.read_by(self._ratio)
@@ -96,7 +99,8 @@ class KVCalLayer(CacheLayerMixin):
         if self.refused is not None and not self.unread:
             self.unread = reconstructed.refusal(kernels, self.codecs, dtype, device) or ""
             if not self.unread:
-                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, self.index, scheme.reach + 1)
+                number = scheme.compressed.index(self.index)  # neighbours in the chain have storage of their own
+                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, number, scheme.reach + 1)
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -184,7 +188,7 @@ class KVCalLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys (B, H, Q, D) after RoPE and values of the current call -> all keys and values, in column order."""
-        with without_autocast(key_states.device.type):  # else packed bytes would depend on it
+        with without_autocast(key_states.device.type), on(key_states.device):  # else packed bytes would depend on both
             return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,8 +202,8 @@ class KVCalLayer(CacheLayerMixin):
             hf.turn_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
         out = self._materialise(plan, key_states, value_states)
-        if self.seamed and plan.past and plan.query == 1:  # prompts gain by cuDNN, and build a plan once
-            hf.hand(self.site, out[0])
+        if self.seamed:  # prompts gain by cuDNN, and build a plan once
+            hf.hand(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
         self._finish(plan, stored)
         return out
 
@@ -251,7 +255,7 @@ class KVCalLayer(CacheLayerMixin):
         """Of a forward that broke off between update() and its attention."""
         if self._due is not None:
             self._due = None
-            hf.turn_of(self.site).take()
+            hf.drop_turn(self.site)
 
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
@@ -754,6 +758,7 @@ class KVCalCache(Cache):
     ) -> None:
         fused.check_choice(kernels)
         check_length(max_length, scheme, offload)
+        hf.check_supported(model)
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
             raise KVCalError(f"scheme of {len(scheme.layers)} layers, model of {config.num_hidden_layers}")
@@ -771,6 +776,7 @@ class KVCalCache(Cache):
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
+        hf.check_frame([self._sites[index] for index in scheme.compressed], scheme.frame)
         self.rotary = hf.rotary_width(model) if scheme.frame == "pre_rope" and kernels != "off" else 0
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else SelectedLayer
@@ -798,11 +804,16 @@ class KVCalCache(Cache):
         self._rope: tuple[Tensor, Tensor] | None = None  # of all columns
         self._rope_now: tuple[Tensor, Tensor] | None = None  # of the current call's, as the model itself made them
         self._call: Call | None = None  # the current forward's, from its first layer on
-        self._chain: dict[str, dict[int, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
+        self._chain: dict[str, dict[int | None, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
+        hf.check_frame([*asked, *selected], "pre_rope")  # queries are rotated as keys are
         self._torn, self._chained = False, scheme.chained
+        self._inside: str | None = (
+            None  # of a forward that has changed the cache: its "layers", its "head"; None: it returned
+        )
+        self._broken = False  # a forward that had changed the cache did not return
         self._held: Any = None
         self.refusals = Refusals()
         self._refused: str | None = None  # what was packed last and could not be
@@ -814,7 +825,8 @@ class KVCalCache(Cache):
         self._turns: dict[torch.device, tuple[Turn, Turn] | None] = {}
         self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
         self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
-        self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected)
+        own = [layer.site for layer in self.own_layers]
+        self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
@@ -843,15 +855,16 @@ class KVCalCache(Cache):
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
-        refused = (f"layer {layer.index}: {layer.refused}" for layer in self.own_layers if layer.refused)
+        refused = (f"{layer.title}: {layer.refused}" for layer in self.own_layers if layer.refused)
         return self._growing or next(refused, None) or (self.uneven if self.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
         """Why a call of so many tokens cannot run compiled, and what to do."""
-        what = f"behind a prompt, of a cache with max_length, not {query} behind {self.ledger.columns}"
+        numbers = [said(number) for number in (self.most_queries, query, self.ledger.columns)]
+        what = f"behind a prompt, of a cache with max_length, not {numbers[1]} behind {numbers[2]}"
         grows = f" ({self.why_not_compileable})" if self.why_not_compileable else ""
         return (
-            f"only steps of up to {self.most_queries} tokens can run compiled, {what}{grows}: run this call with the "
+            f"only steps of up to {numbers[0]} tokens can run compiled, {what}{grows}: run this call with the "
             "uncompiled model, as generate() runs its prompt"
         )
 
@@ -882,6 +895,8 @@ class KVCalCache(Cache):
         """Whether this forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
         if self._on_device is None:
             self._on_device = self._can_step(keys)
+            if self._on_device and not hf.capturing():
+                self._inside = "layers"
         return self._on_device
 
     def _can_step(self, keys: Tensor) -> bool:
@@ -899,6 +914,7 @@ class KVCalCache(Cache):
             return False  # what the host says of that
         if any(layer.columns != past for layer in own):
             raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
+        self._check_returned()
         valid = self._new_valid(past, query)
         learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in own)
         if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
@@ -919,12 +935,20 @@ class KVCalCache(Cache):
         """Let the host know of the steps that the device did by itself."""
         if hf.capturing() or torch.compiler.is_compiling():
             return
+        self._await_offloading()
         self.check_packed()
         try:
             self._settle()
         except KVCalError:
             self._said = True
             raise
+
+    def _await_offloading(self) -> None:
+        """Layers in host memory were copied there without anyone waiting: what runs on the host must not come first."""
+        if self.offloading_layers:
+            own = [layer for layer in self.own_layers if layer.is_initialized]
+            for device in {layer.device for layer in own if layer.device.type == "cuda"}:
+                torch.cuda.synchronize(device)
 
     _said = False  # the caller has been told of what is wrong
 
@@ -990,12 +1014,16 @@ class KVCalCache(Cache):
 
     # What the hooks tell.
 
-    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
+    def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
         self._on_device, self.hides_old, self.gives_weights = None, False, weights
         if weights and any(layer.refused is None for layer in self.own_layers):
             fused.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
-        if self.max_length is not None and mask is not None and mask.ndim == 4 and not hf.capturing():
+        by_kind = isinstance(mask, Mapping)  # of a vision-language model, which makes its masks outside its decoder
+        if isinstance(mask, Mapping):
+            mask = mask.get("full_attention")
+        wide = mask is not None and mask.ndim == 4 and not hf.capturing()
+        if (self.max_length is not None or by_kind) and mask is not None and wide:
             real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
             mask = mask if real is None else real
         self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
@@ -1050,6 +1078,32 @@ class KVCalCache(Cache):
                 layer.carry_out(moves)
         self._torn = False
         self.check_packed()
+        self._inside = self._inside and "head"
+
+    def on_returned(self) -> None:
+        self._inside = None
+
+    def on_broken(self) -> None:
+        self._broken = self._broken or self._inside is not None
+        for layer in self.own_layers:
+            layer.drop_turn()
+
+    def _check_returned(self) -> None:
+        """Raises KVCalError where a forward changed the cache and did not return: all its layers hold tokens of which the
+        caller knows nothing.
+        """
+        if self._broken or self._inside == "layers":
+            raise KVCalError(
+                "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() and "
+                "start again"
+            )
+
+    def check_use(self) -> None:
+        """What the hooks check before a forward, at a step that is compiled, of which they do not hear."""
+        if not hf.capturing():
+            if (replaced := self._hooks.replaced) is not None:
+                raise KVCalError(replaced)
+            self._check_returned()
 
     def check_packed(self) -> None:
         """Raises NonFiniteError where a forward packed what cannot be: at its end, or at the next use if it broke off."""
@@ -1078,13 +1132,16 @@ class KVCalCache(Cache):
     def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
         if not self._hooks.active:
             if torch.compiler.is_compiling():
-                raise KVCalError(f"layer {layer.index}: {self.why_not_compiled(query)}")
+                raise KVCalError(f"{layer.title}: {self.why_not_compiled(query)}")
+            if not self._hooks.closed and (replaced := self._hooks.replaced) is not None:
+                raise KVCalError(replaced)
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
             more = "" if self._hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
             raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
         if self._call is None:
             self._check_whole(layer.index, query)
-            self._call = Call(self._begin(batch, query), self.scheme.windows)
+            plan, self._inside = self._begin(batch, query), "layers"
+            self._call = Call(plan, self.scheme.windows)
         return self._call.on(device)
 
     def _check_whole(self, first: int, query: int) -> None:
@@ -1103,6 +1160,7 @@ class KVCalCache(Cache):
                     f"layer {index} holds {held} tokens, the cache {wanted}: "
                     "an earlier forward broke off; call reset() and start again"
                 )
+        self._check_returned()
 
     def _begin(self, batch: int, query: int) -> Plan:
         past = self.ledger.columns
@@ -1261,8 +1319,7 @@ class KVCalCache(Cache):
 
     def _context(self, layer: int, which: str) -> Context:
         chain = self._chain[which]
-        k1, v1 = chain.get(layer - 1, (None, None))
-        k2, v2 = chain.get(layer - 2, (None, None))
+        (k1, v1), (k2, v2) = (chain.get(self.scheme.below(layer, back), (None, None)) for back in (1, 2))
         own = self.layers[layer]
         assert isinstance(own, KVCalLayer)
         device = own.device  # a model spread over devices hands reconstructions on from one to the next
@@ -1282,8 +1339,8 @@ class KVCalCache(Cache):
         if self._chained:
             chain = self._chain[which]
             chain[layer] = (keys, values)
-            chain.pop(layer - self.scheme.reach, None)
-            if layer == len(self.layers) - 1:
+            chain.pop(self.scheme.below(layer, self.scheme.reach), None)
+            if layer == self.scheme.compressed[-1]:
                 chain.clear()
 
     # What Transformers asks for.
@@ -1297,6 +1354,7 @@ class KVCalCache(Cache):
                 f"{tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
             )
         self.settle()
+        self._check_returned()
         count = min(-tokens_to_remove, self.ledger.columns)
         plan = self.ledger.crop(count)
         if plan.deep and self.strict:
@@ -1340,11 +1398,13 @@ class KVCalCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.settle()
+        self._check_returned()
         rows = torch.arange(self.ledger.batch).repeat_interleave(repeats)
         self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def _select(self, rows: Tensor, plain: Any) -> None:
         self.settle()
+        self._check_returned()
         if self.ledger.columns:
             self.ledger.select(rows)
         for layer in self.layers:
@@ -1359,6 +1419,8 @@ class KVCalCache(Cache):
         super().reset()
         self.ledger.clear()
         self.returned_tokens, self._torn, self._said = 0, False, False
+        self._inside, self._broken = None, False
+        self._hooks.forget()
         self.refusals, self._refused = Refusals(), None
         self.unforgotten, self.decoded = {"tokens": 0, "blocks": 0}, {}
         self._rope = self._call = self._mask = self._held_mask = None
@@ -1396,6 +1458,7 @@ class KVCalCache(Cache):
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused
+        twin._broken = self._broken or self._inside == "layers"
         twin.decoded = dict(self.decoded)
         twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
         twin._growing = self._growing
@@ -1484,6 +1547,7 @@ class KVCalCache(Cache):
         return {
             "windows": vars(self.scheme.windows),
             "frame": self.scheme.frame,
+            "coverage": self.scheme.coverage,
             "tokens": self.ledger.columns,
             "selection": None if self.scheme.selection is None else self.ledger.describe(),
             "packed_blocks": self.ledger.blocks.tolist(),
@@ -1526,6 +1590,22 @@ def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
         )
     if offload:
         raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
+
+
+def said(number: int) -> str:
+    """A whole number of at least 0 in decimals. In a forward that is traced it may be a symbol, which dynamo does not put into
+    strings (torch 2.13): compared with what it may be, it is a number again.
+    """
+    if not torch.compiler.is_compiling():
+        return str(number)
+    digits = ""
+    while number or not digits:
+        digits = next(digit for digit in DIGITS if DIGITS[digit] == number % 10) + digits
+        number = number // 10
+    return digits
+
+
+DIGITS = {str(digit): digit for digit in range(10)}
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -7,17 +7,26 @@ A message is one line: the thing, what was seen, what is allowed, what to do. Th
 
 from __future__ import annotations
 
+from .shown import message
+
 
 class KVCalError(Exception):
-    """Root of all of them."""
+    """Root of all of them. Its text is one line: control characters of names and files are escaped, credentials left out."""
 
     exit_code: int = 1
+
+    def __str__(self) -> str:
+        return message(super().__str__())
 
 
 class UsageError(KVCalError):
     """An option or a combination of options that makes no sense."""
 
     exit_code = 2
+
+
+class UnsupportedModel(UsageError):
+    """A model of an architecture, or with layers, that cannot be compressed."""
 
 
 class GateFailed(KVCalError):

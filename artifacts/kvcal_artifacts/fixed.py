@@ -24,7 +24,7 @@ from kvcal_kernels.compensated import Digits
 from kvcal_kernels.quantise import AnyRule, Counts
 
 from . import fused, hf, vectors
-from .cache import KVCalLayer
+from .cache import KVCalCache, KVCalLayer
 from .codecs import Context, MixKVQ, Squat
 from .codecs.base import Packed, device_only
 from .errors import KVCalError, NonFiniteError
@@ -172,6 +172,10 @@ class FixedLayer(KVCalLayer):
     _layer: quantise.Layer | None = None  # the room as the kernel that appends takes it
     _uncompiled = False  # whether update() ran for this step, which a compiled forward does not do
 
+    def __init__(self, cache: KVCalCache, index: int, codecs: LayerCodecs, site: hf.AttentionSite) -> None:
+        super().__init__(cache, index, codecs, site)
+        self._in_place = hf.InPlace(hf.decoder_of(cache.model), site)
+
     def _clear(self) -> None:
         self._unseen, self._views = None, []
         super()._clear()
@@ -198,8 +202,10 @@ class FixedLayer(KVCalLayer):
             if not self._cache.steps_on_device(key_states):
                 return super().update(key_states, value_states)
             self._uncompiled = True
+        else:
+            self._in_place.check(self.title)
         if not self.ready or key_states.shape[2] > self._cache.most_queries:
-            raise KVCalError(f"layer {self.index}: {self._cache.why_not_compiled(key_states.shape[2])}")
+            raise KVCalError(f"{self.title}: {self._cache.why_not_compiled(key_states.shape[2])}")
         turn = hf.turn_of(self.site)
         turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
         return key_states, value_states
@@ -212,7 +218,7 @@ class FixedLayer(KVCalLayer):
             return self._frame_keys(handed)
         if turn.shown is None:
             raise KVCalError(
-                f"layer {self.index}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
+                f"{self.title}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
                 "scheme is open, the projection of keys within it"
             )
         return turn.shown
@@ -223,7 +229,7 @@ class FixedLayer(KVCalLayer):
 
     def drop_turn(self) -> None:
         self._due = None
-        hf.turn_of(self.site).take()
+        hf.drop_turn(self.site)
 
     def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
         super()._finish(plan, stored, kept)
@@ -463,6 +469,8 @@ class FixedLayer(KVCalLayer):
         counts, by = steps.counts, fused.steps_by(self._cache.kernels)
         with without_autocast(q.device.type):
             if self.index == steps.first:
+                if not uncompiled:
+                    self._cache.check_use()
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
                 if steps.turns is not None and positions is not None:  # else the host has looked

@@ -21,7 +21,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,13 +33,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcal_kernels.device import capturing as capturing
 
+from . import trial
 from .codecs.base import Shape
-from .errors import KVCalError
+from .errors import KVCalError, UnsupportedModel
+
+TRIED = "kvcal-trial"  # the attention function of modules on trial
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention layer of a model: where its keys appear before RoPE, and their shape."""
+    """One attention layer of a model: where its keys appear before RoPE, and their shape.
+
+    rotation: how RoPE is applied, a name of trial.ROTATIONS. keys_first, queries_first: whether a source's output is
+    (B, H, T, D). odd: why keys or queries before RoPE cannot be had; None where they can.
+    """
 
     index: int
     module: nn.Module
@@ -50,6 +57,10 @@ class AttentionSite:
     kv_heads: int
     head_dim: int
     rope: bool
+    rotation: str = "whole"
+    keys_first: bool = False
+    queries_first: bool = False
+    odd: str | None = None
 
     @property
     def ratio(self) -> int:
@@ -67,13 +78,17 @@ class AttentionSite:
         return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
 
     def keys_from(self, output: Tensor) -> Tensor:
-        """The source's output (B, T, C) or (B, T, H, D) as keys (B, H, T, D), before RoPE."""
+        """The source's output (B, T, C), (B, T, H, D) or (B, H, T, D) as keys (B, H, T, D), before RoPE."""
+        if self.keys_first:
+            return output
         if self.key_slice is not None:
             output = output[..., self.key_slice]
         return output.reshape(*output.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
 
     def queries_from(self, output: Tensor) -> Tensor:
         """The source's output as queries (B, heads, T, D), before RoPE."""
+        if self.queries_first:
+            return output
         if self.query_slice is not None:
             output = output[..., self.query_slice]
         return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
@@ -83,22 +98,38 @@ class AttentionSite:
 
         keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
         """
-        if not self.rope:
-            return keys
-        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
-        rotated: Tensor = apply(keys, keys, cos, sin)[1]
-        return rotated
+        return trial.rotate(self.module, self.rotation, keys, cos, sin) if self.rope else keys
+
+
+_CHANNELS: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref.WeakKeyDictionary()  # by decoder
 
 
 def decoder_of(model: Any) -> Any:
-    """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    if not hasattr(decoder, "layers") or not hasattr(decoder, "rotary_emb"):
-        raise KVCalError(
-            f"{type(model).__name__}: no decoder with `layers` and `rotary_emb` found; "
-            "supported are Llama-like causal LMs (see `kvcal models`)"
-        )
+    """The module whose forward takes attention_mask and past_key_values: LlamaModel of a LlamaForCausalLM, the text model of a
+    vision-language model. Raises UnsupportedModel where there is none.
+    """
+    decoder = _decoder(model)
+    if (why := _no_decoder(model, decoder)) is not None:
+        raise UnsupportedModel(f"{_model_type(model)}: {why}")
     return decoder
+
+
+def _decoder(model: Any) -> Any:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _model_type(model: Any) -> str:
+    config = getattr(model, "config", None)
+    return str(getattr(config, "model_type", "") or type(model).__name__)
+
+
+def _no_decoder(model: Any, decoder: Any) -> str | None:
+    if (config := getattr(model, "config", None)) is not None and (why := unsupported_config(config)) is not None:
+        return why
+    missing = [name for name in ("layers", "rotary_emb") if not hasattr(decoder, name)]
+    if not missing:
+        return None
+    return f"its {type(decoder).__name__} has no `{missing[0]}`; {SUPPORTED}"
 
 
 def config_of(model: Any) -> Any:
@@ -107,6 +138,10 @@ def config_of(model: Any) -> Any:
 
 def head_dim_of(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def kv_heads_of(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def unsupported_layers(config: Any) -> dict[int, str]:
@@ -132,6 +167,90 @@ def unsupported_layers(config: Any) -> dict[int, str]:
     return reasons
 
 
+SUPPORTED = "kvcal compresses Llama-like decoders: layers with self_attn, and a rotary embedding of their own"
+CACHING = ("full_attention", "sliding_attention", "chunked_attention")  # kinds of layers that cache keys and values
+
+
+def unsupported_config(config: Any) -> str | None:
+    """Why a model of this config cannot be compressed at all, as far as the config alone says; None where it may be.
+
+    config: of the model or of its text part.
+    """
+    text = text_config(config)
+    if getattr(config, "is_encoder_decoder", False) or getattr(text, "is_encoder_decoder", False):
+        return "an encoder-decoder model caches cross-attention, too; kvcal compresses decoder-only models"
+    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            getattr(text, name, None)
+        except Exception:  # Transformers' own, of an attribute that each layer has for itself
+            return f"{name} differs from layer to layer; kvcal needs layers of one shape"
+    if getattr(text, "num_attention_heads", None) is None or getattr(text, "num_hidden_layers", None) is None:
+        return f"it has no attention heads: a recurrent model keeps a state, not keys and values; {SUPPORTED}"
+    if getattr(text, "kv_lora_rank", None):
+        return "multi-head latent attention caches a latent, not keys and values"
+    kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in CACHING]
+    if kinds:
+        return f"its {str(kinds[0]).replace('_', '-')} layers keep something else than keys and values; {SUPPORTED}"
+    if "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
+        return "its rotary embedding takes positions in three dimensions (mrope); kvcal keeps one position a token"
+    skipped = unsupported_layers(text)
+    if len(skipped) == text.num_hidden_layers:
+        return f"no layer can be compressed: {skipped[0]}"
+    return None
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a model cannot be compressed, in one clause; None where it can. Its weights are not read: it may be on the meta
+    device. A model that passes has a site for each layer, and RoPE is known for those that can be compressed.
+    """
+    decoder = _decoder(model)
+    if (why := _no_decoder(model, decoder)) is not None:
+        return why
+    config, skipped = decoder.config, unsupported_layers(decoder.config)
+    shape = layer_shape(config, 1)
+    for index in range(config.num_hidden_layers):
+        if index in skipped:
+            continue
+        layer = decoder.layers[index]
+        if not isinstance(getattr(layer, "self_attn", None), nn.Module):
+            return f"layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        seen = _trial(decoder, index)
+        if isinstance(seen, str):
+            return f"layer {index}: {seen}; {SUPPORTED}"
+        if (seen.kv_heads, seen.head_dim) != (shape.heads, shape.dim):
+            return (
+                f"layer {index} has keys of {seen.kv_heads} heads of {seen.head_dim}, its config says {shape.heads} of "
+                f"{shape.dim}; kvcal needs layers of one shape"
+            )
+        if seen.value_dim != seen.head_dim:
+            return (
+                f"layer {index} has keys of {seen.head_dim} channels a head and values of {seen.value_dim}; kvcal needs one "
+                "number for both"
+            )
+    return None
+
+
+def check_supported(model: Any) -> None:
+    """Raises UnsupportedModel, with the one reason that all commands give, for a model that cannot be compressed."""
+    if (why := unsupported(model)) is not None:
+        raise UnsupportedModel(f"{_model_type(model)}: {why}")
+
+
+def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
+    """Raises UnsupportedModel where keys are to be stored before RoPE, and a layer's cannot be had there."""
+    for site in sites:
+        if frame == "pre_rope" and site.odd is not None:
+            raise UnsupportedModel(
+                f"{site.module.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "  # type: ignore[union-attr]
+                "RoPE; store them after it (--rope post_rope)"
+            )
+
+
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
     """One site a layer, or one clear error naming the layer that is not understood."""
     decoder = decoder_of(model)
@@ -142,35 +261,75 @@ def attention_site(decoder: Any, index: int) -> AttentionSite:
     config, layer = decoder.config, decoder.layers[index]
     attention = getattr(layer, "self_attn", None)
     if attention is None:
-        raise KVCalError(f"layer {index} ({type(layer).__name__}) has no self_attn; this architecture is not supported")
-    dim = int(getattr(attention, "head_dim", head_dim_of(config)))
-    kv_width, q_width = config.num_key_value_heads * dim, config.num_attention_heads * dim
-    key_slice = query_slice = None
-    if hasattr(attention, "qkv_proj"):
-        key_source = query_source = attention.qkv_proj
-        query_slice, key_slice = slice(0, q_width), slice(q_width, q_width + kv_width)
-    else:
-        key_source = getattr(attention, "k_norm", None) or getattr(attention, "k_proj", None)
-        query_source = getattr(attention, "q_norm", None) or getattr(attention, "q_proj", None)
-    if key_source is None or query_source is None:
-        raise KVCalError(f"layer {index} ({type(attention).__name__}): no k_norm, k_proj or qkv_proj to read keys from")
-    rope = bool(getattr(attention, "use_rope", True))
+        raise UnsupportedModel(
+            f"{config.model_type}: layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        )
+    seen = _trial(decoder, index)
+    if isinstance(seen, str):
+        raise UnsupportedModel(f"{config.model_type}: layer {index}: {seen}; {SUPPORTED}")
+    key, query = seen.key, seen.query
     return AttentionSite(
-        index, attention, key_source, key_slice, query_source, query_slice, config.num_key_value_heads, dim, rope
-    )
+        index, attention, getattr(attention, key.name), key.part, getattr(attention, query.name), query.part,
+        seen.kv_heads, seen.head_dim, seen.how is not None, seen.how or "whole", key.heads_first, query.heads_first,
+        seen.odd,
+    )  # fmt: skip
+
+
+def _trial(decoder: Any, index: int) -> trial.Trial | str:
+    ALL_ATTENTION_FUNCTIONS.register(TRIED, trial.attention)
+    attention = decoder.layers[index].self_attn
+    return trial.trial_of(attention, decoder.config, _rotary_channels(decoder, index), TRIED)
+
+
+def _rotary_channels(decoder: Any, index: int) -> int | None:
+    """The last dimension of a layer's cos and sin; None where the rotary module gives something else. Seen on a new module:
+    the model's own may be on the meta device, and remembers lengths.
+    """
+    kind, known = layer_kind(decoder.config, index), _CHANNELS.setdefault(decoder, {})
+    if kind not in known:
+        made: Any = type(decoder.rotary_emb)
+        try:
+            with torch.device("cpu"):
+                found = made(config=decoder.config)(
+                    torch.zeros(1), position_ids=torch.zeros(1, 1, dtype=torch.long), **rotary_options(made, kind)
+                )
+            cos, sin = found
+            width = int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None
+        except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
+            width = None
+        known[kind] = width
+    return known[kind]
+
+
+def layer_kind(config: Any, index: int) -> str:
+    types = getattr(config, "layer_types", None)
+    return str(types[index]) if types else "full_attention"
+
+
+def rotary_options(rotary: type, kind: str = "full_attention") -> dict[str, str]:
+    """What the forward of a rotary module is given besides positions: models with two kinds of RoPE name the layers' kind."""
+    return {"layer_type": kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}  # type: ignore[attr-defined]
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Of the full-attention layers."""
+    own = getattr(config, "rope_parameters", None) or {}
+    nested = own.get("full_attention")
+    return nested if isinstance(nested, dict) else own
 
 
 def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin (B, T, rotary dim) of int positions (B, T), as the model's own rotary module computes them now."""
     like = torch.empty(0, dtype=dtype, device=positions.device)
     # forward(), as a call would tell the hooks below about these positions
-    cos, sin = decoder_of(model).rotary_emb.forward(like, position_ids=positions)
+    rotary = decoder_of(model).rotary_emb
+    cos, sin = rotary.forward(like, position_ids=positions, **rotary_options(type(rotary)))
     return cos, sin
 
 
 def rope_moves(config: Any) -> bool:
     """Whether a token's cosines and sines may change as the sequence grows."""
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
+    kind = str(rope_parameters(config).get("rope_type", "default"))
     return kind not in ("default", "linear", "llama3", "yarn")
 
 
@@ -193,7 +352,7 @@ def rope_partners(site: AttentionSite, width: int) -> Tensor:
 
 def caveats(config: Any) -> list[str]:
     """What Transformers does behind a cache's back with this model, for describe() and a warning."""
-    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", ""))
+    kind = str(rope_parameters(config).get("rope_type", ""))
     limit = getattr(config, "original_max_position_embeddings", None)
     if config.model_type == "phi3" and kind == "longrope" and limit:
         return [
@@ -292,30 +451,43 @@ class Turn:
             )
         return left[0], left[3]
 
-    def hand(self, key: Tensor) -> None:
-        """key: what update() gives back, all keys up to now, for the model's own attention."""
+    def hand(self, key: Tensor, grown: bool) -> None:
+        """key: what update() gives back, all keys up to now, for the model's own attention. grown: one token more than in the
+        call before.
+        """
         if not torch.compiler.is_compiling():
-            self._threads.handed = weakref.ref(key)
+            self._threads.handed = weakref.ref(key), grown
 
-    def handed(self, key: Tensor) -> bool:
-        """Whether attention is called with keys that were handed to it; not where it is compiled."""
+    def handed(self, key: Tensor) -> tuple[bool, bool]:
+        """Whether attention is called with keys that were handed to it, and these are a token more; not if it is compiled."""
         if torch.compiler.is_compiling():
-            return False
+            return False, False
         held, self._threads.handed = getattr(self._threads, "handed", None), None
-        return held is not None and held() is key
+        if held is None or held[0]() is not key:
+            return False, False
+        return True, held[1]
+
+
+_FORWARD = threading.local()  # ours: whether this thread's forward was given one of our caches
 
 
 class SeamConfig:
-    """The config of a module whose attention function is ours; in all else, also copied, pickled or written as JSON, and where
-    someone changes it, the config that the model was given.
+    """The config of a module whose attention function is ours in a forward that was given one of our caches; in all else, also
+    copied, pickled or written as JSON, and where someone changes it, the config that the model was given.
     """
 
-    _attn_implementation = OURS
     kvcal_plain: Any
     kvcal_turn: Turn
 
     def __init__(self, plain: Any) -> None:
         vars(self).update(kvcal_plain=plain, kvcal_turn=Turn())
+
+    @property
+    def _attn_implementation(self) -> Any:
+        """Ours is also the name where no hook tells whose forward it is: a compiled one, or what a CUDA graph records."""
+        if torch.compiler.is_compiling() or getattr(_FORWARD, "ours", False) or capturing():
+            return OURS
+        return self.kvcal_plain._attn_implementation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["kvcal_plain"], name)
@@ -336,14 +508,15 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
     left = None if turn is None else turn.take(key, value)
     if left is None:
         kind = _plain(module.config)._attn_implementation or "eager"
-        if (
-            isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
-        ):  # caches that compile have masks of their room
-            attention_mask = attention_mask[..., : key.shape[2]]
+        handed, grown = (False, False) if turn is None else turn.handed(key)
+        if handed and isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+            attention_mask = attention_mask[
+                ..., : key.shape[2]
+            ]  # caches that compile have masks of all that they can hold
         own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         call = ALL_ATTENTION_FUNCTIONS.get_interface(kind, own)
-        grown = turn is not None and turn.handed(key) and kind == "sdpa" and attention_mask is None
-        with without_plans() if grown and has_flash(query) else nullcontext():
+        plain = grown and kind == "sdpa" and attention_mask is None
+        with without_plans() if plain and has_flash(query) else nullcontext():
             return call(module, query, key, value, attention_mask, **given)
     unseen = torch.compiler.is_compiling() or capturing()  # else the cache has asked before the forward
     if unseen and _weights_wanted(_plain(module.config), given):
@@ -431,12 +604,19 @@ def turn_of(site: AttentionSite) -> Turn:
     return turn
 
 
-def hand(site: AttentionSite, keys: Tensor) -> None:
-    """Leaves word that the model's own attention gets these keys of a cache that grows; nothing where there is no seam."""
+def drop_turn(site: AttentionSite) -> None:
+    """Forget what a layer's update() left for an attention that did not come; nothing where there is no seam."""
+    turn = getattr(getattr(site.module, "config", None), "kvcal_turn", None)
+    if turn is not None:
+        turn.take()
+
+
+def hand(site: AttentionSite, keys: Tensor, grown: bool) -> None:
+    """Leaves word that the model's own attention gets these keys of ours, as Turn.hand; nothing where there is no seam."""
     module: Any = site.module
     turn = getattr(module.config, "kvcal_turn", None)
     if turn is not None:
-        turn.hand(keys)
+        turn.hand(keys, grown)
 
 
 def output_projection(site: AttentionSite) -> Tensor | None:
@@ -477,9 +657,9 @@ def real_columns(mask: Tensor, past: int, query: int) -> Tensor | None:
 class Listener(Protocol):
     """What a cache hears of its model during a forward pass."""
 
-    def on_forward(self, mask: Tensor | None, weights: bool = False) -> None:
-        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, or None (all tokens real), and whether it
-        is to give attention weights back.
+    def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
+        """Before the decoder runs: the mask it was given, (B, past + query), 4-D, None (all tokens real) or 4-D ones by the
+        kind of layer, and whether it is to give attention weights back.
         """
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -495,7 +675,13 @@ class Listener(Protocol):
         """Before a layer's attention: its input (B, query, hidden size) and mask -> the mask to use; only if asked for."""
 
     def on_done(self) -> None:
-        """After a forward that did not fail."""
+        """After a decoder's forward that did not fail."""
+
+    def on_returned(self) -> None:
+        """After that, when the whole model's forward has returned, with its head."""
+
+    def on_broken(self) -> None:
+        """A forward, the decoder's or that of the model around it, did not return."""
 
 
 Wanted = tuple[str, int]  # "keys", "queries" or "mask", and a layer
@@ -537,6 +723,9 @@ class _Tap:
         self._handle: RemovableHandle | None = None
         self._number: int | None = None
 
+    def is_on(self, module: nn.Module | None) -> bool:
+        return self._module() is module
+
     def open(self, user: int) -> None:
         self._users.add(user)  # sets, not counters: a garbage collection may close another cache at any time
         module = self._module()
@@ -561,82 +750,150 @@ def _renumber(handle: RemovableHandle, number: int | None) -> int:
     return handle.id
 
 
+@dataclass(frozen=True)
+class _Owner:
+    """A cache that listens, its hooks by what they tell, and where the modules that it knows hang. around: ids of hooked
+    models around the decoder whose forward runs with it now.
+    """
+
+    listener: Callable[[], Listener | None]
+    taps: dict[Wanted, _Tap]
+    rotary: _Tap
+    places: Places
+    around: set[int]
+
+
+class Places:
+    """Where modules hang below a decoder, to see that one was replaced: compared at each forward, 5 us for 32 layers."""
+
+    def __init__(self, decoder: nn.Module, modules: Iterable[nn.Module]) -> None:
+        names = {id(module): name for name, module in decoder.named_modules()}
+        links: dict[str, tuple[dict[str, Any], str, nn.Module | None]] = {}
+        for name in (names[id(module)] for module in modules if id(module) in names):
+            holder, path = decoder, ""
+            for part in name.split("."):
+                path = f"{path}.{part}" if path else part
+                links[path] = holder._modules, part, holder._modules[part]
+                holder = getattr(holder, part)
+        self._names = list(links)
+        self._held = [held for held, _, _ in links.values()]
+        self._parts = [part for _, part, _ in links.values()]
+        self._modules = [module for _, _, module in links.values()]
+
+    def replaced(self) -> str | None:
+        """The name of the first module in whose place another one is, or none; None if all are there."""
+        now = list(map(dict.get, self._held, self._parts))
+        if now == self._modules:  # modules have no equality but identity
+            return None
+        return next(n for n, one, was in zip(self._names, now, self._modules, strict=True) if one is not was)
+
+
 class _Board:
     """The hooks of one decoder, for all its caches: they tell the cache that a forward was given, and no other."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._signature = inspect.signature(type(decoder).forward)
         self._thread = threading.local()
-        self._owners: dict[int, tuple[Callable[[], Listener | None], frozenset[Wanted]]] = {}
-        own: Any = decoder
+        self.owners: dict[int, _Owner] = {}
         self._always = [
             _Tap(decoder, "register_forward_pre_hook", self._before, with_kwargs=True),
             _Tap(decoder, "register_forward_hook", self._after, always_call=True),
-            _Tap(own.rotary_emb, "register_forward_hook", self._rotary, with_kwargs=True),
         ]
+        self._turning: _Tap | None = None
         self._taps: dict[Wanted, _Tap] = {}
 
-    def open(self, owner: Listener, wanted: dict[Wanted, AttentionSite]) -> None:
-        self._owners[id(owner)] = weakref.ref(owner), frozenset(wanted)
+    def open(
+        self, decoder: Any, owner: Listener, wanted: dict[Wanted, AttentionSite], sites: list[AttentionSite]
+    ) -> None:
+        """sites: of all layers that the cache compresses. Hooks of modules that are no longer there stay with the caches that
+        have them.
+        """
+        if self._turning is None or not self._turning.is_on(decoder.rotary_emb):
+            self._turning = _Tap(decoder.rotary_emb, "register_forward_hook", self._rotary, with_kwargs=True)
         for key, site in wanted.items():
-            if key not in self._taps:
-                self._taps[key] = self._tap(key[0], site)
-        for tap in self._used(wanted):
+            if key not in self._taps or not self._taps[key].is_on(_source(key, site)):
+                self._taps[key] = self._tap(key, site)
+        modules = [decoder.rotary_emb, *(part for o in sites for part in (o.module, o.key_source, o.query_source))]
+        taps = {key: self._taps[key] for key in wanted}
+        self.owners[id(owner)] = _Owner(weakref.ref(owner), taps, self._turning, Places(decoder, modules), set())
+        for tap in self._used(self.owners[id(owner)]):
             tap.open(id(owner))
 
     def close(self, user: int) -> None:
-        _, wanted = self._owners.pop(user)
-        for tap in self._used(wanted):
+        for tap in self._used(self.owners.pop(user)):
             tap.close(user)
 
-    def _used(self, wanted: Iterable[Wanted]) -> list[_Tap]:
-        return self._always + [self._taps[key] for key in wanted]
+    def _used(self, own: _Owner) -> list[_Tap]:
+        return [*self._always, own.rotary, *own.taps.values()]
 
-    def _tap(self, kind: str, site: AttentionSite) -> _Tap:
-        if kind == "keys":
-            return _Tap(site.key_source, "register_forward_hook", self._key_hook(site), _show_keys(site))
-        if kind == "queries":
-            return _Tap(site.query_source, "register_forward_hook", self._query_hook(site))
-        return _Tap(site.module, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
+    def _tap(self, key: Wanted, site: AttentionSite) -> _Tap:
+        source = _source(key, site)
+        if key[0] == "keys":
+            return _Tap(source, "register_forward_hook", self._key_hook(site), _show_keys(site))
+        if key[0] == "queries":
+            return _Tap(source, "register_forward_hook", self._query_hook(site))
+        return _Tap(source, "register_forward_pre_hook", self._mask_hook(site), with_kwargs=True)
 
-    def current(self, wanted: Wanted | None = None) -> Listener | None:
-        """The cache of this thread's forward, if it wants to hear of that."""
-        owner, asked = getattr(self._thread, "owner", None) or (None, ())
-        return owner() if owner is not None and (wanted is None or wanted in asked) else None
+    def current(self, wanted: Wanted | None = None, module: nn.Module | None = None) -> Listener | None:
+        """The cache of this thread's forward, if it wants to hear of that from that module."""
+        own: _Owner | None = getattr(self._thread, "owner", None)
+        if own is None or (wanted is not None and not (wanted in own.taps and own.taps[wanted].is_on(module))):
+            return None
+        return own.listener()
+
+    def owner_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Owner | None:
+        """Of the cache of ours that a forward was given."""
+        own = self.owners.get(id(kwargs.get("past_key_values")))
+        return own or next((self.owners[id(x)] for x in args if id(x) in self.owners), None)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if kwargs is None:  # removed while torch was calling its hooks: it then forgets that kwargs were asked for
+            return
+        if (broken := self.current()) is not None:  # not even hooks that are always called were: KeyboardInterrupt
+            broken.on_broken()
+        self._thread.owner = own = self.owner_of(args, kwargs)
+        _FORWARD.ours = own is not None
+        if own is None or (owner := own.listener()) is None:
             return
         given = kwargs
         if args:  # called with positional arguments
             given = {**self._signature.bind_partial(module, *args, **kwargs).arguments}
             given.update(given.pop("kwargs", {}))
-        cache: object = given.get("past_key_values")
-        self._thread.owner = own = self._owners.get(id(cache))
-        if own is not None and (owner := own[0]()) is not None:
-            owner.on_forward(given.get("attention_mask"), _weights_wanted(getattr(module, "config", None), given))
+        if (name := own.places.replaced()) is not None:
+            raise KVCalError(REPLACED.format(name))
+        owner.on_forward(given.get("attention_mask"), _weights_wanted(getattr(module, "config", None), given))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """output: None after a forward that failed."""
-        owner, self._thread.owner = self.current(), None
-        if owner is not None and output is not None:
-            owner.on_done()
+        own: _Owner | None = getattr(self._thread, "owner", None)
+        self._thread.owner, _FORWARD.ours = None, False
+        if own is None or (owner := own.listener()) is None:
+            return
+        if output is None:
+            owner.on_broken()
+            return
+        owner.on_done()
+        if not own.around:
+            owner.on_returned()
 
     def _rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
-        if (owner := self.current()) is not None:
+        own: _Owner | None = getattr(self._thread, "owner", None)
+        if kwargs.get("layer_type", *args[2:3] or ("full_attention",)) != "full_attention":
+            return  # RoPE of layers that keep their own cache
+        if own is not None and own.rotary.is_on(module) and (owner := own.listener()) is not None:
             cos, sin = made
             owner.on_rotary(kwargs["position_ids"] if "position_ids" in kwargs else args[1], cos, sin)
 
     def _key_hook(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            if (owner := self.current(("keys", site.index))) is not None:
+            if (owner := self.current(("keys", site.index), module)) is not None:
                 owner.on_keys(site.index, site.keys_from(output))
 
         return hook
 
     def _query_hook(self, site: AttentionSite) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            if (owner := self.current(("queries", site.index))) is not None:
+            if (owner := self.current(("queries", site.index), module)) is not None:
                 owner.on_queries(site.index, site.queries_from(output))
 
         return hook
@@ -645,7 +902,7 @@ class _Board:
         def hook(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            owner = self.current(("mask", site.index))
+            owner = self.current(("mask", site.index), module)
             if owner is None or kwargs is None:
                 return None
             hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -657,6 +914,69 @@ class _Board:
             return args, {**kwargs, "attention_mask": owner.on_attention(site.index, hidden, kwargs["attention_mask"])}
 
         return hook
+
+
+REPLACED = (
+    "{} was replaced since this cache was made (an adapter attached, merged or unloaded, or another module set): close the "
+    "cache and make a new one"
+)
+
+
+class InPlace:
+    """Whether a layer's attention and its source of keys are still in the model, for a forward that is traced, in which no
+    hook compares them: by names that dynamo looks up.
+    """
+
+    def __init__(self, decoder: Any, site: AttentionSite) -> None:
+        self._decoder, self._layer, self._site = decoder, str(site.index), site
+        self._source = next((name for name, own in site.module.named_children() if own is site.key_source), None)
+
+    def check(self, title: str) -> None:
+        """Raises KVCalError where one is not."""
+        module = getattr(self._decoder.layers, self._layer).self_attn
+        source = self._source is None or getattr(module, self._source) is self._site.key_source
+        if module is not self._site.module or not source:
+            raise KVCalError(REPLACED.format(f"{title}: its attention, or what makes its keys,"))
+
+
+def _source(wanted: Wanted, site: AttentionSite) -> nn.Module:
+    """The module whose hook tells it."""
+    return {"keys": site.key_source, "queries": site.query_source, "mask": site.module}[wanted[0]]
+
+
+class _Around:
+    """The hooks of a model around a decoder: they tell the cache that a forward was given when all of it has returned."""
+
+    def __init__(self, model: nn.Module, board: _Board) -> None:
+        self._board, self._number = board, id(model)
+        self.taps = [
+            _Tap(model, "register_forward_pre_hook", self._before, with_kwargs=True),
+            _Tap(model, "register_forward_hook", self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        own = None if kwargs is None else self._board.owner_of(args, kwargs)
+        if own is None:
+            return
+        if self._number in own.around:  # KeyboardInterrupt: its last forward did not come to the hook below
+            own.around.clear()
+            if (owner := own.listener()) is not None:
+                owner.on_broken()
+        own.around.add(self._number)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
+        """rest: kwargs, and what the model gives; None after a forward that failed."""
+        if len(rest) != 2:  # as in _before of _Board
+            return
+        kwargs, output = rest
+        own = self._board.owner_of(args, kwargs)
+        if own is None or (owner := own.listener()) is None:
+            return
+        own.around.discard(self._number)
+        if output is None:
+            owner.on_broken()
+        elif not own.around:
+            owner.on_returned()
 
 
 def _show_keys(site: AttentionSite) -> Callable[..., None]:
@@ -672,6 +992,7 @@ def _show_keys(site: AttentionSite) -> Callable[..., None]:
 
 
 _BOARDS: weakref.WeakKeyDictionary[nn.Module, _Board] = weakref.WeakKeyDictionary()  # by decoder
+_AROUND: weakref.WeakKeyDictionary[nn.Module, tuple[_Board, _Around]] = weakref.WeakKeyDictionary()  # by model
 
 
 class Hooks:
@@ -684,16 +1005,28 @@ class Hooks:
         sites: list[AttentionSite],
         query_sites: list[AttentionSite],
         mask_sites: list[AttentionSite],
+        compressed: list[AttentionSite],
     ) -> None:
-        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none."""
-        decoder = decoder_of(model)
+        """The layers whose keys and queries before RoPE are wanted, and whose mask may be replaced; empty for none.
+        compressed: all layers that are not left to Transformers.
+        """
+        self._model, decoder = model, decoder_of(model)
         wanted = {("keys", site.index): site for site in sites}
         wanted |= {("queries", site.index): site for site in query_sites}
         wanted |= {("mask", site.index): site for site in mask_sites}
         self._board = _BOARDS.get(decoder) or _BOARDS.setdefault(decoder, _Board(decoder))
         self._user, self.closed = id(owner), False
         self._owner: Callable[[], Listener | None] = weakref.ref(owner)
-        self._board.open(owner, wanted)
+        self._around: list[_Tap] = []
+        if model is not decoder:
+            board, around = _AROUND.get(model, (None, None))
+            if around is None or board is not self._board:
+                around = _Around(model, self._board)
+                _AROUND[model] = self._board, around
+            self._around = around.taps
+        self._board.open(decoder, owner, wanted, compressed)
+        for tap in self._around:
+            tap.open(self._user)
         weakref.finalize(owner, self.close)
 
     @property
@@ -702,15 +1035,31 @@ class Hooks:
         owner = self._board.current()
         return owner is not None and owner is self._owner()
 
+    @property
+    def replaced(self) -> str | None:
+        """What to say if a module that the cache knows is no longer in the model; None if all are."""
+        if _BOARDS.get(decoder_of(self._model)) is not self._board:
+            return REPLACED.format("the decoder")
+        own = self._board.owners.get(self._user)
+        name = None if own is None else own.places.replaced()
+        return None if name is None else REPLACED.format(name)
+
+    def forget(self) -> None:
+        """Forwards of the cache that are still under way, as far as is known, are no more."""
+        if (own := self._board.owners.get(self._user)) is not None:
+            own.around.clear()
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True
             self._board.close(self._user)
+            for tap in self._around:
+                tap.close(self._user)
 
 
 def layer_shape(config: Any, block: int) -> Shape:
     """Kv heads and head_dim of a config, for blocks of so many tokens."""
-    return Shape(config.num_key_value_heads, head_dim_of(config), block)
+    return Shape(kv_heads_of(config), head_dim_of(config), block)
 
 
 def key_probe(site: AttentionSite) -> tuple[float, ...]:

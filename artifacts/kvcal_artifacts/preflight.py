@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -43,6 +44,7 @@ from .codecs import Codec, Context, Higgs, MixKVQ, Predicted, ResidualVQ, Scaled
 from .codecs.base import CONTEXT_TENSORS
 from .codecs.reconstruct import Reconstruction, kind
 from .errors import KVCalError
+from .files import open_lock, read_text
 from .modes import without_autocast
 from .store import Ragged, Stored
 
@@ -298,10 +300,18 @@ def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
 
 
 def read() -> dict[str, str | None]:
-    """Known verdicts; nothing where the file is missing, damaged or not ours."""
+    """Known verdicts; nothing where the file is missing, damaged or not ours. Raises KVCalError where it is a pipe, say."""
     try:
-        found = json.loads((folder() / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # the last of brackets in brackets
+        found = json.loads(read_text(folder() / FILE))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a pipe, say, which a run would wait for
+            raise KVCalError(
+                f"{folder() / FILE} is {error.strerror}: remove it, or set KVCAL_CACHE_DIR to another folder"
+            ) from error
+        return {}
+    except (ValueError, RecursionError):  # the last of brackets in brackets
         return {}
     ours = isinstance(found, dict) and all(why is None or isinstance(why, str) for why in found.values())
     return found if ours else {}
@@ -321,10 +331,13 @@ def keep(name: str, why: str | None) -> None:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """No other process is in here; where files cannot be locked (Windows) one of two that are loses its verdict."""
-    with (folder() / LOCK).open("ab") as file:
+    handle = open_lock(folder() / LOCK)
+    try:
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 def trial(

@@ -31,7 +31,7 @@ class Windows:
     def __post_init__(self) -> None:
         for name, least in (("sink", 0), ("recent", 0), ("block", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
+            if type(value) is not int or value < least:
                 raise KVCalError(f"window {name} = {value!r}: must be an integer of at least {least}")
 
 
@@ -104,6 +104,23 @@ class LayerCodecs:
         return (key * numbers[0] + value * numbers[1]) / sum(numbers)
 
 
+def coverage(layers: int, skipped: Mapping[int, str]) -> str:
+    """ "compresses 3 of 18 layers; 15 sliding-window layers keep their own cache"; skipped: index -> reason."""
+    said = [f"compresses {layers - len(skipped)} of {layers} layers"]
+    kinds: dict[str, int] = {}
+    for reason in skipped.values():
+        kind = next((told for start, told in KINDS.items() if reason.startswith(start)), f"not compressed: {reason}")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return "; ".join(said + [f"{count} {kind}" for kind, count in kinds.items()])
+
+
+KINDS = {  # how a reason starts -> what is said of such layers
+    "sliding-attention": "sliding-window layers keep their own cache",
+    "chunked-attention": "chunked-attention layers keep their own cache",
+    "shares": "layers share the keys and values of earlier ones",
+}
+
+
 @dataclass(frozen=True)
 class Scheme:
     """A value of this type is a compression method, fitted or not.
@@ -139,16 +156,32 @@ class Scheme:
                 raise KVCalError(f"layer {index}: codec block {codec.shape.block}, window block {self.windows.block}")
 
     def check_chain(self) -> None:
-        """Raises KVCalError where a layer is predicted from one that is missing or not compressed."""
+        """Raises KVCalError where a layer is predicted from more layers below than are compressed."""
         for index, pair in enumerate(self.layers):
-            if pair is not None and (depth := self.depth(pair)):
-                below = self.layers[max(0, index - depth) : index]
-                if len(below) < depth or None in below:
-                    raise KVCalError(f"layer {index} is predicted from a layer below that is missing or not compressed")
+            if pair is not None and self.below(index, self.depth(pair)) is None:
+                raise KVCalError(f"layer {index} is predicted from a layer below that is missing or not compressed")
+
+    @cached_property
+    def compressed(self) -> tuple[int, ...]:
+        """The layers that have codecs, lowest first."""
+        return tuple(index for index, pair in enumerate(self.layers) if pair is not None)
+
+    def below(self, layer: int, back: int) -> int | None:
+        """The layer that `back` stands for in the inputs of this one's predictors: so many compressed layers further down.
+
+        Layers that keep a cache of their own do not count. None where there is none.
+        """
+        place = self.compressed.index(layer) - back
+        return self.compressed[place] if place >= 0 else None
+
+    @property
+    def coverage(self) -> str:
+        """How many layers are compressed, and what becomes of the others."""
+        return coverage(len(self.layers), self.skipped)
 
     @staticmethod
     def depth(pair: LayerCodecs) -> int:
-        """How many layers below must be compressed for this one: 0, 1 or 2."""
+        """How many compressed layers must lie below this one: 0, 1 or 2."""
         return max((int(name[1]) for name in pair.needs if name != "k0"), default=0)
 
     @cached_property

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvcal_kernels.device import on
 from kvcal_kernels.quantise import factors_of
 
 from .codecs.base import Shape
@@ -375,10 +376,12 @@ def principal(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Q'Q (..., D, D) float64 -> its eigenvalues, largest first, (..., D), and vectors as rows (..., D, D).
 
     Eigenvalues below float64's noise are zero, each vector's largest entry is positive. One matrix at a time: a batched
-    solver may choose its algorithm, and so last bits, by the number of matrices.
+    solver may choose its algorithm, and so last bits, by the number of matrices. The solver's handle and memory are those of
+    the current GPU, which may be another one than the matrices'.
     """
     dim = gram.shape[-1]
-    found = [torch.linalg.eigh(one) for one in gram.reshape(-1, dim, dim)]
+    with on(gram.device):
+        found = [torch.linalg.eigh(one) for one in gram.reshape(-1, dim, dim)]
     values = torch.stack([f.eigenvalues.flip(0) for f in found]).view(gram.shape[:-1])
     rows = torch.stack([f.eigenvectors.T.flip(0) for f in found]).view(gram.shape)
     values = torch.where(values > 2.0**-52 * dim * values[..., :1], values, 0.0)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvcal_artifacts.bundle import named
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import read_text
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def read_earlier(path: Path) -> Earlier:
     """Rows of a file that `kvcal bench --json` wrote; UsageError if it is not one, or a row of it is none of ours."""
     name = f"--compare {named(path)}"
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"{name}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:

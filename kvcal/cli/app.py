@@ -33,6 +33,7 @@ from kvcal.cli import (
     tune_thresholds,
 )
 from kvcal.cli.failure import INTERRUPTED, guarded
+from kvcal_artifacts.shown import message
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "fit-predictors": fit.fit_predictors,
@@ -145,5 +146,5 @@ def _usage(error: Any) -> int:
         print(error.ctx.get_help(), file=sys.stderr)
     else:
         said = _misplaced(error) or " ".join(error.format_message().split()).rstrip(".")
-        print(f"kvcal: {said} (see {command} --help)", file=sys.stderr)
+        print(message(f"kvcal: {said} (see {command} --help)"), file=sys.stderr)
     return int(error.exit_code)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcal.cli.options import Bundles, Json, RequireKernels, Resume, Revision, said_of
-from kvcal.cli.output import note, on_stdout, print_json, print_table
+from kvcal.cli.output import line, note, on_stdout, print_json, print_table
 
 Names = Annotated[
     list[str] | None,
@@ -83,15 +83,15 @@ def _print_bench(found: dict[str, Any]) -> None:
         note("projected: " + "; ".join(filter(None, (found[k] for k in ("why_projected", "assumed", "paper_device")))))
     with on_stdout():
         if found.get("assumed"):
-            print(
+            line(
                 f"projected with bandwidth efficiency {found['efficiency']:.3f} and launch "
                 f"{found['launch_microseconds']:.2f} µs, fitted on InnerQ's FP16 totals at 1024 and 16384 tokens only"
             )
-        for line in rates(found):
-            print(line)
+        for rate in rates(found):
+            line(rate)
         for table in tables(found):
             print_table(table.columns, table.rows, title=table.title)
-            print()
+            line()
 
 
 def doctor(json: Json = False) -> None:
@@ -103,12 +103,12 @@ def doctor(json: Json = False) -> None:
         print_json(found)
         return
     for name, value in found["machine"].items():
-        print(f"{name}: {value if value is not None else 'none'}")
+        line(f"{name}: {value if value is not None else 'none'}")
     for row in found["kernels"]:
-        print(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}")
+        line(f"kernel {row['kernel']}: {'runs' if row['runs'] else 'does not run'}: {row['why']}")
     checked = found["preflight"]
-    print(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}")
+    line(f"kernels checked on first use: {len(checked['verdicts'])} in {checked['file']}")
     for name, why in checked["verdicts"].items():
-        print(f"  {'passes' if why is None else f'fails, {why}'}: {name}")
+        line(f"  {'passes' if why is None else f'fails, {why}'}: {name}")
     if any(checked["verdicts"].values()):
-        print("  to have those that fail tried again delete that file")
+        line("  to have those that fail tried again delete that file")

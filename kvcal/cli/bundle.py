@@ -9,7 +9,7 @@ import typer
 
 from kvcal.cli.failure import DIFFERENT
 from kvcal.cli.options import Column, Device, Dtype, Json, Random, Revision, Seed, Text, said_of
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import line, note, print_json, print_table
 
 File = Annotated[Path, typer.Argument(help="A bundle, NAME.kvcal.safetensors.")]
 
@@ -59,37 +59,43 @@ def _errors(errors: dict[str, Any]) -> None:
         rows = [errors[role][layer] or [None] * heads for role in ("key", "value")]
         return [None if x is None else f"{x:.5f}" for row in rows for x in row]
 
-    print(f"\nrelative squared error by kv head, {errors['from']}:")
+    line()
+    line(f"relative squared error by kv head, {errors['from']}:")
     print_table(columns, [[layer, *cells(layer)] for layer in range(len(errors["key"]))])
 
 
 def _facts(found: dict[str, Any]) -> None:
-    model, text = found["model"], found["provenance"].get("text", {})
+    from kvcal.evaluate.errors import head_errors_fault
+    from kvcal.records import Table
+
+    model, made, metrics = found["model"], Table(found["provenance"]), Table(found["metrics"])
+    text, settings = made.table("text"), made.table("settings")
     facts = {
         "bundle": found["bundle"],
         "sha256": found["sha256"],
         "bytes": found["bytes"],
-        "made by": found["provenance"].get("tool"),
-        "method": found["provenance"].get("method"),
-        "settings": _listed(found["provenance"].get("settings", {})),
+        "made by": made.said("tool"),
+        "method": made.said("method"),
+        "settings": settings.fault or _listed(settings),
         "model": f"{model['architecture']}, {model['layers']} layers, {model['kv_heads']} x {model['head_dim']}",
         "weights": model["revision"],  # random:SEED where they are random
-        "text": text.get("source"),
+        "text": text.fault or text.said("source"),
         "windows": ", ".join(f"{name} {value}" for name, value in found["windows"].items()),
         "frame": found["frame"],
         "token selection": _selection(found["selection"]),
         "bits a value": f"{found['bits_per_value']:.4f}"
         + (" (expected: blocks differ in size)" if found["bits_are"] == "expected" else ""),
         "resident bytes": found["resident_bytes"],
-        "held-out": _listed({name: value for name, value in found["metrics"].items() if isinstance(value, float)}),
+        "held-out": _listed(Table({name: value for name, value in metrics.fields.items() if isinstance(value, float)})),
     }
+    if found["head_errors"] is None and (fault := head_errors_fault(found["metrics"])) is not None:
+        facts["errors by head"] = fault
     print_table(["what", "value"], facts.items())
 
 
-def _listed(fields: dict[str, Any]) -> str:
-    """name=value, ...; floats to five digits."""
-    shown = {name: f"{value:.5g}" if isinstance(value, float) else value for name, value in fields.items()}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+def _listed(fields: Any) -> str:
+    """name=value, ... of a kvcal.records.Table; floats to five digits."""
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def verify(
@@ -110,7 +116,7 @@ def verify(
     if json:
         print_json(found)
     else:
-        print(f"{found['bundle']}: good ({', '.join(found['checked'])})")
+        line(f"{found['bundle']}: good ({', '.join(found['checked'])})")
 
 
 SHOWN = 8  # differences of a section; --json has all
@@ -138,16 +144,16 @@ def print_differences(found: dict[str, Any]) -> None:
     from kvcal.diff import SECTIONS, phrase
 
     if found["same"]:
-        print("the same bytes")
+        line("the same bytes")
         return
     for section in SECTIONS:
         rows = found[section]
         if not rows:
             continue
-        print(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
+        line(f"{section}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}")
         for row in rows[:SHOWN]:
-            print(f"  {phrase(row)}")
+            line(f"  {phrase(row)}")
         if len(rows) > SHOWN:
-            print(f"  … and {len(rows) - SHOWN} more (--json has all)")
+            line(f"  … and {len(rows) - SHOWN} more (--json has all)")
     if not any(found[section] for section in SECTIONS):
-        print("the files differ only in how they are laid out: every value is the same")
+        line("the files differ only in how they are laid out: every value is the same")

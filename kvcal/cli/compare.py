@@ -27,7 +27,7 @@ from kvcal.cli.options import (
     Text,
     said_of,
 )
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import line, note, print_json, print_table
 
 
 def compare(
@@ -101,7 +101,7 @@ def compare(
     if json:
         print_json(found)
         return
-    print(f"full precision: perplexity {found['full_perplexity']:.4f}")
+    line(f"full precision: perplexity {found['full_perplexity']:.4f}")
     print_table(
         ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "output error",
          f"bytes at {found['at_length']}", "front"],
@@ -115,7 +115,7 @@ def compare(
         ],
     )  # fmt: skip
     if found["max_bits"] is not None:
-        print(f"best at no more than {found['max_bits']} bits a value: {found['best'] or 'none'}")
+        line(f"best at no more than {found['max_bits']} bits a value: {found['best'] or 'none'}")
 
 
 def _error(value: float | None) -> str:

@@ -9,7 +9,7 @@ import typer
 
 from kvcal.cli.evaluate import print_rows
 from kvcal.cli.options import Json
-from kvcal.cli.output import note, print_json
+from kvcal.cli.output import line, note, print_json, prose
 
 
 def demo(
@@ -29,9 +29,9 @@ def demo(
     print_rows(found["rows"])
     for row in found["rows"][1:]:
         held = row["cache_bytes"] + row["window_bytes"]
-        print(
+        line(
             f"{row['name']}: {held:,} bytes stored for {found['length']} tokens, {row['bytes_at_16_bit'] / held:.1f} times "
             f"less than 16 bit (windows here in {found['dtype']}); packed part {16 / row['bits_per_value']:.1f} times less"
         )
-    print(f"\nText from the compressed cache, in a fresh process:\n{found['sample']}\n")
-    print(f"bundle: {found['bundle']}")
+    prose(f"\nText from the compressed cache, in a fresh process:\n{found['sample']}\n")
+    line(f"bundle: {found['bundle']}")

@@ -29,7 +29,7 @@ from kvcal.cli.options import (
     Text,
     said_of,
 )
-from kvcal.cli.output import note, print_json, print_table
+from kvcal.cli.output import note, print_json, print_table, prose
 
 
 def evaluate(
@@ -131,6 +131,9 @@ def generate(
     revision: Revision = None,
     bundle: Annotated[Path | None, typer.Option("--bundle", "-b", help="A bundle file.")] = None,
     preset: Annotated[str | None, typer.Option("--preset", "-p", help="Or a method without data.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt as a user's message, by the tokenizer's chat template.")
+    ] = False,
     keep: Keep = None,
     heavy: Heavy = None,
     require_kernels: RequireKernels = False,
@@ -143,7 +146,7 @@ def generate(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Generate text from a compressed cache."""
+    """Generate text from a compressed cache. With --chat only the answer is printed."""
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_generate
 
@@ -151,7 +154,7 @@ def generate(
     if json:
         print_json(found)
     else:
-        print(found["text"])
+        prose(found["text"])
         held, bits = found["nbytes"], found["bits_per_value"]
         packed = (
             "nothing packed yet" if math.isnan(bits) else f"{held['packed']} bytes packed at {bits:.3f} bits a value"

@@ -11,6 +11,8 @@ from typing import Any
 
 import typer
 
+from kvcal_artifacts.shown import message
+
 DIFFERENT, INTERRUPTED = 7, 130
 EXIT_CODES = {
     0: "done",
@@ -33,6 +35,7 @@ said: list[str] = []  # lines printed: Typer turns a Ctrl-C outside a command in
 
 
 def say(line: str) -> None:
+    line = message(line)
     said.append(line)
     print(f"kvcal: {line}", file=sys.stderr)
 

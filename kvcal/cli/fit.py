@@ -57,8 +57,10 @@ def fit_predictors(
             "squat-{2,3,4}, mixkvq; learned from the residuals: transform-BITS, vq-BITS, mixkvq-BITS, "
             "squat-{2,3,4}-calibrated, CODEC-scaled, CODEC-balanced; all: `kvcal names codec`.",
         ),
-    ] = "higgs-2-wide-debiased",
-    first_layer: Annotated[str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")] = "higgs-4-wide-debiased",
+    ] = "higgs-2-wide-debiased-balanced",
+    first_layer: Annotated[
+        str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")
+    ] = "higgs-4-wide-debiased-balanced",
     keys: Annotated[str, typer.Option(help="Codec of key residuals, where not that of --backbone.")] = "",
     values: Annotated[str, typer.Option(help="Codec of value residuals, likewise.")] = "",
     per_layer: PerLayer = None,

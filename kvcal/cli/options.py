@@ -19,11 +19,13 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Text = Annotated[
     str | None,
     typer.Option(
-        help="A .txt, .jsonl or .parquet file, a folder of them, a hub data set org/name[:config][:split][@commit], or "
-        "`embedded:calibration`. Default: the model's own."
+        help="A file (plain text, .json, .jsonl, .csv, .tsv or .parquet; also .gz, .xz, .bz2, .zst), a folder of them, a hub "
+        "data set org/name[:config][:split][@commit], or `embedded:calibration`. Default: the model's own."
     ),
 ]
-Column = Annotated[str | None, typer.Option(help="Column of jsonl, parquet or a data set that holds the text.")]
+Column = Annotated[
+    str | None, typer.Option(help="Column of a file of rows or a data set that holds the text or chats.")
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: float32 on a CPU, bfloat16 on a GPU.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto: a GPU if there is one.")]
 Step = Annotated[int, typer.Option(min=1, help="Tokens a forward pass: each step sees the compressed past.")]

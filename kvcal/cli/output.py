@@ -1,4 +1,8 @@
-"""Results on stdout: JSON for programs, tables for people. Notes on stderr."""
+"""Results on stdout: JSON for programs, tables for people. Notes on stderr.
+
+All that the command line prints goes through here or through kvcal.cli.failure, where control characters are escaped: names,
+settings and texts come from files of strangers.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from os import PathLike
 from typing import Any
 
 from kvcal.cli.failure import NO_STDOUT
+from kvcal_artifacts.shown import COMMANDS, message, shown
 
 ANY_WIDTH = 10_000  # rich would fold cells to the terminal's width; whole cells can be read, copied and cut
 
@@ -34,9 +39,22 @@ def on_stdout() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document. A number that JSON does not have (NaN, infinity) is null. Raises KVCalError, as `on_stdout`."""
+    """One JSON document. A number that JSON does not have (NaN, infinity) is null. All control characters are escaped,
+    as JSON can, so that the value read from it is the same. Raises KVCalError, as `on_stdout`.
+    """
+    text = json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     with on_stdout():
-        print(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
+        print(COMMANDS.sub(lambda found: found[0] if found[0] == "\n" else json.dumps(found[0])[1:-1], text))
+
+
+def line(text: object = "") -> None:
+    """One line on stdout."""
+    print(shown(text))
+
+
+def prose(text: str) -> None:
+    """Text of several lines on stdout: line ends and tabs stay."""
+    print(shown(text, keep="\n\t"))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
@@ -48,20 +66,22 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     from rich.console import Console
     from rich.table import Table
 
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    cells = [["" if cell is None else shown(cell) for cell in row] for row in rows]
+    table = Table(
+        title=title and shown(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
     for index, column in enumerate(columns):
         numeric = all(_is_number(row[index]) for row in cells if row[index])
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
+        table.add_column(shown(column), justify="right" if numeric else "left", no_wrap=True)
     for row in cells:
         table.add_row(*row)
     with on_stdout():
         Console(width=ANY_WIDTH, markup=False, highlight=False, emoji=False).print(table)
 
 
-def note(message: str) -> None:
+def note(text: str) -> None:
     """One line for the reader that is not the result."""
-    print(message, file=sys.stderr)
+    print(message(text), file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

@@ -78,13 +78,13 @@ def probe(
         print_json(found)
         return
     rows = found["rows"]
-    columns = ["target", "from", "mean", "same layers", *range(found["layers"])]
+    columns = ["target", "from", "mean", "same layers", *found["layer_numbers"]]
     shown = [
         [row["target"], " + ".join(row["inputs"]), *map(_cell, [row["mean"], row["mean_common"], *row["layers"]])]
         for row in rows
     ]
     print_table([str(column) for column in columns], shown, title="explained variance: means, and by layer")
-    skipped = ("rows", "probes", "phases")
+    skipped = ("rows", "probes", "phases", "layer_numbers")
     print_table(["what", "value"], [[name, value] for name, value in found.items() if name not in skipped])
 
 

@@ -9,7 +9,7 @@ import typer
 
 from kvcal.cli.bundle import File
 from kvcal.cli.options import Json
-from kvcal.cli.output import print_json, print_table
+from kvcal.cli.output import line, print_json, print_table, prose
 
 Repo = Annotated[str, typer.Argument(help="A model repository on the hub, org/name.")]
 Evaluation = Annotated[
@@ -39,7 +39,10 @@ def card(
     if json:
         print_json(found)
     else:
-        print("\n".join(found["files"]) or found["card"].rstrip())
+        for place in found["files"]:
+            line(place)
+        if not found["files"]:
+            prose(found["card"].rstrip())
 
 
 def push(

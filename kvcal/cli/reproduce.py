@@ -10,7 +10,7 @@ import typer
 from kvcal.cli.bundle import File, print_differences
 from kvcal.cli.failure import DIFFERENT
 from kvcal.cli.options import Json
-from kvcal.cli.output import note, print_json
+from kvcal.cli.output import line, note, print_json
 
 
 def reproduce(
@@ -25,13 +25,22 @@ def reproduce(
             help="A bundle that `combine` or `fold` read, found by its hash; without it, it is made again too."
         ),
     ] = None,
+    tasks_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of task files, where the recorded objective is a task that lm-eval does not come with."
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Another device than recorded.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Keep the new bundle there; an interrupted run then goes on.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run the command that made a bundle again and compare bytes; exit code 7, and what differs first, if they do."""
+    """Run the command that made a bundle again and compare bytes; exit code 7, and what differs first, if they do.
+
+    No path is taken from the bundle: give --text, --model and --tasks-path where it was made from local files.
+    """
     options: dict[str, Any] = dict(locals())
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.reproduce import run_reproduce
@@ -49,15 +58,15 @@ def _told(found: dict[str, Any]) -> None:
     from kvcal.diff import phrase
 
     if found["same"]:
-        print(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")
+        line(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")
         return
     first = found["first_tensor"]
-    print(
+    line(
         f"{found['bundle']}: "
         + (f"the first tensor that differs is {phrase(first)}" if first else "every tensor is the same")
     )
     for name, rows in (("inputs are not those recorded", found["inputs"]), ("made elsewhere", found["environment"])):
         if rows:
-            print(f"{name}: {'; '.join(phrase(row) for row in rows)}")
-    print("a: the bundle, b: made again")
+            line(f"{name}: {'; '.join(phrase(row) for row in rows)}")
+    line("a: the bundle, b: made again")
     print_differences(found)

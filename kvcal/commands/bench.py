@@ -295,8 +295,8 @@ def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) 
         lengths = numbers(o["length"], "--length", paper.LENGTHS)
         shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
         for batch, length in shapes:
-            rows += jetson.projected(where.profile, own, geometry, source.name, batch, length)
-    rows += _of_memory(o, wanted, own, geometry, source.name, where)
+            rows += jetson.projected(where.profile, own, geometry, source.public, batch, length)
+    rows += _of_memory(o, wanted, own, geometry, source.public, where)
     no = "not known to be a" if where.jetson else "no"
     return {
         "why_projected": f"this machine is {no} {where.profile.title}: every figure is projected, none measured",
@@ -372,12 +372,12 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
             check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
     able = bool(generated or rows)
     for shape in shapes if kernels else []:
-        given = source.name, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
+        given = source.public, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
         found = kept.rows(f"batch {shape[0]}, length {shape[1]}", partial(measure.rows_of, *given))
         able |= any(row.operation in wanted for row in found)
         rows += found
         rows += left_out(
-            found, source.name, geometry, own, kernels, shape, where.device, dtype, where.name, o["queries"]
+            found, source.public, geometry, own, kernels, shape, where.device, dtype, where.name, o["queries"]
         )
     if not able:
         kept.work.remove()
@@ -495,7 +495,7 @@ def _generation(
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not on_gpu:  # a CPU has no memory of its own to fill
-        rows += _of_memory(o, wanted, own, geometry, source.name, where)
+        rows += _of_memory(o, wanted, own, geometry, source.public, where)
     if not runs:
         return rows
     if on_gpu and o["memory"]:
@@ -518,7 +518,7 @@ def _generation(
         for shape, kind in itertools.product(shapes, every):
             measured += kept.rows(
                 f"{operation} {kind.name} ({kind.path}), batch {shape[0]}, length {shape[1]}",
-                partial(rows_of, source.name, model, [kind], [shape], where.name, copy=copy),
+                partial(rows_of, source.public, model, [kind], [shape], where.name, copy=copy),
             )
     if on_gpu and "largest-batch" in wanted:
         for length in dict.fromkeys(length for _, length in shapes):
@@ -527,12 +527,14 @@ def _generation(
             for kind in every:
                 rows_now = kept.rows(
                     f"largest-batch {kind.name} ({kind.path}), length {length}",
-                    partial(generation.largest_batch_rows, source.name, model, [kind], length, where.name, found, copy),
+                    partial(
+                        generation.largest_batch_rows, source.public, model, [kind], length, where.name, found, copy
+                    ),
                 )
                 measured += rows_now
                 if sizes := [row.more["largest_batch"] for row in rows_now if "largest_batch" in row.more]:
                     found[kind.path] = sizes[0]
-                    given = source.name, model, kind, length, sizes[0], where.name, copy
+                    given = source.public, model, kind, length, sizes[0], where.name, copy
                     measured += kept.rows(
                         f"{generation.LARGEST_CALLED} {kind.name} ({kind.path}), length {length}",
                         partial(generation.largest_called_rows, *given),
@@ -543,6 +545,6 @@ def _generation(
         for kind in every:
             measured += kept.rows(
                 f"longest-generation {kind.name} ({kind.path})",
-                partial(generation.longest_rows, source.name, model, [kind], 1, gib, where.name),
+                partial(generation.longest_rows, source.public, model, [kind], 1, gib, where.name),
             )
     return rows + generation.beside_fp16(measured)

@@ -24,6 +24,7 @@ import torch
 from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.shown import message
 
 from .. import fit, models
 from ..build import (
@@ -48,14 +49,16 @@ from .common import (
     check_column,
     check_context,
     given_selection,
+    other_windows,
     refuse_idle,
     text_for,
+    tokenizer_for,
     window_numbers,
 )
 from .evaluation import run_eval
 from .fit_norms import innerq_method
 from .fit_predictors import aqua_method
-from .measure_subspaces import other_windows, squat_method
+from .measure_subspaces import squat_method
 from .measure_subspaces import window_counts as squat_counts
 from .preset import run_preset, wanted_preset
 from .train_codebooks import vqkv_method
@@ -293,16 +296,14 @@ def _scan(work: Work, say: Say, written: Written) -> None:
     first = work.plans[0].entry
     o = first.options | KINDS[first.method].counts(first.options)
     source = models.resolve(o["model"], o["revision"])
+    origin = text_for(o, source, "calibration")
+    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
+    text = calibration_windows(o, source, tokenizer, origin, say)
+    check_context(source, text.length, say)
+    other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
     opened = _opened(
         o["model"], o["revision"], o["dtype"], o["device"], o.get("layerwise", False), o["random_weights"], o["seed"]
     )
-    origin = text_for(o, source, "calibration")
-    text = calibration_windows(o, source, opened.tokenizer, origin)
-    length = int(text.train.shape[1])
-    check_context(source, length, say)
-    other = None
-    if o.get("other_text") is not None:
-        other = other_windows(o, opened.tokenizer, origin, len(text.train), length)
     jobs = [
         FitJob(
             KINDS[plan.entry.method].method(plan.entry.options, source), plan.path, o["seed"],
@@ -344,7 +345,7 @@ def _worker_start(parent: int, threads: int) -> None:
 
 def _worker_run(work: Work) -> list[tuple[str, str, int]]:
     done: list[tuple[str, str, int]] = []
-    run_work(work, lambda line: print(line, file=sys.stderr), lambda *written: done.append(written))
+    run_work(work, lambda line: print(message(line), file=sys.stderr), lambda *written: done.append(written))
     return done
 
 
@@ -458,6 +459,10 @@ def run_build(
     if dry_run:
         return _told(recipe, plans, todo, [], "build")
     _make_folder(recipe.output)
+    check_output(recipe.lock, "output in the recipe")
+    for plan in plans:
+        if plan.why is not None:
+            check_output(plan.path, "output in the recipe")
     with only_build(recipe.output):
         by_name = {plan.entry.name: plan for plan in plans}
 

@@ -10,19 +10,30 @@ from typing import Any
 
 from kvcal_artifacts.bundle import Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import read_bytes
 
 from .. import models
 from ..diff import diff
-from ..evaluate.errors import HeadErrors, measured_head_errors, stored_head_errors
+from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
+from ..records import check_depth
 from ..report.plots import check_plot, head_errors_png
 from ..workbench import check_bundle, open_model
-from .common import Say, check_column, check_context, evaluation_text, refuse_idle, refuse_idle_seed, text_for
+from .common import (
+    Say,
+    check_column,
+    check_context,
+    evaluation_text,
+    refuse_idle,
+    refuse_idle_seed,
+    text_for,
+    tokenizer_for,
+)
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
 
 def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
@@ -37,6 +48,7 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
     refuse_idle_seed(o, said)
     bundle = load_bundle(path)
+    check_depth(bundle)
     scheme = bundle.scheme
     rows = [
         {"layer": i, "key": pair.key.describe(), "value": pair.value.describe()}
@@ -83,28 +95,30 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
+    length = o["length"] or INSPECT_LENGTH
+    check_context(source, length, say)
+    options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
+    text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
     bundle.check(loaded.model, loaded.revision)
-    length = o["length"] or INSPECT_LENGTH
-    check_context(source, length, say)
-    options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
-    text = evaluation_text(options, source, loaded.tokenizer, origin, length)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 
 
 def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
     if errors is None:
-        raise UsageError(f"--plot: {bundle.name} stores no errors by head; give --model to measure them")
+        fault = head_errors_fault(bundle.metrics)
+        what = "no errors by head" if fault is None else f"no errors by head that can be drawn ({fault})"
+        raise UsageError(f"--plot: {bundle.name} stores {what}; give --model to measure them")
     picture = head_errors_png(errors["key"], errors["value"], f"{bundle.name}: {errors['from']}")
     write_atomically(path, picture, "--plot")
 
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    found = diff(load_bundle(first), load_bundle(second), same_bytes=first.read_bytes() == second.read_bytes())
+    found = diff(load_bundle(first), load_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
     return {"a": str(first), "b": str(second), **found}
 
 

@@ -13,7 +13,16 @@ from .. import corpus, models
 from ..fit import FitOptions, FitResult, check_output, fit
 from ..methods.base import Method
 from ..workbench import Opened, open_for_fit
-from .common import Say, calibration_windows, check_column, check_context, given_selection, text_for
+from .common import (
+    Say,
+    calibration_windows,
+    check_column,
+    check_context,
+    given_selection,
+    other_windows,
+    text_for,
+    tokenizer_for,
+)
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -22,7 +31,8 @@ SPILLS = ("device", "cpu", "disk")
 class Calibration:
     """A model, and windows of the text `origin` to fit it on.
 
-    options: how to run; seed: of the windows; selection: which tokens a cache of the bundle keeps.
+    options: how to run; seed: of the windows; selection: which tokens a cache of the bundle keeps; other: windows of
+    --other-text.
     """
 
     opened: Opened
@@ -32,18 +42,19 @@ class Calibration:
     seed: int
     say: Say
     selection: HeavyHitters | None
+    other: corpus.Windows | None = None
 
     @property
     def length(self) -> int:
         """Tokens a window."""
         return int(self.text.train.shape[1])
 
-    def fit(self, method: Method, output: Path, other: corpus.Windows | None = None) -> FitResult:
+    def fit(self, method: Method, output: Path) -> FitResult:
         """kvcal.fit.fit with what is known here."""
         return fit(
             method, self.opened.source, self.text, output, model_record=self.opened.record,
             revision=self.opened.revision, device=self.opened.device, seed=self.seed, say=self.say,
-            options=self.options, other=other, selection=self.selection,
+            options=self.options, other=self.other, selection=self.selection,
         )  # fmt: skip
 
     def counts(self) -> dict[str, int]:
@@ -65,13 +76,15 @@ def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, 
     say(f"text: {origin}")
     if output is not None:
         check_output(output)
+    tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
+    text = calibration_windows(o, source, tokenizer, origin, say)
+    check_context(source, text.length, say)
+    other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
     opened = open_for_fit(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o.get("layerwise", False),
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    text = calibration_windows(o, source, opened.tokenizer, origin)
-    check_context(source, int(text.train.shape[1]), say)
-    return Calibration(opened, text, origin, options, o["seed"], say, selection)
+    return Calibration(opened, text, origin, options, o["seed"], say, selection, other)
 
 
 def run_options(o: dict[str, Any]) -> FitOptions:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.fused import QUERIES
 from kvcal_artifacts.preflight import triton_version
-from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_artifacts.scheme import HeavyHitters, coverage
 
 from .. import corpus, models
 from ..build import code_identity, model_identity
@@ -24,7 +25,7 @@ from ..fit import check_output, cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
 from ..methods.plain import DataFree
 from ..report.progress import progress
-from ..workbench import default_output
+from ..workbench import default_output, pick_device, pick_dtype
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -119,9 +120,16 @@ def check_column(column: str | None, *origins: str | None) -> None:
     plain = [origin for origin in origins if origin is not None]
     if column is not None and all(origin in (*corpus.EMBEDDED, RANDOM_TOKENS) for origin in plain):
         raise UsageError(
-            f"--column {column}: {', '.join(plain)} has no columns, only .jsonl, .parquet and data sets of the hub; "
+            f"--column {column}: {', '.join(plain)} has no columns, only files of rows and data sets of the hub; "
             "give --text, or leave it out"
         )
+
+
+def say_coverage(model: Any, say: Say) -> None:
+    """How many layers are compressed, where some keep a cache of their own."""
+    config = hf.config_of(model)
+    if skipped := hf.unsupported_layers(config):
+        say(coverage(config.num_hidden_layers, skipped))
 
 
 def known(tokenizer: Any) -> Any:
@@ -130,15 +138,30 @@ def known(tokenizer: Any) -> Any:
     return tokenizer
 
 
+def tokenizer_for(o: Mapping[str, Any], source: models.ModelSource, *origins: str | None) -> Any:
+    """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
+
+    Raises TextError first for one of the texts `origins` that is no file kvcal reads, UsageError for a --device or --dtype
+    that cannot be used.
+    """
+    for origin in origins:
+        if origin is not None and origin != RANDOM_TOKENS:
+            corpus.check_local(origin)
+    pick_dtype(o["dtype"], pick_device(o["device"]))
+    if not o["random_weights"]:
+        return models.load_tokenizer(source)
+    return models.local_tokenizer(source)
+
+
 def evaluation_text(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, origin: str, length: int
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, origin: str, length: int, say: Say
 ) -> corpus.EvaluationWindows:
     if origin == RANDOM_TOKENS:
         vocabulary, count = models.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
         return corpus.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
     with reading() as seen:
         return corpus.evaluation_windows(
-            known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"], progress=seen
+            known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"], progress=seen, say=say
         )
 
 
@@ -153,7 +176,7 @@ def window_numbers(o: dict[str, Any], source: models.ModelSource) -> tuple[int, 
 
 
 def calibration_windows(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str
+    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str, say: Say
 ) -> corpus.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, held, length = window_numbers(o, source)
@@ -163,8 +186,21 @@ def calibration_windows(
     with reading() as seen:
         return corpus.token_windows(
             known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"],
-            column=o["column"], progress=seen,
+            column=o["column"], progress=seen, say=say,
         )  # fmt: skip
+
+
+def other_windows(
+    o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int, say: Say
+) -> corpus.Windows | None:
+    """As many of --other-text, for methods that compare; None without it."""
+    if o.get("other_text") is None:
+        return None
+    if text_source == RANDOM_TOKENS:
+        raise UsageError("--other-text: random weights without a tokenizer read no text")
+    return corpus.token_windows(
+        known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"], say=say
+    )
 
 
 def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *ids_sha256: str) -> dict[str, Any]:

@@ -40,7 +40,9 @@ from .common import (
     given_selection,
     refuse_idle,
     row_key,
+    say_coverage,
     text_for,
+    tokenizer_for,
 )
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
@@ -158,15 +160,18 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     fitting_origin = text_for(o | {"text": o["calibration"]}, source, "calibration") if fitted else None
     check_column(o["column"], origin, fitting_origin)
     say(f"text: {origin}")
+    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    tokenizer = tokenizer_for(o, source, origin, fitting_origin)
+    text = evaluation_text(o, source, tokenizer, origin, length, say)
+    check_context(source, length, say)
+    fitting = _calibration(o, fit_options, source, tokenizer, say) if fitted else {}
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
-    text = evaluation_text(o, source, loaded.tokenizer, origin, length)
-    check_context(source, length, say)
+    say_coverage(loaded.model, say)
     settings = {
-        "model": o["model"], "revision": loaded.revision, "random_weights": loaded.random_weights,
+        "model": source.public, "revision": loaded.revision, "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source,
         "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
         "attention_windows": min(o["attention_windows"], len(text.ids)), "at_length": o["at_length"] or length,
@@ -174,9 +179,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
     }  # fmt: skip
     if selection is not None:  # figures of one kind in a file, as with every other setting
         settings |= {"selection": asdict(selection)}
-    fitting: dict[str, Any] = {}
-    if fitted:
-        fitting = _calibration(o, fit_options, source, loaded, say)
+    if fitting:
         settings["calibration_sha256"] = fitting["text"].ids_sha256
     given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, given, loaded.revision, selection)  # refuses bundles of other models before any work
@@ -251,7 +254,7 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _calibration(
-    o: dict[str, Any], fit_options: dict[str, Any], source: models.ModelSource, loaded: Any, say: Say
+    o: dict[str, Any], fit_options: dict[str, Any], source: models.ModelSource, tokenizer: Any, say: Say
 ) -> dict[str, Any]:
     own = fit_options | {
         "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],
@@ -259,7 +262,11 @@ def _calibration(
     }  # fmt: skip
     origin = text_for(own, source, "calibration")
     say(f"calibration text: {origin}")
-    return {"text": calibration_windows(own, source, loaded.tokenizer, origin), "seed": o["seed"], "name": o["model"]}
+    return {
+        "text": calibration_windows(own, source, tokenizer, origin, say),
+        "seed": o["seed"],
+        "name": source.public,
+    }
 
 
 def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any], work: Work, name: str, say: Say) -> Bundle:

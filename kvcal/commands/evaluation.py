@@ -20,6 +20,7 @@ from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
 from ..gates import Check, Limits, broken_off, check_recorded, check_row
+from ..hub import one_line
 from ..kept import Batches, Work, short
 from ..methods.plain import DataFree
 from ..report.progress import progress
@@ -37,7 +38,9 @@ from .common import (
     refuse_idle,
     refuse_idle_seed,
     row_key,
+    say_coverage,
     text_for,
+    tokenizer_for,
 )
 from .guard import guard_window, outlier_warnings, unmeasured
 
@@ -69,13 +72,15 @@ def run_eval(
     held = {name: common if limits is None else limits[name] for name in methods}
     for name, what in methods.items():
         check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
+    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    text = evaluation_text(o, source, tokenizer_for(o, source, origin), origin, length, say)
+    check_context(source, length, say)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
-    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
-    text = evaluation_text(o, source, loaded.tokenizer, origin, length)
-    check_context(source, length, say)
+    if methods:
+        say_coverage(loaded.model, say)
     # refuses bundles of other models
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, require)
     for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
@@ -116,7 +121,7 @@ def run_eval(
         "canary": {name: str(alive) for name, alive in canaries.items()},
         "gates": checks,
         "passed": all(check.passed for check in checks),
-        "model": o["model"],
+        "model": source.public,
         "revision": loaded.revision,
         "random_weights": loaded.random_weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -253,6 +258,28 @@ class _Counting:
         """Nothing is held back."""
 
 
+def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Tensor:
+    """Token ids (1, T) of a prompt; chat: as a user's message, with the start of the answer that is to follow.
+
+    Raises UsageError for a tokenizer without a chat template, and for a prompt that makes no tokens.
+    """
+    if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UsageError(
+                f"--chat: the tokenizer of {label} has no chat template; leave --chat out, or give an instruct model"
+            )
+        try:
+            prompt = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises what it likes
+            raise UsageError(f"--chat: the chat template of {label} refuses the prompt ({one_line(error)})") from error
+    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat).input_ids
+    if not ids.numel():
+        raise UsageError("--prompt makes no tokens: give some text to go on from")
+    return ids
+
+
 def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end.
 
@@ -266,17 +293,20 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
     selection, methods = given_selection(o), with_subspace(methods, o["subspace"])
+    source = models.resolve(o["model"], o["revision"])
+    tokenizer = known(tokenizer_for(o, source))
+    ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
     loaded = open_model(
         o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
+    say_coverage(loaded.model, say)
     made = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
     name, maker = next(iter(made.items()))
-    tokenizer = known(loaded.tokenizer)
     if not o["random_weights"] and (schemes := unmeasured(loaded.model, methods)):
         for line in outlier_warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
             say(line)
-    ids = tokenizer(o["prompt"], return_tensors="pt").input_ids.to(loaded.model.device)
+    ids = ids.to(loaded.model.device)
     started = time.monotonic()
     where = [ids.device] if ids.is_cuda else []
     with (
@@ -294,7 +324,7 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
         seen = cache.describe()
     return {
         "name": name,
-        "text": tokenizer.decode(out[0], skip_special_tokens=True),
+        "text": tokenizer.decode(out[0, ids.shape[1] if o["chat"] else 0 :], skip_special_tokens=True),
         "new_tokens": int(out.shape[1] - ids.shape[1]),
         "seconds": round(time.monotonic() - started, 2),
         "nbytes": seen["nbytes"],

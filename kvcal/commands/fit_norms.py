@@ -58,7 +58,7 @@ def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> di
     result = calibration.fit(method, output)
     scheme, metrics, device = result.bundle.scheme, result.bundle.metrics, calibration.opened.device
     rows = layer_rows(scheme, result.layer_metrics)
-    worst = max(rows, key=lambda row: row["key_outlier_ratio"])
+    worst = max((row for row in rows if "key_outlier_ratio" in row), key=lambda row: row["key_outlier_ratio"])
     return {
         **written(result),
         "factor_bytes": sum(factor.nbytes for factor in factors_in(scheme)),

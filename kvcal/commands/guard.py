@@ -9,24 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from kvcal_artifacts.bundle import Bundle
-from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.hf import config_of, unsupported_layers
 from kvcal_artifacts.scheme import Scheme
 
 from .. import corpus
 from ..capture import LayerSource
+from ..evaluate.layers import recorded_rows
 from ..methods.plain import DataFree
-from ..outliers import warnings
+from ..outliers import warnings, window_length, window_of
 
-TEXT, LENGTH = "embedded:evaluation", 512  # outlier channels are the model's, whatever it reads
+TEXT = "embedded:evaluation"
 
 
 def unmeasured(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[str, Scheme]:
-    """Schemes whose key channels no calibration has looked at: presets, and bundles without such figures."""
+    """Schemes that no calibration has forecast: presets, and bundles made of others."""
     found: dict[str, Scheme] = {}
     for name, row in rows.items():
         if isinstance(row, Bundle):
-            seen = any("key_channel_error" in layer for layer in row.metrics.get("layers", []))
+            seen = any("key_channel_error" in layer for layer in recorded_rows(row.metrics) or [])
             found |= {} if seen else {name: row.scheme}
         else:
             found[name] = row.scheme(model)
@@ -36,19 +35,12 @@ def unmeasured(model: nn.Module, rows: Mapping[str, DataFree | Bundle]) -> dict[
 def outlier_warnings(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> list[str]:
-    """A line for each scheme that will break, measured on token windows ids (N, T); none for models with layers that cannot
-    be compressed, and for windows too short to pack anything.
+    """A line for each scheme with a high forecast KL, from the first of token windows ids (N, T); none for windows in which
+    it packs nothing.
     """
-    config = config_of(model if isinstance(model, nn.Module) else model.model)
-    if not schemes or unsupported_layers(config):
-        return []
-    try:
-        return warnings(model, ids, schemes, device)
-    except UsageError:  # a window too short for one block: nothing is packed, nothing breaks
-        return []
+    return warnings(model, window_of(ids, schemes.values()), schemes, device) if schemes else []
 
 
 def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
     """One window (1, T) of embedded text, long enough for a block of each scheme."""
-    least = max((s.windows.sink + s.windows.block for s in schemes.values()), default=0)
-    return corpus.evaluation_windows(tokenizer, TEXT, windows=1, length=max(LENGTH, least)).ids
+    return corpus.evaluation_windows(tokenizer, TEXT, windows=1, length=window_length(schemes.values())).ids

@@ -8,11 +8,11 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
-from .. import corpus, models
+from .. import models
 from ..fit import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
 from .calibration import Calibration, prepare, written
-from .common import RANDOM_TOKENS, Say, known, output_for, refuse_idle
+from .common import Say, output_for, refuse_idle
 
 WINDOWS, HOLDOUT = 32, 8  # a Gram matrix of 64 channels settles within a few thousand queries
 SET = ("rank", "strength", "channels")  # what --settings stands for
@@ -73,9 +73,8 @@ def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = (
         check_plot(o["plot"])
     output = output_for(o, source, method.name)
     of = prepare(o | window_counts(o), source, output, say)
-    other = other_windows(o, of.opened.tokenizer, of.origin, len(of.text.train), of.length)
-    result = of.fit(method, output, other)
-    found = _found(method, result, of, other)
+    result = of.fit(method, output)
+    found = _found(method, result, of)
     if o["plot"] is not None:
         from ..report.plots import plot_deviation
 
@@ -89,19 +88,7 @@ def window_counts(o: dict[str, Any]) -> dict[str, Any]:
     return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
 
 
-def other_windows(
-    o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int
-) -> corpus.Windows | None:
-    if o["other_text"] is None:
-        return None
-    if text_source == RANDOM_TOKENS:
-        raise UsageError("--other-text: random weights without a tokenizer read no text")
-    return corpus.token_windows(
-        known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"]
-    )
-
-
-def _found(method: Squat, result: FitResult, of: Calibration, other: corpus.Windows | None) -> dict[str, Any]:
+def _found(method: Squat, result: FitResult, of: Calibration) -> dict[str, Any]:
     scheme, metrics = result.bundle.scheme, result.bundle.metrics
     return {
         **written(result),
@@ -112,7 +99,7 @@ def _found(method: Squat, result: FitResult, of: Calibration, other: corpus.Wind
         "logit_error": metrics.get("logit_error"),
         "logit_error_kivi": metrics.get("logit_error_kivi"),
         **of.counts(),
-        "other_windows": 0 if other is None else len(other.train),
+        "other_windows": 0 if of.other is None else len(of.other.train),
         "resumed_layers": result.resumed_layers,
         "phases": result.seconds,
         "deviation": deviation_table(metrics),
@@ -132,14 +119,14 @@ def deviation_table(metrics: dict[str, Any]) -> dict[str, Any]:
             if f"deviation_{source}_r{ranks[0]}" in row
         }
 
-    return {"ranks": ranks, "mean": curves(metrics), "layers": [curves(row) for row in metrics["layers"]]}
+    return {"ranks": ranks, "mean": curves(metrics), "layers": [curves(row) for row in metrics["layers"] if row]}
 
 
 def search_table(method: Squat, metrics: dict[str, Any]) -> list[dict[str, Any]]:
     """Every point of the grid: mean logit error over the layers, and how many of them took it."""
     if len(method.grid) == 1:
         return []
-    chosen = [(row["rank"], row["strength"]) for row in metrics["layers"]]
+    chosen = [(row["rank"], row["strength"]) for row in metrics["layers"] if row]
     return [
         {"rank": r, "strength": s, "logit_error": metrics[search_name(r, s)], "layers": chosen.count((r, s))}
         for r, s in method.grid

@@ -16,7 +16,7 @@ from .. import __version__, models
 from ..methods.base import settings_of
 from ..methods.plain import COMPOSED, DataFree, Preset, composed
 from ..workbench import key_probe, model_record, pick_device, pick_dtype
-from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed
+from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
 from .guard import guard_window, outlier_warnings
 
 
@@ -55,6 +55,7 @@ def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[
     pick_device(o["device"])  # refused before anything is written
     model, revision, probe = _from_config(source) if o["config_only"] else _opened(source, o)
     scheme = method.scheme(model).keeping(selection)
+    say_coverage(model, say)
     record = {
         "tool": f"kvcal {__version__}",
         "method": name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,13 +16,14 @@ from kvcal_artifacts.scheme import FRAMES
 from .. import __version__, models
 from ..capture import Capture, default_batch
 from ..compare import Ledger, read_results
+from ..enough import few_tokens, worse_than_none
 from ..fit import check_output
 from ..kept import Work
 from ..probe import Probe, Settings, measure, paper_probes, table
 from ..report.timing import PhaseTimer
 from ..spill import SpillStore
 from .calibration import Calibration, prepare
-from .common import Say, decided_by
+from .common import Say, decided_by, say_coverage
 
 # Of the embedded model: half a minute; other models have their preset's, the paper's 256 and 32.
 WINDOWS, HOLDOUT = 32, 8
@@ -59,11 +61,16 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         read_results(o["output"], "probe")  # refused before any work, if it is none
     source = models.resolve(o["model"], o["revision"])
     if o["probe"]:  # the paper's own are of any model
-        check_reach(settings, models.geometry(source).layers)
+        check_reach(settings, compressible(source))
     counts: dict[str, int] = {}
     if source.kind == "embedded" and o["windows"] is None:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
+    say_coverage(of.opened.source.model, say)
+    width = models.geometry(source).kv_heads * models.geometry(source).head_dim
+    tokens = len(of.text.train) * max(0, of.length - settings.first)
+    for line in few_tokens({probe.name: len(probe.inputs) * width for probe in settings.probes}, tokens):
+        say(line)
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
     work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
@@ -76,12 +83,16 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     ledger.done(ledger.rows)
     layers = {row["layer"]: row["explained_variance"] for row in ledger.rows.values()}
     rows = table(settings, layers)
+    for probe in settings.probes:
+        scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
+        if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
+            say(worse)
     found = {
-        **ledger.settings, "rows": rows, "layers": len(layers), "resumed_layers": known,
+        **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": known,
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
     }  # fmt: skip
     if o["csv"] is not None:
-        write_atomically(o["csv"], as_csv(rows).encode(), "--csv")
+        write_atomically(o["csv"], as_csv(rows, sorted(layers)).encode(), "--csv")
     if o["plot"] is not None:
         from ..report.plots import plot_probes
 
@@ -113,19 +124,28 @@ def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[
     own = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text
     return {
-        "version": __version__, "model": o["model"], "revision": opened.revision, "random_weights": opened.random_weights,
+        "version": __version__, "model": opened.name.public, "revision": opened.revision,
+        "random_weights": opened.random_weights,
         "dtype": str(opened.source.model.dtype).removeprefix("torch."), "device": opened.device.type,
         "batch": o["batch"] or default_batch(of.length, opened.device), "seed": o["seed"], "text": text.source,
         "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **own,
     }  # fmt: skip
 
 
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    """A line a probe and layer, then its means; what does not exist is left out."""
+def compressible(source: models.ModelSource) -> int:
+    """Layers that are probed: those that keep a cache of their own are not."""
+    from kvcal_artifacts.hf import text_config, unsupported_layers
+
+    config = text_config(models.geometry_config(source))
+    return int(config.num_hidden_layers) - len(unsupported_layers(config))
+
+
+def as_csv(rows: list[dict[str, Any]], numbers: Sequence[int]) -> str:
+    """A line a probe and layer, then its means; what does not exist is left out. numbers: of the layers."""
     made = io.StringIO()
     out = csv.writer(made, lineterminator="\n")
     out.writerow(["target", "inputs", "layer", "explained_variance"])
     for row in rows:
-        scores = [*enumerate(row["layers"]), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
+        scores = [*zip(numbers, row["layers"], strict=True), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
         out.writerows([row["target"], "+".join(row["inputs"]), layer, x] for layer, x in scores if x is not None)
     return made.getvalue()

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcal_artifacts.bundle import load_bundle, write_together
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import read_text
 
 from ..card import Card, make_card
 from ..fit import check_output
@@ -42,10 +43,10 @@ def _card(o: dict[str, Any], repo: str | None, defaults_of: Defaults) -> Card:
 
 def _evaluation(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"--eval {path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--eval {path}: not JSON ({error}); give what `kvcal eval --json` printed") from error
     if not isinstance(found, dict):
         raise UsageError(f"--eval {path}: not what `kvcal eval --json` prints")

@@ -15,11 +15,14 @@ import torch
 
 from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.files import read_bytes
 
 from ..build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
+from ..catalogue import CATALOGUE
+from ..corpus import EMBEDDED
 from ..diff import diff
 from ..fit import check_output
-from ..recorded import LOCAL, Options, Recorded, recorded
+from ..recorded import LOCAL, Options, Recorded, recorded, tasks_of
 from .bundles import file_sha256
 from .combine import run_combine
 from .common import Say
@@ -58,6 +61,7 @@ ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
     """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.diff.
 
+    Nothing in the bundle says what is read: a local text, model or folder of tasks is taken from the caller's options alone.
     Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
     """
     path = o["bundle"]
@@ -72,12 +76,15 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
         if not Path(text).expanduser().exists():
             raise UsageError(f"--text {text}: no such file or folder")
     check_inputs(was, o["input"] or [])
+    check_tasks(was, o["tasks_path"])
     say(f"again: {line}")
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
-        places = Places(Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"])
+        places = Places(
+            Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"], o["tasks_path"]
+        )
         made = o["output"] or Path(folder) / path.name
         Rerun(places, defaults_of, options_of, say).make(was, made)
-        found = diff(original, load_bundle(made), same_bytes=path.read_bytes() == made.read_bytes())
+        found = diff(original, load_bundle(made), same_bytes=read_bytes(path) == read_bytes(made))
         digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
     settings = found["settings"]
     return {
@@ -100,6 +107,16 @@ def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
         raise UsageError(f"--input {given[0]}: the bundle was made from {wanted}; give one of them, or leave it out")
 
 
+def check_tasks(was: Recorded, given: Path | None) -> None:
+    """UsageError where a folder of tasks is given that is none, or that nothing would take."""
+    if given is None:
+        return
+    if not given.is_dir():
+        raise UsageError(f"--tasks-path {given}: no such folder")
+    if not tasks_of(was.options):
+        raise UsageError("--tasks-path applies only to a recorded objective of tasks, and there is none: leave it out")
+
+
 def _inputs(was: Recorded) -> Iterator[Mapping[str, Any]]:
     for one in was.inputs:
         yield one
@@ -108,13 +125,17 @@ def _inputs(was: Recorded) -> Iterator[Mapping[str, Any]]:
 
 @dataclass
 class Places:
-    """Where things lie now. texts, inputs: paths as given. folder: for links under the names of the record."""
+    """Where things lie now, as the caller says. texts, inputs: paths as given. tasks: a folder of files for lm-eval.
+
+    folder: for links under the names of the record.
+    """
 
     folder: Path
     model: str | None
     texts: list[str]
     inputs: list[Path]
     device: str | None
+    tasks: Path | None = None
 
     def model_of(self, was: Recorded) -> str:
         """What --model takes; a local folder under its recorded name."""
@@ -124,6 +145,8 @@ class Places:
                 raise UsageError(
                     f"--model {self.model}: the bundle was made from {name}, which has one place; leave it out"
                 )
+            if name not in CATALOGUE:
+                _refuse_local("model", name)
             return str(name)
         if self.model is None:
             raise UsageError(
@@ -133,14 +156,17 @@ class Places:
 
     def text_of(self, label: str | None) -> str | None:
         """What --text takes; a local file or folder under its recorded name, found by this name or the only one given."""
-        if label is None or not label.startswith(LOCAL):
+        if label is None or label in EMBEDDED:
+            return label
+        if not label.startswith(LOCAL):
+            _refuse_local("text", label)
             return label
         name = label.partition(":")[2]
         named = [text for text in self.texts if Path(text).expanduser().resolve().name == name]
         given = named or (self.texts if len(self.texts) == 1 else [])
-        if not given and not Path(name).exists():
+        if not given:
             raise UsageError(f"made from {label}: say where that text is with --text (its hash is checked)")
-        return str(self._linked(Path(given[0] if given else name).expanduser(), name))
+        return str(self._linked(Path(given[0]).expanduser(), name))
 
     def input_of(self, sha256: str) -> Path | None:
         return next((path for path in self.inputs if file_sha256(path) == sha256), None)
@@ -155,6 +181,15 @@ class Places:
             return place
         shutil.copytree(path.resolve(), place, copy_function=lambda a, b: os.symlink(Path(a).resolve(), b))
         return place
+
+
+def _refuse_local(what: str, name: str) -> None:
+    """UsageError where a recorded name of the hub's would be taken for a file or folder that lies here."""
+    if Path(name).exists():
+        raise UsageError(
+            f"made from the hub's {what} {name}, and {Path(name).resolve()} lies here, which would be taken for it: "
+            "run this in another folder"
+        )
 
 
 @dataclass
@@ -181,6 +216,8 @@ class Rerun:
                 options |= {"output": output} | self._texts(was, options)
             if self.places.device is not None and "device" in options:
                 options["device"] = self.places.device
+            if tasks_of(options):
+                options["tasks_path"] = self.places.tasks
             RUNS[was.command](options, self._say)
 
     def _options(self, was: Recorded) -> Options:
@@ -203,6 +240,9 @@ class Rerun:
             read = self.options_of(was.command, given)
         except UsageError as error:
             raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
+        for name, value in given.items():  # "6" or [6] would be read as 6
+            if name not in needed and not _as_typed(value, read[name]):
+                raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
         return read | left
 
     def _texts(self, was: Recorded, options: Options) -> Options:
@@ -227,6 +267,14 @@ class Rerun:
                 "with the file itself: --input FILE"
             )
         return place
+
+
+def _as_typed(recorded: Any, read: Any) -> bool:
+    """Whether the command line reads back what the record holds, of the same type; a whole number may be a float."""
+    if isinstance(recorded, list):
+        return isinstance(read, (list, tuple)) and list(read) == recorded
+    same = type(recorded) is type(read) or (type(recorded) is int and type(read) is float)
+    return bool(same and recorded == read)
 
 
 @contextmanager

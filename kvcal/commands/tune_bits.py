@@ -40,5 +40,6 @@ def run_tune_bits(o: dict[str, Any], say: Say) -> dict[str, Any]:
         "layers": [
             {"layer": i, **{name: row[name] for name in ("key_bits", "value_bits", "output_error")}}
             for i, row in enumerate(rows)
+            if row
         ],
     }

@@ -11,7 +11,9 @@ from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
+from ..enough import one_window
 from ..methods.mixkvq import MixKVQ
+from ..recorded import check_task, tasks_of
 from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from ..workbench import Opened
 from .calibration import prepare
@@ -87,6 +89,11 @@ def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
     known = name in ("attention", "perplexity") or (name.startswith("task:") and name[5:].strip(", "))
     if not known:
         raise UsageError(f"--objective {name}: allowed are auto, attention, perplexity and task:NAME[,NAME]")
+    for task in tasks_of({"objective": name}):
+        try:
+            check_task(task)
+        except ValueError as error:
+            raise UsageError(f"--objective {name}: {error}") from error
     return name
 
 
@@ -99,7 +106,7 @@ def _objective(o: dict[str, Any], name: str, method: MixKVQ, opened: Opened, tex
     from ..evaluate.tasks import TaskScore, check_installed
 
     check_installed()
-    tasks = [task.strip() for task in name.removeprefix("task:").split(",") if task.strip()]
+    tasks = tasks_of({"objective": name})
     return lambda: TaskScore(model, opened.tokenizer, tasks, o["tasks_path"], o["limit"], o["metric"], o["batch"] or 1)
 
 
@@ -132,6 +139,8 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
         check_plot(o["plot"])
     of = prepare(o | window_counts(o), source, output, say)
     opened, text = of.opened, of.text
+    if searches(o) and not name.startswith("task:") and len(text.train) == 1:
+        say(one_window("thresholds"))
     job = Job(
         opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
         of.options, say,

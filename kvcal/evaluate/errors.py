@@ -12,6 +12,7 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
+from ..records import is_number, kind_of, mistyped
 from ..report.progress import progress
 from .layers import LayerErrors
 
@@ -28,12 +29,38 @@ class HeadErrors:
 
 
 def stored_head_errors(metrics: dict[str, Any]) -> HeadErrors | None:
-    """What the fit wrote into a bundle's metrics, of its held-out windows; None where it wrote none."""
+    """What the fit wrote into a bundle's metrics, of its held-out windows; None where it wrote none, or no errors by head."""
     layers = metrics.get("layers")
-    if not isinstance(layers, list) or not any("key_head_errors" in row for row in layers):
+    if not isinstance(layers, list) or not all(isinstance(row, dict) for row in layers):
         return None
-    return HeadErrors(
-        [row.get("key_head_errors") for row in layers], [row.get("value_head_errors") for row in layers], 0
+    key, value = ([row.get(f"{role}_head_errors") for row in layers] for role in ("key", "value"))
+    return HeadErrors(key, value, 0) if head_errors_fault(metrics) is None and any((*key, *value)) else None
+
+
+def head_errors_fault(metrics: dict[str, Any]) -> str | None:
+    """What is wrong with the errors by head in a bundle's metrics; None where they are good, or there are none."""
+    layers = metrics.get("layers")
+    if layers is None:
+        return None
+    if not isinstance(layers, list):
+        return mistyped(layers, list)
+    heads: set[int] = set()
+    for layer, row in enumerate(layers):
+        if not isinstance(row, dict):
+            return f"layer {layer} {mistyped(row, dict)}"
+        for name in ("key_head_errors", "value_head_errors"):
+            errors = row.get(name)
+            if errors is None:
+                continue
+            if not isinstance(errors, list) or not errors:
+                return (
+                    f"{name} of layer {layer} {mistyped(errors, list) if errors != [] else 'recorded without numbers'}"
+                )
+            if bad := [one for one in errors if not is_number(one) or one < 0]:
+                return f"{name} of layer {layer} holds {kind_of(bad[0])} that is no error, expected numbers from 0"
+            heads.add(len(errors))
+    return (
+        None if len(heads) < 2 else f"recorded for {min(heads)} and for {max(heads)} heads, expected as many everywhere"
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..records import is_number
 
 ROLES = ("key", "value")
 LEAST = 1e-5  # what counts as recorded at least: figures have six decimals, and exact codecs are recorded as 0
@@ -121,7 +122,7 @@ def _blames(row: dict[str, Any], role: str, recorded: Recorded | None) -> list[B
         return []
     said = recorded[layer] if recorded and layer < len(recorded) else {}
     heads, own = said.get(f"{role}_head_errors"), row.get(f"{role}_head_errors")
-    by_head = [] if not heads or not own else zip(own, heads, strict=True)
+    by_head = [] if not heads or not own or len(own) != len(heads) else zip(own, heads, strict=True)
     whole = said.get(f"{role}_relative_error")
     return [
         *(Blame(layer, role, mine, float(theirs), head) for head, (mine, theirs) in enumerate(by_head)),
@@ -148,6 +149,20 @@ def check_errors(recorded: Recorded, layers: Mapping[int, int]) -> None:
                     raise ValueError(f"layer {layer}: {name} {seen}")
 
 
+def recorded_rows(metrics: Mapping[str, Any]) -> Recorded | None:
+    """metrics["layers"] of a bundle without what is no error that a codec can have; None where it is no list of tables."""
+    rows = metrics.get("layers")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        return None
+    return [{name: value for name, value in row.items() if _usable(name, value)} for row in rows]
+
+
+def _usable(name: Any, value: Any) -> bool:
+    if str(name).endswith("_head_errors"):
+        return isinstance(value, list) and all(map(_plausible, value))
+    return not str(name).endswith("_relative_error") or _plausible(value)
+
+
 def _plausible(value: Any) -> bool:
     """Zeros in the place of everything would have an error of 1."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1
+    return is_number(value) and 0 <= value <= 1

@@ -7,6 +7,7 @@ section 4). Full precision runs through DynamicCache in the same steps, side by 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ class Row:
 
     bits_per_value: stored bits of packed blocks over the values they stand for; for `full` the bits of its dtype.
     paper_bits: as the codecs' own papers count. bytes_at_16_bit: what the same tokens take uncompressed at 16 bits a value.
+    kl_se: standard error of kl over windows, None of one window. kl_windows: kl of each window, in order.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Row:
     resident_bytes: int
     tokens: int
     bytes_at_16_bit: int
+    kl_se: float | None
+    kl_windows: list[float]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,6 +65,7 @@ class Batches(Protocol):
 class _Sums:
     nats: float = 0.0
     kl: float = 0.0
+    kl_windows: list[float] = field(default_factory=list)  # summed over the tokens of each
     tokens: int = 0
     packed: int = 0
     packed_values: int = 0
@@ -114,16 +119,19 @@ def _one_batch(
     from transformers import DynamicCache
 
     full = DynamicCache(config=model.config)
+    before = {name: len(total.kl_windows) for name, total in sums.items()}
+    for total in sums.values():
+        total.kl_windows += [0.0] * len(ids)
     caches = {name: make() for name, make in makers.items()}
     try:
         for start in range(0, ids.shape[1], step):
             chunk, target = ids[:, start : start + step], ids[:, start + 1 : start + step + 1]
             logits = _logits(model, chunk, full, target.shape[1])
             reference = logits, functional.log_softmax(logits, -1)
-            _add(sums["full"], logits, reference, target, "full")
+            _add(sums["full"], logits, reference, target, "full", before["full"])
             for name, cache in caches.items():
                 own = _logits(model, chunk, cache, target.shape[1])
-                _add(sums[name], own, reference, target, name)
+                _add(sums[name], own, reference, target, name, before[name])
             advance()
         plain: list[Any] = full.layers
         sums["full"].packed += sum(layer.keys.nbytes + layer.values.nbytes for layer in plain)
@@ -146,8 +154,8 @@ def _logits(model: Any, chunk: Tensor, cache: Any, count: int) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target: Tensor, name: str) -> None:
-    """reference: the full-precision logits and their log-probabilities."""
+def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target: Tensor, name: str, first: int) -> None:
+    """reference: the full-precision logits and their log-probabilities. first: the number of the batch's first window."""
     if not target.shape[1]:
         return
     exact, right = reference
@@ -158,7 +166,10 @@ def _add(total: _Sums, logits: Tensor, reference: tuple[Tensor, Tensor], target:
     total.nats += nats
     total.tokens += target.numel()
     if logits is not exact:
-        total.kl += functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().sum().item()
+        divergence = functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double()
+        total.kl += divergence.sum().item()
+        for window, nats in enumerate(divergence.sum(1).tolist(), first):
+            total.kl_windows[window] += nats
 
 
 def _mean(weighted: list[list[Any]]) -> float:
@@ -172,6 +183,7 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
     values = 2 * shape.num_hidden_layers * shape.num_key_value_heads * dim * ids.shape[1]
     bits = total.packed * 8 / total.packed_values if total.packed_values else None
     counted = {one for one, _ in total.paper}
+    by_window = [nats * len(total.kl_windows) / total.tokens for nats in total.kl_windows]
     paper = bits if not counted else counted.pop() if len(counted) == 1 else _mean(total.paper)
     return Row(
         name=name,
@@ -184,4 +196,11 @@ def _row(name: str, total: _Sums, model: Any, ids: Tensor) -> Row:
         resident_bytes=total.resident,
         tokens=total.tokens,
         bytes_at_16_bit=values * 2,
+        kl_se=standard_error(by_window) if len(by_window) > 1 else None,
+        kl_windows=by_window,
     )
+
+
+def standard_error(numbers: list[float]) -> float:
+    """Of the mean of two or more numbers."""
+    return statistics.stdev(numbers) / math.sqrt(len(numbers))

@@ -177,7 +177,8 @@ class TaskScore:
     """Mean score of lm-eval tasks, and stored bits of the caches that answered them.
 
     tasks_path: a folder of task files beside lm-eval's own. metric: METRIC or METRIC,FILTER; None: each task's first.
-    limit: questions of each task. Raises KVCalError in one line for what lm-eval cannot load.
+    limit: questions of each task. Raises KVCalError in one line for what lm-eval cannot load,
+    and for a task that is named by a path: a file may import code from beside it.
     """
 
     label = "score"
@@ -200,6 +201,12 @@ class TaskScore:
         self.tasks, self.limit, self.metric = tasks, limit, metric
         with self._in_one_line():
             manager = TaskManager(include_path=None if tasks_path is None else str(tasks_path))
+            known = set(manager.all_tasks)
+            if strange := [task for task in tasks if task not in known]:  # lm-eval would take it for a path
+                raise KVCalError(
+                    f"task {','.join(tasks)}: lm-eval failed: it has no task, group or tag {strange[0]}; give --tasks-path "
+                    "FOLDER if a file in that folder has it"
+                )
             self._loaded = manager.load(list(tasks))
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:

@@ -36,11 +36,12 @@ KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k
 @dataclass(frozen=True)
 class AquaKV:
     """The paper's defaults: linear predictors, K from K of the layer below, V from [V of the layer below; K]; pre-RoPE;
-    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one).
+    HIGGS at 2 bits, the first layer at 4; sink 4, recent 128. Ours: HIGGS debiased (`higgs-2-wide` is the published one), and
+    keys divided by balanced factors before it, which cost no bits a token (learned.FactorBackbone).
 
-    first_layer: codec of layer 0, which nothing predicts; empty: as the others.
+    first_layer: codec of the first compressed layer, which nothing predicts; empty: as the others.
     keys, values: codecs of the residuals where they differ from `backbone`. per_layer: exceptions (see composition), last.
-    key_inputs, value_inputs: k1, v1 (layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
+    key_inputs, value_inputs: k1, v1 (compressed layer below), k2, v2 (two below), k0 (this layer's keys); empty: no predictor.
     rank: of the reduced-rank variant; 0 means a quarter of C (the paper's 256 at 1024).
     quantiser_agnostic: fit on true keys and values, whatever the codec (Table 1, last row).
     """
@@ -48,8 +49,8 @@ class AquaKV:
     name: ClassVar[str] = "aqua-kv"
     taps: ClassVar[frozenset[str]] = frozenset({"k", "v"})
 
-    backbone: str = "higgs-2-wide-debiased"
-    first_layer: str = "higgs-4-wide-debiased"
+    backbone: str = "higgs-2-wide-debiased-balanced"
+    first_layer: str = "higgs-4-wide-debiased-balanced"
     keys: str = ""
     values: str = ""
     per_layer: tuple[str, ...] = ()
@@ -80,10 +81,14 @@ class AquaKV:
 
     @property
     def composition(self) -> Composition:
-        """Codecs by layer: the first layer, which nothing predicts, is an exception."""
+        """Codecs by layer, of a model whose first layer is compressed."""
+        return self.composition_from(0)
+
+    def composition_from(self, first: int) -> Composition:
+        """Codecs by layer: the first compressed layer, which nothing predicts, is an exception."""
         keys, values = self.keys or self.backbone, self.values or self.backbone
-        first = (f"0={self.first_layer}",) if self.first_layer else ()
-        return Composition(keys, values, (*first, *self.per_layer))
+        own = (f"{first}={self.first_layer}",) if self.first_layer else ()
+        return Composition(keys, values, (*own, *self.per_layer))
 
     @property
     def windows(self) -> Windows:
@@ -94,12 +99,15 @@ class AquaKV:
         return self.rope
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
-        self.composition.check(carry.layers)
+        own = self.composition_from(carry.compressed[0])
+        own.check(carry.layers)
+        own.check_reach(carry.layers, carry.skipped)
         run = _LayerRun(self, layer, taps, carry)
-        key = run.codec("key", self._inputs(layer, self.key_inputs), {"k"})
+        place = carry.compressed.index(layer)
+        key = run.codec("key", self._inputs(place, self.key_inputs), {"k"})
         key_error = run.encode_keys(key)
         key = run.expecting(key)
-        value = run.codec("value", self._inputs(layer, self.value_inputs), {"v"})
+        value = run.codec("value", self._inputs(place, self.value_inputs), {"v"})
         value_error = run.encode_values(value)
         self.shift(carry)
         heads = carry.shape.heads
@@ -127,11 +135,11 @@ class AquaKV:
             own["k0"] = "k0" if "k1" in self.value_inputs else "k1"
         return own
 
-    def _inputs(self, layer: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """Inputs that exist at this layer; where only a deeper one was asked for, the deepest there is."""
-        if layer == 0:
+    def _inputs(self, place: int, wanted: tuple[str, ...]) -> tuple[str, ...]:
+        """Inputs that exist with so many compressed layers below; of a deeper one the deepest there is."""
+        if place == 0:
             return ()
-        return tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), layer)}" for name in wanted))
+        return tuple(dict.fromkeys(f"{name[0]}{min(int(name[1]), place)}" for name in wanted))
 
     def shift(self, carry: Carry) -> None:
         """Layer l's reconstructions become those of the layer below; the oldest buffers are used again."""
@@ -154,7 +162,8 @@ class _LayerRun:
 
     def codec(self, role: Role, inputs: tuple[str, ...], want: set[str]) -> Codec:
         """The backbone, behind a predictor fitted on the training windows if there are inputs."""
-        make = self.method.composition.codec(self.layer, self.carry.layers, role)
+        own = self.method.composition_from(self.carry.compressed[0])
+        make = own.codec(self.layer, self.carry.layers, role)
         predictor = self._fit(inputs, frozenset(want)) if inputs else None
         if isinstance(make, Learned):
             windows, frame = self.method.windows, self.method.frame
@@ -202,7 +211,7 @@ class _LayerRun:
         if isinstance(codec, Predicted) and codec.ragged:
             return Predicted(self.expecting(codec.inner), codec.predictor, codec.inputs)
         if isinstance(codec, MixKVQ) and codec.ragged:
-            settings = codec.config() | {"expected": self.sizes.means()}
+            settings = codec.config() | {"expected": list(self.sizes.means())}
             return MixKVQ.from_state(codec.shape, codec.role, settings, {})
         return codec
 

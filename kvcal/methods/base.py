@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
-from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..capture import LayerTaps
@@ -21,11 +20,11 @@ from ..spill import SpillStore
 
 @dataclass
 class Carry:
-    """What layer l-1 left for layer l: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
+    """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
     sink is not, nor is an unfinished block at the end. layers: of the model. held: how many windows are held out; what
-    comes after them is of another text, to compare with.
+    comes after them is of another text, to compare with. skipped: layers that keep a cache of their own, with the reason.
     """
 
     train: int
@@ -35,6 +34,12 @@ class Carry:
     layers: int = 0
     stores: dict[str, SpillStore] = field(default_factory=dict)
     held: int = 0
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def compressed(self) -> list[int]:
+        """Layers that are compressed, lowest first."""
+        return [index for index in range(self.layers) if index not in self.skipped]
 
     def coded(self, x: Tensor) -> Tensor:
         """(B, H, T, D) -> the coded tokens of it."""
@@ -98,17 +103,20 @@ class Finishing(Protocol):
     def finish(
         self, codecs: list[LayerCodecs], metrics: list[dict[str, float]]
     ) -> tuple[list[LayerCodecs], list[dict[str, float]]]:
-        """What fit_layer gave for each layer -> the bundle's codecs and metrics. Not in checkpoints: it runs at every end."""
+        """What fit_layer gave for each compressed layer -> the bundle's codecs and metrics. Never from a checkpoint."""
 
 
 def layer_by_layer(
     model: nn.Module, windows: Windows, frame: Frame, pair: Callable[[int, Shape], LayerCodecs]
 ) -> Scheme:
-    """A pair of codecs for each layer, by its number; those that cannot be compressed are skipped with the reason."""
+    """A pair of codecs for each layer, by its number; those that cannot be compressed are skipped with the reason.
+
+    Raises UnsupportedModel where none can, or not with keys in this frame.
+    """
+    hf.check_supported(model)
     config = hf.config_of(model)
     skipped = hf.unsupported_layers(config)
-    if len(skipped) == config.num_hidden_layers:
-        raise UsageError(f"{config.model_type}: no layer can be compressed: {skipped[0]}")
+    hf.check_frame([site for site in hf.attention_sites(model) if site.index not in skipped], frame)
     shape = hf.layer_shape(config, windows.block)
     layers = tuple(None if i in skipped else pair(i, shape) for i in range(config.num_hidden_layers))
     return Scheme(windows, frame, layers, skipped)
@@ -122,26 +130,6 @@ def settings_of(method: Any) -> dict[str, Any]:
 def flat(x: Tensor) -> Tensor:
     """(B, H, T, D) -> (B * T, H * D) float32."""
     return x.transpose(1, 2).flatten(2).flatten(0, 1).float()
-
-
-OUTLIER = 8.0  # key channels so many times the median are outliers: `tiny` has 5, kvref-28m 12, its twin 92
-BROKEN = 0.5  # an error of half a channel's variance: half of what tells its tokens apart is gone
-
-
-def outlier_warning(metrics: list[dict[str, float]]) -> str | None:
-    """The first half of a line if a fitted scheme errs too much on key channels beside outliers; metrics of all layers."""
-    broken = {
-        layer: row for layer, row in enumerate(metrics)
-        if row.get("key_channel_ratio", 0) > OUTLIER and row.get("key_channel_error", 0) > BROKEN
-    }  # fmt: skip
-    if not broken:
-        return None
-    worst = max(broken, key=lambda layer: broken[layer]["key_channel_error"])
-    return (
-        f"warning: in {len(broken)} of {len(metrics)} layers key channels are up to "
-        f"{max(row['key_channel_ratio'] for row in broken.values()):.0f} times the median, and keys err by "
-        f"{broken[worst]['key_channel_error']:.0%} of a channel's variance (layer {worst})"
-    )
 
 
 @dataclass

@@ -86,6 +86,7 @@ class InnerQ:
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
         self.composition.check(carry.layers)
+        self.composition.check_reach(carry.layers, carry.skipped)
         largest = self._largest(taps, carry)
         codec, name = self.composition.codec, self.composition.name(layer, carry.layers, "key")
         inner = codec(layer, carry.layers, "key")(carry.shape, "key")

@@ -70,7 +70,7 @@ class KVTuner:
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:
         """Errors of every pair, on training and held-out windows; the codecs are those of most bits until `finish`."""
-        self._budget(carry.shape, carry.layers)  # refuses before any work what could not be met in the end
+        self._budget(carry.shape, len(carry.compressed))  # refuses before any work what could not be met in the end
         fitted = {pair: OutputError() for pair in self.pairs}
         held_out = {pair: OutputError() for pair in self.pairs}
         for batch in taps.batches(self.taps, self.frame, advance=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .plots import drawable
 from .png import png
 
 Pair = tuple[float, float]  # cost, quality
@@ -38,7 +39,7 @@ def front_png(
         label="chosen",
     )
     axes.axvline(limit, color="#c23b22", linestyle=":", linewidth=1, label=f"limit {limit:g}")
-    axes.set(xlabel=cost, ylabel=quality)
+    axes.set(xlabel=drawable(cost), ylabel=drawable(quality))
     if min(y for _, y in points) > 0 and max(y for _, y in points) > 20 * min(y for _, y in points):
         axes.set_yscale("log")
     axes.grid(alpha=0.25)

@@ -10,12 +10,18 @@ from typing import Any
 
 from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.shown import shown
 
 from ..fit import check_output
 from .png import png
 
 Rows = Sequence[Sequence[float] | None]
 LEAST_SHOWN = 1e-7  # an exact codec's error of 0 has no logarithm
+
+
+def drawable(text: object) -> str:
+    """Text as matplotlib draws it: no formula between dollars, no control characters."""
+    return shown(text).replace("$", r"\$")
 
 
 def check_plot(path: Path) -> None:
@@ -42,11 +48,11 @@ def plot_deviation(table: dict[str, Any], sources: dict[str, str], title: str, p
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (name, curves) in zip(axes, panels.items(), strict=True):
         for source, values in curves.items():
-            axis.plot(table["ranks"], values, marker="o", markersize=3, label=sources[source])
+            axis.plot(table["ranks"], values, marker="o", markersize=3, label=drawable(sources[source]))
         axis.set(title=name, xlabel="rank of the subspace", ylim=(0, 1))
     axes[0].set_ylabel("deviation of queries")
     figure.legend(*axes[0].get_legend_handles_labels(), title="subspace of", loc="outside right center")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     write_atomically(path, png(figure, 150), "--plot")
 
 
@@ -62,9 +68,15 @@ def plot_quality(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axis.plot([row["bits_per_value"] for row in front], [row["kl"] for row in front], linewidth=1, label="Pareto front")
     for row in seen:
         axis.annotate(
-            row["name"], (row["bits_per_value"], row["kl"]), xytext=(3, 3), textcoords="offset points", fontsize=7
+            drawable(row["name"]),
+            (row["bits_per_value"], row["kl"]),
+            xytext=(3, 3),
+            textcoords="offset points",
+            fontsize=7,
         )
-    axis.set(title=title, xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log")
+    axis.set(
+        title=drawable(title), xlabel="stored bits a value", ylabel="KL to full precision (nats a token)", yscale="log"
+    )
     axis.legend()
     write_atomically(path, png(figure, 150), "--plot")
 
@@ -84,7 +96,7 @@ def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axes = figure.subplots(2, len(roles), squeeze=False)
     for (bars, lines), role in zip(axes.T, roles, strict=True):
         _probe_panels(bars, lines, role, [row for row in rows if row["target"] == role])
-    figure.suptitle(f"{title}: explained variance of linear probes, held-out windows")
+    figure.suptitle(f"{drawable(title)}: explained variance of linear probes, held-out windows")
     write_atomically(path, png(figure, 150), "--plot")
 
 
@@ -139,7 +151,7 @@ def plot_bench(rows: list[dict[str, Any]], path: Path) -> None:
         own = [row for row in timed if row["operation"] == name]
         beside = plain if any(row["ratio_to_fp16"] for row in own) and not name.startswith("innerq-table-4") else []
         _bench_lines(axis, beside + own)
-        axis.set(title=name, xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
+        axis.set(title=drawable(name), xlabel="cached tokens", ylabel="µs", xscale="log", yscale="log")
         axis.grid(alpha=0.25)
         axis.legend(fontsize=5, frameon=False)
     for axis in axes[len(names) :]:
@@ -153,7 +165,7 @@ def _bench_lines(axis: Any, rows: list[dict[str, Any]]) -> None:
         lines.setdefault((row["scheme"], row["batch"], row["projected"]), []).append(row)
     for (scheme, batch, projected), found in lines.items():
         points = sorted(found, key=lambda row: int(row["length"]))
-        label = f"{scheme}, batch {batch}" + (", projected" if projected else "")
+        label = f"{drawable(scheme)}, batch {batch}" + (", projected" if projected else "")
         x = [row["length"] for row in points]
         line = axis.plot(
             x, [row["microseconds"] for row in points], "--" if projected else "-", marker=".", label=label
@@ -188,5 +200,5 @@ def head_errors_png(key: Rows, value: Rows, title: str) -> bytes:
         axis.set(title=name, xlabel="kv head", xticks=range(heads))
     axes[0].set(ylabel="layer", yticks=range(0, len(key), max(1, len(key) // 16)))
     figure.colorbar(picture, ax=axes, label="|x − decoded|² / |x|²")
-    figure.suptitle(title)
+    figure.suptitle(drawable(title))
     return png(figure, 120)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvcal_artifacts.shown import shown
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -32,6 +34,7 @@ _bars: Progress | None = None  # a terminal has one live display: the outermost 
 @contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Advance]:
     """Yields `advance(steps=1)`. Without a `total` it counts."""
+    description = shown(description)  # names of models are in it
     if _disabled():
         yield lambda steps=1: None
     elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":

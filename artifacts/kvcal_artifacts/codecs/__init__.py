@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checked import shown
 from ..errors import KVCalError
 from .base import Codec, Context, Packed, Role, Shape
 from .exact import Exact
@@ -38,10 +39,12 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def build(shape: Shape, role: Role, state: dict[str, Any], tensors: dict[str, Tensor]) -> Codec:
-    """A codec from {"codec": name, "config": {...}} and its tensors; no name is ever imported."""
+    """A codec from {"codec": name, "config": {...}} and its tensors; no name is ever imported. All settings, and dtype, shape
+    and values of all tensors, are checked: KVCalError.
+    """
     name = state.get("codec")
     if not isinstance(name, str) or name not in CODECS:
-        raise KVCalError(f"codec {name!r}: this version knows {', '.join(CODECS)}")
+        raise KVCalError(f"codec {shown(name)}: this version knows {', '.join(CODECS)}")
     try:
         return CODECS[name].from_state(shape, role, state["config"], tensors)
     except (TypeError, KeyError, RuntimeError) as error:

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checked import Choice, Table, constants
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, to_half
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+SETTINGS = Table({"dtype": Choice(tuple(DTYPES))})
 
 
 class Exact(Codec):
@@ -36,6 +39,8 @@ class Exact(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Exact:
+        SETTINGS.check(config, "exact codec")
+        constants(tensors, {}, "exact codec")
         return cls(shape, role, **config)
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

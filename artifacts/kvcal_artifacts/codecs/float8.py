@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checked import HALF_MAX, Choice, Number, Table, constants
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
 
 FORMATS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+SETTINGS = Table({"format": Choice(tuple(FORMATS)), "scale": Number(2.0**-24, HALF_MAX)})
 
 
 class Float8(Codec):
@@ -50,6 +52,8 @@ class Float8(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Float8:
+        SETTINGS.check(config, "float8 codec")
+        constants(tensors, {}, "float8 codec")
         return cls(shape, role, **config)
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

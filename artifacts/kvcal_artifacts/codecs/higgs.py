@@ -44,6 +44,7 @@ from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.quantise import GridRule
 from kvcal_kernels.rotated import Rotated
 
+from ..checked import Choice, Constant, Flag, Table, Whole, constants, once
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device, to_half
 
@@ -79,6 +80,36 @@ def byte_grid(d: int, n: int) -> Tensor:
 def _check_grid(d: int, n: int) -> None:
     if (d, n) not in GRIDS:
         raise KVCalError(f"higgs grid d={d} n={n}: allowed are {', '.join(f'd={a} n={b}' for a, b in GRIDS)}")
+
+
+SETTINGS = Table(
+    {
+        "d": Whole(1, 4),
+        "n": Whole(4, 256),
+        "rotation": Choice(("head", "token")),
+        "norm": Choice(("head", "token")),
+        "seed": Whole(0, (1 << 63) - 1),
+        "axis": Choice(("channel", "token")),
+        "gain": Choice(("mse", "debiased")),
+        "mixed": Flag(),
+    },
+    optional=frozenset({"mixed"}),
+)
+GRID_LARGEST, GRID_SIZE = 16.0, (0.25, 4.0)  # of points for N(0, 1): the largest coordinate, the root mean square
+
+
+def _check_values(grid: Tensor, sign: Tensor, seed: int) -> None:
+    """KVCalError for a grid that is none for unit variance, and for signs that are not those of the seed."""
+    low, high = GRID_SIZE
+    size, distinct = once(grid, "points", lambda: (float(grid.square().mean().sqrt()), len(grid.unique(dim=0))))
+    if not low <= size <= high:
+        raise KVCalError(
+            f"higgs codec, grid: points of size {size:.3g} for unit variance, allowed are {low:g} to {high:g}"
+        )
+    if distinct != len(grid):
+        raise KVCalError(f"higgs codec, grid: {distinct} points differ, needs {len(grid)}")
+    if not once(sign, seed, lambda: torch.equal(sign.cpu(), signs(len(sign), seed))):
+        raise KVCalError(f"higgs codec, sign: is not +1 and -1 as seed {seed} gives them")
 
 
 @cache
@@ -389,7 +420,19 @@ class Higgs(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Higgs:
-        return cls(shape, role, **{"mixed": False, **config}, grid=tensors["grid"], sign=tensors["sign"])
+        SETTINGS.check(config, "higgs codec")
+        _check_grid(config["d"], config["n"])
+        length = shape.block if config["axis"] == "token" else shape.heads * shape.dim
+        wanted = {
+            "grid": Constant(torch.float32, (config["n"], config["d"]), largest=GRID_LARGEST),
+            "sign": Constant(torch.int8, (length,)),
+        }
+        constants(tensors, wanted, "higgs codec")
+        _check_values(tensors["grid"], tensors["sign"], config["seed"])
+        made = cls(shape, role, **{"mixed": False, **config}, grid=tensors["grid"], sign=tensors["sign"])
+        if config.get("mixed", made.mixed) != made.mixed:
+            raise KVCalError(f"higgs codec, mixed = {config['mixed']}: its rotation has no odd factor to mix")
+        return made
 
     def to(self, device: torch.device) -> Higgs:
         if self.grid.device == device and self.sign.device == device:

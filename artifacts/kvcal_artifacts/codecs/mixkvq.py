@@ -22,6 +22,7 @@ from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.salience import Tiers
 
+from ..checked import BLOCK, Choice, Listed, Number, OrNull, Table, Whole, constants
 from ..errors import KVCalError
 from ..store import Ragged
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
@@ -32,6 +33,22 @@ Normalise = Literal["median", "none"]
 STATISTIC = {"query": "query_abs", "recent": "query_abs:recent", "none": ""}
 BITS = (4, 2)  # of the second and third tier
 NAMES = ("four", "two")
+CHANNELS = 256  # a head at most: they are numbered in a byte
+_THRESHOLD, _COUNT = Number(0, 1e30), OrNull(Whole(0, CHANNELS))
+SETTINGS = Table(
+    {
+        "tau_low": _THRESHOLD,
+        "tau_high": _THRESHOLD,
+        "group": Whole(1, BLOCK),
+        "round_up": Whole(1, BLOCK),
+        "dtype": Choice(tuple(DTYPES)),
+        "importance": Choice(tuple(STATISTIC)),
+        "normalise": Choice(("median", "none")),
+        "full": _COUNT,
+        "four": _COUNT,
+        "expected": OrNull(Listed(Number(0, CHANNELS), 2, 2)),
+    }
+)
 
 
 class MixKVQ(Codec):
@@ -76,7 +93,7 @@ class MixKVQ(Codec):
         dim, block = self.shape.dim, self.shape.block
         if self.role != "key":
             raise KVCalError("mixkvq codec for values: it chooses channels by their queries, so it stores keys only")
-        if dim > 256:
+        if dim > CHANNELS:
             raise KVCalError(f"mixkvq codec, head_dim {dim}: channels are numbered in a byte, at most 256")
         for what, value in (("group", self.group), ("round_up", self.round_up)):
             if type(value) is not int or value < 1:
@@ -378,6 +395,8 @@ class MixKVQ(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> MixKVQ:
+        SETTINGS.check(config, "mixkvq codec")
+        constants(tensors, {}, "mixkvq codec")
         return cls(shape, role, **config)
 
 

@@ -6,15 +6,25 @@ encode:  Q(x - f(inputs))          decode:  Q^-1(codes) + f(inputs)
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checked import INNER, Choice, Listed, Table, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows
 from .predictors import INPUTS, PREDICTORS, Predictor, predictor_config
 
+SETTINGS = Table(
+    {
+        "predictor": Table(
+            {"kind": Choice(tuple(PREDICTORS)), "inputs": Listed(Choice(INPUTS), 1, len(INPUTS), once=True)}
+        ),
+        "inner": INNER,
+    }
+)
 DECODE_TOKENS = 1 << 15  # predictor inputs are concatenated for this many tokens at a time
 
 
@@ -32,6 +42,8 @@ class Predicted(Codec):
         unknown = [name for name in inputs if name not in INPUTS or (name == "k0" and inner.role == "key")]
         if unknown or not inputs:
             raise KVCalError(f"{inner.role} predictor inputs {inputs}: allowed are {', '.join(INPUTS)} (k0 for values)")
+        if inner.needs:
+            raise KVCalError(f"predicted codec around {inner.name!r}: what it stores is predicted already")
         self.inner, self.predictor, self.inputs = inner.for_decoding(), predictor, tuple(inputs)
         self._check_widths()
         self.needs = frozenset(inputs) | inner.needs  # type: ignore[misc]
@@ -47,13 +59,13 @@ class Predicted(Codec):
     def _check_widths(self) -> None:
         width = self.shape.heads * self.shape.dim
         wide = len(self.inputs) * width
-        try:
-            some = next(iter(self.predictor.weights.values()))
-            out = self.predictor(torch.zeros(1, wide, device=some.device))
-        except RuntimeError as error:
-            raise KVCalError(f"{self.predictor.name} predictor does not take {wide} inputs ({self.inputs})") from error
-        if out.shape[-1] != width:
-            raise KVCalError(f"{self.predictor.name} predictor gives {out.shape[-1]} channels, needs {width}")
+        own, sizes = self.predictor.weights, dict[str, int]()
+        for name, wanted in self.predictor.constants(own, wide, width).items():
+            if not replace(wanted, dtype=own[name].dtype).fits(own[name], sizes):
+                raise KVCalError(
+                    f"{self.predictor.name} predictor of {wide} inputs ({', '.join(self.inputs)}) and {width} channels, "
+                    f"{name} {tuple(own[name].shape)}: needs {wanted}"
+                )
 
     def check_inputs(self, context: Context) -> None:
         """KVCalError if the context lacks a reconstruction that the predictor reads."""
@@ -124,12 +136,14 @@ class Predicted(Codec):
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Predicted:
         from . import build
 
-        inner = build(shape, role, config["inner"], _below(tensors, "inner."))
-        kind = config["predictor"]["kind"]
-        if kind not in PREDICTORS:
-            raise KVCalError(f"predictor {kind!r}: known are {', '.join(PREDICTORS)}")
-        predictor = PREDICTORS[kind](_below(tensors, "predictor."))
-        return cls(inner, predictor, tuple(config["predictor"]["inputs"]))
+        SETTINGS.check(config, "predicted codec")
+        below, own, others = split(tensors, "inner.", "predictor.")
+        constants(others, {}, "predicted codec")
+        inner = build(shape, role, config["inner"], below)
+        kind, inputs = config["predictor"]["kind"], config["predictor"]["inputs"]
+        width = shape.heads * shape.dim
+        constants(own, PREDICTORS[kind].constants(own, len(inputs) * width, width), f"{kind} predictor")
+        return cls(inner, PREDICTORS[kind](own), tuple(inputs))
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()
@@ -159,7 +173,3 @@ class Predicted(Codec):
 
     def describe(self) -> str:
         return f"{self.predictor.name}({'+'.join(self.inputs)}) + {self.inner.describe()}"
-
-
-def _below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}

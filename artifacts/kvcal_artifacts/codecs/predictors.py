@@ -14,26 +14,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcal_kernels.packing import pack, unpack
+from kvcal_kernels.packing import pack, packed_bytes, unpack
 
+from ..checked import Constant
 from ..errors import KVCalError
 
 INPUTS = ("k1", "v1", "k2", "v2", "k0")
+
+
+def _half(*shape: int | str) -> Constant:
+    return Constant(torch.float16, shape)
 
 
 class Predictor(ABC):
     name: ClassVar[str]
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        missing = self.expected(weights) - set(weights)
+        missing = set(self.constants(weights, 1, 1)) - set(weights)
         if missing:
             raise KVCalError(f"{self.name} predictor lacks {', '.join(sorted(missing))}")
         self.weights = weights
 
     @classmethod
     @abstractmethod
-    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
-        """Names of the tensors it is made of."""
+    def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
+        """The tensors it is made of, of so many inputs and outputs (Cin, C); weights: where some are optional, those given."""
 
     @abstractmethod
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
@@ -64,8 +69,8 @@ class Bias(Predictor):
     name = "bias"
 
     @classmethod
-    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
-        return {"bias"}
+    def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
+        return {"bias": _half(outputs)}
 
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         return w["bias"].expand(*x.shape[:-1], -1)
@@ -77,8 +82,8 @@ class Linear(Predictor):
     name = "linear"
 
     @classmethod
-    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
-        return {"weight", "bias"}
+    def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
+        return {"weight": _half(inputs, outputs), "bias": _half(outputs)}
 
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         return x @ w["weight"] + w["bias"]
@@ -90,8 +95,8 @@ class ReducedRank(Predictor):
     name = "reduced-rank"
 
     @classmethod
-    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
-        return {"down", "up", "bias"}
+    def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
+        return {"down": _half(inputs, "rank"), "up": _half("rank", outputs), "bias": _half(outputs)}
 
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         return x @ w["down"] @ w["up"] + w["bias"]
@@ -103,9 +108,11 @@ class MLP(Predictor):
     name = "mlp"
 
     @classmethod
-    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
-        names = {"in_weight", "in_bias", "out_weight", "out_bias"}
-        return names | {"norm_weight", "norm_bias"} if "norm_weight" in weights else names
+    def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
+        first = {"in_weight": _half(inputs, "hidden"), "in_bias": _half("hidden")}
+        last = {"out_weight": _half("hidden", outputs), "out_bias": _half(outputs)}
+        norm = {"norm_weight": _half(inputs), "norm_bias": _half(inputs)} if "norm_weight" in weights else {}
+        return first | last | norm
 
     def forward(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
         if "norm_weight" in w:
@@ -123,8 +130,10 @@ class QuantisedLinear(Predictor):
     bits = 4
 
     @classmethod
-    def expected(cls, weights: dict[str, Tensor]) -> set[str]:
-        return {"codes", "scale", "min", "bias"}
+    def constants(cls, weights: dict[str, Tensor], inputs: int, outputs: int) -> dict[str, Constant]:
+        codes = Constant(torch.uint8, (outputs, packed_bytes(inputs, cls.bits)))
+        scale = Constant(torch.float16, (outputs,), positive=True)
+        return {"codes": codes, "scale": scale, "min": _half(outputs), "bias": _half(outputs)}
 
     @classmethod
     def from_codes(cls, codes: Tensor, scale: Tensor, minimum: Tensor, bias: Tensor) -> QuantisedLinear:

@@ -41,7 +41,9 @@ def refuses(codec: Codec, dtype: torch.dtype, rotary: int = 0) -> str | None:
         return "triton is not installed"
     norms = codec.shape.heads if inner.norm == "head" else 1
     inputs = len(codec.inputs) if isinstance(codec, Predicted) else 0
-    said: str | None = fast().refuses(codec.shape.dim, inner.d, inner.rotation_width * inner.rotation_factor, norms, inputs, rotary)
+    said: str | None = fast().refuses(
+        codec.shape.dim, inner.d, inner.rotation_width * inner.rotation_factor, norms, inputs, rotary
+    )
     return said
 
 
@@ -136,8 +138,9 @@ def kind(codec: Codec) -> str:
     assert isinstance(inner, Higgs)
     behind = f"{codec.predictor.name} of {len(codec.inputs)}" if isinstance(codec, Predicted) else "alone"
     shape = f"{codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
-    return f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}" + (
-        ", mixed" * inner.mixed + ", factors" * (factor is not None)
+    return (
+        f"{codec.role}s of {shape}, {behind}, d {inner.d}, n {inner.n}, rotation {inner.rotation}, norm {inner.norm}"
+        + (", mixed" * inner.mixed + ", factors" * (factor is not None))
     )
 
 

@@ -20,10 +20,19 @@ from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.vq import backend, residual_codes, residual_sum
 from kvcal_kernels.vq_attention import Band, Coded, halves, longest
 
+from ..checked import HEAD_DIM, Constant, Listed, Table, Whole, constants, extremes, once, shown
 from ..errors import KVCalError, NonFiniteError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, on_device
 
 LARGEST = 65504.0  # of float16: no sum of a few codewords reaches what is far beyond
+STAGES, CODEWORDS = 1024, 65536  # at most, of a band and of a stage
+SETTINGS = Table(
+    {
+        "bands": Listed(Listed(Whole(0, HEAD_DIM - 1), 1, HEAD_DIM, once=True), 1, HEAD_DIM),
+        "stages": Listed(Whole(1, STAGES), 1, HEAD_DIM),
+        "sizes": Listed(Whole(2, CODEWORDS), 1, HEAD_DIM),
+    }
+)
 PAPER_CODE_BITS = 16  # VQKV Eq. 12 counts every code as one 16-bit number
 
 
@@ -55,8 +64,10 @@ class ResidualVQ(Codec):
 
     def _check(self) -> None:
         dims = sorted(dim for band in self.bands for dim in band)
-        if dims != list(range(self.shape.dim)) or not all(self.bands):
-            raise KVCalError(f"residual-vq bands {self.bands}: need every dimension 0 to {self.shape.dim - 1} once")
+        if len(dims) != self.shape.dim or dims != list(range(len(dims))) or not all(self.bands):
+            raise KVCalError(
+                f"residual-vq bands {shown(self.bands)}: need every dimension 0 to {self.shape.dim - 1} once"
+            )
         if len(self.codebooks) != len(self.bands):
             raise KVCalError(f"residual-vq: {len(self.codebooks)} codebooks for {len(self.bands)} bands")
         for number, (band, book) in enumerate(zip(self.bands, self.codebooks, strict=True)):
@@ -73,6 +84,17 @@ class ResidualVQ(Codec):
             raise KVCalError(f"residual-vq scale {tuple(self.scale.shape)} {self.scale.dtype}: needs {wanted} float16")
         if self.scale is not None and not self.scale.is_meta and not bool((self.scale > 0).all()):
             raise KVCalError("residual-vq scale: must be positive in every channel")
+
+    def check_range(self) -> None:
+        """KVCalError where a sum of codewords can lie beyond float16, in which no model has keys or values."""
+        unit = 1.0 if self.scale is None else extremes(self.scale)[1]
+        for number, book in enumerate(self.codebooks):
+            reach = once(book, "reach", lambda book=book: float(book.abs().amax((1, 2)).double().sum()))  # type: ignore[misc]
+            if reach * unit >= LARGEST:
+                raise KVCalError(
+                    f"residual-vq codec, codebooks.{number}: codewords add up to {reach * unit:.3g}, must stay below "
+                    f"{LARGEST:g}"
+                )
 
     def encode(self, x: Tensor, context: Context = EMPTY) -> Packed:
         vectors = self._vectors(self.shape.blocks(x.float()))
@@ -140,11 +162,24 @@ class ResidualVQ(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> ResidualVQ:
-        books = [tensors[f"codebooks.{number}"] for number in range(len(config["bands"]))]
-        stated = list(zip(config["stages"], config["sizes"], strict=True))
-        if stated != [tuple(book.shape[:2]) for book in books]:
-            raise KVCalError(f"residual-vq: (stages, codewords) {stated}, but codebooks {[b.shape for b in books]}")
-        return cls(shape, role, config["bands"], books, tensors.get("scale"))
+        SETTINGS.check(config, "residual-vq codec")
+        bands, stages, sizes = config["bands"], config["stages"], config["sizes"]
+        if not len(bands) == len(stages) == len(sizes):
+            raise KVCalError(
+                f"residual-vq codec: {len(bands)} bands, {len(stages)} stages, {len(sizes)} sizes: must be as many"
+            )
+        wanted = {
+            f"codebooks.{number}": Constant(torch.float16, (stages[number], sizes[number], len(band)))
+            for number, band in enumerate(bands)
+        }
+        if "scale" in tensors:
+            wanted["scale"] = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
+        constants(tensors, wanted, "residual-vq codec")
+        made = cls(
+            shape, role, bands, [tensors[f"codebooks.{number}"] for number in range(len(bands))], tensors.get("scale")
+        )
+        made.check_range()
+        return made
 
     def to(self, device: torch.device) -> ResidualVQ:
         if self._back.device == device and all(t.device == device for t in self.tensors().values()):

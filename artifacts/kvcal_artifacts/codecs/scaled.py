@@ -16,11 +16,13 @@ from torch import Tensor
 
 from kvcal_kernels.attention import Blocks, Form
 
+from ..checked import INNER, Choice, Constant, Table, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
 
 SOURCES = ("calibrated", "prefill")
 STATISTIC = "key_scale"
+SETTINGS = Table({"source": Choice(SOURCES), "inner": INNER})
 
 
 class Scaled(Codec):
@@ -120,8 +122,11 @@ class Scaled(Codec):
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
         from . import build
 
-        below = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
-        return cls(build(shape, role, config["inner"], below), tensors.get("factor"), config["source"])
+        SETTINGS.check(config, "scaled codec")
+        below, own = split(tensors, "inner.")
+        factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True)
+        constants(own, {"factor": factor} if config["source"] == "calibrated" else {}, "scaled codec")
+        return cls(build(shape, role, config["inner"], below), own.get("factor"), config["source"])
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()

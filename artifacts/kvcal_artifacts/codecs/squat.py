@@ -28,6 +28,7 @@ from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.compensated import Digits, Moves
 from kvcal_kernels.hadamard import tree_sum
 
+from ..checked import HEAD_DIM, INNER, Choice, Constant, Number, Table, Whole, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, check_finite
 from .uniform import Uniform
@@ -44,6 +45,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "queries": ("post_rope", "pre_rope"),
 }
 STATISTIC = {"post_rope": "query_subspace", "pre_rope": "query_subspace_pre"}
+LARGEST = 1e9  # of a calibrated subspace: squares, a million times their strength, are then far from what float64 holds
+SETTINGS = Table(
+    {
+        "rank": Whole(1, HEAD_DIM),
+        "strength": Number(0, 1e6),
+        "channels": Whole(1, HEAD_DIM),
+        "inner": INNER,
+        **{name: Choice(allowed) for name, allowed in CHOICES.items()},
+    }
+)
 
 
 class Squat(Codec):
@@ -263,10 +274,14 @@ class Squat(Codec):
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Squat:
         from . import build
 
-        below = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
+        SETTINGS.check(config, "squat codec")
+        below, own = split(tensors, "inner.")
+        if own or config["subspace"] != "prompt":
+            subspace = Constant(torch.float32, (shape.heads, "R", shape.dim), largest=LARGEST)
+            constants(own, {"calibrated": subspace}, "squat codec")
         settings = dict(config)
         inner = build(shape, role, settings.pop("inner"), below)
-        return cls(inner, **settings, calibrated=tensors.get("calibrated"))
+        return cls(inner, **settings, calibrated=own.get("calibrated"))
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return self.inner.tensor_specs()

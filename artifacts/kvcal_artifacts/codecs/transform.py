@@ -20,6 +20,7 @@ from kvcal_kernels.hadamard import root, tree_sum
 from kvcal_kernels.lattice import lookup, nearest
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
+from ..checked import HEAD_DIM, Choice, Constant, Listed, Table, Whole, constants, once
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows, to_half
 from .higgs import GRID_MSE, GRIDS, gaussian_grid
@@ -27,6 +28,8 @@ from .higgs import GRID_MSE, GRIDS, gaussian_grid
 GRID_OF = {2: (2, 16), 3: (2, 64), 4: (2, 256)}  # bits a coordinate -> (d, n); 1 bit: a sign
 ONE_BIT = math.sqrt(2 / math.pi)  # what the sign of a unit Gaussian stands for (Max 1960)
 MSE = {0: 1.0, 1: 1 - 2 / math.pi} | {bits: GRID_MSE[grid] for bits, grid in GRID_OF.items()}
+SETTINGS = Table({"bits": Listed(Whole(0, max(MSE)), 1, HEAD_DIM), "gain": Choice(("mse", "debiased"))})
+ROUNDING = 2.0**-21  # of an encoder stored in float32, relative to the products that its inverse adds up
 
 
 class Transform(Codec):
@@ -157,8 +160,35 @@ class Transform(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Transform:
+        SETTINGS.check(config, "transform codec")
+        heads, dim, coded = shape.heads, shape.dim, sum(b > 0 for b in config["bits"])
+        wanted = {
+            "decoder": Constant(torch.float16, (heads, dim, dim)),
+            "encoder": Constant(torch.float32, (heads, dim, coded)),
+            "mean": Constant(torch.float16, (heads, dim)),
+        }
+        constants(tensors, wanted, "transform codec")
         own: dict[str, Any] = {**config, **tensors}
-        return cls(shape, role, **own)
+        made = cls(shape, role, **own)
+        made.check_inverse()
+        return made
+
+    def check_inverse(self) -> None:
+        """KVCalError unless the encoder is the decoder's inverse, up to its rounding to float32."""
+        off = once(self.decoder, id(self.encoder), lambda: (self._off_inverse(), self.encoder))[
+            0
+        ]  # held: its id stays its own
+        if off > 1:
+            raise KVCalError(
+                f"transform codec, encoder: times the decoder it is {off:.3g} roundings off the identity, allowed is 1"
+            )
+
+    def _off_inverse(self) -> float:
+        """The largest difference of decoder @ encoder from the identity, in what rounding the encoder explains."""
+        decoder, encoder = self.decoder.double(), self.encoder.double()
+        eye = torch.eye(self.shape.dim, self.coded, dtype=torch.float64, device=decoder.device)
+        allowed = ROUNDING * (decoder.abs() @ encoder.abs()) + ROUNDING
+        return float(((decoder @ encoder - eye).abs() / allowed).max())
 
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return dict(self._specs())

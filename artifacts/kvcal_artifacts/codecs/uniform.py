@@ -26,6 +26,7 @@ from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
+from ..checked import BLOCK, Choice, Field, Flag, Table, Whole, constants
 from ..errors import KVCalError
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, on_device, to_half
 
@@ -39,6 +40,10 @@ HALF_MAX = 65504.0
 # steps gain less than 1 % of the error.
 SCALES = tuple(i / 20 for i in (*range(20, 10, -1), *range(21, 28)))
 RANGES = tuple(i / 20 for i in range(20, 5, -1))
+
+_SHARED: dict[str, Field] = {"bits": Whole(1, 8), "group": Whole(1, BLOCK), "axis": Choice(("channel", "token"))}
+SETTINGS = Table({**_SHARED, "mode": Choice(MODES), "search": Flag()})
+FIRST_SETTINGS = Table({**_SHARED, "symmetric": Flag()})  # as bundles said it before there was a hybrid mode
 
 
 @dataclass
@@ -295,8 +300,11 @@ class Uniform(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Uniform:
+        first = type(config) is dict and "symmetric" in config
+        (FIRST_SETTINGS if first else SETTINGS).check(config, "uniform codec")
+        constants(tensors, {}, "uniform codec")
         settings = dict(config)
-        if "symmetric" in settings:  # as bundles said it before there was a hybrid mode
+        if first:
             settings["mode"] = "symmetric" if settings.pop("symmetric") else "asymmetric"
         return cls(shape, role, **settings, weight=tensors.get("weight"))
 

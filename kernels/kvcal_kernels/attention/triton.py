@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
+from ..hadamard import cosines
 from ..products.triton import (
     JUMP,
     MAGIC_FLOAT,
@@ -55,7 +56,6 @@ from ..products.triton import (
     points_tensors,
     spreading,
 )
-from ..hadamard import cosines
 from ..triton import Prepared, Ready, half, interpreted, rounded_product
 from .grids import ALIGNED, ENTRIES, rotation_width
 from .reference import Blocks, Form, field_number, fits_bytes, looked_up, together

@@ -3,11 +3,11 @@
 The first two are made of element-wise additions in a fixed order: a token's packed bytes may not depend on which other tokens
 were encoded in the same call, which a matrix product or a library reduction does not promise.
 
-A Hadamard transform mixes a power of two of numbers. Where a norm spans `width * factor` numbers with an odd factor (3 kv heads
-of 64 channels: 64 * 3), transforms of `width` numbers alone leave parts of the span with variances of their own, and one norm
-fits none of them. So an orthonormal cosine transform of `factor` numbers follows, across the Hadamard blocks. Rows of a cosine
-transform do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers in turn from all parts of
-the span, which evens out heads of unequal size before it.
+A Hadamard transform mixes a power of two of numbers. Where a norm spans `width * factor` numbers with an odd factor (3 kv
+heads of 64 channels: 64 * 3), transforms of `width` numbers alone leave parts of the span with variances of their own, and
+one norm fits none of them. So an orthonormal cosine transform of `factor` numbers follows, across the Hadamard blocks. Its
+rows do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers in turn from all parts of the
+span, which evens out heads of unequal size before it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def hadamard(x: Tensor, width: int) -> Tensor:
 
 
 def rotate(x: Tensor, sign: Tensor, width: int, factor: int = 1, interleaved: bool = False) -> Tensor:
-    """Randomised rotation of every `width * factor` consecutive elements of the last dimension: sign flips, Hadamard transforms
-    of `width`, a cosine transform of `factor` across them. x (..., n) float32, sign (n,) -> (..., n).
+    """Randomised rotation of every `width * factor` consecutive elements of the last dimension: sign flips, Hadamard
+    transforms of `width`, a cosine transform of `factor` across them. x (..., n) float32, sign (n,) -> (..., n).
 
     width: a power of two; width * factor divides n. interleaved: Hadamard block j takes elements b * width + r with
     (r * factor + b) // width = j instead of b = j.

@@ -363,9 +363,9 @@ def launch_for(device: torch.device) -> Launch:
 @dataclass(frozen=True)
 class Prepared:
     """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
-    matrix: (tiles, channels, channels) float16, the rotation and the signs; of one with a cosine transform (tiles of columns,
-    tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. turned: channels of a head that RoPE turns.
-    launches: of the kernel, by what they are made for.
+    matrix: (tiles, channels, channels) float16, the rotation and the signs; of one with a cosine transform (tiles of
+    columns, tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. turned: channels of a
+    head that RoPE turns. launches: of the kernel, by what they are made for.
     """
 
     grid: Tensor
@@ -470,7 +470,9 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     float16.
     """
     device, count = coded.grid.device, coded.sign.numel()
-    own = unrotate(torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved)
+    own = unrotate(
+        torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved
+    )
     tiles, at = -(-count // channels), places(coded, channels)
     made = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
     made[:count, :count] = (own * coded.width**0.5)[:, order.cpu()]
@@ -544,7 +546,8 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         "BLOCK": coded.block, "BYTES": coded.codes.shape[-1], "WIDTH": coded.width, "NORMS": coded.norm.shape[1],
         "INPUTS": inputs, "WORDWISE": _wordwise(coded, channels), "R": prepared.turned,
         "FULL": rows % launch.tokens == 0 and whole,
-        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages, "DENSE": coded.factor > 1, "FACTORS": coded.factors is not None,
+        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
+        "DENSE": coded.factor > 1, "FACTORS": coded.factors is not None,
     }  # fmt: skip
 
 

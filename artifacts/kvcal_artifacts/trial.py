@@ -1,0 +1,301 @@
+"""What an attention module does with its queries and keys, seen on a few tokens: where they are before RoPE, and its RoPE.
+
+The module's own forward runs on the CPU with stand-ins for its matrices, so that no weight is read. It works on the meta
+device, and costs about a millisecond. What it hands its cache is compared, bit for bit, with what we would make of the
+same keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BATCH, TOKENS = 1, 5  # a number of tokens that no model has as its heads
+KEY_SOURCES = ("k_norm", "k_layernorm", "key_layernorm", "key_norm", "k_proj")
+QUERY_SOURCES = ("q_norm", "q_layernorm", "query_layernorm", "query_norm", "q_proj")
+Apply = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _whole(apply: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out: Tensor = apply(x, x, cos, sin)[1]
+    return out
+
+
+def _slice(apply: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    own = x[..., :width]
+    return torch.cat((apply(own, own, cos, sin)[1], x[..., width:]), -1)
+
+
+def _alone(apply: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out: Tensor = apply(x, cos, sin)
+    return out
+
+
+# How a module calls the apply_rotary_pos_emb beside it: on whole heads, on the channels that it slices off, on one tensor.
+ROTATIONS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {
+    "whole": _whole,
+    "slice": _slice,
+    "alone": _alone,
+}
+
+
+def rotate(module: nn.Module, how: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, T, D) after RoPE as the module applies it; how: a name of ROTATIONS. cos, sin (B or 1, T, rotary dim)."""
+    return ROTATIONS[how](sys.modules[type(module).__module__].apply_rotary_pos_emb, x, cos, sin)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A child of the module whose output holds keys or queries. part: of its last dimension. heads_first: (B, H, T, D)."""
+
+    name: str
+    part: slice | None = None
+    heads_first: bool = False
+
+    def read(self, output: Tensor, head_dim: int) -> Tensor:
+        """(B, T, C), (B, T, H, D) or (B, H, T, D) -> (B, H, T, D)."""
+        if self.heads_first:
+            return output
+        if self.part is not None:
+            output = output[..., self.part]
+        return output.reshape(*output.shape[:2], -1, head_dim).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """kv_heads, head_dim, value_dim: of the keys and values that the cache is handed.
+
+    how: a name of ROTATIONS; None: a layer without RoPE. odd: why keys or queries before RoPE are not known, None where
+    they are.
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    key: Source
+    query: Source
+    how: str | None
+    odd: str | None = None
+
+
+class _Ended(Exception):
+    """Not an error: attention was reached, and nothing more is wanted."""
+
+
+class _Given(nn.Module):
+    """Stands for a matrix: gives numbers of its own, whatever it is called with."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.out_features = width
+        self.weight = nn.Parameter(torch.empty(width, 0), requires_grad=False)
+        self.output = torch.randn(BATCH, TOKENS, width, generator=generator)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.output.clone()
+
+
+class _Caught:
+    """Takes the cache's place, and the attention function's."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.value_dim = 0
+        self.queries: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.keys, self.value_dim = keys, int(values.shape[-1])
+        return keys, values
+
+    def attention(self, module: nn.Module, query: Tensor, *args: object, **kwargs: object) -> None:
+        self.queries = query
+        raise _Ended
+
+
+class _Config:
+    """The module's own config but for the name of its attention function."""
+
+    def __init__(self, config: Any, caught: _Caught, name: str) -> None:
+        self.kvcal_own, self.kvcal_caught, self._attn_implementation = config, caught, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["kvcal_own"], name)
+
+
+def attention(module: Any, query: Tensor, *args: object, **kwargs: object) -> None:
+    """The attention function of modules on trial."""
+    module.config.kvcal_caught.attention(module, query)
+
+
+_TRIALS: weakref.WeakKeyDictionary[nn.Module, Trial | str] = weakref.WeakKeyDictionary()
+
+
+def trial_of(module: nn.Module, config: Any, width: int | None, name: str) -> Trial | str:
+    """What the module does, or in words why that cannot be seen. Kept as long as the module lives.
+
+    config: of the decoder. width: channels of cos and sin, None where the rotary module does not give these. name: under which
+    `attention` is registered.
+    """
+    if module not in _TRIALS:
+        _TRIALS[module] = _tried(module, config, width, name)
+    return _TRIALS[module]
+
+
+def _tried(module: nn.Module, config: Any, width: int | None, name: str) -> Trial | str:
+    if width is None:
+        return "its rotary module does not give cos and sin"
+    runs = []
+    for seed in (1, 2):
+        made = _run(module, config, width, seed, name)
+        if isinstance(made, str):
+            return made
+        runs.append(made)
+    first = runs[0].handed
+    heads, dim = int(first.shape[1]), int(first.shape[3])
+    key, how, key_odd = _explained(module, runs, "handed", _sources(module, KEY_SOURCES, config, dim, heads), dim)
+    query, _, query_odd = _explained(module, runs, "queries", _sources(module, QUERY_SOURCES, config, dim, heads), dim)
+    if key is None or query is None:
+        return "no k_norm, k_proj or qkv_proj to read keys from"
+    return Trial(heads, dim, runs[0].value_dim, key, query, how, key_odd or query_odd)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One forward. made: outputs of the module's children."""
+
+    cos: Tensor
+    sin: Tensor
+    made: dict[str, Tensor]
+    handed: Tensor
+    value_dim: int
+    queries: Tensor | None
+
+
+def _run(module: nn.Module, config: Any, width: int, seed: int, name: str) -> _Run | str:
+    caught, made = _Caught(), dict[str, Tensor]()
+    twin = _twin(module, caught, made, name)
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.rand(1, TOKENS, width, generator=generator) * 6
+    cos, sin = angles.cos(), angles.sin()
+    hidden = torch.randn(BATCH, TOKENS, int(config.hidden_size), generator=torch.Generator().manual_seed(0))
+    given: dict[str, Any] = {"position_embeddings": (cos, sin), "past_key_values": caught, "attention_mask": None}
+    given["position_ids"] = given["cache_position"] = torch.arange(TOKENS)[None]
+    failed = ""
+    with torch.no_grad(), torch.device("cpu"):
+        try:
+            twin(hidden, **given)
+        except _Ended:
+            pass
+        except Exception as error:  # of a module that is called otherwise: it is not understood
+            failed = f" ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+    keys = caught.keys
+    if keys is None or keys.ndim != 4 or keys.shape[0] != BATCH or keys.shape[2] != TOKENS:
+        shape = "no keys" if keys is None else f"keys {tuple(keys.shape)}"
+        return f"{type(module).__name__} hands its cache {shape} where (batch, heads, tokens, head_dim) is due{failed}"
+    return _Run(cos, sin, made, keys, caught.value_dim, caught.queries)
+
+
+def _twin(module: nn.Module, caught: _Caught, made: dict[str, Tensor], name: str) -> Any:
+    """The module without hooks, its matrices replaced and all that is left on the CPU in float32."""
+    twin: Any = copy.copy(module)
+    vars(twin).update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), training=False)
+    for hooks in ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+        vars(twin)[hooks] = OrderedDict()
+    vars(twin)["_modules"], vars(twin)["_compiled_call_impl"] = {}, None
+    vars(twin).pop("forward", None)  # what a library has put around it
+    for number, (child, own) in enumerate(module._modules.items()):
+        twin._modules[child] = _child(own, number)
+        if twin._modules[child] is not None:
+            twin._modules[child].register_forward_hook(_note(child, made))
+    if hasattr(module, "config"):
+        own_config: Any = module.config
+        twin.config = _Config(getattr(own_config, "kvcal_plain", own_config), caught, name)
+    return twin
+
+
+def _note(name: str, made: dict[str, Tensor]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, Tensor):
+            made[name] = output.clone()
+
+    return hook
+
+
+def _child(own: nn.Module | None, seed: int) -> nn.Module | None:
+    if own is None:
+        return None
+    width = getattr(own, "out_features", None)
+    if isinstance(width, int):
+        return _Given(width, seed)
+    shells: dict[int, Any] = {}  # deepcopy's memo: every tensor gets one of the same shape on the CPU
+    for one in (*own.parameters(), *own.buffers()):
+        plain = torch.ones(one.shape, dtype=torch.float32 if one.is_floating_point() else one.dtype)
+        shells[id(one)] = nn.Parameter(plain, requires_grad=False) if isinstance(one, nn.Parameter) else plain
+    for inner in own.modules():
+        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
+            shells[id(hooks)] = OrderedDict()
+    return copy.deepcopy(own, shells)
+
+
+def _sources(module: nn.Module, names: tuple[str, ...], config: Any, dim: int, kv_heads: int) -> Iterator[Source]:
+    """Where keys or queries may be found, the nearest to attention first."""
+    for name in names:
+        if getattr(module, name, None) is not None:
+            yield Source(name)
+            yield Source(name, heads_first=True)
+    if getattr(module, "qkv_proj", None) is not None:
+        wide = int(config.num_attention_heads) * dim
+        own = slice(wide, wide + kv_heads * dim) if names is KEY_SOURCES else slice(0, wide)
+        yield Source("qkv_proj", own)
+
+
+def _explained(
+    module: nn.Module, runs: list[_Run], what: str, sources: Iterator[Source], dim: int
+) -> tuple[Source | None, str | None, str | None]:
+    """The source that becomes what attention gets, how, and else why none does (with the source nearest to attention)."""
+    nearest: Source | None = None
+    for source in sources:
+        if source.name not in runs[0].made:
+            continue
+        nearest = nearest or source
+        before = [_read(source, run.made[source.name], dim) for run in runs]
+        if before[0] is None or before[1] is None or not torch.equal(before[0], before[1]):  # RoPE came first
+            continue
+        wanted = [getattr(run, what) for run in runs]
+        if wanted[0] is None:  # attention without a function of its own: nothing tells otherwise
+            return source, "whole", None
+        if all(torch.equal(x, y) for x, y in zip(before, wanted, strict=True) if x is not None):
+            return source, None, None
+        for how in ROTATIONS:
+            if all(_same(module, how, x, run, y) for x, run, y in zip(before, runs, wanted, strict=True)):
+                return source, how, None
+    kind = "keys" if what == "handed" else "queries"
+    return nearest, None, f"{type(module).__name__} makes its {kind} in a way of its own behind its projections"
+
+
+def _read(source: Source, output: Tensor, dim: int) -> Tensor | None:
+    if source.heads_first and (output.ndim != 4 or output.shape[2] != TOKENS or output.shape[3] != dim):
+        return None
+    if not source.heads_first and (output.ndim not in (3, 4) or output.shape[1] != TOKENS):
+        return None
+    try:
+        return source.read(output, dim)
+    except RuntimeError:
+        return None
+
+
+def _same(module: nn.Module, how: str, before: Tensor | None, run: _Run, wanted: Tensor) -> bool:
+    try:
+        return before is not None and torch.equal(rotate(module, how, before, run.cos, run.sin), wanted)
+    except Exception:  # another signature: not how this module calls it
+        return False

@@ -1,0 +1,160 @@
+"""Does the outlier guard's forecast predict KL? Forecast and measured KL of many schemes on several models.
+
+    python docs/ablations/guard.py measure --model FOLDER --text wiki.txt --output NAME.json [--bundle X ...] [--jobs 8]
+    python docs/ablations/guard.py report NAME.json ... > docs/ablations/guard.md
+
+`measure` forecasts from one window of embedded text (kvcal/forecast.py) and measures KL through the cache on other text; it
+goes on from a file that is there. `report` fits the forecast's two constants to all files together, in logarithms, and prints
+the table, rank correlations, and how far off the forecast is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+PRESETS = (
+    "uniform-8", "uniform-4", "uniform-3", "uniform-2", "higgs-4", "higgs-3", "higgs-2", "higgs-2-debiased", "kivi-4",
+    "kivi-2", "kivi-sink-2", "squat-2", "squat-pre-2", "innerq-base", "innerq-hybrid", "innerq-small", "turboquant-4",
+    "turboquant-4-3", "turboquant-3", "turboquant-2", "fp8", "mixkvq",
+)  # fmt: skip
+LEAST = 1e-4  # KL below it is measured as noise of the arithmetic
+STATE: dict[str, Any] = {}
+
+
+def prepare(args: dict[str, Any]) -> None:
+    import torch
+
+    from kvcal import corpus
+    from kvcal.workbench import open_model
+
+    torch.set_num_threads(args["threads"])
+    STATE.update(args=args, loaded=open_model(args["model"], None, dtype=args["dtype"], device=args["device"]))
+    text = {"windows": args["windows"], "length": args["length"]}
+    STATE["ids"] = corpus.evaluation_windows(STATE["loaded"].tokenizer, args["text"], **text).ids
+    STATE["guard"] = corpus.evaluation_windows(
+        STATE["loaded"].tokenizer, "embedded:evaluation", windows=1, length=args["guard_length"]
+    ).ids
+
+
+def row(name: str) -> dict[str, Any]:
+    """Forecast and measurement of one scheme."""
+    from kvcal.evaluate.perplexity import evaluate
+    from kvcal.forecast import forecasts
+    from kvcal.methods.plain import PRESETS as KNOWN
+    from kvcal.workbench import cache_makers
+    from kvcal_artifacts.bundle import load_bundle
+
+    what = KNOWN.get(name) or load_bundle(name)
+    model = STATE["loaded"].model
+    scheme = what.scheme if hasattr(what, "provenance") else what.scheme(model)
+    layers = forecasts(model, STATE["guard"], {name: scheme})[name].layers
+    full, measured = evaluate(model, STATE["ids"], cache_makers(model, {name: what}), batch=STATE["args"]["batch"])
+    return {
+        "name": Path(name).name.split(".")[0], "kl": measured.kl, "kl_se": measured.kl_se, "bits": measured.bits_per_value,
+        "perplexity": measured.perplexity, "full_perplexity": full.perplexity,
+        "change": [layer.change for layer in layers], "residual": [layer.residual for layer in layers],
+        "ratio": max((layer.ratio for layer in layers), default=0.0),
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace) -> None:
+    own = {n: getattr(args, n) for n in ("model", "text", "windows", "length", "guard_length", "dtype", "device")}
+    found = json.loads(args.output.read_text()) if args.output.exists() else {"settings": own, "rows": []}
+    if found["settings"] != own:
+        raise SystemExit(f"{args.output}: measured with {found['settings']}; give another --output")
+    done = {one["name"] for one in found["rows"]}
+    names = [n for n in (*args.bundle, *(args.preset or PRESETS)) if Path(n).name.split(".")[0] not in done]
+    pool = ProcessPoolExecutor(
+        args.jobs,
+        multiprocessing.get_context("spawn"),
+        prepare,
+        (own | {"threads": args.threads, "batch": args.batch},),
+    )
+    with pool:
+        running = {pool.submit(row, name): name for name in names}
+        for task in as_completed(running):
+            found["rows"].append(task.result())
+            partial = args.output.with_suffix(".partial")
+            partial.write_text(json.dumps(found, indent=1) + "\n")
+            partial.replace(args.output)
+            print(f"{found['rows'][-1]['name']}: KL {found['rows'][-1]['kl']:.5f}", flush=True)
+
+
+def ranks(numbers: list[float]) -> list[float]:
+    order = sorted(range(len(numbers)), key=numbers.__getitem__)
+    places = [0.0] * len(numbers)
+    for place, index in enumerate(order):
+        places[index] = float(place)
+    return places
+
+
+def spearman(a: list[float], b: list[float]) -> float:
+    return statistics.correlation(ranks(a), ranks(b))
+
+
+def fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """gain, power of kl = gain * x^power, by least squares in logarithms."""
+    xs, ys = ([math.log(pair[i]) for pair in pairs] for i in (0, 1))
+    slope, start = statistics.linear_regression(xs, ys)
+    return math.exp(start), slope
+
+
+def report(paths: list[Path]) -> None:
+    files = {Path(f["settings"]["model"]).name: f for f in (json.loads(path.read_text()) for path in paths)}
+    print("# Forecast and measured KL\n")
+    for measure in ("change", "residual"):
+        rows = {m: [r for r in f["rows"] if r["kl"] > LEAST and r["change"]] for m, f in files.items()}
+        every = [(sum(r[measure]), r["kl"]) for own in rows.values() for r in own]
+        gain, power = fit(every)
+        off = [abs(math.log(gain * x**power / kl)) for x, kl in every]
+        print(f"\n## By `{measure}`: KL = {gain:.4g} * (sum over layers)^{power:.4g}\n")
+        correlation = spearman(*map(list, zip(*every, strict=True)))
+        print(f"All {len(every)} rows: rank correlation {correlation:.3f}, off by a factor of "
+              f"{math.exp(statistics.median(off)):.2f} (median), {math.exp(max(off)):.2f} at most.")  # fmt: skip
+        for model, own in rows.items():
+            xs, ys = [sum(r[measure]) for r in own], [r["kl"] for r in own]
+            print(f"`{model}`: {len(own)} rows, rank correlation {spearman(xs, ys):.3f}.")
+        print("\n| scheme | " + " | ".join(f"{m}: forecast | measured ± se" for m in files) + " |")
+        print("|---" * (1 + 2 * len(files)) + "|")
+        names = dict.fromkeys(r["name"] for f in files.values() for r in f["rows"])
+        for name in names:
+            cells = []
+            for f in files.values():
+                r = next((r for r in f["rows"] if r["name"] == name), None)
+                cells += ["–", "–"] if r is None or not r["change"] else [
+                    f"{gain * sum(r[measure]) ** power:.3g}", f"{r['kl']:.3g} ± {r['kl_se'] or 0:.1g}"]  # fmt: skip
+            print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_subparsers(dest="what", required=True)
+    one = which.add_parser("measure")
+    one.add_argument("--model", required=True)
+    one.add_argument("--text", required=True)
+    one.add_argument("--output", type=Path, required=True)
+    one.add_argument("--windows", type=int, default=4)
+    one.add_argument("--length", type=int, default=1024)
+    one.add_argument("--guard-length", type=int, default=512)
+    one.add_argument("--preset", action="append", default=[])
+    one.add_argument("--bundle", action="append", default=[])
+    one.add_argument("--batch", type=int)
+    one.add_argument("--dtype", default="float32")
+    one.add_argument("--device", default="auto")
+    one.add_argument("--jobs", type=int, default=1)
+    one.add_argument("--threads", type=int, default=1)
+    two = which.add_parser("report")
+    two.add_argument("files", type=Path, nargs="+")
+    args = parser.parse_args()
+    measure(args) if args.what == "measure" else report(args.files)
+
+
+if __name__ == "__main__":
+    main()
