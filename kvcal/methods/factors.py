@@ -53,8 +53,9 @@ def by_queries(codec: Codec, squares: Tensor) -> Codec:
     """The codec of keys with a search that weighs channels by queries; itself where it searches for nothing. squares as of
     `query_weight`, (H, D).
     """
-    searches = isinstance(codec, Uniform) and codec.weighable
-    return codec.weighted(query_weight(squares).cpu()) if searches else codec
+    if isinstance(codec, Uniform) and codec.weighable:
+        return codec.weighted(query_weight(squares).cpu())
+    return codec
 
 
 def share_pairs(largest: Tensor, partners: Tensor) -> Tensor:
