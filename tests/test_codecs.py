@@ -99,6 +99,16 @@ def uniform(bits: int, group: int = 16, axis: str = "channel", mode: str = "asym
     return lambda shape, role: Uniform(shape, role, bits, group, axis, mode, search)  # type: ignore[arg-type]
 
 
+def weighted(bits: int, mode: str = "symmetric") -> Make:
+    """A search whose errors count from 1/8 to 8 by channel."""
+
+    def make(shape: Shape, role: Role) -> Codec:
+        weight = torch.exp2(normal(shape.heads, shape.dim, seed=9).clamp(-3, 3)).half()
+        return Uniform(shape, role, bits, 16, "channel", mode, True, weight)  # type: ignore[arg-type]
+
+    return make
+
+
 def higgs(**settings: Any) -> Make:
     return lambda shape, role: Higgs(shape, role, **settings)
 
@@ -188,6 +198,7 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         **{f"{bits}-hybrid": uniform(bits, mode="hybrid") for bits in (1, 2, 3)},
         "2-token-hybrid": uniform(2, 8, "token", "hybrid"),
         **{f"2-{mode}-search": uniform(2, mode=mode, search=True) for mode in MODES},
+        **{f"3-{mode}-weighted": weighted(3, mode) for mode in MODES},
         "1-hybrid-search": uniform(1, 8, "token", "hybrid", True),
         "3-token-symmetric-search": uniform(3, 8, "token", "symmetric", True),
         "1-of-group-1": uniform(1, 1),
@@ -207,6 +218,7 @@ CONFIGURATIONS: dict[str, dict[str, Make]] = {
         "uniform-2-token-hybrid": scaled(uniform(2, 8, "token", "hybrid")),
         "higgs": scaled(higgs()),
         "prefill": scaled_by_row(uniform(3, mode="symmetric")),
+        "weighted": scaled(weighted(3)),
     },
     "squat": {
         "2": squat(uniform(2, 8, "token")),
@@ -377,13 +389,19 @@ def check_uniform(codec: Codec, x: Tensor, packed: Packed, made: Tensor, slack: 
 
 
 def check_chosen(codec: Uniform, x: Tensor, made: Tensor) -> None:
-    """x, made (..., group): in no group worse than what could have been chosen, the plain scale of each allowed mode."""
+    """x, made (..., group): in no group worse than what could have been chosen, the plain scale of each allowed mode; by the
+    weights of channels where there are some.
+    """
     flat, shape = x.reshape(1, 1, -1, codec.group), Shape(1, codec.group, 1)
-    error = (made - x).double().norm(dim=-1).flatten()
-    noise = 2.0**-20 * x.double().norm(dim=-1).flatten()
+    counts = torch.ones_like(x)
+    if codec.weight is not None:
+        counts = counts * codec.weight.float().unflatten(-1, (-1, codec.group))[:, None, None]
+    root = counts.double().sqrt().reshape(-1, codec.group)
+    error = ((made - x).double().reshape(root.shape) * root).norm(dim=-1)
+    noise = 2.0**-20 * (x.double().reshape(root.shape) * root).norm(dim=-1)
     for mode in ("asymmetric", "symmetric") if codec.mode == "hybrid" else (codec.mode,):
         plain = Uniform(shape, "key", codec.bits, codec.group, mode=mode)  # type: ignore[arg-type]
-        other = (plain.decode(plain.encode(flat)) - flat).double().norm(dim=-1).flatten()
+        other = ((plain.decode(plain.encode(flat)) - flat).double().reshape(root.shape) * root).norm(dim=-1)
         assert bool((error <= other + noise).all()), f"worse than {mode} by {float((error - other - noise).max())}"
 
 

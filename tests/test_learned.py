@@ -234,6 +234,20 @@ def test_scaled_factors_are_the_root_of_the_largest() -> None:
     assert np.allclose(codec.factor.float().numpy(), expected, rtol=2**-10)
 
 
+@pytest.mark.parametrize("rule", ["scaled", "balanced"])
+def test_a_search_behind_factors_weighs_channels_by_queries(rule: str) -> None:
+    """Mean squares of the training windows' queries over the head's mean; a codec that searches for nothing has none."""
+    k, q = usual(torch.linspace(0.1, 8, 16))
+    codec = FactorBackbone("inner-3-symmetric", rule).learn(shown(k, q))  # type: ignore[arg-type]
+    assert isinstance(codec, Scaled) and isinstance(codec.inner, Uniform) and codec.inner.weight is not None
+    squares = q[:7].unflatten(1, (SHAPE.heads, GROUP)).square().mean((0, 2, 3)).double()
+    expected = (squares / squares.mean(-1, keepdim=True)).clamp_min(1e-4)
+    assert torch.allclose(codec.inner.weight.double(), expected, rtol=2e-3)
+    for name in ("inner-3-symmetric-max", "uniform-4", "higgs-2"):
+        plain = FactorBackbone(name, rule).learn(shown(k, q))  # type: ignore[arg-type]
+        assert isinstance(plain, Scaled) and "weight" not in plain.inner.tensors()
+
+
 def test_balanced_factors_are_the_best_there_are() -> None:
     """No other factors have a lower sum f^2 w times sum s^2 / f^2, and the score error of a rotated code is what it says."""
     k, q = usual(torch.linspace(0.1, 8, 16))

@@ -2,8 +2,9 @@
 
     python docs/ablations/innerq_search.py --model ./qwen2.5-coder-0.5b --text wiki.test.raw --calibration books.txt
 
-Windows of text in steps of 32 tokens; sink 32, recent 96, keys `inner-3-symmetric`, values exact. Keys are divided by factors of
-the row's own first tokens (--factors prefill, presets `innerq-*`) or of the calibration text (--factors calibrated, `fit-norms`).
+Windows of text in steps of 32 tokens; sink 32, recent 96, keys `inner-3-symmetric`, values exact. Keys are divided by
+factors of the row's own first tokens (--factors prefill, presets `innerq-*`) or of the calibration text (--factors
+calibrated, `fit-norms`).
 
 | rule | scale of a group |
 |---|---|
@@ -16,9 +17,10 @@ the row's own first tokens (--factors prefill, presets `innerq-*`) or of the cal
 | q2 | channel c counts q_c^2 (`fit-norms`, codecs CODEC-scaled and CODEC-balanced) |
 | q2-own | q2 of the very text that is measured |
 
-Factors and weights are of the calibration text but for q2-own. Score error: of q k over the variance of q k, both less their mean over tokens, which a
-softmax does not see; worst kv head, mean and largest over layers. Output error: squared error of attention outputs over their
-squares, mean and largest over layers, each on the model's exact queries, keys and values. KL: through the cache.
+Factors and weights are of the calibration text, except those of q2-own. Score error: the squared error of q k over the
+variance of q k, both less their mean over tokens, which a softmax does not see; of the worst kv head, mean and largest over
+layers. Output error: squared error of attention outputs over their squares, mean and largest over layers. Both are measured
+on the model's exact queries, keys and values. KL: to full precision, through the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +39,6 @@ from kvcal.cli.output import print_table
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.factors import channel_factor, query_weight
 from kvcal.models import load_model, resolve
-from kvcal.outliers import score_error
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, Exact, Scaled, Shape, Uniform
@@ -109,6 +110,18 @@ def seen_packed(tokens: int) -> Tensor:
     at = torch.arange(tokens)
     due = WINDOWS.sink + ((at - WINDOWS.sink).div(WINDOWS.block, rounding_mode="floor") + 1) * WINDOWS.block
     return (at >= WINDOWS.sink)[None] & (due + WINDOWS.recent <= at[:, None] // STEP * STEP)
+
+
+def score_error(q: Tensor, k: Tensor, made: Tensor) -> float:
+    """q (B, heads, T, D), keys (B, H, T, D) and what they come back as; every query meets every key."""
+    queries = torch.unflatten(q.double(), 1, (k.shape[1], -1)).flatten(2, 3)
+    metric = queries.mT @ queries
+
+    def spread(x: Tensor) -> Tensor:
+        centred = x - x.mean(2, keepdim=True)
+        return (metric * (centred.mT @ centred)).sum((0, 2, 3))
+
+    return float((spread(made.double() - k.double()) / spread(k.double())).max())
 
 
 def outputs(q: Tensor, k: Tensor, v: Tensor, made: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
-from ..checked import BLOCK, Choice, Field, Flag, Table, Whole, constants
+from ..checked import BLOCK, Choice, Constant, Field, Flag, Table, Whole, constants
 from ..errors import KVCalError
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, on_device, to_half
 
@@ -106,18 +106,13 @@ class Uniform(Codec):
         return self.axis == "channel" and self.search
 
     def _check_weight(self, weight: Tensor) -> None:
-        wanted = (self.shape.heads, self.shape.dim)
         if not self.weighable:
             raise KVCalError(
                 f"uniform codec, weights of channels with axis {self.axis!r}, search {self.search}: need axis 'channel' and a "
                 "search"
             )
-        if tuple(weight.shape) != wanted or weight.dtype != torch.float16:
-            raise KVCalError(
-                f"uniform codec, weights {tuple(weight.shape)} {weight.dtype}: must be {wanted} torch.float16"
-            )
-        if not bool(((weight > 0) & torch.isfinite(weight)).all()):
-            raise KVCalError(f"uniform codec, weight of {float(weight.float().min())}: must be positive and finite")
+        wanted = Constant(torch.float16, (self.shape.heads, self.shape.dim), positive=True)
+        constants({"weight": weight}, {"weight": wanted}, "uniform codec")
 
     def weighted(self, weight: Tensor) -> Uniform:
         """The same codec with these weights of channels, (H, D) float16."""
@@ -233,7 +228,7 @@ class Uniform(Codec):
         return codes * 2 - 1 if self.bits == 1 else codes - 2 ** (self.bits - 1)
 
     def _best(self, x: Tensor) -> _Coded:
-        """The candidate with the lowest squared error, weighted where there are weights, group by group; the first of equals."""
+        """Group by group the candidate with the lowest squared error, by the weights if any; the first of equals."""
         if not self.search and self.mode != "hybrid":
             return next(self._candidates(x))
         best: _Coded | None = None
@@ -302,7 +297,7 @@ class Uniform(Codec):
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Uniform:
         first = type(config) is dict and "symmetric" in config
         (FIRST_SETTINGS if first else SETTINGS).check(config, "uniform codec")
-        constants(tensors, {}, "uniform codec")
+        constants({name: t for name, t in tensors.items() if name != "weight"}, {}, "uniform codec")
         settings = dict(config)
         if first:
             settings["mode"] = "symmetric" if settings.pop("symmetric") else "asymmetric"
