@@ -199,7 +199,7 @@ def test_predictors_read_the_nearest_compressed_layer_below(name: str, tmp_path:
     scheme = bundle.scheme
     assert [pair is not None for pair in scheme.layers] == [kind == "full_attention" for kind in SLIDES]
     first, second, third = (scheme.layers[index] for index in FULL)
-    assert (first.key.name, second.key.inputs, third.key.inputs) == ("higgs", ("k1",), ("k1", "k2"))
+    assert (first.key.name, second.key.inputs, third.key.inputs) == ("scaled", ("k1",), ("k1", "k2"))
     seen: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
 
     class Watch:

@@ -1129,7 +1129,8 @@ def test_bundles_that_say_symmetric() -> None:
     """The setting's first form, before there was a hybrid mode."""
     old = {"bits": 3, "group": 16, "axis": "channel"}
     for said, mode in ((True, "symmetric"), (False, "asymmetric")):
-        assert read("uniform", **old, symmetric=said).config() == {**old, "mode": mode, "search": False}
+        state = {"codec": "uniform", "config": {**old, "symmetric": said}}
+        assert build(S, "key", state, {}).config() == {**old, "mode": mode, "search": False}
 
 
 @given(
