@@ -585,10 +585,10 @@ def test_a_compiled_forward_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_the_largest_batch_on_a_gpu() -> None:
-    """On two percent of its memory, which torch is told."""
+    """On 2.8 GB of its memory, which torch is told."""
     served = build("Llama", head_dim=128).requires_grad_(False).to("cuda", torch.bfloat16)
     own = Geometry.from_config(served.config.to_dict())
-    share = 0.02
+    share = 2.8e9 / torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         every = [

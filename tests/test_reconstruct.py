@@ -156,6 +156,18 @@ def test_interpreted_kernel_agrees_with_the_reference_everywhere() -> None:
 STRIDES = ["s_code_row", "s_code_head", "s_norm_row", "s_norm_head", "s_x_row", "s_x_head", "s_out_row", "s_out_head"]
 
 
+def arguments(kind: str) -> tuple[dict[str, str], list[str]]:
+    """Types of the kernel's arguments, and which of them are aligned."""
+    from kvcal_kernels.reconstruct import triton as kernel
+
+    types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
+    types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16"}
+    types |= {"p_factor": "*fp32", "p_bias": "*fp32"}
+    types |= {"p_table": "*i32"} | dict.fromkeys(["rows", "tokens", "steps", *STRIDES, "s_turn"], "i32")
+    types = {name: types[name] for name in kernel.reconstruct_kernel.arg_names if name in types}
+    return types, [name for name in types if name[:2] in ("p_", "s_")]
+
+
 def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capability: int) -> Any:
     from kvcal_kernels.reconstruct import triton as kernel
 
@@ -167,14 +179,28 @@ def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capabil
     if inputs and capability >= 90:
         launch = kernel.Launch(256)
     constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 2, "ASM": True}
-    types = dict.fromkeys(["p_out", "p_turned", "p_weight", "p_x0", "p_x1", "p_x2", "p_x3"], f"*{kind}")
-    types |= {"p_codes": "*u8", "p_norm": "*fp16", "p_grid": "*i32", "p_matrix": "*fp16"}
-    types |= {"p_factor": "*fp32", "p_bias": "*fp32"}
-    types |= {"p_table": "*i32"} | dict.fromkeys(["rows", "tokens", "steps", *STRIDES, "s_turn"], "i32")
-    types = {name: types[name] for name in kernel.reconstruct_kernel.arg_names if name in types}
-    aligned = [name for name in types if name[:2] in ("p_", "s_")]
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    types, aligned = arguments(kind)
     return compiled(kernel.reconstruct_kernel, types, constants, aligned, capability, **options)
+
+
+@needs_triton
+@pytest.mark.parametrize("inputs", [0, 3])
+def test_a_rotation_of_an_odd_factor_fits_into_shared_memory(inputs: int) -> None:
+    """Values of 3 heads of 96 channels in a grid of 4 dimensions, as programs of Hopper take them: at most 227 KB."""
+    from kvcal_kernels.reconstruct import triton as kernel
+
+    codes = torch.empty(1, 3, 1, 24, packed_bytes(32, 8), dtype=torch.uint8)
+    blocks = Coded(codes, torch.empty(1, 3, 1, 32), torch.empty(256, 4), torch.ones(288), 32, 8, 96, False, 3)
+    nothing = torch.empty(0)
+    prepared = kernel.Prepared(nothing, torch.empty(3, 3, 128, 128), nothing, nothing, 0)
+    launch = kernel.Launch(256 if inputs else 128)
+    constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 4, "ASM": True}
+    assert constants["DENSE"]
+    types, aligned = arguments("fp16")
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    made = compiled(kernel.reconstruct_kernel, types, constants, aligned, 90, **options)
+    assert made.metadata.shared <= 227 * 1024
 
 
 # Bytes of stack: keys with RoPE in 256-token programs keep 16 bytes of a thread there, once a program. Then registers, 255

@@ -36,7 +36,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
-from ..hadamard import cosines
 from ..products.triton import (
     JUMP,
     MAGIC_FLOAT,
@@ -912,9 +911,14 @@ def _butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.constexpr_function
-def _weight(factor, row, column, back):
-    """Of the cosine transform's matrix, or of its transpose."""
-    return cosines(factor)[column][row] if back else cosines(factor)[row][column]
+def _across_weight(row, column, back):
+    """Of the orthonormal cosine transform of three numbers, the odd factor of head_dim 96: hadamard.cosines(3), which Triton
+    3.6 lets no compiled function call. back: of its transpose.
+    """
+    row, column = (column, row) if back else (row, column)
+    if row == 0:
+        return 3**-0.5
+    return (1 - column) * 2**-0.5 if row == 1 else (1 - column % 2 * 3) * 6**-0.5
 
 
 @triton.jit
@@ -924,14 +928,15 @@ def _across(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BA
     """
     if FACTOR == 1:
         return x
-    made = ()
-    for i in tl.static_range(COUNT):
-        total = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + i % SPAN] * _weight(FACTOR, i // SPAN % FACTOR, 0, BACK)
-        for j in tl.static_range(1, FACTOR):
-            part = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + j * SPAN + i % SPAN]
-            total += part * _weight(FACTOR, i // SPAN % FACTOR, j, BACK)
-        made = made + (total,)
-    return made
+    else:  # noqa: RET505 (both are compiled otherwise)
+        made = ()
+        for i in tl.static_range(COUNT):
+            total = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + i % SPAN] * _across_weight(i // SPAN % FACTOR, 0, BACK)
+            for j in tl.static_range(1, FACTOR):
+                part = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + j * SPAN + i % SPAN]
+                total += part * _across_weight(i // SPAN % FACTOR, j, BACK)
+            made = made + (total,)
+        return made
 
 
 @triton.jit

@@ -290,7 +290,7 @@ def reconstruct_kernel(
     matrix = tl.load(p_matrix + o_matrix)
     acc = _dot(points.to(tl.float16), matrix, tl.zeros([BM, BN], tl.float32), ASM)
     if DENSE:
-        for other in tl.range(1, TILES):
+        for other in tl.range(1, TILES, num_stages=1):  # matrices in flight would not leave the predictor its memory
             points = _points(
                 p_codes, p_grid, o_code, b_place, b_some, other * BN, s_code_head,
                 H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
