@@ -26,6 +26,7 @@ from torch import Tensor
 from kvcal_kernels import compensated
 from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.compensated import Digits, Moves
+from kvcal_kernels.device import on
 from kvcal_kernels.hadamard import tree_sum
 
 from ..checked import HEAD_DIM, INNER, Choice, Constant, Number, Table, Whole, constants, split
@@ -382,7 +383,9 @@ def exact_product(error: Tensor, response: Tensor) -> Tensor:
     bits = (53 - (error.shape[-1] - 1).bit_length()) // 2
     whole, unit = _integers(error, bits, 2)
     weight, step = _integers(response, bits, 2)
-    made: Tensor = torch.unflatten(whole.flatten(2, 3) @ weight, 2, error.shape[2:4])
+    with on(whole.device):  # torch 2.11 gives infinities, or a cuBLAS error, where another GPU is the current one
+        product = whole.flatten(2, 3) @ weight
+    made: Tensor = torch.unflatten(product, 2, error.shape[2:4])
     return made * (unit * step[:, :, None])
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..device import on
+
 if TYPE_CHECKING:
     from ..quantise import Counts
 
@@ -87,7 +89,8 @@ def corrected(x: Tensor, own: Moves | Digits, bits: int, group: int, block: int)
     for i, (weight, unit) in enumerate(zip(own.weights, own.units, strict=True)):
         here = slice(i * own.channels, (i + 1) * own.channels)
         whole, size = _integers(_error(keys[..., here], bits, group), _bits(own.channels))
-        product = torch.unflatten(whole.flatten(2, 3) @ weight, 2, whole.shape[2:4])
+        with on(whole.device):  # float64 products of torch 2.11 are wrong where another GPU is the current one
+            product = torch.unflatten(whole.flatten(2, 3) @ weight, 2, whole.shape[2:4])
         rest = keys[..., here.stop :]
         rest.copy_((rest.double() - product * (size * unit[:, :, None, None, None])).float())
     return keys.flatten(2, 3)
