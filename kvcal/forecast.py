@@ -76,6 +76,8 @@ def forecasts(
     """Of each scheme, on token windows ids (N, T), all in one batch. device: where a LayerSource puts its layers; a model's
     own otherwise.
     """
+    if not schemes:
+        return {}
     if device is None:
         assert isinstance(model, nn.Module)
         device = next(model.parameters()).device
@@ -83,7 +85,7 @@ def forecasts(
     below: dict[str, dict[str, Tensor]] = {name: {} for name in schemes}
     with ExitStack() as stack:
         capture = stack.enter_context(Capture(model, ids, device=device, batch=len(ids)))
-        advance = stack.enter_context(progress("Forecasting", total=len(capture.layers) * len(schemes)))
+        advance = stack.enter_context(progress("Forecasting", total=len(capture.layers)))
         for taps in capture:
             x, exact = taps.attention()
             for name, scheme in schemes.items():
@@ -142,8 +144,8 @@ class _LayerRun:
         wanted, stream, off = (
             part[:, -LAST:].float().square().sum(-1).clamp_min(1e-30) for part in (exact, x + exact, output - exact)
         )
-        shares = (float((off / size).mean()) for size in (wanted, stream))
-        return LayerChange(taps.index, *shares, channel_ratio(batch.k))
+        change, residual = (float((off / size).mean()) for size in (wanted, stream))
+        return LayerChange(taps.index, change, residual, channel_ratio(batch.k))
 
 
 def least_tokens(scheme: Scheme) -> int:
