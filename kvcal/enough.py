@@ -6,11 +6,11 @@ many tokens as inputs, without bound at as many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs import Role, Shape
 
 from .methods.aqua_kv import AquaKV
 from .methods.innerq import InnerQ
@@ -70,8 +70,8 @@ def _needs(method: object, shape: Shape, group: int, tokens: int) -> Iterator[Ne
             if inputs and method.predictor in LINEAR:
                 names = " and ".join(inputs)
                 yield Need(f"predictors of {role} from {names}", tokens, "tokens", len(inputs) * channels, "inputs")
-        for name in dict.fromkeys(method.composition.names):
-            yield from _codec_needs(name, shape, group, tokens)
+        for name, roles in method.composition.roles().items():
+            yield from _codec_needs(name, roles, shape, group, tokens)
     elif isinstance(method, InnerQ) and method.factors != "none":
         yield Need("a factor for each key channel", tokens, "tokens", shape.dim, "channels a head")
     elif isinstance(method, Squat) and method.subspace != "prompt":
@@ -79,8 +79,11 @@ def _needs(method: object, shape: Shape, group: int, tokens: int) -> Iterator[Ne
         yield Need("subspaces of queries", tokens * group, "queries a head", rank, "directions")
 
 
-def _codec_needs(name: str, shape: Shape, group: int, tokens: int) -> Iterator[Need]:
+def _codec_needs(name: str, roles: Collection[Role], shape: Shape, group: int, tokens: int) -> Iterator[Need]:
+    """roles: what the codec is of. Factors, subspaces and tiers are learned for keys alone."""
     made = learned(name)
+    if "key" not in roles and isinstance(made, SubspaceBackbone | FactorBackbone | TierBackbone):
+        return
     if isinstance(made, CodebookBackbone):
         count = tokens * shape.heads
         yield Need(f"codec {name}", count, "vectors a layer", made.size, "codewords")

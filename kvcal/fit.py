@@ -143,8 +143,11 @@ class Part(Protocol):
 
     def layer(self, taps: LayerTaps) -> None: ...
 
+    def complete(self) -> Scheme | None:
+        """Once, after the last layer: the fitted scheme, to be forecast; None where `finish` makes it."""
+
     def finish(self, fingerprint: Fingerprint) -> FitResult:
-        """After the last layer, hidden states and reconstructions given back: write the bundle."""
+        """After `complete`, hidden states and reconstructions given back: write the bundle."""
 
 
 def fit(
@@ -208,6 +211,7 @@ def fit_together(
     probes = [part.known for part in parts if part.known is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
     fingerprint = Fingerprint.of(source.model, revision, probe)
+    _warn(jobs, parts, scan)
     results = []
     for job, part in zip(jobs, parts, strict=True):
         results.append(part.finish(fingerprint))
@@ -238,6 +242,24 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
                 parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
     return probe
+
+
+def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
+    """Complete every part, and say what the fitted schemes are forecast to cost, where that is much: one pass for all."""
+    from .outliers import warnings, window_of
+
+    names = [job.output.name.removesuffix(SUFFIX) for job in jobs]
+    if len(set(names)) < len(names):  # outputs of one name in several folders
+        names = [str(job.output) for job in jobs]
+    completed = {name: part.complete() for name, part in zip(names, parts, strict=True)}
+    schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
+    if not schemes:
+        return
+    text = scan.text
+    ids = window_of(text.holdout if len(text.holdout) else text.train, schemes.values())
+    with _failing([part.work for part in parts if isinstance(part, LayerPart)]):
+        for line in warnings(scan.source, ids, schemes, scan.device):
+            scan.say(line)
 
 
 def _part(job: FitJob, scan: Scan) -> Part:
@@ -293,15 +315,17 @@ class LayerPart:
         self.fitted.append(pair)
         self.metrics.append(measured)
 
-    def finish(self, fingerprint: Fingerprint) -> FitResult:
-        fitted, metrics = self.fitted, self.metrics
+    def complete(self) -> Scheme:
         if isinstance(self.method, Finishing):
-            fitted, metrics = self.method.finish(fitted, metrics)
-        layers, skipped = self.scan.placed(fitted), self.scan.skipped
-        scheme = Scheme(self.method.windows, self.method.frame, layers, skipped, self.job.selection)
-        rows = dict(zip(self.scan.compressed, metrics, strict=True))
-        metrics = [rows.get(index, {}) for index in range(len(layers))]
-        self._warn(scheme)
+            self.fitted, self.metrics = self.method.finish(self.fitted, self.metrics)
+        layers, skipped = self.scan.placed(self.fitted), self.scan.skipped
+        self.scheme = Scheme(self.method.windows, self.method.frame, layers, skipped, self.job.selection)
+        return self.scheme
+
+    def finish(self, fingerprint: Fingerprint) -> FitResult:
+        scheme = self.scheme
+        rows = dict(zip(self.scan.compressed, self.metrics, strict=True))
+        metrics = [rows.get(index, {}) for index in range(len(scheme.layers))]
         for line in predictions_worse_than_none(metrics):
             self.scan.say(line)
         held = len(self.scan.text.holdout)
@@ -314,14 +338,6 @@ class LayerPart:
             digest = bundle.write(self.job.output)
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)
-
-    def _warn(self, scheme: Scheme) -> None:
-        """Say what the fitted scheme is forecast to cost, where that is much."""
-        from .outliers import warnings, window_of
-
-        name, scan = self.job.output.name.removesuffix(SUFFIX), self.scan
-        for line in warnings(scan.source, window_of(scan.ids, [scheme]), {name: scheme}, scan.device):
-            scan.say(line)
 
 
 def _one_layer(

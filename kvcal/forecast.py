@@ -68,6 +68,8 @@ def forecasts(
     """Of each scheme, on token windows ids (N, T) int64, all in one batch. device: where a LayerSource puts its layers; a
     model's own otherwise.
     """
+    if not schemes:
+        return {}
     if device is None:
         assert isinstance(model, nn.Module)
         device = next(model.parameters()).device

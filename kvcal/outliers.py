@@ -72,11 +72,9 @@ def warnings(
 ) -> list[str]:
     """One line for each scheme whose forecast KL on token windows ids (N, T) is high; empty if there is none."""
     made = forecasts(model, ids, schemes, device)
-    return [
-        _line(name, found, word, advice(model, ids, schemes[name], found.kl, device))
-        for name, found in made.items()
-        if (word := grade(found.kl)) is not None
-    ]
+    words = {name: word for name, found in made.items() if (word := grade(found.kl)) is not None}
+    instead = advice(model, ids, {name: (schemes[name], made[name].kl) for name in words}, device)
+    return [_line(name, made[name], word, instead[name]) for name, word in words.items()]
 
 
 def _line(name: str, found: Forecast, word: str, instead: str) -> str:
@@ -87,25 +85,43 @@ def _line(name: str, found: Forecast, word: str, instead: str) -> str:
 
 
 def advice(
-    model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, kl: float, device: torch.device | None = None
-) -> str:
-    """What would be better than this scheme of forecast KL `kl`, on the same windows: the first of ALTERNATIVES that is not
-    warned of, and the scheme's own key codecs behind balanced factors, which have its bits.
+    model: LayerSource | nn.Module,
+    ids: Tensor,
+    schemes: Mapping[str, tuple[Scheme, float]],
+    device: torch.device | None = None,
+) -> dict[str, str]:
+    """What would be better than each of these schemes of forecast KL, on the same windows: the first of ALTERNATIVES that is
+    not warned of, and the scheme's own key codecs behind balanced factors, which have its bits. Two passes serve all schemes.
     """
+    if not schemes:
+        return {}
+    balanced = _balanced(model, ids, {name: scheme for name, (scheme, _) in schemes.items()}, device)
+    tried = {name: _tried(scheme, *balanced[name]) for name, (scheme, _) in schemes.items()}
+    flat = {str(number): one for number, one in enumerate(one for own in tried.values() for one in own.values())}
+    costs = iter(forecasts(model, ids, flat, device).values())
+    found = {name: {other: next(costs).kl for other in own} for name, own in tried.items()}
+    return {name: _named(found[name], kl) for name, (_, kl) in schemes.items()}
+
+
+OWN = " keys at the same bits (learned from text: `kvcal fit-predictors`)"  # ends the name of a scheme's own balanced codecs
+
+
+def _tried(scheme: Scheme, names: str, balanced: Scheme) -> dict[str, Scheme]:
+    """The scheme with each of ALTERNATIVES that fits, and `balanced`, if its codecs have names."""
     tried = {str(one): made for one in ALTERNATIVES if (made := _with(scheme, one)) is not None}
-    names, balanced = _balanced(model, ids, scheme, device)
-    own = f"{names} keys at the same bits (learned from text: `kvcal fit-predictors`)"
-    found = forecasts(model, ids, tried | ({own: balanced} if names else {}), device)
-    better = {name: one.kl for name, one in found.items() if one.kl <= BETTER * kl and grade(one.kl) is None}
-    named = next(((name, better[name]) for name in tried if name in better), None)
-    said = [f"{name}: about {cost:.2g}" for name, cost in ([named] if named else [])]
-    said += [f"{own}: about {better[own]:.2g}"] if own in better else []
-    if said:
+    return tried | ({f"{names}{OWN}": balanced} if names else {})
+
+
+def _named(found: Mapping[str, float], kl: float) -> str:
+    """In words, which of these alternatives of forecast KL is to be taken where the scheme's own is `kl`."""
+    better = [name for name, cost in found.items() if cost <= BETTER * kl and grade(cost) is None]
+    others, own = ([name for name in better if name.endswith(OWN) == ours] for ours in (False, True))
+    if said := [f"{name}: about {found[name]:.2g}" for name in (*others[:1], *own)]:
         return " or ".join(said)
-    best = min(found, key=lambda name: found[name].kl, default=None)
-    if best is None or found[best].kl > BETTER * kl:
+    best = min(found, key=lambda name: found[name], default=None)
+    if best is None or found[best] > BETTER * kl:
         return "no codec tried is clearly better: keep keys and values in 16 bits"
-    return f"the best of the codecs tried is {best}: about {found[best].kl:.2g}"
+    return f"the best of the codecs tried is {best}: about {found[best]:.2g}"
 
 
 def _with(scheme: Scheme, other: Alternative) -> Scheme | None:
@@ -125,29 +141,38 @@ def _with(scheme: Scheme, other: Alternative) -> Scheme | None:
 
 
 def _balanced(
-    model: LayerSource | nn.Module, ids: Tensor, scheme: Scheme, device: torch.device | None
-) -> tuple[str, Scheme]:
-    """The scheme with its key codecs behind balanced factors of these windows, and how they are named: "" if none can be.
+    model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None
+) -> dict[str, tuple[str, Scheme]]:
+    """Each scheme with its key codecs behind balanced factors of these windows, and how they are named: "" if none can be.
     Predicted keys are taken without their predictors.
     """
     if device is None:
         assert isinstance(model, nn.Module)
         device = next(model.parameters()).device
-    names: dict[str, None] = {}  # in order, once each
-    keys: list[Codec | None] = [None] * len(scheme.layers)
+    tokens = {name: span for name, one in schemes.items() if (span := _span(one, ids.shape[1])) is not None}
+    names: dict[str, dict[str, None]] = {name: {} for name in schemes}  # in order, once each
+    keys: dict[str, list[Codec | None]] = {name: [None] * len(one.layers) for name, one in schemes.items()}
+    if tokens:
+        with torch.no_grad(), Capture(model, ids, device=device) as capture:
+            for taps in capture:
+                for name, span in tokens.items():
+                    scheme = schemes[name]
+                    pair = scheme.layers[taps.index]
+                    factors = None if pair is None else _factors(pair.key)
+                    if pair is not None and factors is not None:
+                        carry = Carry(len(ids), span, pair.key.shape, PhaseTimer())
+                        seen = Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry)
+                        keys[name][taps.index] = factors.learn(seen)
+                        names[name][f"{factors.codec}-{factors.rule}"] = None
+    return {name: (" and ".join(names[name]), _with_keys(one, keys[name])) for name, one in schemes.items()}
+
+
+def _span(scheme: Scheme, length: int) -> slice | None:
+    """Which of a window's tokens the scheme codes; None if it is too short for a block."""
     try:
-        tokens = coded_tokens(ids.shape[1], scheme.windows.sink, scheme.windows.block)
-    except KVCalError:  # too short for a block
-        return "", scheme
-    with torch.no_grad(), Capture(model, ids, device=device) as capture:
-        for taps in capture:
-            pair = scheme.layers[taps.index]
-            factors = None if pair is None else _factors(pair.key)
-            if pair is not None and factors is not None:
-                carry = Carry(len(ids), tokens, pair.key.shape, PhaseTimer())
-                keys[taps.index] = factors.learn(Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry))
-                names[f"{factors.codec}-{factors.rule}"] = None
-    return " and ".join(names), _with_keys(scheme, keys)
+        return coded_tokens(length, scheme.windows.sink, scheme.windows.block)
+    except KVCalError:
+        return None
 
 
 def _with_keys(scheme: Scheme, keys: Sequence[Codec | None]) -> Scheme:

@@ -156,6 +156,9 @@ class TrainPart:
                 f"vectors of all {self.layers} layers, {kept / 1e6:,.1f} MB, wait in {folder} until training is done"
             )
 
+    def complete(self) -> None:
+        """Codebooks are trained in `finish`, so that bundles before it are written first."""
+
     def finish(self, fingerprint: Fingerprint) -> TrainResult:
         vectors, compressed = self.collected.vectors(self.scan.say), self.scan.compressed
         run = Run(self.method, vectors, self.work, self.scan.timer, self.scan.say, compressed)

@@ -22,6 +22,12 @@ from models_fixture import kvcal, write_text, write_tokenizer
 
 SHAPE = Shape(2, 16, 32)  # 32 channels a token
 GROUP = 3
+PLAIN: dict[str, Any] = {"backbone": "higgs-2-wide-debiased", "first_layer": ""}  # learn nothing
+
+
+def unpredicted(**codecs: Any) -> AquaKV:
+    """Of no predictors, and no codecs that learn from text but those given."""
+    return AquaKV(**PLAIN | codecs, key_inputs=(), value_inputs=())
 
 
 @pytest.mark.parametrize(
@@ -30,10 +36,13 @@ GROUP = 3
         (AquaKV(value_inputs=()), 32, "predictors of keys from k1: {n} tokens for 32 inputs, advised are 128"),
         (AquaKV(key_inputs=()), 64, "predictors of values from v1 and k0: {n} tokens for 64 inputs, advised are 256"),
         (AquaKV(key_inputs=("k1", "v1", "k2"), value_inputs=(), predictor="mlp"), 96, "{n} tokens for 96 inputs"),
-        (AquaKV(key_inputs=(), value_inputs=(), keys="transform-2"), 16, "codec transform-2: {n} tokens for 16 channels"),
-        (AquaKV(key_inputs=(), value_inputs=(), keys="higgs-2-wide-balanced"), 16, "codec higgs-2-wide-balanced: {n}"),
-        (AquaKV(key_inputs=(), value_inputs=(), per_layer=("1=vq-2-k16",)), 8, "codec vq-2-k16: {2n} vectors a layer"),
-        (AquaKV(key_inputs=(), value_inputs=(), keys="squat-2-calibrated"), 16 / GROUP, "{3n} queries a head"),
+        (unpredicted(keys="transform-2"), 16, "codec transform-2: {n} tokens for 16 channels"),
+        (unpredicted(keys="higgs-2-wide-balanced"), 16, "codec higgs-2-wide-balanced: {n}"),
+        (unpredicted(per_layer=("1=vq-2-k16",)), 8, "codec vq-2-k16: {2n} vectors a layer"),
+        (unpredicted(keys="squat-2-calibrated"), 16 / GROUP, "{3n} queries a head"),
+        (unpredicted(keys="mixkvq-2.5"), 16, "codec mixkvq-2.5: {n} tokens for 16 channels"),
+        (unpredicted(values="transform-2"), 16, "codec transform-2: {n} tokens for 16 channels"),
+        (unpredicted(first_layer="higgs-4-wide-balanced"), 16, "codec higgs-4-wide-balanced: {n} tokens"),
         (InnerQ(), 16, "a factor for each key channel: {n} tokens for 16 channels a head, advised are 64"),
         (Squat(rank=5), 5 / GROUP, "subspaces of queries: {3n} queries a head for 5 directions, advised are 20"),
         (Squat(search_ranks=(2, 0)), 16 / GROUP, "{3n} queries a head for 16 directions"),
@@ -54,12 +63,20 @@ def test_what_is_fitted_on_too_little_says_so(method: Any, least: float, said: s
 @pytest.mark.parametrize(
     "method",
     [
-        AquaKV(key_inputs=(), value_inputs=()), AquaKV(predictor="bias"), InnerQ(factors="none"), Squat(subspace="prompt"),
+        unpredicted(), AquaKV(**PLAIN, predictor="bias"), unpredicted(values="higgs-2-wide-balanced"),
+        unpredicted(per_layer=("0:values=squat-2-calibrated", "1:values=mixkvq-2.5")), InnerQ(factors="none"), Squat(subspace="prompt"),
         MixKVQ(full=8, four=8),
     ],
 )  # fmt: skip
 def test_what_learns_nothing_by_text_needs_none(method: Any) -> None:
     assert too_little(method, SHAPE, GROUP, 1, 1) == []
+
+
+def test_the_defaults_factors_need_tokens() -> None:
+    """Of both codecs, the first layer's and the others'; their values learn nothing and double no line."""
+    lines = too_little(AquaKV(key_inputs=(), value_inputs=()), SHAPE, GROUP, 1, 63)
+    assert [line.split("codec ")[1].split(":")[0] for line in lines] == [AquaKV().backbone, AquaKV().first_layer]
+    assert too_little(AquaKV(key_inputs=(), value_inputs=()), SHAPE, GROUP, 1, 64) == []
 
 
 def test_a_choice_on_one_window() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from kvcal import corpus
 from kvcal.capture import WholeModel
@@ -22,7 +24,21 @@ from kvcal.outliers import GRADES, _factors, advice, grade, warnings, window_of
 from kvcal.workbench import cache_makers
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.scheme import Scheme
 from models_fixture import SUFFIX, kvcal
+
+
+class LoadCounter(WholeModel):
+    """loads: how often each layer was."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.loads: Counter[int] = Counter()
+
+    def load_layer(self, index: int) -> nn.Module:
+        self.loads[index] += 1
+        return super().load_layer(index)
+
 
 FRAGILE = {name: preset(name) for name in ("higgs-2", "higgs-3", "uniform-2", "uniform-4")}
 STURDY = {
@@ -83,12 +99,25 @@ def test_balanced_factors_are_named_only_where_they_are_better(
     """With factors that even nothing out they are no better than the codec itself; of keys that take none none are named."""
     scheme = FRAGILE["higgs-2"].scheme(twin)
     kl = forecasts(twin, windows[:1], {"": scheme})[""].kl
-    assert "higgs-2-balanced keys at the same bits" in advice(twin, windows[:1], scheme, kl)
-    assert "balanced" not in advice(twin, windows[:1], Preset("exact-16", "exact-16").scheme(twin), kl)
+
+    def advised(scheme: Scheme) -> str:
+        return advice(twin, windows[:1], {"": (scheme, kl)})[""]
+
+    assert "higgs-2-balanced keys at the same bits" in advised(scheme)
+    assert "balanced" not in advised(Preset("exact-16", "exact-16").scheme(twin))
     monkeypatch.setattr("kvcal.methods.learned.channel_factor", lambda largest: torch.ones_like(largest).half())
-    assert "balanced" not in advice(twin, windows[:1], scheme, kl)
+    assert "balanced" not in advised(scheme)
     monkeypatch.setattr("kvcal.outliers.ALTERNATIVES", ())
-    assert advice(twin, windows[:1], scheme, kl).startswith("no codec tried is clearly better")
+    assert advised(scheme).startswith("no codec tried is clearly better")
+
+
+def test_schemes_together_are_told_what_each_is_told_alone(twin: Any, windows: torch.Tensor) -> None:
+    """And the layers of the model are loaded three times, however many schemes are warned of."""
+    schemes = {name: preset(name).scheme(twin) for name in ("higgs-2", "uniform-8", "uniform-2")}
+    alone = [line for name, scheme in schemes.items() for line in warnings(twin, windows[:1], {name: scheme})]
+    source = LoadCounter(twin)
+    assert warnings(source, windows[:1], schemes, torch.device("cpu")) == alone
+    assert len(alone) == 2 and source.loads == {layer: 3 for layer in range(8)}
 
 
 def test_grades() -> None:

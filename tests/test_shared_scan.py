@@ -83,12 +83,49 @@ def test_a_shared_scan_gives_the_bytes_of_separate_runs(
 
 
 def test_each_layer_runs_whole_once_for_all(model: Any, text: corpus.Windows, tmp_path: Path) -> None:
+    """All windows in the fit, and one of them in the forecast of all schemes."""
     layer: nn.Module = decoder_of(model).layers[0]
     calls = []
     hook = layer.mlp.register_forward_hook(lambda module, args, output: calls.append(len(output)))
     with hook:
         fit_together(jobs(tmp_path), WholeModel(model), text, **keywords(model))
-    assert sum(calls) == 6  # windows
+    assert calls == [2, 2, 2, 1]
+
+
+class LoadCounter(WholeModel):
+    """loads: how often each layer was."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.loads = [0] * LAYERS
+
+    def load_layer(self, index: int) -> nn.Module:
+        self.loads[index] += 1
+        return super().load_layer(index)
+
+
+def test_one_forecast_serves_all_bundles(
+    model: Any, text: corpus.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is loaded for the fit and for the forecast; bundles of one name are told apart. VQKV has none here."""
+    source, said = LoadCounter(model), []
+    monkeypatch.setattr("kvcal.outliers.GRADES", ((0.0, "is said of all"),))
+    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, "nothing"))
+    (tmp_path / "other").mkdir()
+    wanted = [*jobs(tmp_path), FitJob(METHODS["squat"], tmp_path / "other" / f"squat{SUFFIX}")]
+    fit_together(wanted, source, text, **keywords(model), say=said.append)
+    assert source.loads == [2] * LAYERS
+    named = [line.split()[1] for line in said if "is said of all" in line]
+    assert named == [str(job.output) for job in wanted if job.output.name != f"vqkv{SUFFIX}"]
+
+
+def test_the_forecast_is_of_held_out_text(
+    model: Any, text: corpus.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr("kvcal.outliers.warnings", lambda model, ids, schemes, device: seen.append(ids) or [])
+    fit_together(jobs(tmp_path)[:2], WholeModel(model), text, **keywords(model))
+    assert len(seen) == 1 and torch.equal(seen[0], text.holdout[:1])
 
 
 def test_each_bundle_goes_on_from_its_own_checkpoint(

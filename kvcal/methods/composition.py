@@ -49,6 +49,16 @@ class _Names:
     def names(self) -> list[str]:
         return [self.keys, self.values, *(e.codec for e in self.read())]
 
+    def roles(self) -> dict[str, frozenset[Role]]:
+        """Codec by name -> of which of keys and values it is, of some layer."""
+        found: dict[str, frozenset[Role]] = {}
+        both: frozenset[Role] = frozenset({"key", "value"})
+        named = [(self.keys, frozenset[Role]({"key"})), (self.values, frozenset[Role]({"value"}))]
+        named += [(e.codec, both if e.role is None else frozenset({e.role})) for e in self.read()]
+        for name, roles in named:
+            found[name] = found.get(name, frozenset()) | roles
+        return found
+
     def read(self) -> list[LayerException]:
         return [_read(text) for text in self.exceptions]
 

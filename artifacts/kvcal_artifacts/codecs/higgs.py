@@ -163,9 +163,9 @@ class Higgs(Codec):
         if (shape.dim if axis == "channel" else shape.block) % d:
             raise KVCalError(f"HIGGS with d={d}: {axis}s of {shape.dim}, blocks of {shape.block} do not divide by it")
         self.code_bits = GRIDS[d, n]
-        span = shape.dim if axis == "channel" and rotation == "head" else self.length
-        self.rotation_width = largest_power_of_two(span)
-        self.rotation_factor = span // self.rotation_width if mixed else 1
+        width = shape.dim if axis == "channel" and rotation == "head" else self.length
+        self.rotation_width = largest_power_of_two(width)
+        self.rotation_factor = width // self.rotation_width if mixed else 1
         self.mixed = self.rotation_factor > 1
         self.sign = signs(self.length, seed) if sign is None else sign.to(torch.int8)
         if self.grid.shape != (n, d) or self.sign.shape != (self.length,):

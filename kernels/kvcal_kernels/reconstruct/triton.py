@@ -476,7 +476,7 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     tiles, at = -(-count // channels), places(coded, channels)
     made = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
     made[:count, :count] = (own * coded.width**0.5)[:, order.cpu()]
-    wide = made.unflatten(1, (-1, channels)).unflatten(0, (-1, channels)).permute(2, 0, 1, 3)
+    wide = made.reshape(tiles, channels, tiles, channels).permute(2, 0, 1, 3)
     return wide[:, :, at].contiguous().to(device)
 
 
