@@ -141,7 +141,7 @@ class _Run:
         keys, queries, values = (x[:, :, : self.prompt] for x in (keys, queries, exact.values))
         pair = self.scheme.on(layer.index, keys.device)
         seen: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
-        batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), {}
+        batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), dict[str, Tensor]()
         for codec in (pair.key, pair.value):
             whole |= window_statistics(codec, self.scheme.windows, self.scheme.frame, seen, batch)
         stats = {name: x[:, :, : self.blocks] if x.shape[2] > 1 else x for name, x in whole.items()}
