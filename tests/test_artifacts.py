@@ -161,7 +161,7 @@ def test_diff_names_the_setting_and_the_first_tensor(base: Path, bundle: Path) -
     assert found["settings"] == [{"what": "settings.ridge", "a": 0.001, "b": 0.1, "change": 0.099}]
     assert not (found["model"] or found["scheme"] or found["codecs"])
     assert found["first_tensor"] == found["tensors"][0]
-    assert found["first_tensor"]["what"] == "layers.1.key.inner.factor"  # nothing predicts layer 0: no residual of it differs
+    assert found["first_tensor"]["what"] == "layers.1.key.inner.factor"  # nothing predicts layer 0
     assert any(row["what"].startswith("layers.1.key.predictor.") for row in found["tensors"])
     assert found["metrics"]
     told = kvcal("diff", bundle, base / f"other{SUFFIX}")

@@ -257,7 +257,13 @@ def test_generate_says_when_nothing_is_packed(base: Path) -> None:
 
 def test_inspect_shows_settings_and_held_out_errors(bundle: Path) -> None:
     said = kvcal("inspect", bundle).out
-    for part in ("backbone=higgs-2-wide-debiased-balanced", "predictor=linear", "key_relative_error=", "weights", "sha256:"):
+    for part in (
+        "backbone=higgs-2-wide-debiased-balanced",
+        "predictor=linear",
+        "key_relative_error=",
+        "weights",
+        "sha256:",
+    ):
         assert part in said
 
 

@@ -64,7 +64,8 @@ def test_what_is_fitted_on_too_little_says_so(method: Any, least: float, said: s
     "method",
     [
         unpredicted(), AquaKV(**PLAIN, predictor="bias"), unpredicted(values="higgs-2-wide-balanced"),
-        unpredicted(per_layer=("0:values=squat-2-calibrated", "1:values=mixkvq-2.5")), InnerQ(factors="none"), Squat(subspace="prompt"),
+        unpredicted(per_layer=("0:values=squat-2-calibrated", "1:values=mixkvq-2.5")),
+        InnerQ(factors="none"), Squat(subspace="prompt"),
         MixKVQ(full=8, four=8),
     ],
 )  # fmt: skip

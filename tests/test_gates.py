@@ -338,7 +338,8 @@ def test_a_good_bundle_drifts_less(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["grid", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("factor", "key head", "values"))]
+    "name",
+    ["grid", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("factor", "key head", "values"))],
 )
 def test_harm_to_one_head_is_found_and_named(tiny: Path, tmp_path: Path, name: str) -> None:
     layer, role, tensor, change, who = HARM[name]

@@ -117,7 +117,7 @@ def test_schemes_together_are_told_what_each_is_told_alone(twin: Any, windows: t
     alone = [line for name, scheme in schemes.items() for line in warnings(twin, windows[:1], {name: scheme})]
     source = LoadCounter(twin)
     assert warnings(source, windows[:1], schemes, torch.device("cpu")) == alone
-    assert len(alone) == 2 and source.loads == {layer: 3 for layer in range(8)}
+    assert len(alone) == 2 and source.loads == dict.fromkeys(range(8), 3)
 
 
 def test_grades() -> None:

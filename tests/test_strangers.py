@@ -261,7 +261,9 @@ def test_recorded_values_are_checked_as_typed_ones(name: str, bundles: dict[str,
 
 
 @pytest.mark.parametrize("power", [20, 400, 5000])  # Python itself reads no more than 4300 digits
-def test_integers_of_more_than_64_bits_are_refused_when_read(power: int, bundles: dict[str, Path], ran: list[Any]) -> None:
+def test_integers_of_more_than_64_bits_are_refused_when_read(
+    power: int, bundles: dict[str, Path], ran: list[Any]
+) -> None:
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:
@@ -269,7 +271,12 @@ def test_integers_of_more_than_64_bits_are_refused_when_read(power: int, bundles
     finally:
         sys.set_int_max_str_digits(limit)
     base = odd.parent
-    for command in (["inspect"], ["verify"], ["card"], ["reproduce", "--model", base / "model", "--text", base / "words.txt"]):
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["card"],
+        ["reproduce", "--model", base / "model", "--text", base / "words.txt"],
+    ):
         done = kvcal(command[0], odd, *command[1:])
         assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done
         assert "raceback" not in done.err and odd.name in done.err, done
