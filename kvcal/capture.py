@@ -41,6 +41,7 @@ from .spill import SpillStore, Where
 
 Frame = Literal["pre_rope", "post_rope"]
 Timer = Callable[[str], AbstractContextManager[None]]
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 TAPS = frozenset({"q", "k", "v"})
 TOKENS_PER_BATCH = {"cuda": 16384, "cpu": 4096}
@@ -168,6 +169,12 @@ class Capture:
                 taps.closed = True
                 self.source.free_layer(index)
         self.close()
+
+    def first_input(self) -> Tensor:
+        """The first layer's input for all windows, (N, T, hidden size); kwargs_of is known then."""
+        self._embed()
+        assert self.hidden is not None
+        return self.hidden.read(slice(0, self.windows))
 
     def kwargs_of(self, index: int) -> dict[str, Any]:
         """What a layer is called with besides hidden states."""
@@ -329,17 +336,6 @@ class LayerTaps:
         finally:
             reader.closed = True
 
-    def attention(self, given: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Of all windows in one batch: the layer's input and what its attention module gives, each (N, T, hidden size).
-
-        given: keys after RoPE and values, (N, H, T, D), that attention gets instead of the layer's own.
-        """
-        self._check_order()
-        hidden = self._capture.hidden
-        assert hidden is not None
-        x = hidden.read(slice(0, self.windows))
-        return x, attention_output(self._layer, x, self._capture.kwargs_of(self.index), self.site, given)
-
     def advance(self) -> None:
         """Run the whole layer over all windows, unless a pass of `batches` has done so."""
         if self._state != "after":
@@ -432,17 +428,18 @@ class _Stop(Exception):
 class _StandIn:
     """Takes the cache's place in one layer: notes what it is given, hands it back or stops the forward."""
 
-    def __init__(self, stop: bool, repeat: int, given: tuple[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, stop: bool, repeat: int, change: Change | None = None) -> None:
         self._stop = stop
         self._repeat = repeat  # times each kv head is handed back
-        self._given = given  # handed back instead of what was received
+        self._change = change
         self.received: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         self.received = keys, values
         if self._stop:
             raise _Stop
-        keys, values = self._given or (keys, values)
+        if self._change is not None:
+            keys, values = self._change(keys, values)
         if self._repeat > 1:
             return keys.repeat_interleave(self._repeat, 1), values.repeat_interleave(self._repeat, 1)
         return keys, values
@@ -506,10 +503,13 @@ def call_layer(
     site: AttentionSite,
     want: frozenset[str],
     stop: bool,
+    change: Change | None = None,
 ) -> LayerCall:
-    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`."""
+    """One layer on its input x (B, T, hidden size), or only its norm and projections with `stop`. change: what attention gets
+    of the layer's keys (after RoPE) and values, (B, H, T, D) each.
+    """
     repeat = kv_repeats(site, x)
-    cache, seen = _StandIn(stop, repeat), {}
+    cache, seen = _StandIn(stop, repeat, change), {}
 
     def note(name: str, read: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
@@ -531,27 +531,6 @@ def call_layer(
         raise KVCalError(f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported")
     output = output[0] if isinstance(output, tuple) else output
     return LayerCall(*cache.received, seen.get("k"), seen.get("q"), output)
-
-
-@torch.no_grad()
-def attention_output(
-    layer: nn.Module, x: Tensor, kwargs: dict[str, Any], site: AttentionSite, given: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
-    """What the attention module gives for the layer's input x (B, T, hidden size). given: as of LayerTaps.attention."""
-    repeat = kv_repeats(site, x)
-    found: list[Tensor] = []
-
-    def take(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
-        raise _Stop
-
-    with ExitStack() as hooks:
-        if repeat > 1:
-            hooks.enter_context(_as_if_ungrouped(site.module))
-        hooks.enter_context(site.module.register_forward_hook(take))
-        with suppress(_Stop):
-            layer(x, **{**kwargs, "past_key_values": _StandIn(False, repeat, given)})
-    return found[0]
 
 
 def kv_repeats(site: AttentionSite, x: Tensor) -> int:

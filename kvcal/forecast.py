@@ -1,66 +1,46 @@
-"""What a scheme will cost in KL, forecast from one window of text without running the model through a cache.
+"""What a scheme costs in KL on a short window of text, layer by layer, without a cache.
 
-Layer by layer, the attention module is run a second time with the keys and values that the scheme would give back. Its output
-changes by some share, and the sum of these shares over the layers predicts the KL of the whole model (`expected_kl`): on
-three pretrained models and 20 schemes the rank correlation is 0.9 and more (docs/ablations/guard.md). Hidden states stay
-exact, as in calibration.
+A prompt is packed, and the tokens behind it attend to what the scheme gives back.
+
+A prompt attends to its own exact keys and values, so one exact pass gives what each layer packs of it. The tokens behind it go
+through the layers once for each scheme, with the prompt's packed keys and values in their place. Only one layer's weights are
+needed at a time. On three pretrained models and more than 20 schemes the KL of these few tokens has the order of the KL that
+`kvcal eval` measures (docs/ablations/guard.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kvcal_artifacts.codecs import Context
-from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.hf import AttentionSite, attention_site
+from kvcal_artifacts.scheme import Scheme
 
-from .capture import Capture, LayerSource, LayerTaps
-from .methods.observed import taps_of, window_statistics
+from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer
+from .methods.observed import window_statistics
 from .report.progress import progress
 
-LAST = (
-    128  # tokens at a window's end whose attention is looked at: before them, less than a whole window would be packed
-)
-GAIN, POWER = 0.06, 0.95  # of expected_kl, fitted by docs/ablations/guard.py
-
-
-@dataclass(frozen=True)
-class LayerChange:
-    """One layer. change: mean over tokens of |attention output with the scheme - exact|^2 / |exact|^2. residual: the same over
-    |layer input + exact attention output|^2. ratio: largest over median root mean square of a channel of its keys, of the
-    worst kv head.
-    """
-
-    layer: int
-    change: float
-    residual: float
-    ratio: float
+BEHIND = 128  # tokens behind the prompt; a quarter of a window at most
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """layers: those that the scheme compresses, in order; empty where the window is too short to pack a block."""
+    """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind the
+    prompt. packed: tokens of the prompt that the scheme packs; of none the KL is 0. ratio: largest over median root mean
+    square of a channel of keys, of the worst layer and kv head; layer: which layer.
+    """
 
-    layers: tuple[LayerChange, ...]
-
-    @property
-    def kl(self) -> float:
-        """Mean nats a token between the scheme's and the exact model's next-token distributions, forecast."""
-        return expected_kl(sum(layer.change for layer in self.layers))
-
-    @property
-    def worst(self) -> LayerChange:
-        return max(self.layers, key=lambda layer: layer.change)
-
-
-def expected_kl(change: float) -> float:
-    """change: summed over layers."""
-    return float(GAIN * change**POWER)
+    kl: float
+    packed: int
+    ratio: float
+    layer: int
 
 
 def channel_ratio(keys: Tensor) -> float:
@@ -69,86 +49,163 @@ def channel_ratio(keys: Tensor) -> float:
     return float((size.amax(-1) / size.median(-1).values.clamp_min(1e-30)).max())
 
 
+def prompt_of(length: int) -> int:
+    """Tokens of a window of so many that are the prompt."""
+    return length - min(BEHIND, length // 4)
+
+
+def least_tokens(scheme: Scheme) -> int:
+    """Tokens of the shortest window in whose prompt the scheme packs a block."""
+    windows = scheme.windows
+    prompt = windows.sink + windows.recent + windows.block
+    return next(length for length in range(prompt, prompt + BEHIND + 1) if prompt_of(length) >= prompt)
+
+
 @torch.no_grad()
 def forecasts(
     model: LayerSource | nn.Module, ids: Tensor, schemes: Mapping[str, Scheme], device: torch.device | None = None
 ) -> dict[str, Forecast]:
-    """Of each scheme, on token windows ids (N, T), all in one batch. device: where a LayerSource puts its layers; a model's
-    own otherwise.
+    """Of each scheme, on token windows ids (N, T) int64, all in one batch. device: where a LayerSource puts its layers; a
+    model's own otherwise.
     """
     if not schemes:
         return {}
     if device is None:
         assert isinstance(model, nn.Module)
         device = next(model.parameters()).device
-    found: dict[str, list[LayerChange]] = {name: [] for name in schemes}
-    below: dict[str, dict[str, Tensor]] = {name: {} for name in schemes}
     with ExitStack() as stack:
         capture = stack.enter_context(Capture(model, ids, device=device, batch=len(ids)))
-        advance = stack.enter_context(progress("Forecasting", total=len(capture.layers)))
-        for taps in capture:
-            x, exact = taps.attention()
-            for name, scheme in schemes.items():
-                if scheme.layers[taps.index] is not None:
-                    run = _LayerRun(taps, scheme)
-                    below[name] = run.decode(below[name])
-                    if run.packed.stop > run.packed.start:
-                        found[name].append(run.change(x, exact))
-                advance()
-    return {name: Forecast(tuple(layers)) for name, layers in found.items()}
+        layers = int(capture.decoder.config.num_hidden_layers)
+        advance = stack.enter_context(progress("Forecasting", total=layers))
+        prompt = prompt_of(capture.length)
+        x = capture.first_input()
+        runs = {name: _Run(scheme, prompt, x[:, prompt:]) for name, scheme in schemes.items()}
+        worst = (0.0, 0)
+        for index in range(layers):
+            layer, kwargs = capture.source.load_layer(index), capture.kwargs_of(index)
+            if index in capture.skipped:
+                for run in runs.values():
+                    run.tail = _output(layer(run.input(x), **kwargs))[:, prompt:]
+                x = _output(layer(x, **kwargs))
+            else:
+                site = attention_site(capture.decoder, index)
+                rope = kwargs.get("position_embeddings") if site.rope else None
+                exact = call_layer(layer, x, kwargs, site, frozenset("qk"), stop=False)
+                worst = max(worst, (channel_ratio(exact.keys), index))
+                for run in runs.values():
+                    run.pack(_Layer(index, site, rope), exact)
+                    given = call_layer(layer, run.input(x), kwargs, site, frozenset(), stop=False, change=run.packed_in)
+                    assert given.output is not None
+                    run.tail = given.output[:, prompt:]
+                assert exact.output is not None
+                x = exact.output
+            capture.source.free_layer(index)
+            advance()
+        return _kls(capture, ids, x[:, prompt:], runs, worst)
 
 
-class _LayerRun:
-    """One layer under one scheme."""
+@dataclass(frozen=True)
+class _Layer:
+    """What run-time statistics ask of a layer's taps."""
 
-    def __init__(self, taps: LayerTaps, scheme: Scheme) -> None:
-        self._taps, self._scheme = taps, scheme
+    index: int
+    site: AttentionSite
+    rope: tuple[Tensor, Tensor] | None
+
+
+class _Run:
+    """One scheme on its way through the layers. tail: hidden states (N, Q, hidden size) of the tokens behind the prompt."""
+
+    def __init__(self, scheme: Scheme, prompt: int, tail: Tensor) -> None:
+        self.scheme, self.prompt, self.tail = scheme, prompt, tail
         windows = scheme.windows
-        blocks = max(0, taps.length - windows.sink - windows.recent) // windows.block
-        self.packed = slice(windows.sink, windows.sink + blocks * windows.block)
+        self.blocks = max(0, prompt - windows.sink - windows.recent) // windows.block
+        self.packed = slice(windows.sink, windows.sink + self.blocks * windows.block)
+        self._below: dict[str, Tensor] = {}
         self._made: tuple[Tensor, Tensor] | None = None
 
-    def decode(self, below: dict[str, Tensor]) -> dict[str, Tensor]:
-        """below: reconstructions of the compressed layers under this one, by Context's names; gives those for the next."""
-        taps, scheme = self._taps, self._scheme
-        own = scheme.layers[taps.index]
-        assert own is not None
-        want = frozenset("kv") | taps_of(own.key.stats | own.value.stats)
-        batch = next(iter(taps.batches(want, scheme.frame)))
-        assert batch.k is not None and batch.v is not None
-        self._batch = batch
-        if self.packed.stop == self.packed.start:
-            return {}
-        pair: LayerCodecs = scheme.on(taps.index, batch.k.device)
-        whole: dict[str, Any] = {}
+    def input(self, x: Tensor) -> Tensor:
+        """The exact hidden states x (N, T, hidden size) of the prompt, and its own behind it."""
+        return torch.cat([x[:, : self.prompt], self.tail], 1)
+
+    def pack(self, layer: _Layer, exact: LayerCall) -> None:
+        """Encode and decode what the layer packs of the prompt, of what a call on the exact input gave."""
+        self._made = None
+        if self.scheme.layers[layer.index] is None or not self.blocks:
+            return
+        pre, rope, site = self.scheme.frame == "pre_rope", layer.rope, layer.site
+        keys, queries = (exact.pre_rope_keys if pre else exact.keys), exact.pre_rope_queries
+        assert keys is not None and queries is not None
+        if not pre and rope is not None:
+            queries = site.rotate(queries, *rope)
+        keys, queries, values = (x[:, :, : self.prompt] for x in (keys, queries, exact.values))
+        pair = self.scheme.on(layer.index, keys.device)
+        seen: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
+        batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), dict[str, Tensor]()
         for codec in (pair.key, pair.value):
-            whole |= window_statistics(codec, scheme.windows, scheme.frame, taps, batch)
-        count = (self.packed.stop - self.packed.start) // scheme.windows.block
-        stats = {name: x[:, :, :count] if x.shape[2] > 1 else x for name, x in whole.items()}
-        context = Context(taps.index, **below, stats=stats)
-        context.k0 = pair.key.encode_decode(batch.k[:, :, self.packed], context)[1]
-        values = pair.value.encode_decode(batch.v[:, :, self.packed], context)[1]
-        self._made = context.k0, values
-        deeper = {"k2": below["k1"], "v2": below["v1"]} if below else {}
-        return {"k1": context.k0, "v1": values} | deeper
+            whole |= window_statistics(codec, self.scheme.windows, self.scheme.frame, seen, batch)
+        stats = {name: x[:, :, : self.blocks] if x.shape[2] > 1 else x for name, x in whole.items()}
+        context = Context(layer.index, **self._below, stats=stats)
+        context.k0 = pair.key.encode_decode(keys[:, :, self.packed], context)[1]
+        made = pair.value.encode_decode(values[:, :, self.packed], context)[1]
+        deeper = {"k2": self._below["k1"], "v2": self._below["v1"]} if self._below else {}
+        self._below = {"k1": context.k0, "v1": made} | deeper
+        turned = context.k0.to(keys.dtype)
+        if pre and rope is not None:
+            turned = site.rotate(turned, *(x[:, self.packed] for x in rope))
+        self._made = turned, made.to(values.dtype)
 
-    def change(self, x: Tensor, exact: Tensor) -> LayerChange:
-        """x: the layer's input; exact: its attention module's output, both (N, T, hidden size)."""
-        taps, batch, made = self._taps, self._batch, self._made
-        assert made is not None and batch.k is not None and batch.v is not None
-        keys, values = batch.k.clone(), batch.v.clone()
-        keys[:, :, self.packed], values[:, :, self.packed] = made[0].to(keys.dtype), made[1].to(values.dtype)
-        if self._scheme.frame == "pre_rope" and taps.rope is not None:
-            keys = taps.site.rotate(keys, *taps.rope)
-        output = taps.attention((keys, values))[1]
-        wanted, stream, off = (
-            part[:, -LAST:].float().square().sum(-1).clamp_min(1e-30) for part in (exact, x + exact, output - exact)
-        )
-        change, residual = (float((off / size).mean()) for size in (wanted, stream))
-        return LayerChange(taps.index, change, residual, channel_ratio(batch.k))
+    def packed_in(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys after RoPE and values (N, H, T, D) with what is packed in its place."""
+        if self._made is None:
+            return keys, values
+        keys, values = keys.clone(), values.clone()
+        keys[:, :, self.packed], values[:, :, self.packed] = self._made
+        return keys, values
 
 
-def least_tokens(scheme: Scheme) -> int:
-    """Tokens of the shortest window in which the scheme packs a block."""
-    windows = scheme.windows
-    return windows.sink + windows.recent + windows.block
+def _output(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _kls(
+    capture: Capture, ids: Tensor, exact: Tensor, runs: Mapping[str, _Run], worst: tuple[float, int]
+) -> dict[str, Forecast]:
+    """exact: the last layer's output (N, Q, hidden size) of the tokens behind the prompt."""
+    capture.source.load_outer()
+    try:
+        behind = ids[:, -exact.shape[1] :].to(exact.device)
+        right = _log_probabilities(capture, behind, exact)
+        found = {}
+        for name, run in runs.items():
+            own = _log_probabilities(capture, behind, run.tail)
+            kl = functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean()
+            tokens = run.packed.stop - run.packed.start
+            found[name] = Forecast(max(0.0, float(kl)) if tokens else 0.0, tokens, *worst)
+        return found
+    finally:
+        capture.source.free_outer()
+
+
+def _log_probabilities(capture: Capture, ids: Tensor, x: Tensor) -> Tensor:
+    """Of the last layer's output x (N, Q, hidden size): (N, Q, vocabulary) float32. The model's own forward, whose layers give
+    x whatever they are given, applies its norm, head and what lies between.
+    """
+    with _layers_give(capture.decoder, x):
+        logits: Tensor = capture.source.model(input_ids=ids, use_cache=False).logits
+    return functional.log_softmax(logits.float(), -1)
+
+
+@contextmanager
+def _layers_give(decoder: Any, x: Tensor) -> Iterator[None]:
+    before: list[Callable[..., Any] | None] = [vars(layer).get("forward") for layer in decoder.layers]
+    for layer in decoder.layers:
+        layer.forward = lambda *args, **kwargs: x
+    try:
+        yield
+    finally:
+        for layer, forward in zip(decoder.layers, before, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward

@@ -3,7 +3,7 @@
 Some models have key channels 10 to 95 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
 over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones. Others have none
 and suffer from coarse values all the same. So nothing is judged by its name or by one error: what the scheme does to the
-model's attention is measured, and the KL that follows from it forecast (forecast.py).
+model behind a short prompt is computed, layer by layer (forecast.py).
 """
 
 from __future__ import annotations
@@ -78,11 +78,9 @@ def warnings(
 
 
 def _line(name: str, found: Forecast, word: str, instead: str) -> str:
-    worst = found.worst
-    share = worst.change / sum(layer.change for layer in found.layers)
     return (
-        f"warning: {name} {word} here: expected KL about {found.kl:.2g} nats a token; layer {worst.layer} has {share:.0%} of "
-        f"the change in attention, its largest key channel is {worst.ratio:.0f} times the median; {instead}"
+        f"warning: {name} {word} here: KL about {found.kl:.2g} nats per token after a prompt with {found.packed} packed "
+        f"tokens; key channels are up to {found.ratio:.0f} times the median (layer {found.layer}); {instead}"
     )
 
 

@@ -934,10 +934,10 @@ BITS = {  # by hand, for 2 heads of 32 channels in blocks of 8 tokens
     "exact-32": 32,
     "uniform-4": 4 + 32 / 32,
     "uniform-2-channel": 2 + 32 / 8,
-    "higgs-2": 2 + 16 / 64,
-    "higgs-3": 3 + 16 / 64,
+    "higgs-2": 2 + 16 / 32,  # a norm a head
+    "higgs-3": 3 + 16 / 32,
     "higgs-4-wide": 4 + 16 / 64,
-    "higgs-2-d4": 2 + 16 / 64,
+    "higgs-2-d4": 2 + 16 / 32,
 }
 
 

@@ -64,9 +64,8 @@ def test_what_is_fitted_on_too_little_says_so(method: Any, least: float, said: s
     "method",
     [
         unpredicted(), AquaKV(**PLAIN, predictor="bias"), unpredicted(values="higgs-2-wide-balanced"),
-        unpredicted(per_layer=("0:values=squat-2-calibrated", "1:values=mixkvq-2.5")),
-        InnerQ(factors="none"), Squat(subspace="prompt"),
-        MixKVQ(full=8, four=8),
+        unpredicted(per_layer=("0:values=squat-2-calibrated", "1:values=mixkvq-2.5")), InnerQ(factors="none"),
+        Squat(subspace="prompt"), MixKVQ(full=8, four=8),
     ],
 )  # fmt: skip
 def test_what_learns_nothing_by_text_needs_none(method: Any) -> None:

@@ -66,7 +66,7 @@ def test_operations_say_what_they_are() -> None:
         ("uniform-4", (4.5, 4.5)),  # 4 + 32/64
         ("turboquant-4-3", (4.125, 3.125)),  # a float16 norm a head of 128
         ("innerq-small", (3.5, 2.5)),  # symmetric: one float16 scale a group of 32
-        ("higgs-2", (2.015625, 2.015625)),  # a float16 norm a token of 8 heads of 128
+        ("higgs-2", (2.125, 2.125)),  # a float16 norm a head of 128
         ("fp8", (8.0, 8.0)),
     ],
 )

@@ -101,7 +101,7 @@ class AttentionSite:
         return trial.rotate(self.module, self.rotation, keys, cos, sin) if self.rope else keys
 
 
-_CHANNELS: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref.WeakKeyDictionary()  # by decoder
+_CHANNELS: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref.WeakKeyDictionary()  # by rotary module
 
 
 def decoder_of(model: Any) -> Any:
@@ -282,23 +282,28 @@ def _trial(decoder: Any, index: int) -> trial.Trial | str:
 
 
 def _rotary_channels(decoder: Any, index: int) -> int | None:
-    """The last dimension of a layer's cos and sin; None where the rotary module gives something else. Seen on a new module:
-    the model's own may be on the meta device, and remembers lengths.
+    """The last dimension of a layer's cos and sin; None where the rotary module gives something else. Seen on a module of its
+    own, as the model's may be on the meta device and remembers lengths: a new one, or a copy of one that is made otherwise.
     """
-    kind, known = layer_kind(decoder.config, index), _CHANNELS.setdefault(decoder, {})
+    rotary = decoder.rotary_emb
+    kind, known = layer_kind(decoder.config, index), _CHANNELS.setdefault(rotary, {})
     if kind not in known:
-        made: Any = type(decoder.rotary_emb)
-        try:
-            with torch.device("cpu"):
-                found = made(config=decoder.config)(
-                    torch.zeros(1), position_ids=torch.zeros(1, 1, dtype=torch.long), **rotary_options(made, kind)
-                )
-            cos, sin = found
-            width = int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None
-        except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
-            width = None
-        known[kind] = width
+        copies = (lambda: type(rotary)(config=decoder.config), lambda: copy.deepcopy(rotary))
+        known[kind] = next((width for make in copies if (width := _channels(make, kind)) is not None), None)
     return known[kind]
+
+
+def _channels(make: Callable[[], Any], kind: str) -> int | None:
+    try:
+        with torch.device("cpu"):
+            made = make()
+            where = next(made.buffers(), torch.empty(0)).device
+            first = torch.zeros(1, 1, dtype=torch.long, device=where)
+            options = rotary_options(type(made), kind)
+            cos, sin = made.forward(torch.zeros(1, device=where), position_ids=first, **options)
+    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
+        return None
+    return int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None
 
 
 def layer_kind(config: Any, index: int) -> str:

@@ -1,11 +1,11 @@
-"""Does the outlier guard's forecast predict KL? Forecast and measured KL of many schemes on several models.
+"""Does the outlier guard's forecast have the order of KL? Forecast and measured KL of many schemes on several models.
 
     python docs/ablations/guard.py measure --model FOLDER --text wiki.txt --output NAME.json [--bundle X ...] [--jobs 8]
     python docs/ablations/guard.py report NAME.json ... > docs/ablations/guard.md
 
 `measure` forecasts from one window of embedded text (kvcal/forecast.py) and measures KL through the cache on other text; it
-goes on from a file that is there. `report` fits the forecast's two constants to all files together, in logarithms, and prints
-the table, rank correlations, and how far off the forecast is.
+goes on from a file that is there. `--forecast-only` makes the forecasts of a file's rows anew. `report` prints the table, rank
+correlations, and how far off the forecast is.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def row(name: str) -> dict[str, Any]:
     what = KNOWN.get(name) or load_bundle(name)
     model = STATE["loaded"].model
     scheme = what.scheme if hasattr(what, "provenance") else what.scheme(model)
-    layers = forecasts(model, STATE["guard"], {name: scheme})[name].layers
+    found = forecasts(model, STATE["guard"], {name: scheme})[name]
+    own = {"name": Path(name).name.split(".")[0], "forecast": found.kl, "packed": found.packed, "ratio": found.ratio}
+    if STATE["args"]["forecast_only"]:
+        return own
     full, measured = evaluate(model, STATE["ids"], cache_makers(model, {name: what}), batch=STATE["args"]["batch"])
-    return {
-        "name": Path(name).name.split(".")[0], "kl": measured.kl, "kl_se": measured.kl_se, "bits": measured.bits_per_value,
+    return own | {
+        "kl": measured.kl, "kl_se": measured.kl_se, "bits": measured.bits_per_value,
         "perplexity": measured.perplexity, "full_perplexity": full.perplexity,
-        "change": [layer.change for layer in layers], "residual": [layer.residual for layer in layers],
-        "ratio": max((layer.ratio for layer in layers), default=0.0),
     }  # fmt: skip
 
 
@@ -69,22 +70,21 @@ def measure(args: argparse.Namespace) -> None:
     found = json.loads(args.output.read_text()) if args.output.exists() else {"settings": own, "rows": []}
     if found["settings"] != own:
         raise SystemExit(f"{args.output}: measured with {found['settings']}; give another --output")
-    done = {one["name"] for one in found["rows"]}
-    names = [n for n in (*args.bundle, *(args.preset or PRESETS)) if Path(n).name.split(".")[0] not in done]
-    pool = ProcessPoolExecutor(
-        args.jobs,
-        multiprocessing.get_context("spawn"),
-        prepare,
-        (own | {"threads": args.threads, "batch": args.batch},),
-    )
+    rows = {one["name"]: one for one in found["rows"]}
+    every = (*args.bundle, *(args.preset or PRESETS))
+    names = [n for n in every if (Path(n).name.split(".")[0] in rows) == args.forecast_only]
+    given = own | {name: getattr(args, name) for name in ("threads", "batch", "forecast_only")}
+    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"), prepare, (given,))
     with pool:
         running = {pool.submit(row, name): name for name in names}
         for task in as_completed(running):
-            found["rows"].append(task.result())
+            made = task.result()
+            rows[made["name"]] = rows.get(made["name"], {}) | made
+            found["rows"] = list(rows.values())
             partial = args.output.with_suffix(".partial")
             partial.write_text(json.dumps(found, indent=1) + "\n")
             partial.replace(args.output)
-            print(f"{found['rows'][-1]['name']}: KL {found['rows'][-1]['kl']:.5f}", flush=True)
+            print(f"{made['name']}: forecast {made['forecast']:.5f}, KL {rows[made['name']]['kl']:.5f}", flush=True)
 
 
 def ranks(numbers: list[float]) -> list[float]:
@@ -99,38 +99,29 @@ def spearman(a: list[float], b: list[float]) -> float:
     return statistics.correlation(ranks(a), ranks(b))
 
 
-def fit(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """gain, power of kl = gain * x^power, by least squares in logarithms."""
-    xs, ys = ([math.log(pair[i]) for pair in pairs] for i in (0, 1))
-    slope, start = statistics.linear_regression(xs, ys)
-    return math.exp(start), slope
-
-
 def report(paths: list[Path]) -> None:
     files = {Path(f["settings"]["model"]).name: f for f in (json.loads(path.read_text()) for path in paths)}
+    rows = {m: [r for r in f["rows"] if r["kl"] > LEAST] for m, f in files.items()}
+    pairs = {m: ([r["forecast"] for r in own], [r["kl"] for r in own]) for m, own in rows.items()}
+    whole = tuple([x for pair in pairs.values() for x in pair[i]] for i in (0, 1))
+    off = [abs(math.log(max(x, LEAST / 10) / kl)) for x, kl in zip(*whole, strict=True)]
     print("# Forecast and measured KL\n")
-    for measure in ("change", "residual"):
-        rows = {m: [r for r in f["rows"] if r["kl"] > LEAST and r["change"]] for m, f in files.items()}
-        every = [(sum(r[measure]), r["kl"]) for own in rows.values() for r in own]
-        gain, power = fit(every)
-        off = [abs(math.log(gain * x**power / kl)) for x, kl in every]
-        print(f"\n## By `{measure}`: KL = {gain:.4g} * (sum over layers)^{power:.4g}\n")
-        correlation = spearman(*map(list, zip(*every, strict=True)))
-        print(f"All {len(every)} rows: rank correlation {correlation:.3f}, off by a factor of "
-              f"{math.exp(statistics.median(off)):.2f} (median), {math.exp(max(off)):.2f} at most.")  # fmt: skip
-        for model, own in rows.items():
-            xs, ys = [sum(r[measure]) for r in own], [r["kl"] for r in own]
-            print(f"`{model}`: {len(own)} rows, rank correlation {spearman(xs, ys):.3f}.")
-        print("\n| scheme | " + " | ".join(f"{m}: forecast | measured ± se" for m in files) + " |")
-        print("|---" * (1 + 2 * len(files)) + "|")
-        names = dict.fromkeys(r["name"] for f in files.values() for r in f["rows"])
-        for name in names:
-            cells = []
-            for f in files.values():
-                r = next((r for r in f["rows"] if r["name"] == name), None)
-                cells += ["–", "–"] if r is None or not r["change"] else [
-                    f"{gain * sum(r[measure]) ** power:.3g}", f"{r['kl']:.3g} ± {r['kl_se'] or 0:.1g}"]  # fmt: skip
-            print(f"| {name} | " + " | ".join(cells) + " |")
+    for model, f in files.items():
+        o = f["settings"]
+        print(f"`{model}`: forecast from {o['guard_length']} tokens of embedded text, KL of {o['windows']} windows of "
+              f"{o['length']} tokens of `{Path(o['text']).name}`; {len(rows[model])} schemes with a KL above {LEAST:g}: "
+              f"**rank correlation {spearman(*pairs[model]):.3f}**.")  # fmt: skip
+    print(f"\nAll {len(whole[0])} together: **{spearman(*whole):.3f}**; the forecast is off by a factor of "
+          f"{math.exp(statistics.median(off)):.2f} in the median, {math.exp(max(off)):.1f} at most.\n")  # fmt: skip
+    print("| scheme | " + " | ".join(f"{m}: forecast | measured ± se" for m in files) + " |")
+    print("|---" * (1 + 2 * len(files)) + "|")
+    for name in dict.fromkeys(r["name"] for f in files.values() for r in f["rows"]):
+        cells = []
+        for f in files.values():
+            found = [r for r in f["rows"] if r["name"] == name]
+            cells += [x for r in found for x in (f"{r['forecast']:.3g}", f"{r['kl']:.3g} ± {r['kl_se'] or 0:.1g}")]
+            cells += ["–", "–"] * (not found)
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -150,6 +141,7 @@ def main() -> None:
     one.add_argument("--device", default="auto")
     one.add_argument("--jobs", type=int, default=1)
     one.add_argument("--threads", type=int, default=1)
+    one.add_argument("--forecast-only", action="store_true")
     two = which.add_parser("report")
     two.add_argument("files", type=Path, nargs="+")
     args = parser.parse_args()

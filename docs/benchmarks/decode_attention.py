@@ -75,15 +75,15 @@ SCHEMES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], float]] = {  # key an
     "KIVI 2/2 G=32": ((2, 32, False, False), (2, 32, False, False), 0.78),
     "KIVI 2/2 before RoPE": ((2, 32, False, False), (2, 32, False, False), 0.65),  # as SQuat before RoPE is stored
     "KIVI 2/2 G=128": ((2, 128, False, False), (2, 128, False, False), 0.75),
-    "TurboQuant 4/3": (("grid", 4, 1, 1), ("grid", 3, 1, 1), 0.65),  # norm per head; HIGGS: over the token
-    "HIGGS 2": (("grid", 2, 2, HEADS), ("grid", 2, 2, HEADS), 0.65),
+    "TurboQuant 4/3": (("grid", 4, 1, 1), ("grid", 3, 1, 1), 0.65),  # norms per head
+    "HIGGS 2": (("grid", 2, 2, 1), ("grid", 2, 2, 1), 0.65),
     "TurboQuant 4/3 in bytes": (("bytes", 4, 1, 1), ("bytes", 3, 1, 1), 0.65),
-    "HIGGS 2 in bytes": (("bytes", 2, 2, HEADS), ("bytes", 2, 2, HEADS), 0.65),
-    "HIGGS 3": (("grid", 3, 2, HEADS), ("grid", 3, 2, HEADS), 0.65),
-    "HIGGS 4": (("grid", 4, 2, HEADS), ("grid", 4, 2, HEADS), 0.65),
+    "HIGGS 2 in bytes": (("bytes", 2, 2, 1), ("bytes", 2, 2, 1), 0.65),
+    "HIGGS 3": (("grid", 3, 2, 1), ("grid", 3, 2, 1), 0.65),
+    "HIGGS 4": (("grid", 4, 2, 1), ("grid", 4, 2, 1), 0.65),
     "MixKVQ G=32": (("tiers", 32, 16, 16), (2, 32, False, False), 0.65),  # of 128 channels 16 exact, 16 of 4 bits
     "MixKVQ G=128": (("tiers", 128, 16, 16), (2, 128, False, False), 0.65),
-    "HIGGS 3, InnerQ 3": (("grid", 3, 2, HEADS), (3, 32, True, True), 0.65),
+    "HIGGS 3, InnerQ 3": (("grid", 3, 2, 1), (3, 32, True, True), 0.65),
 }
 CELLS = [(1, 4096), (1, 32768), (1, 131072), (8, 32768), (32, 4096)]
 # of `bare_read`: warps, loads of 16 bytes a thread at a time, programs a multiprocessor
