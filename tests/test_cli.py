@@ -257,7 +257,13 @@ def test_generate_says_when_nothing_is_packed(base: Path) -> None:
 
 def test_inspect_shows_settings_and_held_out_errors(bundle: Path) -> None:
     said = kvcal("inspect", bundle).out
-    for part in ("backbone=higgs-2-wide-debiased", "predictor=linear", "key_relative_error=", "weights", "sha256:"):
+    for part in (
+        "backbone=higgs-2-wide-debiased-balanced",
+        "predictor=linear",
+        "key_relative_error=",
+        "weights",
+        "sha256:",
+    ):
         assert part in said
 
 
@@ -267,7 +273,8 @@ def test_inspect(bundle: Path) -> None:
     assert found["model"]["layers"] == len(found["layers"]) == LAYERS
     assert found["windows"] == {"sink": 4, "recent": 16, "block": 8}
     assert found["frame"] == "pre_rope"
-    assert found["layers"][1]["key"].startswith("linear(k1) + higgs(")
+    assert found["layers"][1]["key"].startswith("linear(k1) + scaled(calibrated) higgs(")
+    assert found["layers"][1]["value"].startswith("linear(v1+k0) + higgs(")
     assert found["sha256"] == kvcal("verify", bundle, "--json").json["sha256"]
     table = kvcal("inspect", bundle)
     assert (table.code, table.err) == (0, "")

@@ -31,7 +31,9 @@ TEXT = ["--length", LENGTH, "--windows", 2, "--step", 16]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a text, a bundle whose predictors have scales, and the same with one layer's scales doubled."""
+    """A model, a text, a bundle whose predictors have scales, and the same with one layer's scales doubled; eight times as
+    large (broken) they raise even a random model's perplexity.
+    """
     base = tmp_path_factory.mktemp("gates")
     write_model(base / "model", LAYERS)
     write_text(base / "words.txt")
@@ -39,6 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = kvcal("fit-predictors", *named(base), *SMALL, *options)
     assert done.code == 0, done.err
     harm(base / f"good{SUFFIX}", base / f"harmed{SUFFIX}", HARMED)
+    harm(base / f"good{SUFFIX}", base / f"broken{SUFFIX}", HARMED, 8)
     return base
 
 
@@ -46,15 +49,15 @@ def named(base: Path) -> list[Any]:
     return ["--model", base / "model", "--text", base / "words.txt"]
 
 
-def harm(bundle: Path, output: Path, layer: int) -> None:
-    """Double the scales of one layer; hashes are those of the new content."""
+def harm(bundle: Path, output: Path, layer: int, times: int = 2) -> None:
+    """Enlarge the scales of one layer; hashes are those of the new content."""
     found = load_bundle(bundle)
     pair = found.scheme.layers[layer]
     assert pair is not None
     scales = [t for codec in (pair.key, pair.value) for n, t in codec.tensors().items() if n.endswith("scale")]
     assert len(scales) == 2
     for scale in scales:
-        scale.mul_(2)
+        scale.mul_(times)
     found.write(output)
 
 
@@ -143,7 +146,7 @@ def test_a_harmed_layer_fails_and_is_named(base: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_gate_can_fail_and_names_a_layer(base: Path, tmp_path: Path, option: str, limit: Any, says: str) -> None:
-    name = "harmed" if option == "--max-ppl-increase" else "good"
+    name = "broken" if option == "--max-ppl-increase" else "good"
     done = gate(base, name, option, limit, "--junit", tmp_path / "j.xml")
     assert done.code == 3
     [(seen, message)] = failures(tmp_path / "j.xml")
@@ -321,7 +324,8 @@ def altered(bundle: Path, output: Path, layer: int, role: str, name: str, change
 
 
 HARM: dict[str, tuple[int, str, str, Any, str]] = {  # layer, role, tensor, change, who is to blame
-    "grid": (0, "key", "grid", lambda t: t.mul_(2), "layer 0, keys"),
+    "grid": (0, "key", "inner.grid", lambda t: t.mul_(2), "layer 0, keys"),
+    "factor": (0, "key", "factor", lambda t: t[1, ::2].mul_(8), "layer 0, keys of head 1: "),
     "key head": (4, "key", "predictor.weight", lambda t: t[:, :64].zero_(), "layer 4, keys of head 0: "),
     "value head": (7, "value", "predictor.weight", lambda t: t[:, 64:].zero_(), "layer 7, values of head "),
     "values": (7, "value", "predictor.weight", lambda t: t.zero_(), "layer 7, values of head "),
@@ -334,7 +338,8 @@ def test_a_good_bundle_drifts_less(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["grid", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("key head", "values"))]
+    "name",
+    ["grid", "value head", *(pytest.param(name, marks=pytest.mark.slow) for name in ("factor", "key head", "values"))],
 )
 def test_harm_to_one_head_is_found_and_named(tiny: Path, tmp_path: Path, name: str) -> None:
     layer, role, tensor, change, who = HARM[name]

@@ -187,7 +187,7 @@ def altered(base: Path, name: str, folder: Path, change: Callable[[dict[str, Any
 ALTERED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "ridge": ("aqua", lambda p: p["settings"].update(ridge=0.1), "layers.1.key.predictor."),
     "exponent": ("norms", lambda p: p["settings"].update(exponent=0.6), "layers.0.key.factor"),
-    "seed": ("aqua", lambda p: p.update(seed=9), "layers.1.key.predictor."),
+    "seed": ("aqua", lambda p: p.update(seed=9), "layers.0.key.factor"),  # the first layer's, of other windows
     "rank": ("squat", lambda p: p["settings"].update(rank=3), "layers.0.key.calibrated"),
     "input": ("both", lambda p: p["keys"]["provenance"]["settings"].update(exponent=0.6), "layers.0.key.factor"),
 }

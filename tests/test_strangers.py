@@ -7,9 +7,11 @@ import json
 import math
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,9 +72,16 @@ def changed(path: Path, name: str, change: Callable[[dict[str, Any]], object]) -
     """The bundle with another provenance, hashes made right, beside it."""
     bundle = load_bundle(path)
     change(bundle.provenance)
-    made = path.with_name(f"{name}{SUFFIX}")
-    bundle.write(made)
-    return made
+    return forged(bundle, path.with_name(f"{name}{SUFFIX}"))
+
+
+def forged(bundle: Bundle, path: Path) -> Path:
+    """Written without the checks that kvcal makes when it writes: strangers make none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvcal_artifacts.bundle._HEADER", SimpleNamespace(check=lambda value, what: None))
+        patch.setattr("kvcal_artifacts.bundle._described", lambda header, tensors: None)
+        bundle.write(path)
+    return path
 
 
 def stopped(done: Done, *parts: str) -> None:
@@ -196,7 +205,6 @@ def test_tasks_are_searched_for_where_the_caller_says(bundles: dict[str, Path], 
 
 def test_only_registered_tasks_reach_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in with lm-eval's rule: what is no registered name is a path."""
-    import sys
     from types import ModuleType
 
     from kvcal.evaluate.tasks import TaskScore
@@ -227,7 +235,7 @@ NUMBERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "tokens": lambda p: p["text"].update(train_windows=10**5, length=10**5),
     "length": lambda p: p["text"].update(length=10**9),
     "batch": lambda p: p.update(batch=10**9),
-    "huge": lambda p: p.update(batch=10**400),
+    "huge": lambda p: p.update(batch=2**64 - 1),
     "negative": lambda p: p["text"].update(train_windows=-(10**9)),
     "text as number": lambda p: p["text"].update(train_windows="6", holdout_windows="2"),
     "true": lambda p: p["text"].update(train_windows=True),
@@ -249,6 +257,29 @@ def test_recorded_values_are_checked_as_typed_ones(name: str, bundles: dict[str,
     base = bundles["aqua"].parent
     odd = changed(bundles["aqua"], "number", NUMBERS[name])
     stopped(kvcal("reproduce", odd, "--model", base / "model", "--text", base / "words.txt"))
+    assert ran == []
+
+
+@pytest.mark.parametrize("power", [20, 400, 5000])  # Python itself reads no more than 4300 digits
+def test_integers_of_more_than_64_bits_are_refused_when_read(
+    power: int, bundles: dict[str, Path], ran: list[Any]
+) -> None:
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        odd = changed(bundles["aqua"], "digits", lambda p: p.update(batch=10**power))
+    finally:
+        sys.set_int_max_str_digits(limit)
+    base = odd.parent
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["card"],
+        ["reproduce", "--model", base / "model", "--text", base / "words.txt"],
+    ):
+        done = kvcal(command[0], odd, *command[1:])
+        assert (done.code, done.out, len(done.err.splitlines())) == (4, "", 1), done
+        assert "raceback" not in done.err and odd.name in done.err, done
     assert ran == []
 
 
@@ -322,7 +353,7 @@ def test_no_json_in_a_bundle_ends_in_a_traceback(name: str, bundles: dict[str, P
             continue  # refused when it is read
         odd = replace(whole, provenance=provenance, metrics=metrics)
         path = base / f"random-{name}{SUFFIX}"
-        odd.write(path)
+        forged(odd, path)
         for outcome in (carded(odd), limited(odd), told(whole, odd), commanded(path, given, number)):
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
     assert outcomes["good"] > 200
