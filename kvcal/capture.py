@@ -370,10 +370,7 @@ class LayerTaps:
             called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, want, stop=not whole)
             if not self._checked:
                 self._check_rotation(called)
-                _check_finite(called.keys, f"layer {self.index}, key head", rows)
-                _check_finite(called.values, f"layer {self.index}, value head", rows)
-            if called.output is not None:
-                _check_finite(called.output, f"layer {self.index}, its output", rows)
+            check_call(called, self.index, rows, states=not self._checked)
             batch = self._batch(rows, called, want, frame)
         if called.output is not None:
             with self._capture.timer("spill"):
@@ -577,6 +574,15 @@ def check_model(model: Any, decoder: Any) -> None:
     check_supported(model)
     if model.training:
         raise UsageError(f"{type(model).__name__} is in training mode, where dropout is random; call model.eval()")
+
+
+def check_call(called: LayerCall, layer: int, rows: slice, *, states: bool = True) -> None:
+    """Raises NonFiniteError naming what of a layer's call on these windows is not finite. states: keys and values, too."""
+    if states:
+        _check_finite(called.keys, f"layer {layer}, key head", rows)
+        _check_finite(called.values, f"layer {layer}, value head", rows)
+    if called.output is not None:
+        _check_finite(called.output, f"layer {layer}, its output", rows)
 
 
 def _check_finite(x: Tensor, what: str, rows: slice) -> None:

@@ -10,6 +10,7 @@ needed at a time. On three pretrained models and more than 20 schemes the KL of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.hf import AttentionSite, attention_site
 from kvcal_artifacts.scheme import Scheme
 
-from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer
+from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer, check_call
 from .methods.observed import window_statistics
 from .report.progress import progress
 
@@ -33,7 +34,7 @@ BEHIND = 128  # tokens behind the prompt; a quarter of a window at most
 @dataclass(frozen=True)
 class Forecast:
     """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind the
-    prompt. packed: tokens of the prompt that the scheme packs; of none the KL is 0. ratio: largest over median root mean
+    prompt. infinite where the scheme's logits are not finite. packed: tokens of the prompt that the scheme packs; of none the KL is 0. ratio: largest over median root mean
     square of a channel of keys, of the worst layer and kv head; layer: which layer.
     """
 
@@ -91,6 +92,7 @@ def forecasts(
                 site = attention_site(capture.decoder, index)
                 rope = kwargs.get("position_embeddings") if site.rope else None
                 exact = call_layer(layer, x, kwargs, site, frozenset("qk"), stop=False)
+                check_call(exact, index, slice(0, len(ids)))
                 worst = max(worst, (channel_ratio(exact.keys), index))
                 for run in runs.values():
                     run.pack(_Layer(index, site, rope), exact)
@@ -180,9 +182,10 @@ def _kls(
         found = {}
         for name, run in runs.items():
             own = _log_probabilities(capture, behind, run.tail)
-            kl = functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean()
+            kl = float(functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean())
             tokens = run.packed.stop - run.packed.start
-            found[name] = Forecast(max(0.0, float(kl)) if tokens else 0.0, tokens, *worst)
+            kl = max(0.0, kl) if math.isfinite(kl) else math.inf
+            found[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
         return found
     finally:
         capture.source.free_outer()
