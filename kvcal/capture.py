@@ -208,7 +208,7 @@ class Capture:
                     if self.hidden is None:
                         self.layer_kwargs = {kind: self._checked(kwargs) for kind, kwargs in calls.items()}
                         self.hidden = self._store_for(x)
-                    _check_finite(x, "the embedding's output", rows)
+                    check_finite(x, "the embedding's output", rows)
                     self.hidden.write(rows, x)
         finally:
             self.source.free_outer()
@@ -370,10 +370,10 @@ class LayerTaps:
             called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, want, stop=not whole)
             if not self._checked:
                 self._check_rotation(called)
-                _check_finite(called.keys, f"layer {self.index}, key head", rows)
-                _check_finite(called.values, f"layer {self.index}, value head", rows)
+                check_finite(called.keys, f"layer {self.index}, key head", rows)
+                check_finite(called.values, f"layer {self.index}, value head", rows)
             if called.output is not None:
-                _check_finite(called.output, f"layer {self.index}, its output", rows)
+                check_finite(called.output, f"layer {self.index}, its output", rows)
             batch = self._batch(rows, called, want, frame)
         if called.output is not None:
             with self._capture.timer("spill"):
@@ -579,8 +579,8 @@ def check_model(model: Any, decoder: Any) -> None:
         raise UsageError(f"{type(model).__name__} is in training mode, where dropout is random; call model.eval()")
 
 
-def _check_finite(x: Tensor, what: str, rows: slice) -> None:
-    """Raise on NaN or infinity in x: (B, T, C), or (B, H, T, D) whose head is then named. One read of x."""
+def check_finite(x: Tensor, what: str, rows: slice) -> None:
+    """NonFiniteError on NaN or infinity in x: (B, T, C), or (B, H, T, D) whose head is then named. One read of x."""
     low, high = torch.aminmax(x.detach())
     if bool(torch.isfinite(low) & torch.isfinite(high)):
         return

@@ -10,6 +10,7 @@ needed at a time. On three pretrained models and more than 20 schemes the KL of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.hf import AttentionSite, attention_site
 from kvcal_artifacts.scheme import Scheme
 
-from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer
+from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer, check_finite
 from .methods.observed import window_statistics
 from .report.progress import progress
 
@@ -33,8 +34,8 @@ BEHIND = 128  # tokens behind the prompt; a quarter of a window at most
 @dataclass(frozen=True)
 class Forecast:
     """kl: mean nats between the next-token distributions of the scheme and of the exact model, over the tokens behind the
-    prompt. packed: tokens of the prompt that the scheme packs; of none the KL is 0. ratio: largest over median root mean
-    square of a channel of keys, of the worst layer and kv head; layer: which layer.
+    prompt; infinite where the scheme's are not finite. packed: tokens of the prompt that the scheme packs; of none the KL is
+    0. ratio: largest over median root mean square of a channel of keys, of the worst layer and kv head; layer: which layer.
     """
 
     kl: float
@@ -82,26 +83,44 @@ def forecasts(
         runs = {name: _Run(scheme, prompt, x[:, prompt:]) for name, scheme in schemes.items()}
         worst = (0.0, 0)
         for index in range(layers):
-            layer, kwargs = capture.source.load_layer(index), capture.kwargs_of(index)
-            if index in capture.skipped:
-                for run in runs.values():
-                    run.tail = _output(layer(run.input(x), **kwargs))[:, prompt:]
-                x = _output(layer(x, **kwargs))
-            else:
-                site = attention_site(capture.decoder, index)
-                rope = kwargs.get("position_embeddings") if site.rope else None
-                exact = call_layer(layer, x, kwargs, site, frozenset("qk"), stop=False)
-                worst = max(worst, (channel_ratio(exact.keys), index))
-                for run in runs.values():
-                    run.pack(_Layer(index, site, rope), exact)
-                    given = call_layer(layer, run.input(x), kwargs, site, frozenset(), stop=False, change=run.packed_in)
-                    assert given.output is not None
-                    run.tail = given.output[:, prompt:]
-                assert exact.output is not None
-                x = exact.output
-            capture.source.free_layer(index)
+            layer = capture.source.load_layer(index)
+            try:
+                if index in capture.skipped:
+                    x = _own_cache(capture, index, layer, x, runs)
+                else:
+                    x, ratio = _compressed(capture, index, layer, x, runs)
+                    worst = max(worst, (ratio, index))
+            finally:
+                capture.source.free_layer(index)
+            check_finite(x, f"layer {index}, its output", slice(0, len(ids)))
             advance()
         return _kls(capture, ids, x[:, prompt:], runs, worst)
+
+
+def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mapping[str, _Run]) -> Tensor:
+    """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
+    kwargs = capture.kwargs_of(index)
+    for run in runs.values():
+        run.tail = _output(layer(run.input(x), **kwargs))[:, run.prompt :]
+    return _output(layer(x, **kwargs))
+
+
+def _compressed(
+    capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]
+) -> tuple[Tensor, float]:
+    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values."""
+    kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
+    rope = kwargs.get("position_embeddings") if site.rope else None
+    exact = call_layer(layer, x, kwargs, site, frozenset("qk"), stop=False)
+    for role, states in (("key", exact.keys), ("value", exact.values)):
+        check_finite(states, f"layer {index}, {role} head", slice(0, len(x)))
+    for run in runs.values():
+        run.pack(_Layer(index, site, rope), exact)
+        given = call_layer(layer, run.input(x), kwargs, site, frozenset(), stop=False, change=run.packed_in)
+        assert given.output is not None
+        run.tail = given.output[:, run.prompt :]
+    assert exact.output is not None
+    return exact.output, channel_ratio(exact.keys)
 
 
 @dataclass(frozen=True)
@@ -180,9 +199,10 @@ def _kls(
         found = {}
         for name, run in runs.items():
             own = _log_probabilities(capture, behind, run.tail)
-            kl = functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean()
+            kl = float(functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean())
             tokens = run.packed.stop - run.packed.start
-            found[name] = Forecast(max(0.0, float(kl)) if tokens else 0.0, tokens, *worst)
+            kl = max(0.0, kl) if math.isfinite(kl) else math.inf
+            found[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
         return found
     finally:
         capture.source.free_outer()

@@ -8,6 +8,7 @@ model behind a short prompt is computed, layer by layer (forecast.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def _named(found: Mapping[str, float], kl: float) -> str:
     if said := [f"{name}: about {found[name]:.2g}" for name in (*others[:1], *own)]:
         return " or ".join(said)
     best = min(found, key=lambda name: found[name], default=None)
-    if best is None or found[best] > BETTER * kl:
+    if best is None or not found[best] <= min(BETTER * kl, sys.float_info.max):
         return "no codec tried is clearly better: keep keys and values in 16 bits"
     return f"the best of the codecs tried is {best}: about {found[best]:.2g}"
 

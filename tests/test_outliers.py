@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from kvcal.models import load_model, open_layerwise, resolve
 from kvcal.outliers import GRADES, _factors, advice, grade, warnings, window_of
 from kvcal.workbench import cache_makers
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs import Shape, Uniform
+from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.scheme import Scheme
 from models_fixture import SUFFIX, kvcal
 
@@ -118,6 +120,34 @@ def test_schemes_together_are_told_what_each_is_told_alone(twin: Any, windows: t
     source = LoadCounter(twin)
     assert warnings(source, windows[:1], schemes, torch.device("cpu")) == alone
     assert len(alone) == 2 and source.loads == dict.fromkeys(range(8), 3)
+
+
+def test_what_gives_no_number_breaks_the_model(
+    tiny: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KL of NaN is not one of 0."""
+    honest = Uniform.decode
+    monkeypatch.setattr(Uniform, "decode", lambda self, *given: honest(self, *given) * float("inf"))
+    [line] = warnings(tiny.model, windows[:1], {"odd": preset("uniform-8").scheme(tiny.model)})
+    assert line.startswith("warning: odd breaks the model here: ") and " KL about inf nats " in line
+    assert line.endswith("no codec tried is clearly better: keep keys and values in 16 bits")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("self_attn.v_proj", "value head 0"), ("self_attn.k_proj", "key head 0"), ("mlp.down_proj", "its output")],
+)
+def test_a_model_with_a_nan_is_not_forecast(tiny: Any, windows: torch.Tensor, name: str, said: str) -> None:
+    """In whichever layer: the layer is named, and given back."""
+    model, freed = copy.deepcopy(tiny.model), []
+    layer = len(model.model.layers) - 1
+    with torch.no_grad():
+        model.model.layers[layer].get_submodule(name).weight[0, 0] = float("nan")
+    source = WholeModel(model)
+    source.free_layer = freed.append  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError, match=f"layer {layer}, {said}: NaN or infinity in window 0"):
+        forecasts(source, windows[:1], {"": preset("higgs-2").scheme(model)}, torch.device("cpu"))
+    assert freed == list(range(layer + 1))
 
 
 def test_grades() -> None:

@@ -83,13 +83,13 @@ def test_a_shared_scan_gives_the_bytes_of_separate_runs(
 
 
 def test_each_layer_runs_whole_once_for_all(model: Any, text: corpus.Windows, tmp_path: Path) -> None:
-    """All windows in the fit, and one of them in the forecast of all schemes."""
+    """All windows in the fit, and one in the forecast: exact, and behind each scheme's packed prompt. VQKV has none here."""
     layer: nn.Module = decoder_of(model).layers[0]
     calls = []
     hook = layer.mlp.register_forward_hook(lambda module, args, output: calls.append(len(output)))
     with hook:
         fit_together(jobs(tmp_path), WholeModel(model), text, **keywords(model))
-    assert calls == [2, 2, 2] + [1] * len(METHODS)  # exact, and behind each packed prompt; codebooks come later
+    assert calls == [2, 2, 2] + [1] * len(METHODS)
 
 
 class LoadCounter(WholeModel):
