@@ -1,11 +1,9 @@
-"""What a scheme costs in KL on a short window of text, layer by layer, without a cache.
+"""What a scheme costs in KL on short windows of text, layer by layer, without a cache.
 
-A prompt is packed, and the tokens behind it attend to what the scheme gives back.
-
-A prompt attends to its own exact keys and values, so one exact pass gives what each layer packs of it. The tokens behind it go
-through the layers once for each scheme, with the prompt's packed keys and values in their place. Only one layer's weights are
-needed at a time. On three pretrained models and more than 20 schemes the KL of these few tokens has the order of the KL that
-`kvcal eval` measures (docs/ablations/guard.md).
+Every token attends to the window's packed tokens as the scheme gives them back, and to the sink and the newest ones as they
+are. Hidden states, and the keys and values made of them, are then those of a model that has lived with the scheme: errors
+build up over layers and tokens, as they do over a long text. The KL of the last tokens has the order of the KL that
+`kvcal eval` measures (docs/ablations/guard.md). Only one layer's weights are needed at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcal_artifacts.codecs import Context
+from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.hf import AttentionSite, attention_site
 from kvcal_artifacts.scheme import Scheme
 
@@ -28,7 +27,7 @@ from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer, chec
 from .methods.observed import window_statistics
 from .report.progress import progress
 
-BEHIND = 128  # tokens behind the prompt; a quarter of a window at most
+BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a quarter of a window at most
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ def channel_ratio(keys: Tensor) -> float:
 
 
 def prompt_of(length: int) -> int:
-    """Tokens of a window of so many that are the prompt."""
+    """Tokens of a window of so many before those whose KL counts."""
     return length - min(BEHIND, length // 4)
 
 
 def least_tokens(scheme: Scheme) -> int:
-    """Tokens of the shortest window in whose prompt the scheme packs a block."""
+    """Tokens of the shortest window of which the scheme packs a block before those whose KL counts."""
     windows = scheme.windows
     prompt = windows.sink + windows.recent + windows.block
     return next(length for length in range(prompt, prompt + BEHIND + 1) if prompt_of(length) >= prompt)
@@ -80,7 +79,7 @@ def forecasts(
         advance = stack.enter_context(progress("Forecasting", total=layers))
         prompt = prompt_of(capture.length)
         x = capture.first_input()
-        runs = {name: _Run(scheme, prompt, x[:, prompt:]) for name, scheme in schemes.items()}
+        runs = {name: _Run(scheme, prompt, x) for name, scheme in schemes.items()}
         worst = (0.0, 0)
         for index in range(layers):
             layer = capture.source.load_layer(index)
@@ -101,7 +100,7 @@ def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mappin
     """A layer that keeps a cache of its own, of input x (N, T, hidden size): its output; advances each run."""
     kwargs = capture.kwargs_of(index)
     for run in runs.values():
-        run.tail = _output(layer(run.input(x), **kwargs))[:, run.prompt :]
+        run.x = _output(layer(run.x, **kwargs))
     return _output(layer(x, **kwargs))
 
 
@@ -111,14 +110,15 @@ def _compressed(
     """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values."""
     kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
     rope = kwargs.get("position_embeddings") if site.rope else None
-    exact = call_layer(layer, x, kwargs, site, frozenset("qk"), stop=False)
+    exact = call_layer(layer, x, kwargs, site, frozenset(), stop=False)
     for role, states in (("key", exact.keys), ("value", exact.values)):
         check_finite(states, f"layer {index}, {role} head", slice(0, len(x)))
     for run in runs.values():
-        run.pack(_Layer(index, site, rope), exact)
-        given = call_layer(layer, run.input(x), kwargs, site, frozenset(), stop=False, change=run.packed_in)
+        own = call_layer(layer, run.x, kwargs, site, frozenset("qk"), stop=True)
+        run.pack(_Layer(index, site, rope), own)
+        given = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
         assert given.output is not None
-        run.tail = given.output[:, run.prompt :]
+        run.x = given.output
     assert exact.output is not None
     return exact.output, channel_ratio(exact.keys)
 
@@ -133,31 +133,33 @@ class _Layer:
 
 
 class _Run:
-    """One scheme on its way through the layers. tail: hidden states (N, Q, hidden size) of the tokens behind the prompt."""
+    """One scheme on its way through the layers. x: its hidden states, (N, T, hidden size)."""
 
-    def __init__(self, scheme: Scheme, prompt: int, tail: Tensor) -> None:
-        self.scheme, self.prompt, self.tail = scheme, prompt, tail
+    def __init__(self, scheme: Scheme, prompt: int, x: Tensor) -> None:
+        self.scheme, self.prompt, self.x = scheme, prompt, x
         windows = scheme.windows
         self.blocks = max(0, prompt - windows.sink - windows.recent) // windows.block
         self.packed = slice(windows.sink, windows.sink + self.blocks * windows.block)
+        self.broken = False  # whether a codec was given numbers that are none
         self._below: dict[str, Tensor] = {}
         self._made: tuple[Tensor, Tensor] | None = None
 
-    def input(self, x: Tensor) -> Tensor:
-        """The exact hidden states x (N, T, hidden size) of the prompt, and its own behind it."""
-        return torch.cat([x[:, : self.prompt], self.tail], 1)
-
-    def pack(self, layer: _Layer, exact: LayerCall) -> None:
-        """Encode and decode what the layer packs of the prompt, of what a call on the exact input gave."""
+    def pack(self, layer: _Layer, own: LayerCall) -> None:
+        """Encode and decode what is packed of the layer's keys and values, of what a call on `x` gave."""
         self._made = None
-        if self.scheme.layers[layer.index] is None or not self.blocks:
-            return
+        if self.scheme.layers[layer.index] is not None and self.blocks and not self.broken:
+            try:
+                self._pack(layer, own)
+            except NonFiniteError:
+                self.broken = True
+
+    def _pack(self, layer: _Layer, own: LayerCall) -> None:
         pre, rope, site = self.scheme.frame == "pre_rope", layer.rope, layer.site
-        keys, queries = (exact.pre_rope_keys if pre else exact.keys), exact.pre_rope_queries
+        keys, queries = (own.pre_rope_keys if pre else own.keys), own.pre_rope_queries
         assert keys is not None and queries is not None
         if not pre and rope is not None:
             queries = site.rotate(queries, *rope)
-        keys, queries, values = (x[:, :, : self.prompt] for x in (keys, queries, exact.values))
+        keys, queries, values = (x[:, :, : self.prompt] for x in (keys, queries, own.values))
         pair = self.scheme.on(layer.index, keys.device)
         seen: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
         batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), dict[str, Tensor]()
@@ -191,17 +193,17 @@ def _output(output: Any) -> Tensor:
 def _kls(
     capture: Capture, ids: Tensor, exact: Tensor, runs: Mapping[str, _Run], worst: tuple[float, int]
 ) -> dict[str, Forecast]:
-    """exact: the last layer's output (N, Q, hidden size) of the tokens behind the prompt."""
+    """exact: the last layer's output (N, Q, hidden size) of the windows' last tokens."""
     capture.source.load_outer()
     try:
         behind = ids[:, -exact.shape[1] :].to(exact.device)
         right = _log_probabilities(capture, behind, exact)
         found = {}
         for name, run in runs.items():
-            own = _log_probabilities(capture, behind, run.tail)
+            own = _log_probabilities(capture, behind, run.x[:, -behind.shape[1] :])
             kl = float(functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean())
             tokens = run.packed.stop - run.packed.start
-            kl = max(0.0, kl) if math.isfinite(kl) else math.inf
+            kl = max(0.0, kl) if math.isfinite(kl) and not run.broken else math.inf
             found[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
         return found
     finally:

@@ -3,7 +3,7 @@
 Some models have key channels 10 to 95 times larger than the rest (Qwen2.5's K bias). A codec that spreads its error evenly
 over the channels of a token (2-bit integers per token, anything after a rotation) then drowns the small ones. Others have none
 and suffer from coarse values all the same. So nothing is judged by its name or by one error: what the scheme does to the
-model behind a short prompt is computed, layer by layer (forecast.py).
+model on short windows of text is computed, layer by layer (forecast.py).
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ ALTERNATIVES = (  # in the order in which they are named, by bits
 )  # fmt: skip
 
 
-LENGTH = 512  # tokens of text that a forecast is made from, where the scheme packs a block of them
+WINDOWS = 2  # of text that a forecast is made from, at most
+LENGTH = 512  # tokens of each that a forecast is made from, where the scheme packs a block of them
 
 
 def window_of(ids: Tensor, schemes: Iterable[Scheme]) -> Tensor:
-    """The first of token windows ids (N, T), cut to what forecasts of these schemes take: (1, T)."""
-    return ids[:1, : window_length(schemes)]
+    """The first token windows of ids (N, T), cut to what forecasts of these schemes take: (WINDOWS or fewer, T)."""
+    return ids[:WINDOWS, : window_length(schemes)]
 
 
 def window_length(schemes: Iterable[Scheme]) -> int:
@@ -80,8 +81,8 @@ def warnings(
 
 def _line(name: str, found: Forecast, word: str, instead: str) -> str:
     return (
-        f"warning: {name} {word} here: KL about {found.kl:.2g} nats per token after a prompt with {found.packed} packed "
-        f"tokens; key channels are up to {found.ratio:.0f} times the median (layer {found.layer}); {instead}"
+        f"warning: {name} {word} here: KL about {found.kl:.2g} nats per token where {found.packed} tokens of a text are "
+        f"packed; key channels are up to {found.ratio:.0f} times the median (layer {found.layer}); {instead}"
     )
 
 

@@ -125,7 +125,7 @@ def test_the_forecast_is_of_held_out_text(
     seen: list[torch.Tensor] = []
     monkeypatch.setattr("kvcal.outliers.warnings", lambda model, ids, schemes, device: seen.append(ids) or [])
     fit_together(jobs(tmp_path)[:2], WholeModel(model), text, **keywords(model))
-    assert len(seen) == 1 and torch.equal(seen[0], text.holdout[:1])
+    assert len(seen) == 1 and torch.equal(seen[0], text.holdout[:2])
 
 
 def test_each_bundle_goes_on_from_its_own_checkpoint(

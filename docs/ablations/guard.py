@@ -3,7 +3,7 @@
     python docs/ablations/guard.py measure --model FOLDER --text wiki.txt --output NAME.json [--bundle X ...] [--jobs 8]
     python docs/ablations/guard.py report NAME.json ... > docs/ablations/guard.md
 
-`measure` forecasts from one window of embedded text (kvcal/forecast.py) and measures KL through the cache on other text; it
+`measure` forecasts from two windows of embedded text (kvcal/forecast.py) and measures KL through the cache on other text; it
 goes on from a file that is there. `--forecast-only` makes the forecasts of a file's rows anew. `report` prints the table, rank
 correlations, and how far off the forecast is.
 """
@@ -39,7 +39,7 @@ def prepare(args: dict[str, Any]) -> None:
     text = {"windows": args["windows"], "length": args["length"]}
     STATE["ids"] = corpus.evaluation_windows(STATE["loaded"].tokenizer, args["text"], **text).ids
     STATE["guard"] = corpus.evaluation_windows(
-        STATE["loaded"].tokenizer, "embedded:evaluation", windows=1, length=args["guard_length"]
+        STATE["loaded"].tokenizer, "embedded:evaluation", windows=args["guard_windows"], length=args["guard_length"]
     ).ids
 
 
@@ -66,7 +66,10 @@ def row(name: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    own = {n: getattr(args, n) for n in ("model", "text", "windows", "length", "guard_length", "dtype", "device")}
+    own = {
+        n: getattr(args, n)
+        for n in ("model", "text", "windows", "length", "guard_windows", "guard_length", "dtype", "device")
+    }
     found = json.loads(args.output.read_text()) if args.output.exists() else {"settings": own, "rows": []}
     if found["settings"] != own:
         raise SystemExit(f"{args.output}: measured with {found['settings']}; give another --output")
@@ -108,9 +111,10 @@ def report(paths: list[Path]) -> None:
     print("# Forecast and measured KL\n")
     for model, f in files.items():
         o = f["settings"]
-        print(f"`{model}`: forecast from {o['guard_length']} tokens of embedded text, KL of {o['windows']} windows of "
-              f"{o['length']} tokens of `{Path(o['text']).name}`; {len(rows[model])} schemes with a KL above {LEAST:g}: "
-              f"**rank correlation {spearman(*pairs[model]):.3f}**.")  # fmt: skip
+        text = f"{o['windows']} windows of {o['length']} tokens of `{Path(o['text']).name}`"
+        print(f"`{model}`: forecast from {o['guard_windows']} windows of {o['guard_length']} tokens of embedded text, KL of "
+              f"{text}; {len(rows[model])} schemes with a KL above {LEAST:g}: **rank correlation "
+              f"{spearman(*pairs[model]):.3f}**.")  # fmt: skip
     print(f"\nAll {len(whole[0])} together: **{spearman(*whole):.3f}**; the forecast is off by a factor of "
           f"{math.exp(statistics.median(off)):.2f} in the median, {math.exp(max(off)):.1f} at most.\n")  # fmt: skip
     print("| scheme | " + " | ".join(f"{m}: forecast | measured ± se" for m in files) + " |")
@@ -133,6 +137,7 @@ def main() -> None:
     one.add_argument("--output", type=Path, required=True)
     one.add_argument("--windows", type=int, default=4)
     one.add_argument("--length", type=int, default=1024)
+    one.add_argument("--guard-windows", type=int, default=2)
     one.add_argument("--guard-length", type=int, default=512)
     one.add_argument("--preset", action="append", default=[])
     one.add_argument("--bundle", action="append", default=[])

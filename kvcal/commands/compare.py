@@ -183,7 +183,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         settings["calibration_sha256"] = fitting["text"].ids_sha256
     given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, given, loaded.revision, selection)  # refuses bundles of other models before any work
-    for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, given)):
+    for line in outlier_warnings(loaded.model, text.ids, unmeasured(loaded.model, given)):
         say(line)
     ids = [text.ids_sha256, *([fitting["text"].ids_sha256] if fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *ids)

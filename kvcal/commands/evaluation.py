@@ -83,7 +83,7 @@ def run_eval(
         say_coverage(loaded.model, say)
     # refuses bundles of other models
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, require)
-    for line in outlier_warnings(loaded.model, text.ids[:1], unmeasured(loaded.model, methods)):
+    for line in outlier_warnings(loaded.model, text.ids, unmeasured(loaded.model, methods)):
         say(line)
     started = time.monotonic()
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256) | {

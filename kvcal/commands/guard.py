@@ -15,7 +15,7 @@ from .. import corpus
 from ..capture import LayerSource
 from ..evaluate.layers import recorded_rows
 from ..methods.plain import DataFree
-from ..outliers import warnings, window_length, window_of
+from ..outliers import WINDOWS, warnings, window_length, window_of
 
 TEXT = "embedded:evaluation"
 
@@ -42,5 +42,5 @@ def outlier_warnings(
 
 
 def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
-    """One window (1, T) of embedded text, long enough for a block of each scheme."""
-    return corpus.evaluation_windows(tokenizer, TEXT, windows=1, length=window_length(schemes.values())).ids
+    """Windows (N, T) of embedded text, long enough for a block of each scheme."""
+    return corpus.evaluation_windows(tokenizer, TEXT, windows=WINDOWS, length=window_length(schemes.values())).ids
