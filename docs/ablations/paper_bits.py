@@ -31,7 +31,10 @@ from kvcal_artifacts.codecs.residual_vq import PAPER_CODE_BITS
 from kvcal_artifacts.scheme import LayerCodecs
 
 HERE = Path(__file__).parent
-HEADS = {"kvref-28m": (2, 64), "kvref-28m-twin": (2, 64), "tiny": (2, 64)}  # kv heads, head_dim
+HEADS = {  # kv heads, head_dim
+    "kvref-28m": (2, 64), "kvref-28m-twin": (2, 64), "tiny": (2, 64), "smollm2-135m": (3, 64),
+    "qwen2.5-coder-0.5b": (2, 64),
+}  # fmt: skip
 OTHER_COUNT = ("turboquant", "mixkvq")  # backbones whose papers do not count what is stored
 BUNDLES: dict[
     str, dict[str, Any]
