@@ -22,14 +22,23 @@ def compiled(
     **options: int,
 ) -> Any:
     import triton
-    from triton.backends.compiler import GPUTarget
+
+    return triton.compile(ast_source(kernel, types, constants, aligned), target=target(capability), options=options)
+
+
+def ast_source(kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str]) -> Any:
     from triton.compiler import ASTSource
 
     names = kernel.arg_names
     signature = types | dict.fromkeys(constants, "constexpr")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, attributes)
+
+
+def target(capability: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", capability, 32)
 
 
 PINNED = "3.7.1"
