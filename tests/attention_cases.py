@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted import run_cases
-from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, pack, pack_tiers, reference, rope
+from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, pack, pack_tiers, plan, reference, rope
 from kvcal_kernels.attention.grids import GRIDS, IN_BYTES, LARGEST
 from kvcal_kernels.hadamard import signs
 
@@ -572,10 +572,10 @@ def main(cases: list[Case]) -> None:
                     print(f"{case}, an infinite value: {why}")
     for case in carrying():
         given = made(case, 1)
-        triton._PREPARED.clear()
+        triton.launch._PREPARED.clear()
         found = triton.attend(*given.arguments(), carried(case), space, **given.named())
-        [(_, _, (_, _, _, splits, early, less, *_))] = triton._PREPARED.values()
-        if (less == triton.ALONE) != apart(case) or (not apart(case) and early >= splits):
+        [(_, _, (_, _, _, splits, early, less, *_))] = triton.launch._PREPARED.values()
+        if (less == plan.ALONE) != apart(case) or (not apart(case) and early >= splits):
             print(f"{case}: {splits} programs, {early} without exact tokens, {less} turns fewer")
         if why := wrong(given, found):
             print(f"{case}, exact tokens behind packed ones: {why}")

@@ -17,7 +17,8 @@ WARPS = [1, 4]
 def planned(
     groups: int, blocks: int, windows: tuple[int, int], warps: int, slots: int, carried: bool, **own: Any
 ) -> Any:
-    from kvcal_kernels.attention.triton import Launch, plan
+    from kvcal_kernels.attention.plan import plan
+    from kvcal_kernels.attention.triton import Launch
 
     return plan(groups, blocks, windows, warps, slots, carried, Launch(warps=warps, **own))
 
@@ -37,7 +38,7 @@ def spans(blocks: int, numbers: tuple[int, int, int, int], warps: int) -> list[t
 
 def cases() -> list[tuple[int, int, tuple[int, int, int, int], int]]:
     """blocks of a row, blocks there is room for, numbers of a plan, warps: rows as full as their room and emptier ones."""
-    from kvcal_kernels.attention.triton import ALONE
+    from kvcal_kernels.attention.plan import ALONE
 
     chosen, found = random.Random(0), []
     for _ in range(400):
@@ -52,7 +53,7 @@ def cases() -> list[tuple[int, int, tuple[int, int, int, int], int]]:
 
 
 def main() -> None:
-    from kvcal_kernels.attention.triton import SHORT, SPARE
+    from kvcal_kernels.attention.plan import SHORT, SPARE
 
     wrong = 0
     for blocks, room, numbers, warps in cases():
@@ -72,7 +73,7 @@ if __name__ == "__main__":
     import triton
     import triton.language as tl
 
-    from kvcal_kernels.attention.triton import _share
+    from kvcal_kernels.attention.triton.merge import _share
 
     @triton.jit
     def spans_kernel(

@@ -46,7 +46,7 @@ from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_artifacts.errors import KVCalError
-from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, reference, unpack
+from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, plan, reference, unpack
 from kvcal_kernels.lattice import nearest
 
 FORMS = [
@@ -612,7 +612,7 @@ def test_assembly_looks_up_each_code(bits: int, pack: int, pieces: int, step: in
     wide = units.view(-1, 16, 8)  # tile by tile
     codes = grids.ununits(words, pieces, bits)
     outputs, size = pieces * pack // 2, 8 if bits == 2 else 4
-    made, given = (fused._look_up_eight, (step, 640)) if half else (fused._look_up, (bits, step, 640, pack))
+    made, given = (fused.grids._look_up_eight, (step, 640)) if half else (fused.grids._look_up, (bits, step, 640, pack))
     text = made.fn(*given) if hasattr(made, "fn") else made(*given)
     if bits > 2:
         inputs, wanted = list(wide), list(codes)
@@ -669,14 +669,15 @@ def test_assembly_makes_numbers_of_codes_where_they_are(bits: int) -> None:
     from kvcal_kernels.attention import triton as fused
 
     ones = {
-        int(b): int(n) for b, n in re.findall(r"add.u32 kvcal_one(\d+), kvcal_odd, (\d+)", plain(fused._naming)(bits))
+        int(b): int(n)
+        for b, n in re.findall(r"add.u32 kvcal_one(\d+), kvcal_odd, (\d+)", plain(fused.before_rope._naming)(bits))
     }
     codes = torch.arange(1 << bits)
     for field in range(8):
-        bit = plain(fused._bit)(field, bits)
-        assert 1 << bit == plain(fused._place)(field, bits)
+        bit = plain(fused.before_rope._bit)(field, bits)
+        assert 1 << bit == plain(fused.integers._place)(field, bits)
         for zero in (0, 1 << bits - 1):
-            text = plain(fused._counting)(bit, zero)
+            text = plain(fused.before_rope._counting)(bit, zero)
             assert f"or.b32 t, $1, kvcal_one{bit};" in text and text.endswith("sub.f16x2 $0, t, b; }")
             bias = int(re.findall(r"mov.b32 b, (\d+)", text)[0])
             for shift in (0, 16):
@@ -702,7 +703,7 @@ def test_assembly_turns_each_lanes_numbers_by_the_angle_of_their_token() -> None
             values: dict[str, Tensor] = {
                 f"${8 + 4 * i + j}": registers(x)[:, j] for i, x in enumerate((low, high)) for j in range(4)
             }
-            for line in plain(fused._turning)(half, pair, 2).strip("{ }").split("; "):
+            for line in plain(fused.before_rope._turning)(half, pair, 2).strip("{ }").split("; "):
                 name, _, rest = line.strip(" ;").partition(" ")
                 operands = [part.strip(" {}") for part in rest.split(",")]
                 if name.startswith("ld.global"):
@@ -759,9 +760,9 @@ def test_a_warp_copies_a_block_and_reads_it_as_a_first_operand(words: int, scale
     memory = bytes(torch.randint(0, 256, (3 * 2 * (words + scales),), generator=g, dtype=torch.uint8).tolist())
     behind, block, slot = 3 * 2 * words, 2, 1280
     pieces = ((2 * words, True), (2 * scales, False))
-    text, shared = plain(fused._copies)(pieces), bytearray(slot + 2 * (words + scales))
+    text, shared = plain(fused.ring._copies)(pieces), bytearray(slot + 2 * (words + scales))
     for lane in range(32):
-        wide = plain(fused._width)(2 * scales)
+        wide = plain(fused.ring._width)(2 * scales)
         given = [block, lane * 16, block // blocks, behind + lane * wide]
         copied(text, slot, lane, lane * 16 ^ lane // 8 % 2 * 16, given, memory, shared)
     own = behind + block // blocks * 2 * scales
@@ -1163,7 +1164,7 @@ def test_products_of_bytes_compile(case: Case) -> None:
     from kvcal_kernels.attention import triton as fused
 
     warps = 1 if case.key.startswith("outer") else case.launch[0]
-    assert fused.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, warps)
+    assert plan.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, warps)
     made = built(case, 90, 0, fused.Launch(warps))
     fused.check_layouts(made.asm["ttgir"])
     assert "m16n8k32" in made.asm["ptx"]
@@ -1200,11 +1201,10 @@ def test_tables_of_grids_are_those_of_their_form() -> None:
 @needs_triton
 def test_small_cases_reach_products_of_bytes() -> None:
     """With the launch of their own, which both runners take."""
-    from kvcal_kernels.attention import triton as fused
 
     reached = [
         case for case in small()
-        if fused.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32)
+        if plan.by_bytes(case.form("key"), case.form("value"), case.ratio * case.queries, case.launch[0], case.rotary // 32)
     ]  # fmt: skip
     assert {case.launch[0] for case in reached} >= {1, 2, 4}
     assert {case.key.split()[0] for case in reached} == {"symmetric", "asymmetric", "outer", "bytes"}
@@ -1253,13 +1253,12 @@ def by_product(a: Tensor, b: Tensor, apart: int = 0) -> Tensor:
 @needs_triton
 def test_blocks_are_shared_out_exactly_by_products_of_float32() -> None:
     """Every quotient that there is below SHORT, at both ends of the numbers that have it."""
-    from kvcal_kernels.attention import triton as fused
 
-    for programs in range(1, 2 * fused.PARTS):
+    for programs in range(1, 2 * plan.PARTS):
         last = torch.arange(
-            programs - 1, fused.SHORT, programs, dtype=torch.int32
+            programs - 1, plan.SHORT, programs, dtype=torch.int32
         )  # it and the next have other quotients
-        for a, apart in itertools.product((last, (last + 1)[last + 1 < fused.SHORT]), (-2, -1, 0, 1, 2)):
+        for a, apart in itertools.product((last, (last + 1)[last + 1 < plan.SHORT]), (-2, -1, 0, 1, 2)):
             assert torch.equal(by_product(a, torch.tensor(programs), apart), a // programs), (programs, apart)
     beyond = torch.arange(128 * 2**16 - 1, 2**26, 2**16, dtype=torch.int32)
     assert not torch.equal(by_product(beyond, torch.tensor(128)), beyond // 128)
@@ -1279,11 +1278,13 @@ def test_very_long_rooms_are_shared_out_by_whole_division(blocks: int) -> None:
         for form in (Case(dim=64).form("key"), Case(dim=64).form("value"))
     )
     exact = none(1, 1, 32, 64), none(1, 1, 32, 64), none(1, dtype=torch.int32)
-    ready, _, numbers = fused._prepared(none(1, 4, 1, 64), keys, values, exact, exact, None, False, False, None, (), ())
+    ready, _, numbers = fused.launch._prepared(
+        none(1, 4, 1, 64), keys, values, exact, exact, None, False, False, None, (), ()
+    )
     room, programs, extra = numbers[0], numbers[3], numbers[6]
     assert room == blocks and ready.options["LONG"] == (blocks + 2**14 > 2**20)
-    assert ready.options["LONG"] or room + extra + programs - 1 < fused.SHORT
-    assert fused.SHORT == 2**20 and programs <= fused.PARTS
+    assert ready.options["LONG"] or room + extra + programs - 1 < plan.SHORT
+    assert plan.SHORT == 2**20 and programs <= plan.PARTS
 
 
 LONG_ROOMS = """
@@ -1292,11 +1293,11 @@ from attention_cases import Case, SCHEMES, made
 from kvcal_kernels.attention import triton
 for case in (Case(blocks=(9,)), Case(*SCHEMES["HIGGS 2"], 64, blocks=(7,), launch=(2, 3))):
     given, outs = made(case), []
-    for short in (triton.SHORT, 0):
-        triton.SHORT = short
-        triton._PREPARED.clear()
+    for short in (triton.launch.SHORT, 0):
+        triton.launch.SHORT = short
+        triton.launch._PREPARED.clear()
         outs.append(triton.attend(*given.arguments(), triton.Launch(case.launch[0], length=case.launch[1])))
-        options = [ready.options["LONG"] for ready, *_ in triton._PREPARED.values()]
+        options = [ready.options["LONG"] for ready, *_ in triton.launch._PREPARED.values()]
     print(torch.equal(*outs), options)
 """
 
@@ -1308,7 +1309,7 @@ def test_very_long_rooms_are_attended_to_as_short_ones_are() -> None:
 
 @needs_triton
 def test_parts_are_merged_in_as_few_waits_for_memory_as_can_be() -> None:
-    from kvcal_kernels.attention.triton import fan_of
+    from kvcal_kernels.attention.plan import fan_of
 
     assert [fan_of(parts, 4) for parts in (1, 4, 16, 20, 24, 52, 103)] == [1, 4, 16, 20, 4, 8, 8]
     assert [fan_of(parts, 1) for parts in (3, 8, 9, 100)] == [3, 8, 3, 10]

@@ -162,25 +162,25 @@ def test_an_examination_that_failed_is_made_again(fails: str, ring: int, monkeyp
     monkeypatch.setattr(
         triton, "make_backend", lambda target: SimpleNamespace(pack_metadata=lambda m: f"packed {m.shared}")
     )
-    monkeypatch.setattr(triton, "_AT_ONCE", {})
+    monkeypatch.setattr(triton.launch, "_AT_ONCE", {})
 
     def refused(made: Any) -> int:
         raise RuntimeError("CUDA error 201")
 
     own = Loadable()
     with monkeypatch.context() as then:
-        then.setattr(triton, "_allow", lambda made: None)
-        then.setattr(triton, "programs_at_once", lambda made: 3)
+        then.setattr(triton.launch, "_allow", lambda made: None)
+        then.setattr(triton.launch, "programs_at_once", lambda made: 3)
         then.setattr(triton, fails, refused)
         with pytest.raises(RuntimeError, match="CUDA error 201"):
-            triton._examine(ring, own)
+            triton.launch._examine(ring, own)
     assert own.module is None and own.metadata.shared == 1000 and own.packed_metadata == "packed 1000"
-    assert not triton._AT_ONCE
-    monkeypatch.setattr(triton, "_allow", lambda made: None)
-    monkeypatch.setattr(triton, "programs_at_once", lambda made: 3)
-    triton._examine(ring, own)
+    assert not triton.launch._AT_ONCE
+    monkeypatch.setattr(triton.launch, "_allow", lambda made: None)
+    monkeypatch.setattr(triton.launch, "programs_at_once", lambda made: 3)
+    triton.launch._examine(ring, own)
     assert own.loaded == [shared, shared] and own.packed_metadata == f"packed {shared}"
-    assert {id(own): 3} == triton._AT_ONCE
+    assert {id(own): 3} == triton.launch._AT_ONCE
 
 
 def test_a_kernel_that_was_loaded_without_its_ring_is_refused() -> None:
@@ -189,7 +189,7 @@ def test_a_kernel_that_was_loaded_without_its_ring_is_refused() -> None:
     own = Loadable()
     own._init_handles()
     with pytest.raises(RuntimeError, match="loaded before its shared memory was enlarged"):
-        triton._examine(4096, own)
+        triton.launch._examine(4096, own)
 
 
 class Attention(Kernel):
@@ -216,9 +216,9 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Attention:
     from kvcal_kernels.attention import triton
 
     own = Attention()
-    monkeypatch.setattr(triton, "attend_kernel", own)
-    monkeypatch.setattr(triton, "_examine", lambda ring, compiled: None)
-    monkeypatch.setattr(triton, "_PREPARED", type(triton._PREPARED)())
+    monkeypatch.setattr(triton.launch, "attend_kernel", own)
+    monkeypatch.setattr(triton.launch, "_examine", lambda ring, compiled: None)
+    monkeypatch.setattr(triton.launch, "_PREPARED", type(triton.launch._PREPARED)())
     return own
 
 
@@ -228,8 +228,10 @@ def test_checks_of_attention_are_made_once_for_tensors_alike(
     from kvcal_kernels.attention import triton
 
     own, checked = made(Case(heads=2, ratio=2, blocks=(2,))), []
-    check = triton._check
-    monkeypatch.setattr(triton, "_check", lambda *given: (checked.append(1), check(*given)))
+    from kvcal_kernels.attention import checks
+
+    check = checks._check
+    monkeypatch.setattr(checks, "_check", lambda *given: (checked.append(1), check(*given)))
     for _ in range(3):
         triton.attend(*own.arguments())
     other = replace(own, q=own.q.clone(), sink=tuple(x.clone() for x in own.sink))  # type: ignore[arg-type]
@@ -254,7 +256,7 @@ def test_attention_launches_what_is_chosen(
     """On 8 multiprocessors two groups are few, and have few blocks up to a room of 799."""
     from kvcal_kernels.attention import triton
 
-    monkeypatch.setattr(triton, "_processors", lambda device: 8)
+    monkeypatch.setattr(triton.launch, "_processors", lambda device: 8)
     own = made(Case("symmetric 2", "symmetric 2", dim=64, heads=2, ratio=2, blocks=(blocks,), spare=0))
     assert own.keys.words.shape[2] == blocks
     triton.attend(*own.arguments())

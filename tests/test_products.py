@@ -1,4 +1,4 @@
-"""The attention kernel's block of 8-bit products (products/triton.py), which the interpreter does not run: its assembly,
+"""The attention kernel's block of 8-bit products (attention/triton/int8), which the interpreter does not run: its assembly,
 bit by bit, for the 32 lanes of a warp, against float64.
 """
 
@@ -207,7 +207,7 @@ def slot(keys: Blocks, values: Blocks, block: int) -> bytes:
 
 
 def about(form: Form) -> tuple[int, ...]:
-    from kvcal_kernels.products.triton import POINTS
+    from kvcal_kernels.attention.modes import POINTS
 
     mode = POINTS if form.vector else 2 if not form.inner else 0 if form.symmetric else 1
     group = form.vector or form.group
@@ -315,7 +315,9 @@ def plain_fragments(q: Tensor) -> list[Words]:
 
 def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda memory: memory) -> None:
     """Four query rows over eight blocks, the third far above the others, the last far below, against float64."""
-    from kvcal_kernels.products import triton as products
+    from kvcal_kernels.attention.triton.int8 import block, ptx
+    from kvcal_kernels.attention.triton.int8 import scores as ptx_scores
+    from kvcal_kernels.attention.triton.int8 import values as ptx_values
 
     g = torch.Generator().manual_seed(key.dim + key.bits)
     coded = [list(random_codes(form, 1, 1, 8, g)) for form in (key, value)]
@@ -333,7 +335,7 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     dim, slices = key.dim, key.dim // 16
     q = torch.randn(4, dim, generator=g, dtype=torch.float64) * torch.tensor([[1.0], [0.01], [30.0], [0.0]])
     plain = (q / (2 * q.abs().amax(1, keepdim=True)).clamp_min(1e-30)).half()
-    step = (q.abs().amax(1) / products.QUERY).clamp_min(1e-30).float()
+    step = (q.abs().amax(1) / ptx.QUERY).clamp_min(1e-30).float()
     integers = (q / step.double()[:, None]).round().long()
     used = plain.double() if not key.inner else integers.double() * step.double()[:, None]
     scores = used @ numbers(keys).T
@@ -346,9 +348,9 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     given["queries"] += [np.zeros(32, np.uint32)] * (-(slices if not key.inner else len(given["queries"])) % 4)
     given["queries"] += [np.zeros(32, np.uint32)] * (4 * -(-slices // 4) - len(given["queries"]))
     if key.inner and not key.vector:
-        count = 4 * products.beginning_tensors.fn(slices, key.pieces, key.bits, modes[0])
+        count = 4 * ptx_scores.beginning_tensors.fn(slices, key.pieces, key.bits, modes[0])
         registers = {f"${count + i}": x for i, x in enumerate(given["queries"])}
-        begun = Warp(registers, b"").run(products.beginning.fn(slices, key.pieces, key.bits, modes[0])).registers
+        begun = Warp(registers, b"").run(ptx_scores.beginning.fn(slices, key.pieces, key.bits, modes[0])).registers
         given["begins"] = [begun[f"${i}"] for i in range(count)]
     own = torch.from_numpy(LANE % 4)
     step *= 1.0 if keys.grid is None else keys.grid.unit
@@ -357,7 +359,7 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
         table = blocks.grid.table.tolist() if blocks.grid else []
         given[name] = [np.full(32, number & 0xFFFFFFFF) for number in table]
     high = LANE // 4 % 2 == 0
-    rounded = np.where(high, products.MAGIC_FLOAT + 128, products.MAGIC_FLOAT).astype(np.float32)
+    rounded = np.where(high, ptx.MAGIC_FLOAT + 128, ptx.MAGIC_FLOAT).astype(np.float32)
     given["plain"] = plain_fragments(plain)
     given["base"] = [base.view(np.uint32), rounded.view(np.uint32), np.where(high, 0x51, 0x40), LANE * 0]
     given["about"] = [LANE * 0] * 4
@@ -372,10 +374,10 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     places += [LANE % 4 * 8 if modes[0] == 2 else ROW * 2 * min(4, columns[0] & -columns[0])]
     places += [ROW // 2 * 8 + ROW % 2 * 2 if modes[1] == 2 else ROW * 2 * min(4, columns[1] & -columns[1])]
     given["places"] = [*places, (row ^ row >> 3) * 16]
-    fixed = products.constants.fn(slices, value.tiles, value.bits, modes[1])
+    fixed = ptx_values.constants.fn(slices, value.tiles, value.bits, modes[1])
     given["constants"] = [np.full(32, one) for one in fixed for _ in range(4)]
-    operands = products._operands.fn(slices, about(key), about(value), True, same)
-    text = products.block.fn(slices, about(key), about(value), True, same)
+    operands = block._operands.fn(slices, about(key), about(value), True, same)
+    text = block.block.fn(slices, about(key), about(value), True, same)
     size = held + about(value)[-1]
     memory = change(b"".join(slot(keys, values, i) for i in range(8)))
     branched = []
@@ -401,11 +403,11 @@ def attended(key: Form, value: Form, change: Callable[[bytes], bytes] = lambda m
     for c in range(slices // 2):
         for i in range(4):
             piece = 2 * c + i % 2
-            place = products.field_place.fn(piece % products.pairs_of_word.fn(value.bits), value.bits)
+            place = ptx.field_place.fn(piece % ptx.pairs_of_word.fn(value.bits), value.bits)
             place = 1 / values.grid.unit if values.grid else place
             row = ROW + i // 2 * 8
             channel = 32 * c + 2 * row + i % 2 if value.vector > 1 else piece * 16 + row
-            out[LANE % 4, channel] = acc[4 * c + i] / place / products.PROBABILITY
+            out[LANE % 4, channel] = acc[4 * c + i] / place / ptx.PROBABILITY
     if modes[1] == 2:
         out += np.array(shift)[:, None]
     powers = scores * unit.double()[:, None]

@@ -24,7 +24,7 @@ parts_of_a_launch = st.fixed_dictionaries(
 def test_a_plan_has_a_program_for_every_token(
     groups: int, blocks: int, sink: int, recent: int, warps: int, slots: int, carried: bool, less: Any, own: Any
 ) -> None:
-    from kvcal_kernels.attention.triton import ALONE, PARTS, SHORT, SPARE
+    from kvcal_kernels.attention.plan import ALONE, PARTS, SHORT, SPARE
 
     made = planned(groups, blocks, (sink, recent), warps, slots, carried, less=less, **own)
     splits, early, fewer, extra = made.numbers()
@@ -60,7 +60,7 @@ def test_programs_of_packed_tokens_fill_their_rounds(slots: int, warps: int) -> 
 @pytest.mark.parametrize("blocks", [64, 128, 1020, 4092])
 def test_programs_take_equally_long(blocks: int) -> None:
     """In turns of a warp, of which 16 exact tokens take about four; a part has whole turns, the last what is left."""
-    from kvcal_kernels.attention.triton import ALONE
+    from kvcal_kernels.attention.plan import ALONE
 
     for groups in (8, 64, 256):
         made = planned(groups, blocks, (32, 96), 1, 1584, True)
@@ -92,7 +92,7 @@ PLANS = [  # of uniform 4/4 (12 programs of one warp) and of HIGGS 3 (4 of four)
 @needs_triton
 @pytest.mark.parametrize(("batch", "length", "slots", "warps", "plan"), PLANS)
 def test_plans_are_those_that_were_timed(batch: int, length: int, slots: int, warps: Any, plan: Any) -> None:
-    from kvcal_kernels.attention.triton import ALONE
+    from kvcal_kernels.attention.plan import ALONE
 
     own = {"merging": 3} if warps == "few" else {}
     made = planned(8 * batch, (length - 128) // 32, (32, 96), 4 if own else warps, slots, True, **own)
@@ -131,7 +131,7 @@ def test_programs_of_few_blocks_have_four_warps(
     from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
 
-    monkeypatch.setattr(fused, "_processors", lambda device: 132)
+    monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
     keys, values, device = Form("key", 128, 4), Form("value", 128, 4), torch.device("cpu")
     own = fused.chosen(keys, values, 4, False, 8 * batch, length // 32, device)
     assert own.warps == warps and own in fused.launches(keys, values, 4)
@@ -153,6 +153,7 @@ def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
     """99 KB a program (compute capability 8.6 and 8.9), of which Triton takes up to 32 (test_attention_kernel's budgets)."""
     from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
+    from kvcal_kernels.attention.plan import _reserved
 
     several = {}
     for bits in (2, 3, 4, 8):
@@ -161,7 +162,7 @@ def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
             own = fused.launches(keys, values, 4)
             several[bits, symmetric] = len(own) == 2
             for launch in own:
-                ring = fused._reserved(fused.settings(keys, values, 8, 4, 1, launch.warps))
+                ring = _reserved(fused.settings(keys, values, 8, 4, 1, launch.warps))
                 assert ring + (32 << 10) <= 99 << 10, (bits, symmetric, launch)
     assert several == {(bits, symmetric): bits < 8 for bits in (2, 3, 4, 8) for symmetric in (True, False)}
 
@@ -174,21 +175,22 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
 
     from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
+    from kvcal_kernels.attention.plan import fan_of
 
-    monkeypatch.setattr(fused, "_processors", lambda device: 132)
+    monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
     bits, vector, rows, room = scheme
     keys, values = (Form(role, 128, bits, **({"vector": vector} if vector else {})) for role in ("key", "value"))
     space, windows = fused.Workspace(torch.device("cpu")), (32, 96)
-    plan_of, launches = fused._plan, []
-    monkeypatch.setattr(fused, "_plan", lambda *given: (launches.append(given[4]), plan_of(*given))[1])
+    plan_of, launches = fused.launch._plan, []
+    monkeypatch.setattr(fused.launch, "_plan", lambda *given: (launches.append(given[4]), plan_of(*given))[1])
     fused.reserve(space, keys, values, 3, 8, rows, room, windows)
     held = [x.data_ptr() for x in (space.part, space.stat, space.counter)]
     launch = fused.chosen(keys, values, rows, False, 3 * 8, room, torch.device("cpu"))
     assert (launch.warps == 4) == (rows == 4) and set(launches) == {launch}
     fixed = fused.settings(keys, values, 8, rows, 1, launch.warps)
     for at_once in range(1, 64 // launch.warps + 1):
-        own = fused._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))
-        fan = fused.fan_of(own.parts, fixed["AT_ONCE"])
+        own = fused.launch._plan(fixed, 3, room, windows, launch, min(at_once, 32), torch.device("cpu"))
+        fan = fan_of(own.parts, fixed["AT_ONCE"])
         taken = space.take(3 * 8 * fixed["CHUNKS"], own.parts, fixed["N"], 128, fan)
         assert [x.data_ptr() for x in taken] == held
 

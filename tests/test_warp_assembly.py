@@ -109,7 +109,7 @@ def test_probabilities_become_a_second_operand() -> None:
 
     p = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).half()
     first, second = lanes_of(p)
-    found = Warp({"$2": first, "$3": second}).run(plain(fused._movmatrix)(False)).values
+    found = Warp({"$2": first, "$3": second}).run(plain(fused.softmax._movmatrix)(False)).values
     assert torch.equal(operand(found["$0"], found["$1"]), p)
 
 
@@ -117,14 +117,14 @@ def test_mixed_rows_become_operands_of_eight_tokens_and_their_parity() -> None:
     """Scores come in the order of rows in which `_tile` reads mixed keys, as the addresses of `ldmatrix` say."""
     from kvcal_kernels.attention import triton as fused
 
-    (names,) = assembly(fused._parities)
+    (names,) = assembly(fused.softmax._parities)
     own = Warp({"%laneid": LANE}).run(names.replace("$0", "unused"))
     p = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).half()
     row = torch.arange(16)
     mixed = row & 8 | row >> 1 & 3 | (row & 1) << 2
     assert mixed[:8].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     own.values |= {"$4": lanes_of(p[mixed])[0], "$5": lanes_of(p[mixed])[1]}
-    found = own.run(plain(fused._movmatrix)(True)).values
+    found = own.run(plain(fused.softmax._movmatrix)(True)).values
     for group in range(2):
         wanted = torch.zeros(16, 8, dtype=torch.float16)
         for token in range(8):
@@ -155,7 +155,7 @@ def test_maxima_rise_only_where_a_score_passes_by_more_than_the_slack(
     given = {f"${i}": x for i, x in enumerate(torch.cat([m, own], 1).unbind(1))}
     inputs = torch.cat([scores, unit.repeat(1, 2)], 1)
     given |= {f"${outputs + i}": x for i, x in enumerate(inputs.unbind(1))}
-    warp = Warp(given).run(plain(fused._rising)(count, slack, headroom))
+    warp = Warp(given).run(plain(fused.softmax._rising)(count, slack, headroom))
     found = torch.stack([warp.values[f"${i}"] for i in range(outputs)], 1)
     top = torch.full((8,), -torch.inf, dtype=torch.float64)
     for i in range(8):
@@ -179,7 +179,7 @@ def test_queries_are_gathered_in_the_order_of_channels(columns: int) -> None:
     table = bytes(q.view(torch.uint8).flatten().tolist())
     memory = bytes(64) + bytes(order.tolist()) + bytes(64) + table
     i = 3
-    text = plain(fused._gathering)(64 + 16 * i, columns)
+    text = plain(fused.tiers._gathering)(64 + 16 * i, columns)
     warp = Warp({"$4": LANE % 4 * 2, "$12": 2 * ROW, "kvcal_fit": torch.full((32,), 256)}, memory).run(text)
     for pair in range(2):
         for half in range(columns // 8):
@@ -190,7 +190,7 @@ def test_queries_are_gathered_in_the_order_of_channels(columns: int) -> None:
 def test_norms_of_a_lanes_rows_are_read() -> None:
     from kvcal_kernels.attention import triton as fused
 
-    text = plain(fused._rows_of_halves)(96)
+    text = plain(fused.scales._rows_of_halves)(96)
     norms = torch.arange(1, 17).half()
     memory = bytes(96) + bytes(norms.view(torch.uint8).tolist())
     text = text.replace("cvt.f32.f16", "mov.b32")

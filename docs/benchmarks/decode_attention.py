@@ -58,7 +58,7 @@ from kvcal.bench.layer import Case, angles
 from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
 from kvcal_artifacts.bundle import write_atomically
-from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, grids, reference, rope
+from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, grids, plan, reference, rope
 from kvcal_kernels.attention import triton as fused
 from kvcal_kernels.triton import examined
 
@@ -425,7 +425,7 @@ def by_programs(clock: Clock, schemes: list[str], counts: list[int]) -> None:
         cell, found = Cell(scheme, batch, length), []
         for count in (0, *counts):
             own = replace(cell.own, parts=count)
-            tried = [own, replace(own, less=fused.ALONE), replace(own, fan=1 << 20)]
+            tried = [own, replace(own, less=plan.ALONE), replace(own, fan=1 << 20)]
             right = cell.run(cell.own)
             for each in tried:
                 agree(cell, each, right)

@@ -3,9 +3,9 @@
     python -m pytest -p support.ptx_hashes --ptx-hashes before.json -m "not gpu" -k compiled tests/...
     python -m support.ptx_hashes compare before.json after.json
 
-Each kernel that a test compiles through `compiled.compiled` is taken to PTX and hashed, under the test's name and parameters and
-the kernel's number within the test. The test then ends as skipped, since no program was made of the PTX. Lines with places in
-the source (`.loc`, `.file`, comments, debug sections and their labels) are left out of the hash.
+Each kernel that a test compiles through `compiled.compiled` is taken to PTX and hashed, under the test's name and parameters
+and the kernel's number within the test. The test then ends as skipped, since no program was made of the PTX. Lines with places
+in the source (`.loc`, `.file`, comments, debug sections and their labels) are left out of the hash.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def to_ptx(source: Any, target: Any, options: dict[str, Any]) -> str:
     ir.load_dialects(context)
     backend.load_dialects(context)
     metadata: dict[str, Any] = {"target": target, **parsed.__dict__}
-    module = source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    module = source.make_ir(
+        target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context
+    )
     for name, stage in stages.items():
         if name == "cubin":
             break
@@ -72,7 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
     import compiled
 
     def compiled_to_ptx(
-        kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: list[str], capability: int = 90, **options: int
+        kernel: Any,
+        types: dict[str, str],
+        constants: dict[str, Any],
+        aligned: list[str],
+        capability: int = 90,
+        **options: int,
     ) -> Compiled:
         global _number
         source, target = compiled.ast_source(kernel, types, constants, aligned), compiled.target(capability)

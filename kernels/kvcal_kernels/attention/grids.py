@@ -20,7 +20,7 @@ a code; the other half is in the same byte.
 Pieces: 16 x 8 pairs. Of keys and of values with d = 1 as of integers. Of values with d > 1 a piece is 16 pairs of channels of
 8 tokens: [half block][8 tokens][32 channels], and token and channel parity are contracted together (see triton.py).
 
-Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes (products/triton.py), and
+Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes (attention/triton/int8), and
 codes lie in another order. A set is what the first operand of a product holds, 16 rows of 32 codes, four codes in a word of
 16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words, word 8 i + 2 q + s of a
 row is of set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`).

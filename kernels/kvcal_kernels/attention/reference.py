@@ -226,7 +226,7 @@ def looked_up(keys: Form, values: Form) -> bool:
 
 
 def fits_bytes(keys: Form, values: Form) -> bool:
-    """Whether products of 8-bit integers (products/triton.py) take both: integers in inner groups (16 key channels are half
+    """Whether products of 8-bit integers (attention/triton/int8) take both: integers in inner groups (16 key channels are half
     of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for each, and of all
     channels of values, as probabilities have one power of two; grids in bytes.
     """

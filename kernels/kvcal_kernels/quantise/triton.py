@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.reference import BLOCK, Blocks, about, field_number, together
+from ..attention.triton.int8.ptx import beyond
 from ..device import on
-from ..products.triton import beyond
 from ..rotated import triton as rotated
 from ..rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from ..triton import Prepared, Ready, interpreted

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import triton as shared
-from ..attention.triton import _as
+from ..attention.triton.numbers import _as
 from ..hadamard import hadamard, unrotate
 from ..packing.triton import code_at
 from ..triton import Ready, half, interpreted

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton import _as
+from ..attention.triton.numbers import _as
 from ..device import on
 from ..packing.triton import code_at
 from ..triton import interpreted, rounded_product

@@ -1,0 +1,144 @@
+"""What the attention kernel relies on and cannot see: shapes, dtypes and devices of its arguments, and Triton's layouts."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from .grids import ENTRIES
+from .reference import Blocks
+from .rope import RUN, Rope
+from .rope import runs as runs_of
+
+Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
+
+
+def _check_all(
+    q: Tensor,
+    packed_q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: Exact,
+    recent: Exact,
+    rope: Rope | None,
+) -> None:
+    for given in (q, packed_q):
+        _check(given, keys, values, blocks, sink, recent)
+    if rope is not None:
+        _check_rope(rope, keys, q, packed_q, (sink[0].shape[2], recent[0].shape[2]))
+
+
+def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: tuple[int, int]) -> None:
+    batch, _, room = keys.words.shape[:3]
+    if keys.form.vector or keys.form.tiered:
+        raise ValueError(f"keys of {keys.form} before RoPE: only integers in one tier are turned where they are read")
+    if packed_q is not q:
+        raise ValueError("packed_q with keys before RoPE: they are not divided by factors")
+    least, width = runs_of(windows[0], room, windows[1]), RUN * rope.pairs
+    if width > keys.form.dim or len(rope.first) not in (1, batch) or rope.first.shape[1] < least:
+        seen = f"RoPE of {width} channels, {len(rope.first)} rows of {rope.first.shape[1]} runs"
+        raise ValueError(f"{seen}: must be of at most {keys.form.dim}, 1 or {batch}, {least} or more")
+    if rope.first.device != q.device:
+        raise ValueError(f"RoPE on {rope.first.device}, queries on {q.device}: must be on one device")
+
+
+def check_layouts(ttgir: str) -> None:
+    """RuntimeError where a look-up of several rows, or a turn by RoPE, is not in the layout of a product's first operand that
+    it counts on, where a read of the ring is not in that of a product's result, or where a product over 16 numbers has the
+    layout of one over 32.
+    """
+    result = r"#ttg.nvidia_mma<\{versionMajor = 2, versionMinor = 0, warpsPerCTA = \[\d+, 1, 1\], instrShape = \[1, 16, 8\]\}>"
+    for line in ttgir.splitlines():
+        if re.search(r"tt\.dot.*x16xf16, .*kWidth = (8|16)", line):
+            raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
+        packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
+        if packed and re.search(
+            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync|mov\.f32 \$0",
+            line,
+        ):
+            if not re.search(rf"-> \(?tensor<[\dx]*x[if](16|32), ({_aliases(result, ttgir)})>", line):
+                raise RuntimeError(f"this Triton puts tiles of the ring in an unknown layout: {line.strip()[-200:]}")
+        elif packed:
+            operand = rf"#ttg.dot_op<\{{opIdx = 0, [^}}]*kWidth = {int(packed[1]) // 2}\}}>"
+            if not re.search(rf"-> \(?tensor<[\dx]*f16, ({_aliases(operand, ttgir)})>", line):
+                raise RuntimeError(f"this Triton turns keys in an unknown layout: {line.strip()[-200:]}")
+
+
+def _aliases(layout: str, ttgir: str) -> str:
+    """An expression for a layout or the names that stand for it."""
+    return "|".join([layout, *re.findall(rf"^(#\w+) = {layout}", ttgir, re.MULTILINE)])
+
+
+def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:
+    """What the kernel relies on and cannot see: it gets pointers and takes strides from the shapes."""
+    batch, heads, room = keys.words.shape[:3]
+    if keys.form.role != "key" or values.form.role != "value" or keys.form.dim != values.form.dim:
+        raise ValueError(f"blocks of {keys.form} and {values.form}: must be keys and values of one head_dim")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != keys.form.dim:
+        raise ValueError(f"queries {tuple(q.shape)}: must be ({batch}, a multiple of {heads}, Q, {keys.form.dim})")
+    for name, made in (("keys", keys), ("values", values)):
+        words, scales = (
+            (batch, heads, room, made.form.words),
+            (batch, heads // made.form.norm_heads, room // made.form.scale_blocks, made.form.scales),
+        )
+        if made.form.norm_heads not in (1, heads):
+            raise ValueError(f"{name}: norms over {made.form.norm_heads} heads; must be of each head or of all {heads}")
+        _check_grid(name, made, heads)
+        wanted = (batch, heads, room // made.form.scale_blocks, made.form.dim) if made.form.tiered else None
+        if (wanted is None) != (made.order is None) or (made.order is not None and made.order.shape != wanted):
+            seen = None if made.order is None else tuple(made.order.shape)
+            raise ValueError(f"{name}: order of channels {seen}; must be {wanted}")
+        if made.words.shape != words or made.scale.shape != scales or room % made.form.scale_blocks:
+            seen = f"words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
+            raise ValueError(f"{name}: {seen}; must be {words} and {scales}, of whole groups of tokens")
+    for name, (k, v, count) in (("sink", sink), ("recent", recent)):
+        wanted = (batch, heads, k.shape[2], keys.form.dim)
+        if (
+            k.shape != wanted
+            or v.shape != wanted
+            or k.dtype != q.dtype
+            or v.dtype != q.dtype
+            or count.shape != (batch,)
+        ):
+            seen = f"keys {tuple(k.shape)} {k.dtype}, values {tuple(v.shape)} {v.dtype}, counts {tuple(count.shape)}"
+            raise ValueError(f"{name}: {seen}; must be {wanted} {q.dtype} and ({batch},)")
+    counts = {"blocks": blocks, "sink counts": sink[2], "recent counts": recent[2]}
+    for name, count in counts.items():
+        if count.dtype != torch.int32 or count.shape != (batch,):
+            raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
+    given = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
+    given |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
+    for name, made in (("keys", keys), ("values", values)):
+        if made.grid is not None:
+            given |= {f"table of {name}": made.grid.table, f"signs of {name}": made.grid.sign}
+    if keys.order is not None:
+        given["order of channels"] = keys.order
+    for name, tensor in (given | {"recent values": recent[1]} | counts).items():
+        if tensor.device != q.device:
+            raise ValueError(f"{name} on {tensor.device}, queries on {q.device}: must be on one device")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
+
+
+def _check_grid(name: str, made: Blocks, heads: int) -> None:
+    form, grid = made.form, made.grid
+    if (grid is not None) != bool(form.vector):
+        raise ValueError(
+            f"{name} of {form}: {'no grid' if grid is None else 'a grid'}; codes of a grid need one, others none"
+        )
+    if grid is None:
+        return
+    wanted = (4 * form.vector,) if form.in_bytes else ENTRIES[form.bits], (heads, form.dim)
+    if grid.table.dtype != (torch.int32 if form.in_bytes else torch.float16):
+        kind = "in bytes" if form.in_bytes else "looked up"
+        raise ValueError(
+            f"{name}: a table of {grid.table.dtype} for a grid {kind}; make it by grid_of(..., in_bytes=...)"
+        )
+    if (*grid.table.shape,) != wanted[0] or (*grid.sign.shape,) != wanted[1] or grid.vector != form.vector:
+        seen = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
+        raise ValueError(f"{name}: {seen}; must be {wanted[0]}, {wanted[1]}, {form.vector}")

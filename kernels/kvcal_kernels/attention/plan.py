@@ -1,0 +1,267 @@
+"""How a launch of decode attention is laid out: shapes, warps, programs and how their results are merged. Plain numbers; no
+Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .grids import ALIGNED, ENTRIES, rotation_width
+from .modes import mode_of
+from .reference import Form, fits_bytes, looked_up
+
+
+def plain_beyond(warps: int, tables: int, slots: int) -> bool:
+    """Whether the ring lies behind what Triton manages: of several warps, beside tables, or where it is most of 48 KB."""
+    return warps > 1 or tables > 0 or slots > 24 * 1024
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below `count`."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
+    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are columns
+    of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
+    """
+    if pairs or (rows > 4 and not (keys.in_bytes or values.in_bytes)):
+        return False
+    # of several warps the next block may be of another group each time
+    return (keys.inner or warps == 1) and fits_bytes(keys, values)
+
+
+def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
+    """Of a product, for so many query rows; more rows are programs of their own, which read blocks that others have just read.
+    As many as compiled code holds in registers: 32 of integers at D = 128 spilled 808 bytes and took 7.9 instructions a number
+    in place of 2 times 2.7 (sm_90, Triton 3.6).
+    """
+    if in_bytes or (keys.dim > 128 and not looked_up(keys, values)):
+        return 8
+    most = 32 if values.paired and keys.dim <= 128 else 16
+    wide: int = power_of_two(rows) * (1 + values.paired)
+    return min(max(wide, 8), most)
+
+
+def settings(
+    keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
+) -> dict[str, int]:
+    """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
+    length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`). same: keys and values of
+    one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
+    """
+    rows = ratio * queries
+    in_bytes = by_bytes(keys, values, rows, warps, pairs)
+    if (keys.in_bytes or values.in_bytes) and not in_bytes:
+        raise ValueError(
+            f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them otherwise"
+        )
+    each = 2 if values.paired or in_bytes else 1  # columns of a query row
+    wide = columns(keys, values, rows, in_bytes)
+    merged = min(power_of_two(rows), wide // each)
+    made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
+    made |= {
+        "CHUNKS": -(-rows * each // wide),
+        "ROWS": merged,
+        "WIDTH": rotation_width(keys.dim),
+        "PAIRED": 2 if in_bytes else int(values.paired),
+    }
+    # merged in so many registers a thread; 128 spill of many rows or channels, of grids, which have that many in all, and
+    # before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took 359 us in place of 329 (H200)
+    plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
+    held = 128 if plain and merged <= 4 and keys.dim <= 128 else 64
+    at_once = max(1, held * 32 * warps // (merged * power_of_two(keys.dim)))
+    made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
+    for name, form in (("K", keys), ("V", values)):
+        entries, numbers = ENTRIES[form.bits] if form.vector and not form.in_bytes else (0, 2)
+        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": mode_of(form)}
+        made |= {f"{name}_GROUP": form.vector if form.in_bytes else form.group, f"{name}_STRIDE": form.pieces}
+        made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
+        made |= {f"{name}_FACTOR": form.factor, f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
+        made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
+        made |= {f"{name}_SCALES": form.scales, f"{name}_PER": form.scale_blocks}
+        made |= {f"{name}_HELD": 2 * (form.words + form.scales) + (form.dim if form.tiered else 0)}
+    made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
+    made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
+    made["PAIRS"] = pairs
+    if pairs:  # codes are numbers before they meet the query: their own way from memory
+        made["K_HELD"] = 0
+    slot, ring = made["K_HELD"] + made["V_HELD"], RING_OF_FEW if in_bytes and warps > 1 else RING
+    made["SLOTS"] = max(2, min(4, ring // slot)) if slot else 0
+    alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
+    made["SAME"] = same and alike and bool(keys.vector) and bool(values.vector)
+    own = 0 if made["SAME"] else made["V_ENTRIES"]
+    made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
+    made["V_FIRST"] = 0 if made["SAME"] else made["K_ENTRIES"] << made["STEP"]
+    return made
+
+
+PARTS = 192  # of a group, at most
+SHORT = 1 << 20  # what `_over` divides by a product of float32
+SPARE = 1 << 14  # of that, for what is added to a row's blocks
+MOST_AT_ONCE, MOST_WARPS = 32, 64  # programs, and their warps, that a multiprocessor runs at a time
+RING = 8192  # bytes of a warp: blocks on their way are at least two, at most four
+# of several warps and products of bytes: 4/4 at 1 x 32768 took 20.1 us in place of 21.0 (H200)
+RING_OF_FEW = 16384
+FEW = 200  # blocks a multiprocessor, below which programs may have several warps, see `chosen`
+ALONE = 1 << 20  # `less` of exact tokens with programs of their own
+
+
+class Plan(NamedTuple):
+    """How a group's tokens are shared out. parts: programs, the last `exact` of which have `share` tokens of sink or window
+    each, and `less` turns over packed tokens fewer than the others, or none (ALONE).
+    """
+
+    parts: int
+    exact: int
+    share: int
+    less: int
+
+    def numbers(self) -> tuple[int, int, int, int]:
+        """The kernel's splits, early, less and extra."""
+        early = self.parts - self.exact
+        if self.less == ALONE:
+            return early, early, ALONE, 0
+        return self.parts, early, self.less, self.exact * self.less
+
+
+@functools.lru_cache(4096)
+def plan(
+    groups: int, blocks: int, windows: tuple[int, int], warps: int, slots: int, carried: bool, launch: Launch
+) -> Plan:
+    """For `groups` of query rows on a GPU that runs `slots` programs at a time. All take about equally long, so that it counts
+    in how many rounds they run, the last of which takes as long as the others, however few programs it has. carried: whether
+    programs of packed tokens may have exact ones, too.
+
+    A multiprocessor gives programs of one warp to its four schedulers in turn, and waits for the one whose turn it is: short
+    programs among long ones leave room that nobody takes (10.2 of 12 programs at a time in the mean, Base at 32 x 32768). So
+    programs of a round begin together (all groups' first parts, then their second ones) and take equally long. H200, us, with
+    11 parts and exact tokens' programs between them, with 6 and those behind, with 6 that have exact tokens, too: Base 239,
+    233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
+    """
+    several = warps > 1
+    start, merging = (24, launch.merging or 4) if several else (10, launch.merging or 15)
+    tile, turns = 16 * warps, max(1, -(-blocks // warps))
+
+    def carrying(count: int) -> tuple[int, int, int]:
+        """Programs that have exact tokens, how many, and turns that they have fewer: a tile takes about four."""
+        tiles = max(1, -(-sum(windows) // (tile * count)))
+        while (exact := sum(-(-window // (tile * tiles)) for window in windows)) > count:
+            tiles += 1
+        return exact, tile * tiles, 4 * tiles if launch.less is None else launch.less // warps
+
+    def apart(count: int) -> tuple[int, int]:
+        share, exact = shares(windows, False, warps)
+        return shares(windows, True, warps) if groups * (count + exact) > slots else (share, exact)
+
+    def time(count: int, alone: bool) -> float:
+        """In turns."""
+        rounds = -(-groups * count // slots)
+        if not alone:
+            exact, share, less = carrying(count)
+            each = start + max((turns + exact * less) / count, 4 * (share // tile))
+            return rounds * each + each / 64 if several else rounds * math.ceil(each)
+        share, exact = apart(count)
+        each, tiles = start + turns / count, -(-share // tile)
+        late = groups * (count + exact) > slots * rounds  # they find no room until others end
+        if several:
+            behind = (each if rounds == 1 else start + 16) if late else 0
+            return max(rounds * each + behind, start + 16) + each / 64
+        each = math.ceil(each)
+        return rounds * each + 4 * tiles if late else max(rounds * each, start + 5 * tiles - 2)
+
+    least = min(PARTS, -(-turns // launch.length)) if launch.length else 1
+    most = max(least, min(PARTS, turns, math.isqrt(merging * turns)))
+    counts = [launch.parts] if launch.parts else range(least, most + 1)
+    # tables in shared memory are busy all the time, also while others have exact tokens: only where those are most of the work
+    pays = not several or (turns < 150 and 9 * groups > slots)
+    both = carried and (pays if launch.less is None else launch.less != ALONE)
+    ways = [(count, False) for count in counts if count > 1] if both else []
+    if not ways or not (several or launch.less is not None):
+        ways += [(count, True) for count in counts]
+    count, alone = min(ways, key=lambda way: time(*way))  # of those that take as long the first
+    if alone:
+        share, exact = apart(count)
+        return Plan(count + exact, exact, share, ALONE)
+    exact, share, less = carrying(count)
+    return Plan(count, exact, share, less * warps if launch.less is None else launch.less)
+
+
+@functools.lru_cache(4096)
+def fan_of(parts: int, at_once: int) -> int:
+    """How many parts are merged first; all of them where a second round takes longer: reading `at_once` parts is a wait for
+    memory, another round, which writes and counts, about two.
+    """
+
+    def waits(fan: int) -> int:
+        each = math.ceil(fan / at_once)
+        return each if fan >= parts else each + 2 + math.ceil(math.ceil(parts / fan) / at_once)
+
+    best: int = min([parts, *range(at_once, parts, at_once)], key=waits)
+    return best
+
+
+def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int, int]:
+    """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few where
+    multiprocessors have enough to do, else as many as finish before those of packed tokens, a turn of a warp if one is alone.
+    """
+    least = 128 if crowded else 16 if warps == 1 else 32
+    share = max(1, -(-sum(windows) // (16 * least))) * least
+    return share, sum(-(-window // share) for window in windows)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. registers: a thread
+    at most, 0: as the compiler likes. In the place of what `plan` chooses, 0 or None: its own: length: turns of a program at
+    most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`. merging: parts that are merged in a turn.
+    """
+
+    warps: int = 1
+    stages: int = 3
+    length: int = 0
+    registers: int = 0
+    parts: int = 0
+    fan: int = 0
+    less: int | None = None
+    merging: int = 0
+
+
+def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
+    """For so many query rows a kv head; turned: keys before RoPE. A warp alone waits for no other: 2/2 took 257 us in place of
+    318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share one. At 168
+    registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
+    """
+    # outputs of values without pairs, or of more rows, are as many more, and spill with 128 registers
+    if looked_up(keys, values):
+        wide = columns(keys, values, rows, False)
+        enough = 128 if wide == 8 else 168 if wide == 16 and keys.dim <= 128 else 0
+        return Launch(warps=4, registers=enough if values.paired else 0)
+    if keys.dim > 128 or (rows > 8 and not (keys.in_bytes or values.in_bytes)):
+        return Launch()
+    if turned:
+        # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
+        return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
+    return Launch(registers=176 if keys.tiered else 168)
+
+
+def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> tuple[Launch, ...]:
+    """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a program."""
+    own = usual(keys, values, rows, turned)
+    other = turned or keys.vector or values.vector or keys.dim > 128
+    if own.warps > 1 or other or not by_bytes(keys, values, rows, 4):
+        return (own,)
+    # 8 bits: with Triton's 32 KB 104 KB, where GPUs of compute capability 8.6 and 8.9 have 99
+    if _reserved(settings(keys, values, 1, 1, 1, 4)) > 64 << 10:
+        return (own,)
+    return own, Launch(warps=4, registers=168, merging=3)
+
+
+def _reserved(fixed: dict[str, Any]) -> int:
+    """Bytes of a ring that lies behind what Triton manages, see `_ring`."""
+    slots = int((fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"])
+    tables = fixed["K_ENTRIES"] + fixed["V_ENTRIES"]
+    return slots * int(fixed["NW"]) if plain_beyond(fixed["NW"], tables, slots) else 0

@@ -1,0 +1,97 @@
+"""Attention over tokens that are kept as they are: the sink and the most recent ones."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .before_rope import _near_at
+from .numbers import LOW, _as, _times
+from .rotation import _value_channels
+from .softmax import _spread
+
+
+@triton.jit
+def _slot(token, first, room, RING: tl.constexpr):
+    if RING:
+        token = tl.where(first + token >= room, first + token - room, first + token)
+    return token
+
+
+@triton.jit
+def _exact_turned(
+    p_k, o_token, live, place, p_first, p_near, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Piece PAIR of keys and its partner [NW, 16, 16], turned in float32, in the dtype in which they are stored."""
+    r = tl.arange(0, 16)
+    channel = (PAIR * 16 + r)[None, None, :]
+    place = place[:, :, None]
+    low = tl.load(p_k + o_token[:, :, None] + channel, mask=live[:, :, None], other=0.0).to(tl.float32)
+    high = tl.load(p_k + o_token[:, :, None] + channel + PAIRS * 16, mask=live[:, :, None], other=0.0).to(tl.float32)
+    p_run = p_first + place // 32 * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
+    p_own = p_near + _near_at(place % 32, channel, PAIRS)
+    cos0, sin0 = (tl.load(p_run, mask=live[:, :, None], other=0.0).to(tl.float32),
+                  tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))  # fmt: skip
+    cos1, sin1 = tl.load(p_own).to(tl.float32), tl.load(p_own + 256).to(tl.float32)
+    cos, sin = cos0 * cos1 - sin0 * sin1, sin0 * cos1 + cos0 * sin1
+    kind: tl.constexpr = p_k.dtype.element_ty
+    return _as(low * cos - high * sin, kind, ASM), _as(high * cos + low * sin, kind, ASM)
+
+
+@triton.jit
+def _exact(
+    p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
+    SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
+    p_first, p_near, run, gap, own, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
+    limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these being `own`
+    places further from there, where PAIRS says that keys are turned.
+    """
+    D: tl.constexpr = SLICES * 16
+    r = tl.arange(0, 16)
+    b_token = tl.arange(0, NW)[:, None] * 16 + r[None, :]
+    for start in tl.range(begin, end, NW * 16, num_stages=STAGES):
+        token = start + b_token
+        live = token < end
+        o_token = (i_head * room + _slot(token, first, room, RING)) * D
+        b_s = tl.zeros([NW, 16, N], tl.float32)
+        for i in tl.static_range(PAIRS):
+            place = (run * 32 + token + tl.where(token < gap, own, -gap)).to(tl.int64)
+            pair = _exact_turned(p_k, o_token, live, place, p_first, p_near, i, PAIRS, NW, ASM)
+            for j in tl.static_range(2):
+                channel = (i + j * PAIRS) * 16 + r
+                b_q = tl.load(p_q + o_q[None, None, :] + channel[None, :, None], mask=b_row[None, None, :], other=0.0)
+                b_s = _times(pair[j], tl.broadcast_to(b_q, [NW, 16, N]), b_s, ASM)
+        for i in tl.static_range(2 * PAIRS, SLICES):
+            b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
+            b_q = tl.load(p_q + o_q[None, None, :] + (i * 16 + r)[None, :, None], mask=b_row[None, None, :], other=0.0)
+            b_q = tl.broadcast_to(b_q, [NW, 16, N])
+            b_s = _times(b_k, b_q, b_s, ASM)
+        b_s = tl.where(token[:, :, None] < tl.minimum(limit, end)[None, None, :], b_s * factor, LOW)
+        b_new = tl.maximum(b_m, tl.max(b_s, 1))
+        fade = tl.exp2(b_m - b_new)
+        b_p = _as(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
+        b_l = b_l * fade + tl.sum(b_p.to(tl.float32), 1)
+        b_m = b_new
+        made = ()
+        if PAIRED:
+            halves = _spread(b_p, False, NW, N)
+            k = tl.arange(0, 16)[None, None, :]
+            for i in tl.static_range(SLICES // 2):
+                b_o = acc[i] * fade[:, None, :]
+                channel = _value_channels(i, r[None, :, None], k % 2, True, FOUR)
+                for j in tl.static_range(2):
+                    token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
+                    o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel
+                    b_v = tl.load(p_v + o_v, mask=token + channel * 0 < end, other=0.0)
+                    b_o = _times(b_v, halves[j], b_o, ASM)
+                made = made + (b_o,)
+        else:
+            for i in tl.static_range(SLICES):
+                b_v = tl.load(p_v + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
+                made = made + (_times(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
+        acc = made
+    return b_m, b_l, acc

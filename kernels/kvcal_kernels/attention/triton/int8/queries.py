@@ -1,0 +1,197 @@
+"""Operands of products of 8-bit integers that are made once a program: queries in bytes, constants, states and addresses."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...modes import POINTS
+from ..numbers import IN_BYTES, LOW, _together
+from ..softmax import _kinds
+from ..tiles import _spot
+from .ptx import JUMP, MAGIC_FLOAT, PROBABILITY, QUERY, SLACK, field_place, pairs_of_word
+from .scores import beginning, beginning_constraints, beginning_tensors, spreading
+
+FULL_QUERY, FULL_PROBABILITY, ROUND = tl.constexpr(QUERY), tl.constexpr(PROBABILITY), tl.constexpr(MAGIC_FLOAT)
+BLOCK_SLACK, BLOCK_JUMP = tl.constexpr(SLACK), tl.constexpr(JUMP)
+
+
+@triton.constexpr_function
+def _byte_place(i, bits, mode):
+    return 1.0 if mode == POINTS else float(field_place(i % pairs_of_word(bits), bits))
+
+
+@triton.jit
+def _two_numbers(word, TYPE: tl.constexpr):
+    """Two numbers of TYPE, 16 bits, of a word int32, the first in its low half, as float32."""
+    low = word.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    return low, (word >> 16).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bytes_of(one, two, which):
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [one, two, which], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _fixed(x, inverse, rounded):
+    """Bits of x times its row's factor, as integers in the low bits of a float of the size of `rounded`."""
+    factor = tl.broadcast_to(inverse[:, None], x.shape)
+    return tl.fma(x, factor, tl.broadcast_to(rounded, x.shape)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexpr):
+    """Queries as ptx.py has them, int32 [NW, 16, 8] for every two groups of channels. o_t, there, inverse (16,):
+    of row n % 8 where the row begins, whether it is one, and by what it is multiplied. Compiled code alone.
+    """
+    r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
+    p_pair = p_q.to(tl.pointer_type(tl.int32))
+    high = r % 2 == 0
+    # a high byte is that of the number rounded to a multiple of 256
+    rounded = tl.where(high, ROUND + 128.0, ROUND)
+    which = tl.where(high, 0x51, 0x40) + column * 0
+    made = ()
+    for c in tl.static_range((D + 63) // 64):
+        channel = (2 * c + r // 8) * 32 + column // 2 * 2 + column % 2 * 8
+        p_own = p_pair + (o_t[:, None] + channel) // 2
+        x0, x1 = _two_numbers(tl.load(p_own, mask=there[:, None] & (channel < D), other=0), p_q.dtype.element_ty)
+        further = there[:, None] & (channel + 16 < D)
+        x2, x3 = _two_numbers(tl.load(p_own + 8, mask=further, other=0), p_q.dtype.element_ty)
+        first = _bytes_of(_fixed(x0, inverse, rounded), _fixed(x2, inverse, rounded), which)
+        second = _bytes_of(_fixed(x1, inverse, rounded), _fixed(x3, inverse, rounded), which)
+        made = made + (_bytes_of(first, second, tl.full([16, 8], 0x5410, tl.int32))[None] + _spot(NW, 8),)
+    return made
+
+
+@triton.jit
+def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """As `_bytes_of_queries` of rotated queries plain, SLICES of [NW, 16, N] float32, times inverse [NW, N]: a byte of the
+    register is of a slice, even channels of 64 neighbours come before odd ones. Compiled code alone.
+    """
+    high = (tl.arange(0, N) % 2 == 0)[None, None, :]
+    factor = tl.broadcast_to(inverse[:, None, :], [NW, 16, N])
+    rounded = tl.broadcast_to(tl.where(high, ROUND + 128.0, ROUND), [NW, 16, N])
+    which = tl.broadcast_to(tl.where(high, 0x51, 0x40), [NW, 16, N])
+    made = ()
+    for c in tl.static_range(SLICES // 4):
+        first = _bytes_of(
+            tl.fma(plain[4 * c], factor, rounded).to(tl.int32, bitcast=True),
+            tl.fma(plain[4 * c + 1], factor, rounded).to(tl.int32, bitcast=True),
+            which,
+        )
+        second = _bytes_of(
+            tl.fma(plain[4 * c + 2], factor, rounded).to(tl.int32, bitcast=True),
+            tl.fma(plain[4 * c + 3], factor, rounded).to(tl.int32, bitcast=True),
+            which,
+        )
+        four = _bytes_of(first, second, tl.full([NW, 16, N], 0x5410, tl.int32))
+        turned = tl.permute(tl.reshape(four, [NW, 8, 2, 8]), [0, 2, 3, 1])  # parity, row of the query, pair of channels
+        made = made + (tl.reshape(turned, [NW, 16, 8]) + _spot(NW, 8),)
+    return made
+
+
+@triton.jit
+def _byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """COUNT tensors of `Grid.table` of a grid in bytes, four registers each."""
+    number, _ = _lanes(NW, N)
+    made = ()
+    for i in tl.static_range(COUNT):
+        made = made + (tl.load(p_table.to(tl.pointer_type(tl.int32)) + (i * 4 + number)),)
+    return made
+
+
+@triton.jit
+def _begun(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+    COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
+    KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
+    return tl.inline_asm_elementwise(
+        beginning(SLICES, PIECES, BITS, MODE), beginning_constraints(SLICES, PIECES, BITS, MODE), queries,
+        dtype=_kinds(KIND, COUNT), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _spread_state(state, WHICH: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        spreading(WHICH), "=&f,=&f,=&f,=&f,f,f,f,f", [state], dtype=tl.float32, is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _lanes(NW: tl.constexpr, N: tl.constexpr):
+    """Of the four numbers that a lane has of a product's result [NW, 16, N]: which one it is, the lane."""
+    b_none = _spot(NW, N)
+    r, column = tl.arange(0, 16)[None, :, None] + b_none, tl.arange(0, N)[None, None, :] + b_none
+    return r // 8 * 2 + column % 2, r % 8 * 4 + column // 2
+
+
+@triton.jit
+def _byte_state(
+    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr, HALVES: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """State and places of ptx.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
+    values have half tiles.
+    """
+    number, lane = _lanes(NW, N)
+    row = lane & 15
+    words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
+    keys, values = lane % 4 * 8, lane // 8 * 8 + lane // 4 % 2 * 2
+    if K_MODE == IN_BYTES:
+        keys = lane // 4 * 2
+    if V_MODE == IN_BYTES:
+        values = lane // 4 * 2
+    if K_MODE < 2:
+        keys = lane // 4 * (2 * _together(D // K_GROUP * (1 + K_MODE)))
+    if V_MODE < 2:
+        values = lane // 4 * (2 * _together(D // 16 * (1 + V_MODE)))
+    state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
+    places = tl.where(number == 0, words, tl.where(number == 1, keys, values))
+    if HALVES:
+        places = tl.where(number == 3, (row ^ row >> 3) * 16, places)
+    return state, places + at[:, None, None]
+
+
+@triton.jit
+def _byte_base(unit, NW: tl.constexpr, N: tl.constexpr):
+    """`base` of ptx.py, int32."""
+    number, lane = _lanes(NW, N)
+    low = lane // 4 % 2
+    rounded = tl.where(low == 1, ROUND, ROUND + 128.0)
+    base = tl.where(number == 0, unit[:, None, :], rounded).to(tl.int32, bitcast=True)
+    return tl.where(number == 2, tl.where(low == 1, 0x40, 0x51), base)
+
+
+@triton.jit
+def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
+    """Queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two slices. o_t, there,
+    shrink as `_bytes_of_queries` has them.
+    """
+    r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
+    made = ()
+    for c in tl.static_range(D // 32):
+        channel = (2 * c + r // 8) * 16 + column // 2 * 2 + column % 2 * 8
+        word = tl.zeros([16, 8], tl.int32)
+        for i in tl.static_range(2):
+            x = tl.load(p_q + o_t[:, None] + channel + i, mask=there[:, None], other=0.0).to(tl.float32)
+            x = x * shrink[:, None]
+            word = word | (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * i)
+        made = made + (word[None] + _spot(NW, 8),)
+    return made
+
+
+@triton.jit
+def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew for every
+    product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
+    """
+    b_none = _spot(NW, N)
+    number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
+    hidden = (room >> 31) * (number + 1) + b_none
+    made = ()
+    for i in tl.static_range(len(NUMBERS)):
+        made = made + (hidden + NUMBERS[i],)
+    return made

@@ -1,0 +1,300 @@
+"""Keys and values of integers in groups: codes to float16, scores, and what values add to the outputs.
+
+A field is left where it is: an integer c at bit p, p <= 6, is the subnormal float16 c * 2^(p - 24). Tensor cores take
+subnormals exactly, so nothing is added that would have to be subtracted again. 2^-p goes into the query, 2^(24 - p) into
+the scores' factor and the output.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .int8.ptx import beyond
+from .numbers import _field_number
+from .scales import _columns, _pairs, _row_scales, _scaled
+from .tiles import _half_tile, _tile
+
+
+@triton.jit
+def _and(w, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    return ((w >> SHIFT) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def unpack8(w, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $2, 0x00FF00FF; prmt.b32 $1, $2, 0, 0x4341;",
+            "=&r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return _and(w, 0, 255), _and(w, 8, 255)
+
+
+@triton.jit
+def unpack4(w, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            shr.u32 t, $4, 8;
+            and.b32 $0, $4, 0x000F000F;
+            and.b32 $1, $4, 0x00F000F0;
+            and.b32 $2, t, 0x000F000F;
+            and.b32 $3, t, 0x00F000F0;
+            }""",
+            "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return _and(w, 0, 15), _and(w, 0, 240), _and(w, 8, 15), _and(w, 8, 240)
+
+
+@triton.jit
+def unpack2(w, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            shr.u32 t, $8, 8;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000C000C;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00C000C0;
+            and.b32 $4, t, 0x00030003;
+            and.b32 $5, t, 0x000C000C;
+            and.b32 $6, t, 0x00300030;
+            and.b32 $7, t, 0x00C000C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return (
+        _and(w, 0, 3), _and(w, 0, 12), _and(w, 0, 48), _and(w, 0, 192),
+        _and(w, 8, 3), _and(w, 8, 12), _and(w, 8, 48), _and(w, 8, 192),
+    )  # fmt: skip
+
+
+@triton.jit
+def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
+    """w: a tile of two-bit fields. u: the tile of third bits; ODD: whether it holds w's at odd places."""
+    if ASM:
+        if ODD:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t, a, b, e;
+                shl.b32 a, $9, 1;
+                lop3.b32 e, $8, a, 0x00330033, 0xE4;
+                and.b32 $0, e, 0x00070007;
+                and.b32 $2, e, 0x00700070;
+                lop3.b32 e, $8, a, 0x00CC00CC, 0xE4;
+                and.b32 $1, e, 0x001C001C;
+                and.b32 $3, e, 0x01C001C0;
+                shr.u32 t, $8, 8;
+                shr.u32 b, $9, 7;
+                lop3.b32 e, t, b, 0x00330033, 0xE4;
+                and.b32 $4, e, 0x00070007;
+                and.b32 $6, e, 0x00700070;
+                lop3.b32 e, t, b, 0x00CC00CC, 0xE4;
+                and.b32 $5, e, 0x001C001C;
+                and.b32 $7, e, 0x01C001C0;
+                }""",
+                "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, a, b, e;
+            shl.b32 a, $9, 2;
+            lop3.b32 e, $8, a, 0x00330033, 0xE4;
+            and.b32 $0, e, 0x00070007;
+            and.b32 $2, e, 0x00700070;
+            lop3.b32 e, $8, a, 0x00CC00CC, 0xE4;
+            and.b32 $1, e, 0x001C001C;
+            and.b32 $3, e, 0x01C001C0;
+            shr.u32 t, $8, 8;
+            shr.u32 b, $9, 6;
+            lop3.b32 e, t, b, 0x00330033, 0xE4;
+            and.b32 $4, e, 0x00070007;
+            and.b32 $6, e, 0x00700070;
+            lop3.b32 e, t, b, 0x00CC00CC, 0xE4;
+            and.b32 $5, e, 0x001C001C;
+            and.b32 $7, e, 0x01C001C0;
+            }""",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    w, u = w.to(tl.int32) & 0xFFFF, (u.to(tl.int32) & 0xFFFF) >> (1 if ODD else 0)
+    a, t, b = u << 2, w >> 8, u >> 6
+    return (
+        _join(w, a, 3, 4), _join(w, a, 12, 16), _join(w, a, 48, 64), _join(w, a, 192, 256),
+        _join(t, b, 3, 4), _join(t, b, 12, 16), _join(t, b, 48, 64), _join(t, b, 192, 256),
+    )  # fmt: skip
+
+
+@triton.jit
+def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
+    return ((w & TWO) | (a & ONE)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _codes(
+    p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
+    WORDS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
+    of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
+    """
+    FURTHER: tl.constexpr = beyond(WORDS, BITS, 0)
+    parts = ()
+    for u in tl.static_range(TILES):
+        if BITS == 2 and FURTHER > 0 and u == TILES - 1:
+            w = _half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
+        else:
+            w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
+        if BITS == 8:
+            parts = parts + unpack8(w, ASM)
+        if BITS == 4:
+            parts = parts + unpack4(w, ASM)
+        if BITS == 2:
+            parts = parts + unpack2(w, ASM)
+        if BITS == 3:
+            if FURTHER > 0 and u == TILES - 1:
+                third = _half_tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, FURTHER, NW, ASM and HELD)
+            else:
+                third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
+            parts = parts + unpack3(w, third, u % 2 == 1, ASM)
+    found = ()
+    for m in tl.static_range(2 * STRIDE):
+        found = found + (parts[_field_number(m // STRIDE, m % STRIDE, BITS, STRIDE, INNER, VALUE)],)
+    return found
+
+
+@triton.constexpr_function
+def _place(m, bits):
+    """2^p of field number m, p the bit at which unpacking leaves it."""
+    if bits == 8:
+        return 1.0
+    return 16.0 ** (m % 2) if bits == 4 else 4.0 ** (m % 4)
+
+
+@triton.constexpr_function
+def _key_place(half, i, bits, mode, stride):
+    """`_place` of piece i of a half block of keys."""
+    return _place(_field_number(half, i, bits, stride, mode < 2, False), bits)
+
+
+@triton.constexpr_function
+def _ahead(bits, mode, stride):
+    """How many times its place in the first half block a piece's in the second is, of keys."""
+    return _key_place(1, 0, bits, mode, stride) / _key_place(0, 0, bits, mode, stride)
+
+
+@triton.constexpr_function
+def _unit(bits, mode):
+    """What a group adds to each of its codes: symmetric codes are stored without their sign; else its zero point."""
+    return -(2.0 ** (bits - 1)) if mode == 0 else 1.0
+
+
+@triton.jit
+def _scores(
+    p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums,
+    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
+    at = (i_head * room + b_block)[:, None]
+    live = b_live[:, None]
+    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, True, ASM)
+    BEHIND: tl.constexpr = WORDS * 2  # bytes of a slot before the scales
+    AHEAD: tl.constexpr = _ahead(BITS, MODE, STRIDE)
+    scores = ()
+    if MODE < 2:  # groups of channels of one token
+        GROUPS: tl.constexpr = SLICES * 16 // GROUP
+        EACH: tl.constexpr = GROUP // 16
+        BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
+        HALF: tl.constexpr = GROUPS * BOTH * 16
+        for h in tl.static_range(2):
+            scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
+            for g in tl.static_range(GROUPS):
+                own = scale[g * BOTH]
+                if h == 1 and AHEAD > 1:
+                    own = own * (1 / AHEAD)
+                if MODE == 0:
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g] * (AHEAD if h == 1 else 1.0))
+                else:
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH])
+                for i in tl.static_range(1, EACH):
+                    b_dot = tl.dot(parts[h * STRIDE + g * EACH + i], q[g * EACH + i], b_dot)
+                b_dot = b_dot * own[:, :, None]
+                b_s = b_dot if g == 0 else b_s + b_dot  # noqa: F821
+                if MODE == 1:
+                    b_s += sums[g] * scale[g * 2 + 1][:, :, None]
+            scores = scores + (b_s,)
+    else:  # groups of tokens of one channel: scales multiply the query
+        PER: tl.constexpr = GROUP // 32
+        at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * 32)
+        b_zero = tl.zeros([NW, 16, N], tl.float32)
+        b_0 = tl.zeros([NW, 16, N], tl.float32)
+        b_1 = tl.zeros([NW, 16, N], tl.float32)
+        for i in tl.static_range(SLICES):
+            scale, zero = _pairs(p_ks, at_scale + i * 32, live, ring, BEHIND + i * 64, NW, ASM)
+            b_zero = tl.dot(zero, plain[i], b_zero)
+            b_q = _scaled(q[i], scale, NW, N)
+            b_0 = tl.dot(parts[i], b_q, b_0)
+            b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
+        if AHEAD > 1:
+            b_1 = b_1 * (1 / AHEAD)
+        scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
+    return scores
+
+
+@triton.jit
+def _add(
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc,
+    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, BYTE: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16, N],
+    every row the same. BYTE: of a slot of the ring at which values begin.
+    """
+    at = (i_head * room + b_block)[:, None]
+    live = b_live[:, None]
+    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, WORDS, MODE < 2, True, NW, True, ASM)
+    BEHIND: tl.constexpr = BYTE + WORDS * 2
+    made = ()
+    if MODE < 2:  # groups of tokens of one channel
+        PER: tl.constexpr = GROUP // 32
+        BOTH: tl.constexpr = 1 + MODE
+        at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * BOTH * 16)
+        scale = _columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
+        for i in tl.static_range(SLICES):
+            if MODE == 0:
+                b_dot = tl.dot(parts[STRIDE + i], b_1, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
+            else:
+                b_dot = tl.dot(parts[STRIDE + i], b_1)
+            b_dot = tl.dot(parts[i], b_0, b_dot)
+            b_acc = acc[i] + b_dot * scale[i * BOTH][:, :, None]
+            if MODE == 1:
+                b_acc += b_sum * (scale[2 * i + 1] * (_place(i, BITS) * 2.0**-24))[:, :, None]
+            made = made + (b_acc,)
+    else:  # groups of channels of one token: scales multiply the probabilities
+        GROUPS: tl.constexpr = SLICES * 16 // GROUP
+        EACH: tl.constexpr = GROUP // 16
+        zeros = ()
+        for g in tl.static_range(GROUPS):
+            at_0 = at * (GROUPS * 64) + g * 32
+            b_p0 = b_0 * _row_scales(p_vs, at_0, live, ring, BEHIND + g * 64, ASM)
+            b_p1 = b_1 * _row_scales(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, ASM)
+            _, b_z0 = _pairs(p_vs, at_0, live, ring, BEHIND + g * 64, NW, ASM)
+            _, b_z1 = _pairs(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, NW, ASM)
+            zeros = zeros + (tl.dot(b_z1, b_1, tl.dot(b_z0, b_0, acc[SLICES + g])),)
+            for i in tl.static_range(EACH):
+                b_acc = tl.dot(parts[g * EACH + i], b_p0, acc[g * EACH + i])
+                made = made + (tl.dot(parts[STRIDE + g * EACH + i], b_p1, b_acc),)
+        made = made + zeros
+    return made

@@ -1,0 +1,273 @@
+"""Launches of the attention kernel: checked arguments, compiled kernels, and the memory in which programs leave results."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.compiler.compiler import make_backend
+
+from ...triton import Prepared, Ready, interpreted
+from ..checks import Exact, _check_all, check_layouts
+from ..modes import POINTS
+from ..plan import (
+    ALONE,
+    FEW,
+    MOST_AT_ONCE,
+    MOST_WARPS,
+    SHORT,
+    SPARE,
+    Launch,
+    Plan,
+    _reserved,
+    fan_of,
+    launches,
+    plan,
+    settings,
+)
+from ..reference import Blocks, Form
+from ..rope import Rope
+from .kernel import attend_kernel
+
+
+def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room: int, device: torch.device) -> Launch:
+    """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes before and
+    behind them: four warps leave their program one part, and those of a group are merged in one wait for memory in place of
+    two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps, uniform 4/4 (2/2):
+    1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536 33.5, 32.6; 2 x 32768 32.6,
+    31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes: TurboQuant 4/3 at 1 x 4096 18.2,
+    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. Limits of other GPUs follow by their count of multiprocessors, untimed. A room that
+    grows into these limits, or out of them, takes another compiled kernel from there on.
+    """
+    found, processors = launches(keys, values, rows, turned), _processors(device)
+    few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
+    return found[-1] if few else found[0]
+
+
+def attend(
+    q: Tensor,
+    keys: Blocks,
+    values: Blocks,
+    blocks: Tensor,
+    sink: tuple[Tensor, Tensor, Tensor],
+    recent: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    launch: Launch | None = None,
+    workspace: Workspace | None = None,
+    packed_q: Tensor | None = None,
+    ring: bool = False,
+    rope: Rope | None = None,
+) -> Tensor:
+    """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
+    says what is not. The room of blocks must be whole groups of tokens; scales of values in outer groups are not negative. A
+    `workspace` of its own is needed where launches overlap, and under a CUDA graph.
+    """
+    packed_q = q if packed_q is None else packed_q
+    if packed_q.data_ptr() % 4:  # two numbers are read at a time
+        aligned = packed_q.clone()
+        q, packed_q = aligned if packed_q is q else q, aligned
+    k_table, k_sign = _of_grid(keys)
+    v_table, v_sign = _of_grid(values)
+    same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()
+    given = (q, packed_q, blocks, *sink, *recent)
+    key = (
+        keys.about, values.about, *map(_ABOUT, given), packed_q is q, same, launch, ring, None if rope is None else rope.about,
+    )  # fmt: skip
+    prepared = _PREPARED.get(key)
+    if known := prepared is not None and all(map(Tensor.is_contiguous, given)):
+        ready, take, numbers = prepared
+    else:
+        _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
+    out = torch.empty_like(q)
+    before = (
+        packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
+        blocks, sink[2], recent[2],
+    )  # fmt: skip
+    behind = (
+        k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
+    )  # fmt: skip
+    if not known:
+        made = _prepared(q, keys, values, sink, recent, launch, same, ring, rope, before, behind)
+        ready, take, numbers = _PREPARED[key] = made
+    tensors = (*before, *(workspace or Workspace(q.device)).take(*take), *behind)
+    ready(tensors, *numbers, scaling * LOG2E, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)))
+    return out
+
+
+_ABOUT = attrgetter("shape", "dtype", "device")  # with contiguity all that is checked of a tensor
+LOG2E = 1.4426950408889634
+_PREPARED = Prepared()
+_AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which stay: programs of a multiprocessor
+
+
+def _prepared(
+    q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
+    rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
+) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers. before,
+    behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is known how many
+    programs run at a time.
+    """
+    batch, heads, room = keys.words.shape[:3]
+    ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
+    if launch is None:
+        launch = chosen(keys.form, values.form, ratio * queries, rope is not None, batch * heads, room, q.device)
+    pairs = 0 if rope is None else rope.pairs
+    fixed = settings(keys.form, values.form, heads, ratio, queries, launch.warps, same, pairs)
+    options = fixed | {"STAGES": launch.stages, "ASM": not interpreted(), "RING": ring, "LONG": room + SPARE > SHORT}
+    options |= {"num_warps": launch.warps, "num_stages": launch.stages}
+    options |= {"maxnreg": launch.registers} if launch.registers and not interpreted() else {}
+    ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, _reserved(fixed)))
+    runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
+
+    def numbers(own: Plan, fan: int) -> tuple[int, ...]:
+        parts, share = own.parts, own.share
+        return room, *windows, *own.numbers(), -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs
+
+    at_once = _by_registers(launch)
+    if q.is_cuda and not interpreted():
+        some = q.new_empty(16, dtype=torch.float32)
+        given = (
+            (*before, some, some, some.view(torch.int32), *behind),
+            (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0, 1.0, 1.0),
+        )
+        at_once = _AT_ONCE[id(ready.compiled(*given))]
+    own = _plan(fixed, batch, room, windows, launch, at_once, q.device)
+    fan = launch.fan or fan_of(own.parts, fixed["AT_ONCE"])
+    ready.grid = (batch, heads * fixed["CHUNKS"], own.parts)
+    return ready, (batch * ready.grid[1], own.parts, fixed["N"], fixed["D"], fan), numbers(own, fan)
+
+
+def _by_registers(launch: Launch) -> int:
+    """Programs that a multiprocessor of 65536 registers runs at a time."""
+    return max(1, 2048 // (launch.registers or 168) // launch.warps)
+
+
+def programs_at_once(made: Any) -> int:
+    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count; for a thread that has the kernel's context:
+    one that launched nothing yet has none.
+    """
+    count, threads = ctypes.c_int(), 32 * made.metadata.num_warps
+    error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        ctypes.byref(count), ctypes.c_void_p(made.function), threads, ctypes.c_size_t(made.metadata.shared)
+    )
+    if error:
+        raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: CUDA error {error}")
+    return max(1, count.value)
+
+
+def _turns(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    return (unused, unused) if rope is None else (rope.first_words, rope.near_words)
+
+
+def _plan(
+    fixed: dict[str, int],
+    batch: int,
+    room: int,
+    windows: tuple[int, int],
+    launch: Launch,
+    at_once: int,
+    device: torch.device,
+) -> Plan:
+    groups = batch * fixed["HEADS"] * fixed["CHUNKS"]
+    return plan(groups, room, windows, launch.warps, at_once * _processors(device), _carried(fixed), launch)
+
+
+def _carried(fixed: dict[str, int]) -> bool:
+    """Whether packed tokens' programs may have exact tokens, too: not where outputs' channels lie otherwise. Before RoPE and
+    of tiers they could, but take longer (H200, MixKVQ at G = 128, 32 x 32768: 268 in place of 263 us; KIVI 413 of 412).
+    """
+    mixed = fixed["V_MODE"] == POINTS and fixed["V_GROUP"] > 1
+    return not (mixed or fixed["PAIRS"] or fixed["K_MODE"] == 4)
+
+
+def reserve(
+    space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
+    queries: int = 1, pairs: int = 0,
+) -> None:  # fmt: skip
+    """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time: under a
+    CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent tokens. pairs:
+    `Rope.pairs` of keys before RoPE.
+    """
+    launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, room, space.counter.device)
+    fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
+    device, most = space.counter.device, min(MOST_AT_ONCE, MOST_WARPS // launch.warps)
+    plans = {_plan(fixed, batch, room, windows, launch, at_once, device).parts for at_once in range(1, most + 1)}
+    for parts in sorted(plans, reverse=True):
+        fan = launch.fan or fan_of(parts, fixed["AT_ONCE"])
+        space.take(batch * heads * fixed["CHUNKS"], parts, fixed["N"], fixed["D"], fan)
+
+
+def _examine(ring: int, made: Any) -> None:
+    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room: launches of the
+    kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in which
+    tables of grids leave no room for a ring.
+    """
+    check_layouts(made.asm["ttgir"])
+    before = made.metadata, made.packed_metadata
+    if ring:
+        if made.module is not None:
+            raise RuntimeError("attend_kernel was loaded before its shared memory was enlarged; report it, please")
+        made.metadata = made.metadata._replace(shared=-(-made.metadata.shared // 128) * 128 + ring)
+        made.packed_metadata = make_backend(made.metadata.target).pack_metadata(made.metadata)
+    try:
+        made._init_handles()  # which gives the thread the kernel's context
+        _allow(made)
+        _AT_ONCE[id(made)] = programs_at_once(made)
+    except Exception:  # as it was, so that another launch can try again
+        made.metadata, made.packed_metadata = before
+        made.module = made.function = None
+        raise
+
+
+def _allow(made: Any) -> None:
+    """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count what
+    assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it is read
+    once.
+    """
+    cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(made.function)
+    declared, dynamic = ctypes.c_int(), made.metadata.shared
+    # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT (percent)
+    shared_size, most_dynamic, carveout = 1, 8, 9
+    cuda.cuFuncSetAttribute(function, carveout, 100)  # a hint, which a driver need not take
+    error = cuda.cuFuncGetAttribute(ctypes.byref(declared), shared_size, function)
+    if not error and dynamic <= 48 * 1024 < dynamic + declared.value:
+        error = cuda.cuFuncSetAttribute(function, most_dynamic, dynamic)
+    if error:
+        raise RuntimeError(f"shared memory: {dynamic} bytes and {declared.value} of tables: CUDA error {error}")
+
+
+def _of_grid(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Table and signs; of integers what is never read."""
+    return (blocks.scale, blocks.words) if blocks.grid is None else (blocks.grid.table, blocks.grid.sign)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class Workspace:
+    """Memory in which programs of one launch leave what they found; grows, and every launch leaves its counters at zero."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.part = torch.empty(0, dtype=torch.float32, device=device)
+        self.stat = torch.empty(0, dtype=torch.float32, device=device)
+        self.counter = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def take(self, groups: int, parts: int, rows: int, dim: int, fan: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group and of
+        each `fan` of its parts, (groups, 1 + parts / fan).
+        """
+        counters = groups * (1 + -(-parts // fan))
+        if self.part.numel() < groups * parts * rows * dim:
+            self.part = self.part.new_empty(groups * parts * rows * dim)
+        if self.stat.numel() < groups * parts * rows * 2:
+            self.stat = self.stat.new_empty(groups * parts * rows * 2)
+        if self.counter.numel() < counters:
+            self.counter = self.counter.new_zeros(counters)
+        return self.part, self.stat, self.counter

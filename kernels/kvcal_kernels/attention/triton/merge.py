@@ -1,0 +1,158 @@
+"""How programs share out blocks, and how the last ones to arrive merge what the others found."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...triton import rounded_product
+from .numbers import LOW, _as
+
+
+@triton.constexpr_function
+def _at_a_time(count, columns):
+    """Slices of outputs that warps add up together: each time costs three barriers, and shared memory as large as they are."""
+    most = 32 // columns
+    return 4 if most >= 4 and count % 4 == 0 else 2 if most >= 2 and count % 2 == 0 else 1
+
+
+@triton.jit
+def _numbers(COUNT: tl.constexpr):
+    """Of the tensors of `_joined`, where they lie there: [1, 1, inner, outer]."""
+    inner = tl.arange(0, min(COUNT, 2))[None, None, :, None]
+    return inner + 2 * tl.arange(0, max(COUNT // 2, 1))[None, None, None, :]
+
+
+@triton.jit
+def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
+    """COUNT (1, 2 or 4) tensors of a tuple, times factor: [NW, 16, N, inner, outer]."""
+    if COUNT == 1:
+        made = (x[FIRST] * factor)[:, :, :, None, None]
+    else:
+        made = tl.join(x[FIRST] * factor, x[FIRST + 1] * factor)
+        if COUNT == 2:
+            made = made[:, :, :, :, None]
+        else:
+            made = tl.join(made, tl.join(x[FIRST + 2] * factor, x[FIRST + 3] * factor))
+    return made
+
+
+@triton.constexpr_function
+def _log2(count):
+    return count.bit_length() - 1
+
+
+@triton.jit
+def _over_warps(x, NW: tl.constexpr):
+    """Sum over the first of five dimensions, the program's warps: numbers go to threads that have them of two warps. `tl.sum`
+    would write them 64 bytes apart, into two banks of shared memory: 8 to 16 times as long.
+    """
+    if NW > 1:
+        x = tl.permute(x, (1, 2, 3, 4, 0))
+        for i in tl.static_range(1, _log2(NW)):
+            shape: tl.constexpr = [x.shape[0], x.shape[1], x.shape[2], x.shape[3], NW >> i, 2]
+            low, high = tl.split(tl.reshape(x, shape))
+            x = low + high
+        low, high = tl.split(x)
+        made = low + high
+    else:
+        made = tl.sum(x, 0)
+    return made
+
+
+@triton.jit
+def _share(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG: tl.constexpr):
+    """A part's first block and the one behind its last."""
+    each = tl.cdiv(_over(blocks + extra + splits - 1, splits, LONG), NW) * NW
+    cut = tl.minimum(less, each)
+    stop = tl.minimum((i_split + 1) * each - tl.maximum(i_split + 1 - early, 0) * cut, blocks)
+    start = tl.minimum(i_split * each - tl.maximum(i_split - early, 0) * cut, stop)
+    return start, stop
+
+
+@triton.jit
+def _over(a, b, LONG: tl.constexpr = False):
+    """a // b, exact: LONG for any a, else for those below SHORT: 9 instructions, of which 4 wait for a, in place of 25."""
+    if LONG:
+        out = a // b
+    else:
+        out = ((a.to(tl.float32) + 0.5) * (1.0 / b.to(tl.float32))).to(tl.int32)
+    return out
+
+
+@triton.jit
+def _merge(
+    p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
+    RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
+    AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
+    own = _over(i_split, fan)
+    p_arrived = p_count + i_group * (fans + 1)
+    p_own = p_arrived + 1 + own
+    first = own * fan
+    count = tl.minimum(fan, parts - first)
+    first += i_group * parts
+    row, column = tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(D))
+    n = i_chunk * N + row
+    live = n < RATIO * QUERIES
+    inside = live[:, None] & (column < D)[None, :]
+    if tl.atomic_add(p_own, 1, sem="acq_rel") == count - 1:
+        tl.store(p_own, 0)
+        b_m, b_l, b_o = _merged(p_part, p_stat, first, 1, count, D, ROWS, AT_ONCE, N, ASM)
+        last = fans == 1
+        if fans > 1:
+            tl.debug_barrier()  # what is written over has been read
+            tl.store(p_part + (first * N + row)[:, None] * D + column[None, :], b_o, mask=inside)
+            tl.store(p_stat + first * 2 * N + row, b_m, mask=live)
+            tl.store(p_stat + first * 2 * N + N + row, b_l, mask=live)
+            tl.debug_barrier()
+            last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == fans - 1
+            if last:
+                tl.store(p_arrived, 0)
+                b_m, b_l, b_o = _merged(p_part, p_stat, i_group * parts, fan, fans, D, ROWS, AT_ONCE, N, ASM)
+        if last:
+            b_o = b_o / tl.where(b_l > 0, b_l, 1.0)[:, None]
+            # not as the query's offsets are computed, which then would be kept, in memory, since the start
+            o_out = (n % RATIO * QUERIES + n // RATIO)[:, None] * D + column[None, :]
+            p_out += i_head * (RATIO * QUERIES * D)
+            tl.store(p_out + o_out, _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
+
+
+@triton.jit
+def _merged(
+    p_part, p_stat, first, stride, count,
+    D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
+    are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an
+    instruction for each number, and no weight NaN where its output is infinite.
+    """
+    WIDE: tl.constexpr = triton.next_power_of_2(D)
+    row, number = tl.arange(0, ROWS), tl.arange(0, ROWS * WIDE)
+    column = number % WIDE
+    b_m = tl.full([ROWS], LOW, tl.float32)
+    b_l = tl.zeros([ROWS], tl.float32)
+    b_o = tl.zeros([ROWS, WIDE], tl.float32)
+    for begin in tl.range(0, count, AT_ONCE):
+        i = begin + tl.arange(0, AT_ONCE)
+        part = first + tl.minimum(i, count - 1) * stride
+        o_stat = part[:, None] * 2 * N + row[None, :]
+        m = tl.load(p_stat + o_stat, cache_modifier=".cg")
+        l = tl.load(p_stat + o_stat + N, cache_modifier=".cg")
+        o_part = part[:, None] * (N * D) + (number // WIDE * D + column)[None, :]
+        if WIDE > D:
+            o = tl.load(p_part + o_part, mask=(column < D)[None, :] & (o_part >= 0), other=0.0, cache_modifier=".cg")
+        else:
+            o = tl.load(p_part + o_part, cache_modifier=".cg")
+        # rows and channels as one while they are read: lanes left over by 64 channels then take another row, not another part,
+        # with which both would hold, and write, the same sum
+        o = tl.reshape(o, [AT_ONCE, ROWS, WIDE])
+        b_new = tl.maximum(b_m, tl.max(m, 0))
+        copies = tl.maximum(begin + AT_ONCE - count + 1, 1).to(tl.float32)
+        weight = tl.exp2(m - b_new[None, :]) * tl.where(i < count - 1, 1.0, 1.0 / copies)[:, None]
+        fade = tl.exp2(b_m - b_new)
+        b_l = b_l * fade + tl.sum(rounded_product(l, weight, ASM), 0)
+        b_o = b_o * fade[:, None] + tl.sum(o * weight[:, :, None], 0)
+        b_m = b_new
+    return b_m, b_l, b_o

@@ -1,0 +1,86 @@
+"""Numbers, constants and casts that every room of the attention kernel shares."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...triton import half
+from ..modes import POINTS
+from ..reference import field_number, together
+
+TOKENS = tl.constexpr(32)  # a block
+TILE = tl.constexpr(256)  # words of a tile: 16 x 16
+IN_BYTES = tl.constexpr(POINTS)  # K_MODE, V_MODE
+LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
+_field_number, _together = triton.constexpr_function(field_number), triton.constexpr_function(together)
+
+
+@triton.constexpr_function
+def _word(width):
+    """Integer of so many float16."""
+    return {4: tl.int64, 2: tl.int32, 1: tl.int16}[width]
+
+
+@triton.jit
+def _four(x, ASM: tl.constexpr):
+    """int64 -> its four float16 as float32."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b, c, d;
+            mov.b64 {a, b, c, d}, $4;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=f,=f,=f,=f,l", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return (
+        half(x, 0).to(tl.float32), half(x, 1).to(tl.float32), half(x, 2).to(tl.float32), half(x, 3).to(tl.float32)
+    )  # fmt: skip
+
+
+@triton.jit
+def _two(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=f,=f,r", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    return half(x, 0).to(tl.float32), half(x, 1).to(tl.float32)
+
+
+@triton.jit
+def _transposed(x, NW: tl.constexpr, N: tl.constexpr):
+    """[NW, ROWS, 16] -> the transpose of its first N rows [NW, 16, N]: no moves, it is how a lane has a second operand."""
+    if N == 8:
+        x, _ = tl.split(tl.permute(tl.reshape(x, [NW, 2, 8, 16]), [0, 2, 3, 1]))
+    return tl.permute(x, [0, 2, 1])
+
+
+@triton.jit
+def _rows(x, NW: tl.constexpr, N: tl.constexpr):
+    """[NW, 16, 16], every row alike, as at least N rows."""
+    if N == 32:
+        x = tl.reshape(tl.broadcast_to(x[:, None, :, :], [NW, 2, 16, 16]), [NW, 32, 16])
+    return x
+
+
+@triton.jit
+def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
+    """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
+    if TYPE == tl.bfloat16 and not ASM:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(TYPE)
+
+
+@triton.jit
+def _times(a, b, c, ASM: tl.constexpr):
+    """c + a b: the interpreter's products of bfloat16 are wrong."""
+    if ASM:
+        return tl.dot(a, b, c)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")

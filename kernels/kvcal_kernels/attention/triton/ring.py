@@ -1,0 +1,159 @@
+"""The ring: a warp copies codes and scales of its next blocks to shared memory by `cp.async`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..plan import plain_beyond
+
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody.
+# Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing
+# to copy, commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
+
+
+@triton.constexpr_function
+def _width(size):
+    """Bytes that a lane copies at a time of a piece of this size: what is left of it after whole warps of 16 bytes, without a
+    branch where it is 256 or 128 bytes.
+    """
+    return {256: 8, 128: 4}.get(size, 16)
+
+
+@triton.constexpr_function
+def _copies(pieces):
+    """Assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. Of words the halves of rows
+    are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared address, lane, the lane's
+    place of words, then of each piece its block's number and the lane's pointer into the first block.
+    """
+    text, at = ["{ .reg .b32 d; .reg .b64 a; .reg .pred q;"], 0
+    for i in range(len(pieces)):
+        size, words = pieces[i]
+        wide = _width(size)
+        text += [f"mad.wide.s32 a, ${4 + 2 * i}, {size}, ${5 + 2 * i};"]
+        text += ["add.s32 d, $1, $3;" if words else f"mad.lo.s32 d, $2, {wide}, $1;"]
+        how = "cg" if wide == 16 else "ca"
+        for first in range(0, size - 32 * wide + 1, 32 * wide):
+            text += [f"cp.async.{how}.shared.global [d+{at + first}], [a+{first}], {wide};"]
+        first, rest = size // (32 * wide) * 32 * wide, size % (32 * wide)
+        if rest:
+            text += [
+                f"setp.lt.u32 q, $2, {rest // 16};",
+                f"@q cp.async.cg.shared.global [d+{at + first}], [a+{first}], 16;",
+            ]
+        at += size
+    return " ".join([*text, "cp.async.commit_group;", "mov.b32 $0, 0; }"])
+
+
+@triton.constexpr_function
+def _constraints(sizes):
+    return "=r,r,r,r" + ",r,l" * len(sizes)
+
+
+_beyond = triton.constexpr_function(plain_beyond)
+
+
+@triton.constexpr_function
+def _ring(size, beyond):
+    """Where the ring begins. beyond: behind what Triton manages, see `_examine`; of several warps, or beside tables, it would
+    not fit the 48 KB of shared memory that assembly may declare.
+    """
+    if beyond:
+        text = f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size};"
+        return f"{text} mov.u32 $0, global_smem; add.u32 $0, $0, t; }}"
+    return f"{{ .shared .align 128 .b8 kvcal_ring[{size}]; mov.u32 $0, kvcal_ring; }}"
+
+
+@triton.constexpr_function
+def _arrived(pending):
+    return f"cp.async.wait_group {pending}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+
+
+@triton.jit
+def _arrive(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
+    """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else all wait
+    for one another, as Triton may read scales of integers in a layout in which a warp has those of others' blocks.
+    """
+    tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
+    if not OWN:
+        tl.debug_barrier()
+
+
+@triton.jit
+def _origins(
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER: tl.constexpr,
+    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
+    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
+):  # fmt: skip
+    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring. i_scales:
+    the heads of keys' and of values' scales, which may be of all heads.
+    """
+    found = ()
+    if K_HELD > 0:
+        found = found + ((p_k + i_head * room * K_WORDS).to(tl.int64) + lane * 16,)
+        found = found + ((p_ks + i_scales[0] * (room // K_PER) * K_SCALES).to(tl.int64) + lane * _width(K_SCALES * 2),)
+        found = found + ((p_order + i_head * (room // K_PER) * K_ORDER).to(tl.int64) + lane * _width(K_ORDER),)
+    if V_HELD > 0:
+        found = found + ((p_v + i_head * room * V_WORDS).to(tl.int64) + lane * 16,)
+        found = found + ((p_vs + i_scales[1] * (room // V_PER) * V_SCALES).to(tl.int64) + lane * _width(V_SCALES * 2),)
+    return found
+
+
+@triton.constexpr_function
+def _pieces(k_held, k_words, k_scales, k_order, v_held, v_words, v_scales):
+    """(bytes, whether tiles of words) of what goes through the ring."""
+    keys, values = ((2 * k_words, True), (2 * k_scales, False)), ((2 * v_words, True), (2 * v_scales, False))
+    keys = (*keys, (k_order, False)) if k_order else keys
+    return (keys if k_held else ()) + (values if v_held else ())
+
+
+@triton.jit
+def _fetch(
+    origins, first, last, slot, lane, swapped, K_ORDER: tl.constexpr,
+    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
+    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
+    int32 [32 NW].
+    """
+    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, K_ORDER, V_HELD, V_WORDS, V_SCALES)
+    block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
+    given = (slot, lane, swapped)
+    if K_HELD > 0:
+        given = given + (block, origins[0], block // K_PER, origins[1])
+        if K_ORDER > 0:
+            given = given + (block // K_PER, origins[2])
+    if V_HELD > 0:
+        FIRST: tl.constexpr = 3 if K_HELD > 0 else 0
+        given = given + (block, origins[FIRST], block // V_PER, origins[FIRST + 1])
+    tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), given, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _open_ring(
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, K_ORDER: tl.constexpr,
+    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
+    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
+    ENTRIES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
+):  # fmt: skip
+    """`_origins`, and where the ring lies; all of its slots but one begin to fill."""
+    SLOT: tl.constexpr = K_HELD + V_HELD
+    origins = _origins(
+        p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER,
+        K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
+    )  # fmt: skip
+    base = tl.inline_asm_elementwise(
+        _ring(SLOT * SLOTS * NW, _beyond(NW, ENTRIES, SLOT * SLOTS)),
+        "=r,r",
+        [zero],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
+    for ahead in tl.static_range(SLOTS - 1):
+        _fetch(
+            origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, K_ORDER,
+            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
+        )  # fmt: skip
+    return origins, base

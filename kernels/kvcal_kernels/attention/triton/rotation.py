@@ -1,0 +1,119 @@
+"""Rotated queries and outputs: signs, Hadamard transforms and the cosine transform of an odd factor."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Rotation: a Hadamard transform of 2^k channels is one of 16 rows on tensor cores, then one of the tensors of a tuple.
+
+
+@triton.jit
+def _sign(p_sign, at):
+    """Number `at` of int8 as float32. Not loaded as a byte: Triton lays out a product's operands by the narrowest load that
+    they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers, not 16 (`check_layouts`).
+    """
+    both = tl.load(p_sign.to(tl.pointer_type(tl.int16)) + at // 2).to(tl.int32)
+    return (both << 24 - at % 2 * 8 >> 24).to(tl.float32)
+
+
+@triton.jit
+def _hadamard(NW: tl.constexpr, TYPE: tl.constexpr):
+    r = tl.arange(0, 16)
+    v = r[:, None] & r[None, :]
+    v = v ^ (v >> 2)
+    v = v ^ (v >> 1)
+    return tl.broadcast_to((1 - 2 * (v & 1)).to(TYPE)[None], [NW, 16, 16])
+
+
+@triton.jit
+def _butterfly(x, COUNT: tl.constexpr, STEP: tl.constexpr):
+    made = ()
+    for i in tl.static_range(COUNT):
+        made = made + (x[i] + x[i + STEP] if i // STEP % 2 == 0 else x[i - STEP] - x[i],)
+    return made
+
+
+@triton.jit
+def _butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
+    """Of every SPAN of a tuple's COUNT tensors."""
+    if SPAN > 1:
+        x = _butterfly(x, COUNT, 1)
+    if SPAN > 2:
+        x = _butterfly(x, COUNT, 2)
+    if SPAN > 4:
+        x = _butterfly(x, COUNT, 4)
+    if SPAN > 8:
+        x = _butterfly(x, COUNT, 8)
+    return x
+
+
+@triton.constexpr_function
+def _across_weight(row, column, back):
+    """Of the orthonormal cosine transform of three numbers, the odd factor of head_dim 96: hadamard.cosines(3), which Triton
+    3.6 lets no compiled function call. back: of its transpose.
+    """
+    row, column = (column, row) if back else (row, column)
+    if row == 0:
+        return 3**-0.5
+    return (1 - column) * 2**-0.5 if row == 1 else (1 - column % 2 * 3) * 6**-0.5
+
+
+@triton.jit
+def _across(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BACK: tl.constexpr):
+    """Cosine transforms of FACTOR across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate` has them; BACK: the
+    inverse.
+    """
+    if FACTOR == 1:
+        return x
+    else:  # noqa: RET505 (both are compiled otherwise)
+        made = ()
+        for i in tl.static_range(COUNT):
+            total = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + i % SPAN] * _across_weight(i // SPAN % FACTOR, 0, BACK)
+            for j in tl.static_range(1, FACTOR):
+                part = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + j * SPAN + i % SPAN]
+                total += part * _across_weight(i // SPAN % FACTOR, j, BACK)
+            made = made + (total,)
+        return made
+
+
+@triton.jit
+def _of_parity(x, NW: tl.constexpr, N: tl.constexpr):
+    """The step between even and odd channels, which are neighbouring columns."""
+    even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
+    return tl.reshape(tl.join(even + odd, even - odd), [NW, 16, N])
+
+
+@triton.jit
+def _rotated(
+    p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
+    FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
+    rotated = ()
+    for i in tl.static_range(SLICES):
+        channel = _query_channels(i, FOUR)
+        b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
+        sign = _sign(p_sign, i_kv * D + channel)
+        b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
+        rotated = rotated + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
+    return _across(_butterflies(rotated, SLICES, WIDTH // 16), SLICES, WIDTH // 16, FACTOR, False)
+
+
+@triton.jit
+def _query_channels(i: tl.constexpr, FOUR: tl.constexpr):
+    """Channels of slice i of queries (16,). FOUR: a code stands for four of them."""
+    r = tl.arange(0, 16)
+    return i // 2 * 32 + r // 2 * 4 + i % 2 * 2 + r % 2 if FOUR else i * 16 + r
+
+
+@triton.jit
+def _value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
+    """Channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, PAIRED 2, of slices; other layouts
+    have none.
+    """
+    if PAIRED == 0:
+        return i * 16 + r + odd * 0
+    if PAIRED == 2:
+        return i * 32 + odd * 16 + r
+    return i * 32 + (r % 8 * 4 + r // 8 * 2 if FOUR else r * 2) + odd
