@@ -259,7 +259,9 @@ def test_launches_are_made_on_the_device_of_their_tensors(name: str, monkeypatch
     """With kernels that only tell where they are launched."""
     run, least = LAUNCHES[name]
     current, seen = Current(), list[torch.device | None]()
-    for path in KERNELS.rglob("triton.py"):
+    for path in (*KERNELS.rglob("triton.py"), *KERNELS.rglob("triton/**/*.py")):
+        if path.name == "__init__.py":
+            continue
         module = importlib.import_module(".".join(["kvcal_kernels", *path.relative_to(KERNELS).with_suffix("").parts]))
         if hasattr(module, "on"):
             monkeypatch.setattr(module, "on", current)

@@ -917,7 +917,7 @@ def test_a_graph_outlives_many_prompts_of_its_cache() -> None:
         own.reset()
         for cache in (own, eager):
             served(ids[:, :80], past_key_values=cache)
-        triton._PREPARED.clear()  # as after some thousand launches of other shapes
+        triton.launch._PREPARED.clear()  # as after some thousand launches of other shapes
         gc.collect()
         others = [torch.full((n,), torch.nan, device="cuda") for n in range(128, 8192, 64) for _ in range(8)]
         for i in range(80, 120):

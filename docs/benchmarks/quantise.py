@@ -368,7 +368,7 @@ def compile_all(schemes: list[str]) -> None:
 def step_of(job: tuple[str, int], repeats: int = 1) -> list[float]:
     """Microseconds of an append of a grid with at most so many registers, with nothing due and with every row."""
     scheme, fused.GRID_STEP = job
-    fused._PREPARED.clear()
+    fused.launch._PREPARED.clear()
     clock = Clock(torch.device("cuda"), repeats=repeats)
     return [measure_append(clock, scheme, 1.0, due)["microseconds"] for due in (False, True)]
 

@@ -1,0 +1,177 @@
+"""The kernels: `append_kernel` packs what is due of keys and values, the others keep counts and key factors."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rows import _encode, _write
+from .words import GRID_IN_BYTES, MINIMUM, NONFINITE, ROOM, SCALE, VALUES, _pack
+
+
+@triton.jit
+def _any(bad, BIT: tl.constexpr):
+    return tl.max(tl.max(bad & BIT, 1), 0)
+
+
+@triton.jit
+def _role(
+    p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags, p_due,
+    i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+    batch_stride, head_stride, token_stride, factor_stride, DUE: tl.constexpr,
+    HEADS: tl.constexpr, SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
+    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VECTOR: tl.constexpr, POINTS: tl.constexpr,
+    SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, NORM_HEADS: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs is; 0: it
+    packs what the ring has.
+    """
+    i_head = (i_batch * HEADS + i_kv).to(tl.int64)
+    p_row = p_counts + i_batch
+    sink_before, window, before = tl.load(p_row), tl.load(p_row + batch), tl.load(p_row + 2 * batch)
+    new, sink, seen = tl.load(p_row + 3 * batch), tl.load(p_row + 4 * batch), tl.load(p_row + 5 * batch)
+    flush = tl.load(p_row + 7 * batch) - before
+    taken = sink - sink_before
+    o_new = i_batch.to(tl.int64) * batch_stride + i_kv.to(tl.int64) * head_stride
+    o_new += (queries - new).to(tl.int64) * token_stride
+    if WRITE:
+        start = tl.maximum(tl.where(taken > 0, 0, new - ring_room), 0) + i_program * (16 * NW)
+        for token in range(start, new, programs * (16 * NW)):
+            nothing = _write(
+                p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_room, window, seen, new,
+                before * 32, ring_room, token_stride, SLICES, NW,
+            )  # fmt: skip
+            found = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
+            if found != 0:
+                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+    if PACK:
+        UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
+        p_own = p_factor + i_batch * factor_stride
+    if PACK and VECTOR > 0:
+        o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
+        for unit in tl.range(i_program, flush, programs, disable_licm=True):
+            found = _encode(
+                p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
+                room, ring_room, head_stride, token_stride, HEADS, SLICES * 16, BITS, VECTOR, POINTS, SIDE, FEW,
+                MOST, NORM_HEADS, WORDS, MODE == GRID_IN_BYTES, VALUE, FACTOR, STORED, ASM,
+            )  # fmt: skip
+            if found != 0:
+                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+    elif PACK:
+        for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
+            if DUE > 0:
+                bad = _pack(
+                    p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first, flush,
+                    0, before, room, ring_room, SLICES * 16,
+                    SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
+                    VALUE, FACTOR, False, NW, ASM,
+                )  # fmt: skip
+            else:
+                bad = _pack(
+                    p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
+                    window, before, room, ring_room, token_stride,
+                    SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
+                    VALUE, FACTOR, STORED, NW, ASM,
+                )  # fmt: skip
+            found = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
+            if found != 0:
+                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+
+
+@triton.jit(do_not_specialize=["programs", "batch", "queries", "room", "sink_room", "ring_room", "factor_stride"])
+def append_kernel(
+    p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_kw, p_ks, p_vw, p_vs, p_factor, p_k_table, p_v_table, p_counts,
+    p_flags, p_due, programs, batch, queries, room, sink_room, ring_room,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride, DUE: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
+    K_PIECES: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr, K_COLUMNS: tl.constexpr,
+    K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr,
+    K_VECTOR: tl.constexpr, K_POINTS: tl.constexpr, K_SIDE: tl.constexpr, K_FEW: tl.constexpr, K_MOST: tl.constexpr,
+    K_NORM_HEADS: tl.constexpr,
+    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_ALONG: tl.constexpr, V_INNER: tl.constexpr, V_GROUP: tl.constexpr,
+    V_PIECES: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr, V_COLUMNS: tl.constexpr,
+    V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
+    V_VECTOR: tl.constexpr, V_POINTS: tl.constexpr, V_SIDE: tl.constexpr, V_FEW: tl.constexpr, V_MOST: tl.constexpr,
+    V_NORM_HEADS: tl.constexpr,
+    NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
+    is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch, HEADS,
+    DUE, D); 0: the ring's.
+    """
+    i_program, i_kv = tl.program_id(0), tl.program_id(1)
+    i_batch = tl.program_id(2) // 2
+    if tl.program_id(2) % 2 == 0:
+        _role(
+            p_k, p_sink_k, p_ring_k, p_kw, p_ks, p_factor, p_k_table, p_counts, p_flags, p_due,
+            i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+            k_batch, k_head, k_token, factor_stride, DUE, HEADS, D // 16, WRITE, PACK, STORED,
+            K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
+            K_FIRST, K_ALL, K_VECTOR, K_POINTS, K_SIDE, K_FEW, K_MOST, K_NORM_HEADS, False, FACTOR, NW, ASM,
+        )  # fmt: skip
+    else:
+        _role(
+            p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags, p_due,
+            i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
+            v_batch, v_head, v_token, factor_stride, 0, HEADS, D // 16, WRITE, PACK, STORED,
+            V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
+            V_FIRST, V_ALL, V_VECTOR, V_POINTS, V_SIDE, V_FEW, V_MOST, V_NORM_HEADS, True, False, NW, ASM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch"])
+def advance_kernel(
+    p_counts, p_new, batch, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK_: tl.constexpr, WIDE: tl.constexpr
+):
+    row = tl.arange(0, WIDE)
+    live = row < batch
+    p_row = p_counts + row
+    new = tl.load(p_new + row, mask=live, other=0)
+    sink = tl.load(p_row + 4 * batch, mask=live, other=0)
+    window = tl.load(p_row + 6 * batch, mask=live, other=0)
+    blocks = tl.load(p_row + 7 * batch, mask=live, other=0)
+    after = tl.minimum(sink + new, SINK)
+    seen = window + new - (after - sink)
+    flush = tl.maximum(seen - RECENT, 0) // BLOCK_
+    tl.store(p_row, sink, mask=live)
+    tl.store(p_row + batch, window, mask=live)
+    tl.store(p_row + 2 * batch, blocks, mask=live)
+    tl.store(p_row + 3 * batch, new, mask=live)
+    tl.store(p_row + 4 * batch, after, mask=live)
+    tl.store(p_row + 5 * batch, seen, mask=live)
+    tl.store(p_row + 6 * batch, seen - flush * BLOCK_, mask=live)
+    tl.store(p_row + 7 * batch, blocks + flush * (BLOCK_ // 32), mask=live)
+
+
+@triton.jit(do_not_specialize=["batch", "queries", "until"])
+def observe_kernel(
+    p_k, p_peak, p_fixed, p_counts, p_factor, p_wide, batch, queries, until,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, H_WIDE: tl.constexpr, D_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch,): a program takes all heads of its row, so that none reads `fixed` behind another's store."""
+    i_row = tl.program_id(0).to(tl.int64)
+    head, channel = tl.arange(0, H_WIDE)[:, None], tl.arange(0, D_WIDE)[None, :]
+    inside = (head < HEADS) & (channel < D)
+    o_head = i_row * HEADS + head
+    p_own = p_peak + o_head * D + channel
+    b_peak = tl.load(p_own, mask=inside, other=0.0)
+    fixed = tl.load(p_fixed + i_row)
+    seen = tl.load(p_counts + i_row) + tl.load(p_counts + batch + i_row)
+    count = tl.where(fixed != 0, 0, tl.minimum(until - seen, queries))
+    for i in tl.range(0, count):
+        b_k = tl.load(p_k + (o_head * queries + i) * D + channel, mask=inside, other=0.0).to(tl.float32)
+        b_peak = tl.maximum(b_peak, tl.abs(b_k), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(p_own, b_peak, mask=inside)
+    b_factor = tl.sqrt_rn(b_peak).to(tl.float16).to(tl.float32)
+    b_factor = tl.where(b_factor > 0, b_factor, 1.0)
+    tl.store(p_factor + o_head * D + channel, b_factor, mask=inside)
+    for i in tl.static_range(RATIO):
+        tl.store(p_wide + (o_head * RATIO + i) * D + channel, b_factor, mask=inside)
+    blocks = tl.load(p_counts + 7 * batch + i_row)
+    tl.debug_barrier()  # every thread has read it
+    tl.store(p_fixed + i_row, ((fixed != 0) | (blocks > 0)).to(tl.uint8))

@@ -1,0 +1,258 @@
+"""Codes into words, and words and scales into memory.
+
+A warp takes a unit: the blocks that share scales, 1, 2 or 4. It loads them piece by piece (16 tokens x 16 channels), so that
+a thread has the same place of every piece and a word is a sum of its own shifted codes: packing moves nothing between
+threads. Value words are transposed after packing, 16 / bits numbers at a time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from ...attention.reference import field_number
+from ...attention.triton.int8.ptx import beyond
+from .. import reference
+from .rounding import HALF_MAX, _choose
+
+NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
+ROOM = tl.constexpr(reference.ROOM)
+VALUES = tl.constexpr(reference.VALUES)
+GRID_IN_BYTES = tl.constexpr(1)  # MODE of a grid; of others 0
+_field_number = triton.constexpr_function(field_number)
+
+
+@triton.constexpr_function
+def _bits(block, number, i, tiles, extra, bits):
+    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece, whose `field_number` it is, adds
+    to tile i of a unit's words; None where it adds nothing.
+    """
+    plane = 2 if bits == 3 else bits
+    tile, field = divmod(number, 16 // plane)
+    i -= block * (tiles + extra)
+    if i == tile:
+        return 0, 3 if bits == 3 else 0, field * plane, plane
+    if bits == 3 and i == tiles + tile // 2:
+        return 2, 1, 2 * field + tile % 2, 2
+    return None
+
+
+@triton.jit
+def _put(
+    words, code, further, BLOCK_: tl.constexpr, NUMBER: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Words of a unit with the code of a piece put into its fields (attention/reference.py): `further` fields beyond field
+    NUMBER.
+    """
+    made = ()
+    for i in tl.static_range(len(words)):
+        if _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS) is None:
+            made = made + (words[i],)
+        else:
+            made = made + (words[i] + _field(code, further, _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS)),)
+    return made
+
+
+@triton.jit
+def _field(code, further, BITS: tl.constexpr):
+    part = code >> BITS[0]
+    if BITS[1] != 0:
+        part = part & BITS[1]
+    return part << (BITS[2] + further * BITS[3])
+
+
+@triton.constexpr_function
+def _across(bits):
+    """Pairs of pieces that share a tile."""
+    return 8 // (2 if bits == 3 else bits)
+
+
+@triton.jit
+def _further(
+    done, FIRST: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, VALUE: tl.constexpr
+):
+    """Fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the same tile. done: a
+    multiple of EACH. PAIRED: keys whose slices are pairs.
+    """
+    if VALUE or not PAIRED:
+        further = done
+    elif EACH % 2 == 0:
+        further = done >> 1
+    else:
+        at = done + FIRST
+        further = (at >> 1) - FIRST // 2 + ((at & 1) - FIRST % 2) * _across(BITS)
+    return further
+
+
+@triton.constexpr_function
+def _turns(pieces, bits):
+    """Whether half blocks of keys take turns in outer groups, too (`field_number`)."""
+    return _field_number(1, 0, bits, pieces, False, False) != pieces
+
+
+@triton.constexpr_function
+def _span(pieces, each, bits, paired, value):
+    """Slices handled before words are stored: words fill up while a runtime loop runs over fields of one tile."""
+    across = _across(bits)
+    if value:
+        whole = math.gcd(pieces, across)
+        return each if whole % each else whole
+    if paired:
+        return max(each, 2 * math.gcd(pieces // 2, across))
+    return max(each, math.gcd(pieces, 2 * across))
+
+
+@triton.jit
+def _store_scales(
+    p_scale, o_unit, live, scale, zero, column, TOGETHER: tl.constexpr, INNER: tl.constexpr, BOTH: tl.constexpr
+):
+    """A group's scale and, with BOTH, its zero point, [NW, 16] float16, as columns `column` and the next one."""
+    r = tl.arange(0, 16)[None, :]
+    if INNER:
+        first = o_unit[:, None] + column // TOGETHER * (16 * TOGETHER) + r * TOGETHER + column % TOGETHER
+        tl.store(p_scale + first, scale, mask=live[:, None])
+        if BOTH:
+            tl.store(p_scale + first + 1, zero, mask=live[:, None])
+    else:
+        first = o_unit[:, None] + column // 2 * 32 + r // 2 * 4 + r % 2
+        tl.store(p_scale + first, scale, mask=live[:, None])
+        tl.store(p_scale + first + 2, zero, mask=live[:, None])
+
+
+@triton.jit
+def _load(
+    p_new, p_ring, news, rings, olds, live, piece,
+    HALVES: tl.constexpr, EACH: tl.constexpr, SLICES: tl.constexpr, STORED: tl.constexpr,
+):  # fmt: skip
+    """Slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
+    r = tl.arange(0, 16)
+    inside = live[:, :, None] & (piece < SLICES)
+    made = ()
+    for h in tl.static_range(HALVES):
+        for e in tl.static_range(EACH):
+            column = (piece + e) * 16 + r[None, None, :]
+            p = p_new + news[h][:, :, None] + column
+            if STORED:
+                p = tl.where(olds[h][:, :, None], p_ring + rings[h][:, :, None] + column, p)
+            made = made + (tl.load(p, mask=inside, other=0.0),)
+    return made
+
+
+@triton.jit
+def _pack(
+    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room, ring_room,
+    token_stride,
+    SLICES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
+    GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
+
+    o_new: of the first new token that waits. before: how many wait in the ring. slot: of the first block packed now.
+    """
+    UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
+    HALVES: tl.constexpr = 2 * UNIT
+    EACH: tl.constexpr = 1 if ALONG else GROUP // 16  # slices of a group
+    BOTH: tl.constexpr = MODE != 0
+    EXTRA: tl.constexpr = (TILES + 1) // 2 if BITS == 3 else 0
+    ALL_TILES: tl.constexpr = TILES + EXTRA
+    PAIRED: tl.constexpr = INNER or _turns(PIECES, BITS)
+    SPAN: tl.constexpr = _span(PIECES, EACH, BITS, PAIRED, VALUE)
+    r = tl.arange(0, 16)
+    unit = first + tl.arange(0, NW)
+    fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
+    live = tl.broadcast_to(fits[:, None], [NW, 16])
+    news, rings, olds = (), (), ()
+    for h in tl.static_range(HALVES):
+        token = unit[:, None] * (UNIT * 32) + h * 16 + r[None, :]
+        at = (slot * 32) % ring_room + token
+        rings = rings + ((i_head * ring_room + tl.where(at >= ring_room, at - ring_room, at)) * (SLICES * 16),)
+        news = news + (o_new + (token - before).to(tl.int64) * token_stride,)
+        olds = olds + (token < before,)
+    block = i_head * room + slot + unit * UNIT
+    o_scale = block // UNIT * (COLUMNS * 16 * (1 if ALONG else 2))
+    worst = tl.zeros([NW, 16], tl.float32)
+    lows = worst
+    nothing = tl.zeros([NW, 16, 16], tl.float32)
+    words = ()
+    for _ in tl.static_range(UNIT * ALL_TILES):
+        words = words + (tl.zeros([NW, 16, 16], tl.int32),)
+    raw = _load(p_new, p_ring, news, rings, olds, live, 0, HALVES, EACH, SLICES, STORED)
+    for start in tl.static_range(0, SLICES, SPAN):
+        for piece in range(start, min(start + SPAN, SLICES), EACH):
+            xs = ()
+            for i in tl.static_range(HALVES * EACH):
+                x = raw[i].to(tl.float32)
+                if FACTOR:
+                    divisor = tl.load(p_factor + i_kv * (SLICES * 16) + (piece + i % EACH) * 16 + r).to(tl.float32)
+                    divisor = tl.broadcast_to(divisor[None, None, :], [NW, 16, 16])
+                    x = tl.div_rn(x, divisor) if ASM else x / divisor
+                nothing = tl.fma(x, 0.0, nothing) if ASM else nothing + x * 0.0  # a NaN where any is not finite
+                xs = xs + (x,)
+            raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
+            for g in tl.static_range(1 if ALONG else HALVES):
+                group = ()
+                for i in tl.static_range(HALVES if ALONG else EACH):
+                    group = group + (xs[g * EACH + i],)
+                best, base, shifted, codes, worst, lows = _choose(
+                    group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
+                )  # fmt: skip
+                for i in tl.static_range(HALVES if ALONG else EACH):
+                    further = _further(piece - start, 0 if ALONG else i, EACH, BITS, PAIRED, VALUE)
+                    words = _put(
+                        words, codes[i].to(tl.int32, bitcast=True), further, i // 2 if ALONG else 0,
+                        _field_number(i % 2 if ALONG else g, start + (0 if ALONG else i), BITS, PIECES, INNER, VALUE),
+                        TILES, EXTRA, BITS,
+                    )  # fmt: skip
+                if MODE == 2:
+                    base = tl.where(shifted, base, best * (-(2.0 ** (BITS - 1))))
+                _store_scales(
+                    p_scale, o_scale + g * (COLUMNS * 16), fits, best.to(tl.float16), base.to(tl.float16),
+                    piece // EACH * (1 + BOTH), TOGETHER, INNER, BOTH,
+                )  # fmt: skip
+        _store_words(
+            p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, TILES, ALL_TILES, WORDS, BITS, INNER, VALUE,
+        )  # fmt: skip
+    bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
+    bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
+    return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
+
+
+@triton.jit
+def _store_words(
+    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr,
+    TILES: tl.constexpr, ALL_TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, INNER: tl.constexpr,
+    VALUE: tl.constexpr,
+):  # fmt: skip
+    """Those tiles that are complete after the slices from START on."""
+    BEYOND: tl.constexpr = beyond(WORDS, BITS, 0)
+    r = tl.arange(0, 16)
+    for i in tl.static_range(len(words)):
+        if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, TILES, BITS, INNER, VALUE):
+            word = words[i].to(tl.int16)
+            if VALUE:
+                word = tl.trans(word, 0, 2, 1)
+            o_words = o_unit + i // ALL_TILES * WORDS + i % ALL_TILES * 256
+            if BEYOND > 0 and i % ALL_TILES == ALL_TILES - 1:  # half a tile
+                word = tl.reshape(word, [word.shape[0], 16, 2, 8])
+                word = tl.sum(word << (tl.arange(0, 2) * BEYOND).to(tl.int16)[None, None, :, None], 2).to(tl.int16)
+                o_word = o_words[:, None, None] + (r[:, None] * 8 + tl.arange(0, 8)[None, :])[None]
+            else:
+                o_word = o_words[:, None, None] + (r[:, None] * 16 + r[None, :])[None]
+            tl.store(p_words + o_word, word, mask=fits[:, None, None])
+
+
+@triton.constexpr_function
+def _complete(tile, start, span, slices, pieces, tiles, bits, inner, value):
+    """Whether a block's tile has its last code by the slices from `start` on. A tile of third bits belongs to two others."""
+    fields, last = 2 * _across(bits), 0
+    for half in range(2):
+        for i in range(slices):
+            own = _field_number(half, i, bits, pieces, inner, value) // fields
+            if tile in (own, tiles + own // 2):
+                last = max(last, i)
+    return start <= last < start + span
