@@ -14,9 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted import run_cases
-from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, pack, pack_tiers, plan, reference, rope
-from kvcal_kernels.attention.grids import GRIDS, IN_BYTES, LARGEST
+from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.hadamard import signs
+from kvcal_kernels.layout import (
+    BLOCK,
+    Blocks,
+    Form,
+    Grid,
+    Rope,
+    decode,
+    grid_of,
+    pack,
+    pack_scales,
+    pack_tiers,
+    rope,
+    unpack_scales,
+)
+from kvcal_kernels.layout.form import BITS, DIMS
+from kvcal_kernels.layout.grids import GRIDS, IN_BYTES, LARGEST
 
 
 class Setting(NamedTuple):
@@ -54,9 +69,9 @@ class Setting(NamedTuple):
 Exact = tuple[Tensor, Tensor, Tensor]
 
 SETTINGS: dict[str, Setting] = {
-    **{f"symmetric {bits}": Setting(bits) for bits in reference.BITS},
-    **{f"asymmetric {bits}": Setting(bits, symmetric=False) for bits in reference.BITS},
-    **{f"outer {bits}": Setting(bits, inner=False, symmetric=False) for bits in reference.BITS},
+    **{f"symmetric {bits}": Setting(bits) for bits in BITS},
+    **{f"asymmetric {bits}": Setting(bits, symmetric=False) for bits in BITS},
+    **{f"outer {bits}": Setting(bits, inner=False, symmetric=False) for bits in BITS},
     **{f"grid {bits} of {vector}": Setting(bits, vector=vector, shared=vector > 1) for bits, vector in GRIDS},
 }
 BYTES = {  # grids in bytes, at head_dim 64, 128, 256
@@ -243,7 +258,7 @@ def random_blocks(form: Form, batch: int, heads: int, room: int, live: tuple[int
 
 
 def random_tiers(form: Form, batch: int, heads: int, room: int, g: torch.Generator) -> Blocks:
-    tokens, two = room * reference.BLOCK, form.dim - form.full - form.four
+    tokens, two = room * BLOCK, form.dim - form.full - form.four
     full = torch.randn(batch, heads, tokens, form.full, generator=g).half()
     four, low = (
         torch.randint(0, 1 << bits, (batch, heads, tokens, count), dtype=torch.int32, generator=g)
@@ -274,7 +289,7 @@ def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
 def random_codes(
     form: Form, batch: int, heads: int, room: int, g: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    tokens = room * reference.BLOCK
+    tokens = room * BLOCK
     if form.vector:
         high, shape = 1 << form.bits * form.vector, (batch, heads, tokens, form.dim // form.vector)
         norm = torch.rand(batch, heads // form.norm_heads, tokens, 1, generator=g) + 0.5
@@ -309,9 +324,9 @@ def factored() -> tuple[tuple[Made, Tensor], Made]:
     """Keys divided by a power of two of their channel, and the queries for them; and the same case without factors."""
     plain = made(Case("outer 2", "outer 2"))
     factor = torch.exp2(torch.arange(plain.case.dim) % 5 - 2.0)
-    scale, zero = reference.unpack_scales(plain.keys.scale, plain.keys.form)
+    scale, zero = unpack_scales(plain.keys.scale, plain.keys.form)
     assert zero is not None
-    divided = reference.pack_scales((scale / factor).half(), (zero / factor).half(), plain.keys.form)
+    divided = pack_scales((scale / factor).half(), (zero / factor).half(), plain.keys.form)
     keys = Blocks(plain.keys.form, plain.keys.words, divided)
     return (replace(plain, keys=keys), (plain.q * factor).to(plain.q.dtype)), plain
 
@@ -454,7 +469,7 @@ def exhaustive() -> list[Case]:
     """Every pair of formats; every GQA ratio with several query lengths; every number of blocks about the turns of a
     program, of window lengths about the 16 tokens of a warp; head_dim 256.
     """
-    dims, dtypes = itertools.cycle(reference.DIMS[:3]), itertools.cycle([torch.float16, torch.bfloat16])
+    dims, dtypes = itertools.cycle(DIMS[:3]), itertools.cycle([torch.float16, torch.bfloat16])
     launches = itertools.cycle([(1, 1), (2, 2), (2, 1), (4, 1)])
     kinds = itertools.cycle(["normal", "wide", "normal", "normal", "wide"])
 

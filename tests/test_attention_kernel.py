@@ -46,13 +46,13 @@ from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Shape, Uniform
 from kvcal_artifacts.codecs.higgs import GRID_MSE, GRIDS, gaussian_grid
 from kvcal_artifacts.errors import KVCalError
-from kvcal_kernels.attention import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, plan, reference, unpack
+from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.lattice import nearest
+from kvcal_kernels.layout import Blocks, Form, Grid, Rope, decode, grid_of, grids, pack, unpack
+from kvcal_kernels.layout.form import BITS, BYTE_DIMS, DIMS
 
-FORMS = [
-    setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.DIMS for setting in SETTINGS.values()
-] + [
-    setting.form(role, dim, 3) for role in ("key", "value") for dim in reference.BYTE_DIMS for setting in BYTES.values()
+FORMS = [setting.form(role, dim, 3) for role in ("key", "value") for dim in DIMS for setting in SETTINGS.values()] + [
+    setting.form(role, dim, 3) for role in ("key", "value") for dim in BYTE_DIMS for setting in BYTES.values()
 ]
 
 
@@ -279,8 +279,8 @@ def test_forms_are_refused_in_one_line(settings: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("bits", "axis", "mode"),
     [
-        *((bits, axis, "asymmetric") for bits in reference.BITS for axis in ("channel", "token")),
-        *((bits, "inner", mode) for bits in reference.BITS for mode in ("symmetric", "hybrid")),
+        *((bits, axis, "asymmetric") for bits in BITS for axis in ("channel", "token")),
+        *((bits, "inner", mode) for bits in BITS for mode in ("symmetric", "hybrid")),
     ],
 )
 def test_blocks_hold_what_a_codec_decodes(role: Any, bits: int, axis: Any, mode: Any) -> None:
@@ -324,7 +324,7 @@ def test_blocks_hold_what_a_grid_codec_decodes(role: Any, norm: Any, dim: int, n
 
 
 @pytest.mark.parametrize("role", ["key", "value"])
-@pytest.mark.parametrize("dim", reference.BYTE_DIMS)
+@pytest.mark.parametrize("dim", BYTE_DIMS)
 @pytest.mark.parametrize(("n", "d"), [(16, 2), (4, 1), (8, 1), (16, 1)])
 def test_blocks_in_bytes_hold_what_a_grid_codec_decodes(role: Any, dim: int, n: int, d: int) -> None:
     """And what the same codec holds for look-ups, and a bundle's reader of before them: points are those of the grid."""
@@ -663,7 +663,7 @@ def plain(function: Any) -> Callable[..., Any]:
 
 
 @needs_triton
-@pytest.mark.parametrize("bits", reference.BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_assembly_makes_numbers_of_codes_where_they_are(bits: int) -> None:
     """A code at its bit, of either half of a register, with the constants in the registers that are known by name."""
     from kvcal_kernels.attention import triton as fused

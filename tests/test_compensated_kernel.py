@@ -15,8 +15,8 @@ from torch import Tensor
 from compiled import TARGETS, compiled, resources, skip_unless_pinned, whole
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Context, Shape, Squat, Uniform
-from kvcal_kernels.attention import Form
 from kvcal_kernels.compensated import Digits, Moves, corrected, due, moves
+from kvcal_kernels.layout import Form
 from kvcal_kernels.quantise import Counts, Rule, Windows, advance, reference
 
 Case = tuple[int, int, int, int, int]

@@ -34,7 +34,7 @@ from kvcal.bench import decoding, timing
 from kvcal_artifacts import preflight
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_kernels import device, quantise
-from kvcal_kernels.attention import Form
+from kvcal_kernels.layout import Form
 from models_fixture import kvcal
 from schemes import token_ids
 

@@ -20,8 +20,8 @@ from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
 from kvcal_artifacts.fixed import FixedLayer
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
-from kvcal_kernels.attention import Rope
 from kvcal_kernels.compensated import Digits
+from kvcal_kernels.layout import Rope
 from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
 from test_fused import PAIRS, SCALED_ROPE, SHAPE, WINDOWS, close, generated, model, placed, scheme, steps, uniform
 from test_vectors import PAIR as VECTORS

@@ -31,7 +31,7 @@ from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squa
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
-from kvcal_kernels.attention import Form, decode
+from kvcal_kernels.layout import Form, decode
 from models_fixture import file_size_limit, kvcal
 from schemes import Fed, close_all, left_mask, numbers, opened, packed_row, token_ids
 

@@ -160,7 +160,7 @@ def test_an_examination_that_failed_is_made_again(fails: str, ring: int, monkeyp
 
     shared = 1024 + ring if ring else 1000
     monkeypatch.setattr(
-        triton, "make_backend", lambda target: SimpleNamespace(pack_metadata=lambda m: f"packed {m.shared}")
+        triton.launch, "make_backend", lambda target: SimpleNamespace(pack_metadata=lambda m: f"packed {m.shared}")
     )
     monkeypatch.setattr(triton.launch, "_AT_ONCE", {})
 
@@ -171,7 +171,7 @@ def test_an_examination_that_failed_is_made_again(fails: str, ring: int, monkeyp
     with monkeypatch.context() as then:
         then.setattr(triton.launch, "_allow", lambda made: None)
         then.setattr(triton.launch, "programs_at_once", lambda made: 3)
-        then.setattr(triton, fails, refused)
+        then.setattr(triton.launch, fails, refused)
         with pytest.raises(RuntimeError, match="CUDA error 201"):
             triton.launch._examine(ring, own)
     assert own.module is None and own.metadata.shared == 1000 and own.packed_metadata == "packed 1000"

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from attention_cases import random_codes, random_grid
 from interpreted import needs_triton
-from kvcal_kernels.attention import Blocks, Form, decode, pack, unpack
-from kvcal_kernels.attention.grids import IN_BYTES
-from kvcal_kernels.attention.reference import BYTE_DIMS
+from kvcal_kernels.layout import Blocks, Form, decode, pack, unpack
+from kvcal_kernels.layout.form import BYTE_DIMS
+from kvcal_kernels.layout.grids import IN_BYTES
 
 pytestmark = needs_triton
 
@@ -207,7 +207,7 @@ def slot(keys: Blocks, values: Blocks, block: int) -> bytes:
 
 
 def about(form: Form) -> tuple[int, ...]:
-    from kvcal_kernels.attention.modes import POINTS
+    from kvcal_kernels.layout.form import POINTS
 
     mode = POINTS if form.vector else 2 if not form.inner else 0 if form.symmetric else 1
     group = form.vector or form.group

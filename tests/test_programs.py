@@ -128,8 +128,8 @@ def test_programs_of_few_blocks_have_four_warps(
     """As they were timed on 132 multiprocessors."""
     import torch
 
-    from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
+    from kvcal_kernels.layout import Form
 
     monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
     keys, values, device = Form("key", 128, 4), Form("value", 128, 4), torch.device("cpu")
@@ -151,9 +151,9 @@ def test_programs_of_few_blocks_have_four_warps(
 @needs_triton
 def test_a_ring_of_four_warps_fits_the_smallest_shared_memory() -> None:
     """99 KB a program (compute capability 8.6 and 8.9), of which Triton takes up to 32 (test_attention_kernel's budgets)."""
-    from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
     from kvcal_kernels.attention.plan import _reserved
+    from kvcal_kernels.layout import Form
 
     several = {}
     for bits in (2, 3, 4, 8):
@@ -173,9 +173,9 @@ def test_a_reserved_workspace_never_grows(scheme: tuple[int, Any, int, int], mon
     """However many programs the driver says that run at a time. scheme: bits, vector, query rows a kv head, room of blocks."""
     import torch
 
-    from kvcal_kernels.attention import Form
     from kvcal_kernels.attention import triton as fused
     from kvcal_kernels.attention.plan import fan_of
+    from kvcal_kernels.layout import Form
 
     monkeypatch.setattr(fused.launch, "_processors", lambda device: 132)
     bits, vector, rows, room = scheme

@@ -19,8 +19,8 @@ from kvcal_artifacts.codecs.base import check_finite
 from kvcal_artifacts.errors import NonFiniteError
 from kvcal_artifacts.fused import rule_of
 from kvcal_artifacts.ledger import Ledger
-from kvcal_kernels.attention import Form, unpack
 from kvcal_kernels.attention.reference import attend
+from kvcal_kernels.layout import Form, unpack
 from kvcal_kernels.quantise import Counts, GridRule, Rule, Windows, blocks_for, reference
 from quantise_cases import (
     ATTENDED,

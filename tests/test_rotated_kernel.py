@@ -17,7 +17,7 @@ from compiled import TARGETS, compiled, loops, resources, skip_unless_pinned, wh
 from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape
 from kvcal_artifacts.codecs.higgs import gaussian_grid
-from kvcal_kernels.attention import Form
+from kvcal_kernels.layout import Form
 from kvcal_kernels.rotated import Rotated, encode, reference
 
 CASES: list[tuple[int, int, str, str, int]] = [  # d, n, norm, gain, head_dim

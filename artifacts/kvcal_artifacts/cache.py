@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from kvcal_kernels.attention import BLOCK, Blocks, Rope, rope
 from kvcal_kernels.device import on
+from kvcal_kernels.layout import BLOCK, Blocks, Rope, rope
 from kvcal_kernels.quantise import AnyRule
 from kvcal_kernels.reconstruct import Turn
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import BLOCK, Form, Rope, rope
 from kvcal_kernels.compensated import Digits
+from kvcal_kernels.layout import BLOCK, Form, Rope, rope
 from kvcal_kernels.quantise import AnyRule, Counts
 
 from . import fused, hf, vectors

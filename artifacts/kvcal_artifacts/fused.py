@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import quantise
-from kvcal_kernels.attention import BLOCK, Blocks, Form, Rope, fast, reference, rope
+from kvcal_kernels.attention import fast, reference
+from kvcal_kernels.layout import BLOCK, Blocks, Form, Rope, rope
 from kvcal_kernels.quantise import AnyRule
 
 from . import hf, preflight

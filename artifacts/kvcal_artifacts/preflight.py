@@ -31,10 +31,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 import kvcal_kernels
-from kvcal_kernels import attention, compensated, quantise, reconstruct, vq_append, vq_attention
-from kvcal_kernels.attention import BLOCK, Form, reference
+from kvcal_kernels import attention, compensated, layout, quantise, reconstruct, vq_append, vq_attention
+from kvcal_kernels.attention import reference
 from kvcal_kernels.compensated import Moves
 from kvcal_kernels.device import capturing, on
+from kvcal_kernels.layout import BLOCK, Form
 from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
@@ -376,13 +377,13 @@ def trial(
     return None
 
 
-def _turns(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> attention.Rope:
+def _turns(rotary: int, sink: int, blocks: int, recent: int, device: torch.device) -> layout.Rope:
     """RoPE of rows that begin at positions of their own."""
     speed = 1e4 ** -(torch.arange(0, rotary, 2, device=device) / rotary)
     start = torch.arange(len(BLOCKS), device=device) * 1000
-    first = attention.rope.first_positions(start, sink, blocks, recent)[..., None] * speed
+    first = layout.rope.first_positions(start, sink, blocks, recent)[..., None] * speed
     close = torch.arange(BLOCK, device=device)[:, None] * speed
-    return attention.Rope(torch.stack([first.cos(), first.sin()], -2), attention.rope.near(close.cos(), close.sin()))
+    return layout.Rope(torch.stack([first.cos(), first.sin()], -2), layout.rope.near(close.cos(), close.sin()))
 
 
 def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str | None:
@@ -391,8 +392,8 @@ def _apart(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str) -> str 
 
 
 def _blocks(
-    form: Form, heads: int, each: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
-) -> attention.Blocks:
+    form: Form, heads: int, each: int, twin: layout.Grid | None, device: torch.device, generator: torch.Generator
+) -> layout.Blocks:
     """Random blocks, a multiple of `each`, numbers of variance about 1. twin: of keys; values have its grid if they may."""
     tokens = -(-max(BLOCKS) // each) * each * BLOCK
 
@@ -406,32 +407,32 @@ def _blocks(
     if form.vector:
         grid = _grid(form, heads, twin, device, generator)
         norm = (noise(heads // form.norm_heads, tokens, 1) + 0.5).half()
-        return attention.pack(codes(len(grid.points), form.dim // form.vector), norm, None, form, grid)
+        return layout.pack(codes(len(grid.points), form.dim // form.vector), norm, None, form, grid)
     along = (tokens // form.group, form.dim - form.full) if form.along_tokens else (tokens, form.dim // form.group)
     scale, zero = (noise(heads, *along) + 0.5) * 3.4 / (1 << form.bits), noise(heads, *along).half() - 2.2
     if not form.tiered:
-        return attention.pack(codes(1 << form.bits, form.dim), scale.half(), None if form.symmetric else zero, form)
+        return layout.pack(codes(1 << form.bits, form.dim), scale.half(), None if form.symmetric else zero, form)
     scale[..., : form.four] /= 4
     exact = (noise(heads, tokens, form.full) * 3.4 - 1.7).half()
     order = noise(heads, tokens // form.group, form.dim).argsort(-1)
     lower = codes(16, form.four), codes(4, form.dim - form.full - form.four)
-    return attention.pack_tiers(exact, *lower, scale.half(), zero, order, form)
+    return layout.pack_tiers(exact, *lower, scale.half(), zero, order, form)
 
 
 def _grid(
-    form: Form, heads: int, twin: attention.Grid | None, device: torch.device, generator: torch.Generator
-) -> attention.Grid:
+    form: Form, heads: int, twin: layout.Grid | None, device: torch.device, generator: torch.Generator
+) -> layout.Grid:
     """Random signs, and points in no order, of float16: codes here are not those of Gaussian numbers (grids._times). Of a grid
     in bytes they are multiples of a step.
     """
     size = (1 << form.bits * form.vector, form.vector)
     own = torch.randn(size, generator=generator, device=device).half().float()
     if form.in_bytes:
-        most = attention.grids.LARGEST
+        most = layout.grids.LARGEST
         own = (own / own.abs().max() * most).round() / 64
     sign = torch.randint(0, 2, (heads, form.dim), generator=generator, device=device) * 2 - 1
     points = own if twin is None or twin.points.shape != size else twin.points
-    return attention.grid_of(points, sign, form.bits, twin, form.in_bytes)
+    return layout.grid_of(points, sign, form.bits, twin, form.in_bytes)
 
 
 def reconstruct_trial(

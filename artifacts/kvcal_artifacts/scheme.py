@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from kvcal_kernels.attention import Form
-from kvcal_kernels.attention.reference import fits_bytes
+from kvcal_kernels.layout import Form
+from kvcal_kernels.layout.form import fits_bytes
 
 from .codecs import Codec, MixKVQ, Packed
 from .errors import KVCalError

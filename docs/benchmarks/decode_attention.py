@@ -58,8 +58,9 @@ from kvcal.bench.layer import Case, angles
 from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
 from kvcal_artifacts.bundle import write_atomically
-from kvcal_kernels.attention import Blocks, Form, Rope, decode, grid_of, grids, plan, reference, rope
+from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.attention import triton as fused
+from kvcal_kernels.layout import Blocks, Form, Rope, decode, grid_of, grids, rope
 from kvcal_kernels.triton import examined
 
 GEOMETRY = models.geometry(models.resolve("llama-3.1-8b"))

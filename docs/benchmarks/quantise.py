@@ -35,10 +35,10 @@ from torch import Tensor
 
 from kvcal.bench.timing import Clock
 from kvcal_artifacts.codecs.higgs import gaussian_grid
-from kvcal_kernels.attention import Blocks, Form, grid_of
 from kvcal_kernels.compensated import Moves, moves
 from kvcal_kernels.compensated import reference as compensated_reference
 from kvcal_kernels.compensated import triton as compensated
+from kvcal_kernels.layout import Blocks, Form, grid_of
 from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
 from kvcal_kernels.quantise import triton as fused
 from kvcal_kernels.rotated import Rotated

@@ -15,8 +15,8 @@ from kvcal_artifacts.errors import KernelsUnavailable
 from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for, ratio_refusal
 from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
-from kvcal_kernels.attention import Rope
-from kvcal_kernels.attention import rope as turning
+from kvcal_kernels.layout import Rope
+from kvcal_kernels.layout import rope as turning
 
 from ..catalogue import Geometry
 from .layer import Case, Filled, angles, fill

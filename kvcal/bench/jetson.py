@@ -13,7 +13,7 @@ import torch
 
 from kvcal_artifacts import vectors
 from kvcal_artifacts.preflight import triton_version
-from kvcal_kernels.attention import Form
+from kvcal_kernels.layout import Form
 
 from ..catalogue import CATALOGUE, Geometry
 from . import paper, roofline

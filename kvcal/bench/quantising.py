@@ -18,8 +18,8 @@ from kvcal_artifacts.fused import DTYPES_TAKEN, packing, rule_of
 from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import vq
-from kvcal_kernels.attention import BLOCK, Blocks
 from kvcal_kernels.compensated import Digits
+from kvcal_kernels.layout import BLOCK, Blocks
 from kvcal_kernels.quantise import AnyRule, Counts, Layer, Windows, blocks_for, reference
 
 from . import distortion

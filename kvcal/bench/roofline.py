@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcal_kernels.attention import Form
+from kvcal_kernels.layout import Form
 
 from .devices import Device
 

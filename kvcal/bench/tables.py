@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcal_artifacts.codecs import MixKVQ, Uniform
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_kernels.attention import Form, pack_scales, unpack_scales
+from kvcal_kernels.layout import Form, pack_scales, unpack_scales
 
 from . import paper, quantising
 from .layer import Case, fill, nbytes

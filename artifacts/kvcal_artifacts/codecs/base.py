@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form
 
 from ..errors import KVCalError, NonFiniteError
 

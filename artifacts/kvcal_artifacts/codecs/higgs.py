@@ -35,11 +35,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvcal_kernels import attention, rotated
-from kvcal_kernels.attention import Blocks, Form, Grid, grids
-from kvcal_kernels.attention.reference import BYTE_DIMS
+from kvcal_kernels import layout, rotated
 from kvcal_kernels.hadamard import largest_power_of_two, root, rotate, signs, tree_sum, unrotate
 from kvcal_kernels.lattice import lookup, nearest
+from kvcal_kernels.layout import Blocks, Form, Grid, grids
+from kvcal_kernels.layout.form import BYTE_DIMS
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.quantise import GridRule
 from kvcal_kernels.rotated import Rotated
@@ -193,7 +193,7 @@ class Higgs(Codec):
         codes, norms = self._coded(blocks.float())
         if isinstance(self._form, Form):
             own = self._by_head(codes).flatten(2, 3)
-            made = attention.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
+            made = layout.pack(own, norms.flatten(2)[..., None], None, self._form, self._look_up)
             return {"words": made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3), "norm": norms}
         return {"codes": pack(self._store_codes(codes), self.code_bits), "norm": norms}
 
@@ -243,7 +243,7 @@ class Higgs(Codec):
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         if isinstance(self._form, Form):
-            return attention.decode(self.as_blocks(packed))
+            return layout.decode(self.as_blocks(packed))
         groups = lookup(self.codes(packed), self.grid).unflatten(-1, (self._norms, -1))
         size = self._load_norm(packed["norm"].float())
         vectors = unrotate((groups * size[..., None]).flatten(-2), self.sign, *self._rotation)
@@ -252,7 +252,7 @@ class Higgs(Codec):
     def codes(self, packed: Packed) -> Tensor:
         """Codes of the vectors: (B, N, b, H * D / d), along tokens (B, H, N, D, b / d)."""
         if isinstance(self._form, Form):
-            own = attention.unpack(self.as_blocks(packed))[0]
+            own = layout.unpack(self.as_blocks(packed))[0]
             by_token: Tensor = own.unflatten(2, (-1, self.shape.block)).movedim(1, 3)
             return by_token.flatten(3)
         return self._load_codes(unpack(packed["codes"], self.code_bits, self._packed_count))
@@ -304,15 +304,15 @@ class Higgs(Codec):
                 f"HIGGS rotated over all heads of a token, {self.rotation_width * self.rotation_factor} channels: the fused "
                 "kernel rotates the query of one head"
             )
-        if s.block % attention.BLOCK:
-            return f"blocks of {s.block} tokens: the fused kernel reads multiples of {attention.BLOCK}"
+        if s.block % layout.BLOCK:
+            return f"blocks of {s.block} tokens: the fused kernel reads multiples of {layout.BLOCK}"
         bits, heads = self.code_bits // self.d, s.heads if self.norm == "token" else 1
         in_bytes = in_bytes and s.dim in BYTE_DIMS and grids.are_bytes(self.grid, bits)
         try:
             form = Form(self.role, s.dim, bits, vector=self.d, norm_heads=heads, in_bytes=in_bytes, mixed=self.mixed)
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
-        words = bits * s.dim * attention.BLOCK // 16
+        words = bits * s.dim * layout.BLOCK // 16
         if form.words > words:
             return (
                 f"codes of {bits} bits at head_dim {s.dim} would take {bits * form.words / words:g} bits in the fused "
@@ -340,7 +340,7 @@ class Higgs(Codec):
         return Blocks(
             self._form,
             words.flatten(2).unflatten(2, (-1, self._form.words)),
-            norm.flatten(2).unflatten(2, (-1, attention.BLOCK)),
+            norm.flatten(2).unflatten(2, (-1, layout.BLOCK)),
             self._look_up,
         )
 
@@ -446,7 +446,7 @@ class Higgs(Codec):
         s = self.shape
         norms = (s.heads, s.dim) if self.axis == "token" else (self._norms, s.block)
         if isinstance(self._form, Form):
-            words = s.block // attention.BLOCK * self._form.words
+            words = s.block // layout.BLOCK * self._form.words
             return {"words": ((s.heads, words), torch.int16), "norm": (norms, torch.float16)}
         rows = s.block * s.dim // self.d // self._packed_count
         return {

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention, salience
-from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels import layout, salience
+from kvcal_kernels.layout import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 from kvcal_kernels.salience import Tiers
 
@@ -151,7 +151,7 @@ class MixKVQ(Codec):
         except ValueError as error:
             return f"the fused kernel cannot read {error}"
         stored = 16 * self.full + BITS[0] * self.four + BITS[1] * (dim - self.full - self.four)  # bits a token
-        if form.words * 16 > stored * attention.BLOCK:
+        if form.words * 16 > stored * layout.BLOCK:
             return (
                 f"tiers of {self.full} and {self.four} of {dim} channels would take {form.words / 2:g} bits a token in the "
                 f"fused kernel's layout, {stored} as stored; as many channels of 4 bits as exact ones fill it"
@@ -262,7 +262,7 @@ class MixKVQ(Codec):
         four, two = (codes.transpose(-1, -2).flatten(2, 3) for codes, _, _ in coded)
         scale, base = (torch.cat([one[i][..., 0] for one in coded], -1) for i in (1, 2))
         exact = to_half(raw, "key").flatten(2, 3)
-        made = attention.pack_tiers(exact, four.int(), two.int(), scale, base, perm, form)
+        made = layout.pack_tiers(exact, four.int(), two.int(), scale, base, perm, form)
         words = made.words.unflatten(2, (blocks.shape[2], -1)).flatten(3)
         return {"perm": perm.to(torch.uint8), "words": words, "scale": made.scale}
 
@@ -286,7 +286,7 @@ class MixKVQ(Codec):
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         if isinstance(self._form, Form):
-            return attention.decode(self.as_blocks(packed))
+            return layout.decode(self.as_blocks(packed))
         perm = packed["perm"].long()
         out = torch.zeros(perm.numel(), self.shape.block, device=perm.device)  # slots of no block have no rows
         begin = torch.zeros_like(perm[..., 0])
@@ -363,7 +363,7 @@ class MixKVQ(Codec):
         heads, dim = self.shape.heads, self.shape.dim
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"perm": ((heads, dim), torch.uint8)}
         if isinstance(self._form, Form):
-            words = self.shape.block // attention.BLOCK * self._form.words
+            words = self.shape.block // layout.BLOCK * self._form.words
             specs |= {"words": ((heads, words), torch.int16), "scale": ((heads, self._form.scales), torch.float16)}
         elif not self.ragged:
             for name, (tier, row, dtype) in self._row_specs().items():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.attention import Form
+from kvcal_kernels.layout import Form
 from kvcal_kernels.reconstruct import Coded, Turn, fast
 
 from ..errors import KVCalError

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels.layout import Blocks, Form
 
 from ..checked import INNER, Choice, Constant, Table, constants, split
 from ..errors import KVCalError

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels import compensated
-from kvcal_kernels.attention import Blocks, Form
 from kvcal_kernels.compensated import Digits, Moves
 from kvcal_kernels.device import on
 from kvcal_kernels.hadamard import tree_sum
+from kvcal_kernels.layout import Blocks, Form
 
 from ..checked import HEAD_DIM, INNER, Choice, Constant, Number, Table, Whole, constants, split
 from ..errors import KVCalError

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvcal_kernels import attention
-from kvcal_kernels.attention import Blocks, Form
+from kvcal_kernels import layout
 from kvcal_kernels.hadamard import tree_sum
+from kvcal_kernels.layout import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
 
 from ..checked import BLOCK, Choice, Constant, Field, Flag, Table, Whole, constants
@@ -132,8 +132,8 @@ class Uniform(Codec):
 
     def _find_form(self) -> Form | str:
         inner = (self.axis == "channel") == (self.role == "key")
-        if self.shape.block % attention.BLOCK:
-            return f"blocks of {self.shape.block} tokens: the fused kernel reads multiples of {attention.BLOCK}"
+        if self.shape.block % layout.BLOCK:
+            return f"blocks of {self.shape.block} tokens: the fused kernel reads multiples of {layout.BLOCK}"
         try:
             form = Form(self.role, self.shape.dim, self.bits, self.group, inner, self.mode == "symmetric")
         except ValueError as error:
@@ -162,7 +162,7 @@ class Uniform(Codec):
         if isinstance(self._form, Form):
             zero = None if best.base is None else self._by_token(self._zero(best.scale, best.base))
             scale = best.scale.abs() if self.mode == "hybrid" else best.scale
-            made = attention.pack(flat.flatten(2, 3), self._by_token(scale), zero, self._form)
+            made = layout.pack(flat.flatten(2, 3), self._by_token(scale), zero, self._form)
             return {
                 name: getattr(made, name).unflatten(2, (flat.shape[2], -1)).flatten(3) for name in ("words", "scale")
             }
@@ -175,7 +175,7 @@ class Uniform(Codec):
         return packed
 
     def _by_token(self, x: Tensor) -> Tensor:
-        """Scales of groups as `_grouped` makes them, as attention.pack takes them: (B, H, T, D/g) or (B, H, T/g, D)."""
+        """Scales of groups as `_grouped` makes them, as layout.pack takes them: (B, H, T, D/g) or (B, H, T/g, D)."""
         return (x.transpose(-1, -2) if self.axis == "token" else x).flatten(2, 3)
 
     def _zero(self, scale: Tensor, base: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Uniform(Codec):
 
     def decode(self, packed: Packed, context: Context = EMPTY) -> Tensor:
         if isinstance(self._form, Form):
-            return attention.decode(self.as_blocks(packed))
+            return layout.decode(self.as_blocks(packed))
         codes, scale, base = self.groups(packed)
         return self._ungrouped(self._restore(self._grouped(codes.float()), scale, base)).flatten(2, 3)
 
@@ -195,7 +195,7 @@ class Uniform(Codec):
         """Codes (B, H, N, b, D); scales and zero points float16, (B, H, N, b, D/g), of groups of tokens (B, H, N, D, b/g)."""
         s = self.shape
         if isinstance(self._form, Form):
-            codes, *parts = attention.unpack(self.as_blocks(packed))
+            codes, *parts = layout.unpack(self.as_blocks(packed))
             tokens = s.block if self.axis == "channel" else s.block // self.group
             wide = [None if x is None else x.unflatten(2, (-1, tokens)) for x in parts]
             scale, base = (x if x is None or self.axis == "channel" else x.transpose(-1, -2) for x in wide)
@@ -316,7 +316,7 @@ class Uniform(Codec):
     def tensor_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         s = self.shape
         if isinstance(self._form, Form):
-            kernel_blocks = s.block // attention.BLOCK
+            kernel_blocks = s.block // layout.BLOCK
             return {
                 "words": ((s.heads, kernel_blocks * self._form.words), torch.int16),
                 "scale": ((s.heads, kernel_blocks // self._form.scale_blocks * self._form.scales), torch.float16),

@@ -7,10 +7,10 @@ import re
 import torch
 from torch import Tensor
 
-from .grids import ENTRIES
-from .reference import Blocks
-from .rope import RUN, Rope
-from .rope import runs as runs_of
+from ..layout import Blocks
+from ..layout.grids import ENTRIES
+from ..layout.rope import RUN, Rope
+from ..layout.rope import runs as runs_of
 
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), counts (B,) int32
 

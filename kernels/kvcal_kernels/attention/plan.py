@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .grids import ALIGNED, ENTRIES, rotation_width
-from .modes import mode_of
-from .reference import Form, fits_bytes, looked_up
+from ..layout import Form
+from ..layout.form import fits_bytes, looked_up, mode_of
+from ..layout.grids import ALIGNED, ENTRIES, rotation_width
 
 
 def plain_beyond(warps: int, tables: int, slots: int) -> bool:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.reference import about
 from ..device import on
+from ..layout import about
 from ..triton import Prepared, Ready
 from .reference import Digits, Moves, _bits, check_due, refusal
 from .reference import due as due_by_torch

@@ -1,8 +1,8 @@
-"""Keys and values to packed blocks in the order that attention reads (attention/reference.py), and the windows before them.
+"""Keys and values to packed blocks in the order that attention reads (layout/form.py), and the windows before them.
 
 Numbers are those of the codec `uniform` (kvcal_artifacts/codecs/uniform.py), bit for bit as it gives them on a CPU:
 float32, halves to even, scale and minimum rounded to float16 before codes. Hybrid groups (InnerQ section 4.1.2) are
-stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in attention.Blocks. Grids
+stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in layout.Blocks. Grids
 (HIGGS, TurboQuant) are those of the codec `higgs` rotated per kv head, likewise (rotated/reference.py).
 
 A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags are
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..attention.grids import Grid
-from ..attention.reference import BLOCK, Blocks, Form, about, pack
 from ..hadamard import root, tree_sum
+from ..layout import BLOCK, Blocks, Form, about, pack
+from ..layout.grids import Grid
 from ..rotated import reference as rotated
 
 Mode = Literal["symmetric", "asymmetric", "hybrid"]
@@ -333,7 +333,7 @@ class Layer:
 
     @functools.cached_property
     def about(self) -> tuple[Any, ...]:
-        """All that a kernel takes for granted of it but numbers; see attention.reference.about."""
+        """All that a kernel takes for granted of it but numbers; see layout.about."""
         return self.keys.about, self.values.about, *(about(x) for x in (*self.sink, *self.recent, self.flags))
 
     @functools.cached_property

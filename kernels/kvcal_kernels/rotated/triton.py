@@ -1,5 +1,5 @@
 """`encode` of reference.py for NVIDIA GPUs: rotation, norm and nearest point in one launch; a program takes a few whole
-tokens. `pack` lays their codes out for attention. Their parts are also what quantise/triton.py packs grids by.
+tokens. `pack` lays their codes out for attention. Their parts are also what quantise packs grids by.
 
 Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
 one fused operation for each further number, and the first of the lowest is taken. Where a raster has been made for the grid
@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention import grids
-from ..attention.reference import BLOCK, Form
 from ..device import on
 from ..lattice import raster
+from ..layout import BLOCK, Form, grids
 from ..triton import interpreted
 from . import reference
 from .reference import Rotated
@@ -191,7 +190,7 @@ def nearest_points(
         return _nearest_of_all(parts, p_table, POINTS, D, ASM)
 
 
-# Codes to words, in the order of attention/grids.py, of one block of one head.
+# Codes to words, in the order of layout/grids.py, of one block of one head.
 
 
 @triton.jit
@@ -309,7 +308,7 @@ def store_words(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr,
     IN_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """The words of attention.pack for codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
+    """The words of layout.pack for codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
     if IN_BYTES:
         _store_byte_words(p_words, code, live, DIM, BITS, D, VALUE)
     else:
@@ -459,7 +458,7 @@ def pack_kernel(
 
 
 def pack(codes: Tensor, form: Form) -> Tensor:
-    """Codes uint8 (B, H, T, D / d), T whole blocks, as `encode` gives them -> the words of attention.pack, int16
+    """Codes uint8 (B, H, T, D / d), T whole blocks, as `encode` gives them -> the words of layout.pack, int16
     (B, H, N, form.words).
     """
     batch, heads, tokens, count = codes.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention.reference import BLOCK
+from ..layout import BLOCK
 from ..packing import pack
 from ..quantise.reference import NONFINITE, ROOM, VALUES, Counts, keep
 from ..vq_attention import Coded

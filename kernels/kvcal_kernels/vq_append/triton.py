@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.reference import about
+from ..layout import about
 from ..packing.triton import store_codes
 from ..quantise.reference import NONFINITE as NONFINITE_
 from ..quantise.reference import ROOM as ROOM_

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..grids import ALIGNED
+from ...layout.grids import ALIGNED
 from .scales import _norms
 from .softmax import _operand, _spread
 from .tiles import _half_unit_tile, _halved, _tile, _upper_tile

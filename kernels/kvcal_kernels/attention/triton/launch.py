@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from triton.compiler.compiler import make_backend
 
+from ...layout import Blocks, Form
+from ...layout.form import POINTS
+from ...layout.rope import Rope
 from ...triton import Prepared, Ready, interpreted
 from ..checks import Exact, _check_all, check_layouts
-from ..modes import POINTS
 from ..plan import (
     ALONE,
     FEW,
@@ -29,8 +31,6 @@ from ..plan import (
     plan,
     settings,
 )
-from ..reference import Blocks, Form
-from ..rope import Rope
 from .kernel import attend_kernel
 
 

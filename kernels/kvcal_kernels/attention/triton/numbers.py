@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...layout.form import POINTS, field_number, together
 from ...triton import half
-from ..modes import POINTS
-from ..reference import field_number, together
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16

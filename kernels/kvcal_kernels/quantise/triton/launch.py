@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...attention.reference import BLOCK, Blocks, about, together
 from ...device import on
+from ...layout import BLOCK, Blocks, about
+from ...layout.form import together
 from ...rotated import triton as rotated
 from ...triton import Prepared, Ready, interpreted
 from .. import reference

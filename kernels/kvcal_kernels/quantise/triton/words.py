@@ -12,8 +12,7 @@ import math
 import triton
 import triton.language as tl
 
-from ...attention.reference import field_number
-from ...attention.triton.int8.ptx import beyond
+from ...layout.form import columns_apart, field_number
 from .. import reference
 from .rounding import HALF_MAX, _choose
 
@@ -21,7 +20,7 @@ NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, refe
 ROOM = tl.constexpr(reference.ROOM)
 VALUES = tl.constexpr(reference.VALUES)
 GRID_IN_BYTES = tl.constexpr(1)  # MODE of a grid; of others 0
-_field_number = triton.constexpr_function(field_number)
+_field_number, _beyond = triton.constexpr_function(field_number), triton.constexpr_function(columns_apart)
 
 
 @triton.constexpr_function
@@ -44,7 +43,7 @@ def _put(
     words, code, further, BLOCK_: tl.constexpr, NUMBER: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Words of a unit with the code of a piece put into its fields (attention/reference.py): `further` fields beyond field
+    """Words of a unit with the code of a piece put into its fields (layout/form.py): `further` fields beyond field
     NUMBER.
     """
     made = ()
@@ -229,7 +228,7 @@ def _store_words(
     VALUE: tl.constexpr,
 ):  # fmt: skip
     """Those tiles that are complete after the slices from START on."""
-    BEYOND: tl.constexpr = beyond(WORDS, BITS, 0)
+    BEYOND: tl.constexpr = _beyond(WORDS, BITS, 0)
     r = tl.arange(0, 16)
     for i in tl.static_range(len(words)):
         if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, TILES, BITS, INNER, VALUE):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....layout.form import POINTS
 from ....triton import constexpr_function
-from ...modes import POINTS
 from .ptx import beyond, points_tensors
 from .scores import _renewed, _scored, beginning_tensors
 from .values import _added, _prepared, _weighed, constants

@@ -35,9 +35,8 @@ The interpreter does not run it: emulated.py computes the same there, tests/test
 
 from __future__ import annotations
 
+from ....layout.form import POINTS, columns_apart, together
 from ....triton import constexpr_function
-from ...modes import POINTS
-from ...reference import together
 
 MAGIC = 0x4B400000
 MAGIC_FLOAT = 12582912.0
@@ -47,7 +46,7 @@ SLACK = 16  # powers of two by which a block may lie above the outputs before th
 # by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below 2^121:
 # 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
-_together = constexpr_function(together)
+_together, beyond = constexpr_function(together), constexpr_function(columns_apart)
 
 
 @constexpr_function
@@ -122,16 +121,6 @@ def _half_matrix(name: str, byte: int, further: int) -> str:
     """As `_matrix` of half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits are anything."""
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{{name}0, {name}1}}, [halves+{byte}];"
     return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
-
-
-@constexpr_function
-def beyond(words: int, bits: int, mode: int) -> int:
-    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one is
-    whole. See attention/reference.py and grids.py.
-    """
-    if words % 256 == 0:
-        return 0
-    return 2 if mode == POINTS else 1 if bits == 3 else 4
 
 
 @constexpr_function
@@ -252,7 +241,7 @@ def _mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> 
 
 @constexpr_function
 def key_pair(pair: int, pieces: int, bits: int) -> tuple[int, int]:
-    """(half block, group of 32 channels) of a pair of keys; see attention/reference.py."""
+    """(half block, group of 32 channels) of a pair of keys; see layout/form.py."""
     if pieces // 2 % pairs_of_word(bits) % 2:
         return pair % 2, pair // 2
     return pair // (pieces // 2), pair % (pieces // 2)

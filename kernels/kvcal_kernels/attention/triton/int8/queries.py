@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...modes import POINTS
+from ....layout.form import POINTS
 from ..numbers import IN_BYTES, LOW, _together
 from ..softmax import _kinds
 from ..tiles import _spot

@@ -1,0 +1,14 @@
+"""How packed keys and values lie in memory: the order of codes and scales in a block, grids, and RoPE by runs of positions."""
+
+from __future__ import annotations
+
+from . import grids, rope
+from .blocks import Blocks, about, decode, pack, pack_scales, pack_tiers, unpack, unpack_scales
+from .form import BLOCK, Form
+from .grids import Grid, grid_of
+from .rope import Rope
+
+__all__ = [
+    "BLOCK", "Blocks", "Form", "Grid", "Rope", "about", "decode", "grid_of", "grids", "pack", "pack_scales", "pack_tiers",
+    "rope", "unpack", "unpack_scales",
+]  # fmt: skip
