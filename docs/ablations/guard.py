@@ -1,7 +1,7 @@
 """Does the outlier guard's forecast have the order of KL? Forecast and measured KL of many schemes on several models.
 
     python docs/ablations/guard.py measure --model FOLDER --text wiki.txt --output NAME.json [--bundle X ...] [--jobs 8]
-    python docs/ablations/guard.py report NAME.json ... > docs/ablations/guard.md
+    python docs/ablations/guard.py report docs/ablations/guard/*.json > docs/ablations/guard.md
 
 `measure` forecasts from two windows of embedded text (kvcal/forecast.py) and measures KL through the cache on other text; it
 goes on from a file that is there. `--forecast-only` makes the forecasts of a file's rows anew. `report` prints the table, rank
@@ -105,18 +105,28 @@ def spearman(a: list[float], b: list[float]) -> float:
 def report(paths: list[Path]) -> None:
     files = {Path(f["settings"]["model"]).name: f for f in (json.loads(path.read_text()) for path in paths)}
     rows = {m: [r for r in f["rows"] if r["kl"] > LEAST] for m, f in files.items()}
-    pairs = {m: ([r["forecast"] for r in own], [r["kl"] for r in own]) for m, own in rows.items()}
-    whole = tuple([x for pair in pairs.values() for x in pair[i]] for i in (0, 1))
-    off = [abs(math.log(max(x, LEAST / 10) / kl)) for x, kl in zip(*whole, strict=True)]
-    print("# Forecast and measured KL\n")
+    print(
+        "# Forecast and measured KL\n\n"
+        "Made by `python docs/ablations/guard.py report docs/ablations/guard/*.json`. How a forecast is made: "
+        "[outlier guard](../methods.md#outlier-guard).\nKL is in nats per token: forecast of tokens behind packed ones, "
+        "measured through the cache over all tokens of a window. se: standard error over windows, 0 for one window.\n"
+    )
     for model, f in files.items():
-        o = f["settings"]
-        text = f"{o['windows']} windows of {o['length']} tokens of `{Path(o['text']).name}`"
-        print(f"`{model}`: forecast from {o['guard_windows']} windows of {o['guard_length']} tokens of embedded text, KL of "
-              f"{text}; {len(rows[model])} schemes with a KL above {LEAST:g}: **rank correlation "
-              f"{spearman(*pairs[model]):.3f}**.")  # fmt: skip
-    print(f"\nAll {len(whole[0])} together: **{spearman(*whole):.3f}**; the forecast is off by a factor of "
-          f"{math.exp(statistics.median(off)):.2f} in the median, {math.exp(max(off)):.1f} at most.\n")  # fmt: skip
+        o, pair = f["settings"], ([r["forecast"] for r in rows[model]], [r["kl"] for r in rows[model]])
+        print(
+            f"- `{model}`: forecast from {o['guard_windows']} windows of {o['guard_length']} tokens of embedded text, KL of "
+            f"{o['windows']} windows of {o['length']} tokens of `{Path(o['text']).name}` "
+            f"({f.get('measured', 'commit not recorded')}); {len(rows[model])} schemes with a KL above {LEAST:g}: "
+            f"**rank correlation {spearman(*pair):.3f}**."
+        )
+    every = [(r["forecast"], r["kl"], f"{r['name']} on {m}") for m, own in rows.items() for r in own]
+    off = [abs(math.log(max(forecast, LEAST / 10) / kl)) for forecast, kl, _ in every]
+    together = spearman([forecast for forecast, _, _ in every], [kl for _, kl, _ in every])
+    print(
+        f"\nAll {len(every)} together: **{together:.3f}**; the forecast is off by a factor of "
+        f"{math.exp(statistics.median(off)):.2f} in the median, {math.exp(max(off)):.1f} at most "
+        f"({every[off.index(max(off))][2]}).\n"
+    )
     print("| scheme | " + " | ".join(f"{m}: forecast | measured ± se" for m in files) + " |")
     print("|---" * (1 + 2 * len(files)) + "|")
     for name in dict.fromkeys(r["name"] for f in files.values() for r in f["rows"]):
