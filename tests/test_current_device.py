@@ -126,15 +126,18 @@ def _bare(node: ast.AST, known: set[str]) -> Iterator[bool]:
         yield from _bare(child, known)
 
 
-@pytest.mark.parametrize("family", sorted(path.parent.name for path in KERNELS.glob("*/triton.py")))
-def test_every_launch_is_on_the_device_of_its_tensors(family: str) -> None:
-    """`jit` functions launch nothing; what is launched elsewhere than in a triton.py would be found below."""
-    assert unguarded((KERNELS / family / "triton.py").read_text()) == set()
+TRITON_FILES = sorted({*KERNELS.glob("*/triton.py"), *KERNELS.glob("*/triton/**/*.py")})
+
+
+@pytest.mark.parametrize("path", TRITON_FILES, ids=lambda path: path.relative_to(KERNELS).as_posix())
+def test_every_launch_is_on_the_device_of_its_tensors(path: Path) -> None:
+    """`jit` functions launch nothing; what is launched elsewhere than in Triton's files would be found below."""
+    assert unguarded(path.read_text()) == set()
 
 
 def test_no_other_module_launches() -> None:
     roots = [KERNELS, KERNELS.parents[1] / "artifacts", KERNELS.parents[1] / "kvcal"]
-    for path in (path for root in roots for path in root.rglob("*.py") if path.name != "triton.py"):
+    for path in (path for root in roots for path in root.rglob("*.py") if path not in TRITON_FILES):
         assert not unguarded(path.read_text()), path
 
 
@@ -259,9 +262,7 @@ def test_launches_are_made_on_the_device_of_their_tensors(name: str, monkeypatch
     """With kernels that only tell where they are launched."""
     run, least = LAUNCHES[name]
     current, seen = Current(), list[torch.device | None]()
-    for path in (*KERNELS.rglob("triton.py"), *KERNELS.rglob("triton/**/*.py")):
-        if path.name == "__init__.py":
-            continue
+    for path in (KERNELS / "triton.py", *(path for path in TRITON_FILES if path.name != "__init__.py")):
         module = importlib.import_module(".".join(["kvcal_kernels", *path.relative_to(KERNELS).with_suffix("").parts]))
         if hasattr(module, "on"):
             monkeypatch.setattr(module, "on", current)
