@@ -74,55 +74,57 @@ def _aliases(layout: str, ttgir: str) -> str:
 
 def _check(q: Tensor, keys: Blocks, values: Blocks, blocks: Tensor, sink: Exact, recent: Exact) -> None:
     """What the kernel relies on and cannot see: it gets pointers and takes strides from the shapes."""
-    batch, heads, room = keys.words.shape[:3]
+    batch, heads, capacity = keys.words.shape[:3]
     if keys.form.role != "key" or values.form.role != "value" or keys.form.dim != values.form.dim:
         raise ValueError(f"blocks of {keys.form} and {values.form}: must be keys and values of one head_dim")
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"queries of {q.dtype}: must be float16 or bfloat16")
     if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != keys.form.dim:
         raise ValueError(f"queries {tuple(q.shape)}: must be ({batch}, a multiple of {heads}, Q, {keys.form.dim})")
-    for name, made in (("keys", keys), ("values", values)):
-        words, scales = (
-            (batch, heads, room, made.form.words),
-            (batch, heads // made.form.norm_heads, room // made.form.scale_blocks, made.form.scales),
-        )
-        if made.form.norm_heads not in (1, heads):
-            raise ValueError(f"{name}: norms over {made.form.norm_heads} heads; must be of each head or of all {heads}")
-        _check_grid(name, made, heads)
-        wanted = (batch, heads, room // made.form.scale_blocks, made.form.dim) if made.form.tiered else None
-        if (wanted is None) != (made.order is None) or (made.order is not None and made.order.shape != wanted):
-            seen = None if made.order is None else tuple(made.order.shape)
-            raise ValueError(f"{name}: order of channels {seen}; must be {wanted}")
-        if made.words.shape != words or made.scale.shape != scales or room % made.form.scale_blocks:
-            seen = f"words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
-            raise ValueError(f"{name}: {seen}; must be {words} and {scales}, of whole groups of tokens")
-    for name, (k, v, count) in (("sink", sink), ("recent", recent)):
-        wanted = (batch, heads, k.shape[2], keys.form.dim)
-        if (
-            k.shape != wanted
-            or v.shape != wanted
-            or k.dtype != q.dtype
-            or v.dtype != q.dtype
-            or count.shape != (batch,)
-        ):
-            seen = f"keys {tuple(k.shape)} {k.dtype}, values {tuple(v.shape)} {v.dtype}, counts {tuple(count.shape)}"
-            raise ValueError(f"{name}: {seen}; must be {wanted} {q.dtype} and ({batch},)")
+    for name, packed in (("keys", keys), ("values", values)):
+        _check_blocks(name, packed, batch, heads, capacity)
+    for name, window in (("sink", sink), ("recent", recent)):
+        _check_window(name, window, q, (batch, heads, window[0].shape[2], keys.form.dim))
     counts = {"blocks": blocks, "sink counts": sink[2], "recent counts": recent[2]}
     for name, count in counts.items():
         if count.dtype != torch.int32 or count.shape != (batch,):
             raise ValueError(f"{name}: {tuple(count.shape)} {count.dtype}; must be ({batch},) torch.int32")
-    given = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
-    given |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
-    for name, made in (("keys", keys), ("values", values)):
-        if made.grid is not None:
-            given |= {f"table of {name}": made.grid.table, f"signs of {name}": made.grid.sign}
+    tensors = {"q": q, "words of keys": keys.words, "words of values": values.words, "scales of keys": keys.scale}
+    tensors |= {"scales of values": values.scale, "sink": sink[0], "sink values": sink[1], "recent": recent[0]}
+    for name, packed in (("keys", keys), ("values", values)):
+        if packed.grid is not None:
+            tensors |= {f"table of {name}": packed.grid.table, f"signs of {name}": packed.grid.sign}
     if keys.order is not None:
-        given["order of channels"] = keys.order
-    for name, tensor in (given | {"recent values": recent[1]} | counts).items():
+        tensors["order of channels"] = keys.order
+    for name, tensor in (tensors | {"recent values": recent[1]} | counts).items():
         if tensor.device != q.device:
             raise ValueError(f"{name} on {tensor.device}, queries on {q.device}: must be on one device")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} of {tuple(tensor.shape)}; must be contiguous")
+
+
+def _check_blocks(name: str, packed: Blocks, batch: int, heads: int, capacity: int) -> None:
+    form = packed.form
+    if form.norm_heads not in (1, heads):
+        raise ValueError(f"{name}: norms over {form.norm_heads} heads; must be of each head or of all {heads}")
+    _check_grid(name, packed, heads)
+    words = (batch, heads, capacity, form.words)
+    scales = (batch, heads // form.norm_heads, capacity // form.scale_blocks, form.scales)
+    order = (batch, heads, capacity // form.scale_blocks, form.dim) if form.tiered else None
+    order_shape = None if packed.order is None else tuple(packed.order.shape)
+    if order_shape != order:
+        raise ValueError(f"{name}: order of channels {order_shape}; must be {order}")
+    if packed.words.shape != words or packed.scale.shape != scales or capacity % form.scale_blocks:
+        shapes = f"words {tuple(packed.words.shape)}, scales {tuple(packed.scale.shape)}"
+        raise ValueError(f"{name}: {shapes}; must be {words} and {scales}, of whole groups of tokens")
+
+
+def _check_window(name: str, window: Exact, q: Tensor, shape: tuple[int, ...]) -> None:
+    k, v, count = window
+    alike = all(x.shape == shape and x.dtype == q.dtype for x in (k, v))
+    if not alike or count.shape != (shape[0],):
+        shapes = f"keys {tuple(k.shape)} {k.dtype}, values {tuple(v.shape)} {v.dtype}, counts {tuple(count.shape)}"
+        raise ValueError(f"{name}: {shapes}; must be {shape} {q.dtype} and ({shape[0]},)")
 
 
 def _check_grid(name: str, made: Blocks, heads: int) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ....layout.form import POINTS
 from ....triton import constexpr_function
 from .ptx import (
     MAGIC,
     MAGIC_FLOAT,
-    POINTS,
     QUERY,
     _coded,
     _converted,

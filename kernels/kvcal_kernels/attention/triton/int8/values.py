@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ....layout.form import POINTS
 from ....triton import constexpr_function
 from .ptx import (
     JUMP,
     MAGIC,
     MAGIC_FLOAT,
-    POINTS,
     PROBABILITY,
     SLACK,
     _coded,
