@@ -642,7 +642,7 @@ def test_assembly_leaves_each_field_where_it_is(bits: int, odd: int) -> None:
     """Both halves of a register hold words: field f of each, shifted as `_place` says."""
     from kvcal_kernels.attention import triton as fused
 
-    texts = assembly(getattr(fused, f"unpack{bits}"))
+    texts = assembly(getattr(fused.integers, f"unpack{bits}"))
     text = texts[0] if bits != 3 else texts[1 - odd]  # of three bits the odd tile comes first
     g = torch.Generator().manual_seed(0)
     w, u = (torch.randint(0, 1 << 32, (4000,), generator=g) for _ in range(2))
