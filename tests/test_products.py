@@ -207,11 +207,9 @@ def slot(keys: Blocks, values: Blocks, block: int) -> bytes:
 
 
 def about(form: Form) -> tuple[int, ...]:
-    from kvcal_kernels.layout.form import POINTS
+    from kvcal_kernels.attention.side import side_of
 
-    mode = POINTS if form.vector else 2 if not form.inner else 0 if form.symmetric else 1
-    group = form.vector or form.group
-    return form.pieces, form.tiles, form.words, form.bits, mode, group, 2 * (form.words + form.scales)
+    return side_of(form).codes
 
 
 def numbers(blocks: Blocks) -> Tensor:

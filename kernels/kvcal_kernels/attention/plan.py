@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..layout import Form
-from ..layout.form import fits_bytes, looked_up, mode_of
-from ..layout.grids import ALIGNED, ENTRIES, rotation_width
+from ..layout.form import fits_bytes, looked_up
+from ..layout.grids import ALIGNED, rotation_width
+from .side import side_of
 
 
 def plain_beyond(warps: int, tables: int, slots: int) -> bool:
@@ -48,7 +49,7 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
 
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
     length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`). same: keys and values of
     one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
@@ -62,41 +63,37 @@ def settings(
     each = 2 if values.paired or in_bytes else 1  # columns of a query row
     wide = columns(keys, values, rows, in_bytes)
     merged = min(power_of_two(rows), wide // each)
-    made = {"HEADS": heads, "RATIO": ratio, "QUERIES": queries, "D": keys.dim, "N": wide, "NW": warps}
-    made |= {
+    # merged in so many registers a thread; 128 spill of many rows or channels, of grids, which have that many in all, and
+    # before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took 359 us in place of 329 (H200)
+    plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
+    registers = 128 if plain and merged <= 4 and keys.dim <= 128 else 64
+    at_once = max(1, registers * 32 * warps // (merged * power_of_two(keys.dim)))
+    key_side, value_side = side_of(keys), side_of(values)
+    if pairs:  # codes are numbers before they meet the query: their own way from memory
+        key_side = replace(key_side, slot=0)
+    slot, ring = key_side.slot + value_side.slot, RING_OF_FEW if in_bytes and warps > 1 else RING
+    alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
+    same = same and alike and bool(keys.vector) and bool(values.vector)
+    step = ALIGNED if key_side.entries + (0 if same else value_side.entries) <= 320 else ALIGNED - 1  # at most 40 KB
+    return {
+        "HEADS": heads,
+        "RATIO": ratio,
+        "QUERIES": queries,
+        "D": keys.dim,
+        "N": wide,
+        "NW": warps,
         "CHUNKS": -(-rows * each // wide),
         "ROWS": merged,
         "WIDTH": rotation_width(keys.dim),
         "PAIRED": 2 if in_bytes else int(values.paired),
+        "AT_ONCE": 1 << (at_once.bit_length() - 1),
+        "KEYS": key_side,
+        "VALUES": replace(value_side, first=0 if same else key_side.entries << step),
+        "PAIRS": pairs,
+        "SLOTS": max(2, min(4, ring // slot)) if slot else 0,
+        "SAME": same,
+        "STEP": step,
     }
-    # merged in so many registers a thread; 128 spill of many rows or channels, of grids, which have that many in all, and
-    # before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took 359 us in place of 329 (H200)
-    plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
-    held = 128 if plain and merged <= 4 and keys.dim <= 128 else 64
-    at_once = max(1, held * 32 * warps // (merged * power_of_two(keys.dim)))
-    made["AT_ONCE"] = 1 << (at_once.bit_length() - 1)
-    for name, form in (("K", keys), ("V", values)):
-        entries, numbers = ENTRIES[form.bits] if form.vector and not form.in_bytes else (0, 2)
-        made |= {f"{name}_BITS": form.bits, f"{name}_MODE": mode_of(form)}
-        made |= {f"{name}_GROUP": form.vector if form.in_bytes else form.group, f"{name}_STRIDE": form.pieces}
-        made |= {f"{name}_TILES": form.tiles, f"{name}_WORDS": form.words}
-        made |= {f"{name}_FACTOR": form.factor, f"{name}_FOUR": form.vector == 4, f"{name}_SHARED": form.norm_heads > 1}
-        made |= {f"{name}_ENTRIES": entries, f"{name}_PAIRS": numbers // 2}
-        made |= {f"{name}_SCALES": form.scales, f"{name}_PER": form.scale_blocks}
-        made |= {f"{name}_HELD": 2 * (form.words + form.scales) + (form.dim if form.tiered else 0)}
-    made |= {"K_FULL": keys.full // 16, "K_TIER": keys.four // 16}
-    made |= {"K_STRIDE": keys.fields} if keys.tiered else {}
-    made["PAIRS"] = pairs
-    if pairs:  # codes are numbers before they meet the query: their own way from memory
-        made["K_HELD"] = 0
-    slot, ring = made["K_HELD"] + made["V_HELD"], RING_OF_FEW if in_bytes and warps > 1 else RING
-    made["SLOTS"] = max(2, min(4, ring // slot)) if slot else 0
-    alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
-    made["SAME"] = same and alike and bool(keys.vector) and bool(values.vector)
-    own = 0 if made["SAME"] else made["V_ENTRIES"]
-    made["STEP"] = ALIGNED if made["K_ENTRIES"] + own <= 320 else ALIGNED - 1  # at most 40 KB
-    made["V_FIRST"] = 0 if made["SAME"] else made["K_ENTRIES"] << made["STEP"]
-    return made
 
 
 PARTS = 192  # of a group, at most
@@ -262,6 +259,6 @@ def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> t
 
 def _reserved(fixed: dict[str, Any]) -> int:
     """Bytes of a ring that lies behind what Triton manages, see `_ring`."""
-    slots = int((fixed["K_HELD"] + fixed["V_HELD"]) * fixed["SLOTS"])
-    tables = fixed["K_ENTRIES"] + fixed["V_ENTRIES"]
+    keys, values = fixed["KEYS"], fixed["VALUES"]
+    slots, tables = int((keys.slot + values.slot) * fixed["SLOTS"]), int(keys.entries + values.entries)
     return slots * int(fixed["NW"]) if plain_beyond(fixed["NW"], tables, slots) else 0

@@ -273,14 +273,19 @@ def together(count: int) -> int:
     return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
 
 
-POINTS = 5  # a mode: points of a grid in bytes; its `group` is how many numbers a code stands for
+# Modes: how codes are read. Integers in groups along what attention contracts, without zero points or with them, or along the
+# other dimension; points of a grid that is looked up; three tiers of precision; points of a grid in bytes.
+INNER_SYMMETRIC, INNER, OUTER, GRID, TIERS, POINTS = range(6)
 
 
 def mode_of(form: Form) -> int:
-    """Of integers 0 to 2, by their groups; 3 a grid that is looked up, 4 tiers, POINTS a grid in bytes."""
     if form.vector:
-        return POINTS if form.in_bytes else 3
-    return 4 if form.tiered else {(True, True): 0, (True, False): 1, (False, False): 2}[form.inner, form.symmetric]
+        return POINTS if form.in_bytes else GRID
+    if form.tiered:
+        return TIERS
+    if form.inner:
+        return INNER_SYMMETRIC if form.symmetric else INNER
+    return OUTER
 
 
 def columns_apart(words: int, bits: int, mode: int) -> int:

@@ -127,73 +127,73 @@ def _turned_back(low, high, p_run, live, NW: tl.constexpr):
 
 
 @triton.jit
-def _value(part, scale, zero, BIT: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ASM: tl.constexpr):
+def _value(
+    part, scale, zero, BIT: tl.constexpr, KEYS: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """A piece of numbers from codes at bit BIT. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
-    ZERO: tl.constexpr = (1 << BITS - 1) if MODE == 0 else 0
+    ZERO: tl.constexpr = (1 << KEYS.bits - 1) if KEYS.symmetric else 0
     x = _number(part, BIT, ZERO, ASM) * scale
-    if MODE > 0:
+    if not KEYS.symmetric:
         x += zero
     return x
 
 
 @triton.jit
 def _both_halves(
-    parts, p_scale, tokens, live, PIECE: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr,
-    EACH: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    parts, p_scale, tokens, live, PIECE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `_token_scales` of each half, of
     EACH pieces.
     """
-    BIT_0: tl.constexpr = _bit(_field_number(0, PIECE, BITS, STRIDE, MODE < 2, False), BITS)
-    BIT_1: tl.constexpr = _bit(_field_number(1, PIECE, BITS, STRIDE, MODE < 2, False), BITS)
-    if MODE == 2:
+    BIT_0: tl.constexpr = _bit(_field_number(0, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
+    BIT_1: tl.constexpr = _bit(_field_number(1, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
+    if KEYS.outer:
         scale, zero = _loaded_pairs(p_scale + PIECE * 32, tl.zeros([NW, 1], tl.int64), live, NW)
-        x_0 = _value(parts[PIECE], scale[:, None, :], zero[:, None, :], BIT_0, BITS, MODE, ASM)
-        x_1 = _value(parts[STRIDE + PIECE], scale[:, None, :], zero[:, None, :], BIT_1, BITS, MODE, ASM)
+        x_0 = _value(parts[PIECE], scale[:, None, :], zero[:, None, :], BIT_0, KEYS, ASM)
+        x_1 = _value(parts[KEYS.pieces + PIECE], scale[:, None, :], zero[:, None, :], BIT_1, KEYS, ASM)
     else:
-        x_0 = _value(parts[PIECE], tokens[0][PIECE // EACH], tokens[1][PIECE // EACH], BIT_0, BITS, MODE, ASM)
-        x_1 = _value(parts[STRIDE + PIECE], tokens[2][PIECE // EACH], tokens[3][PIECE // EACH], BIT_1, BITS, MODE, ASM)
+        x_0 = _value(parts[PIECE], tokens[0][PIECE // EACH], tokens[1][PIECE // EACH], BIT_0, KEYS, ASM)
+        x_1 = _value(parts[KEYS.pieces + PIECE], tokens[2][PIECE // EACH], tokens[3][PIECE // EACH], BIT_1, KEYS, ASM)
     return x_0, x_1
 
 
 @triton.jit
 def _turned_scores(
-    p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q,
-    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, room,
-    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_scores` of integers stored before RoPE, in units of the query's. b_run: number of each block's first position in
     p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, False, ASM)
+    parts = _codes(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = tl.zeros([NW, 16, N], tl.float32)
-    EACH: tl.constexpr = GROUP // (32 if MODE == 2 else 16)
-    if MODE == 2:
+    EACH: tl.constexpr = KEYS.group // (32 if KEYS.outer else 16)
+    if KEYS.outer:
         p_scale = p_ks + (i_head * (room // EACH) + b_block // EACH)[:, None] * (SLICES * 32)
         tokens = ()
     else:
-        p_scale = p_ks + at * (2 * SLICES // EACH * (1 + MODE) * 16)
-        tokens = _token_scales(p_scale, live, SLICES // EACH, MODE)
-        p_scale = p_scale + SLICES // EACH * (1 + MODE) * 16
-        tokens = tokens + _token_scales(p_scale, live, SLICES // EACH, MODE)
-    BYTES: tl.constexpr = 2 if MODE < 2 else 1  # all that lies in words' low bytes first: fewer registers wait
+        p_scale = p_ks + at * (2 * SLICES // EACH * KEYS.columns * 16)
+        tokens = _token_scales(p_scale, live, SLICES // EACH, KEYS)
+        p_scale = p_scale + SLICES // EACH * KEYS.columns * 16
+        tokens = tokens + _token_scales(p_scale, live, SLICES // EACH, KEYS)
+    BYTES: tl.constexpr = 2 if KEYS.inner else 1  # all that lies in words' low bytes first: fewer registers wait
     for byte in tl.static_range(BYTES):
         for i in tl.static_range(byte, PAIRS, BYTES):
             # partners first: the other way KIVI of 2 and 4 bits spilled 16 and 8 bytes of bfloat16 programs (sm_90, 168)
-            y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, STRIDE, BITS, MODE, EACH, NW, ASM)
-            x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
+            y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, KEYS, EACH, NW, ASM)
+            x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, KEYS, EACH, NW, ASM)
             x_0, y_0 = _turned(x_0, y_0, p_near, 0, i, PAIRS, ASM)
             x_1, y_1 = _turned(x_1, y_1, p_near, 1, i, PAIRS, ASM)
             b_x, b_y = _turned_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
             b_0 = tl.dot(y_0, b_y, tl.dot(x_0, b_x, b_0))
             b_1 = tl.dot(y_1, b_y, tl.dot(x_1, b_x, b_1))
     for i in tl.static_range(2 * PAIRS, SLICES):
-        x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, STRIDE, BITS, MODE, EACH, NW, ASM)
+        x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, KEYS, EACH, NW, ASM)
         b_0 = tl.dot(x_0, q[i], b_0)
         b_1 = tl.dot(x_1, q[i], b_1)
     return b_0, b_1

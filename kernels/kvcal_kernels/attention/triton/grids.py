@@ -101,16 +101,15 @@ def _table(p_table, base, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.c
 
 @triton.jit
 def _tables(
-    p_kt, p_vt, zero, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
-    SAME: tl.constexpr, STEP: tl.constexpr,
+    p_kt, p_vt, zero, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
-    OWN: tl.constexpr = 0 if SAME else V_ENTRIES
+    OWN: tl.constexpr = 0 if SAME else VALUES.entries
     base = tl.inline_asm_elementwise(
-        _reserve((K_ENTRIES + OWN) << STEP), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
+        _reserve((KEYS.entries + OWN) << STEP), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1
     )
-    _table(p_kt, base, K_ENTRIES, K_PAIRS, STEP)
-    _table(p_vt, base + (K_ENTRIES << STEP), OWN, V_PAIRS, STEP)
+    _table(p_kt, base, KEYS.entries, KEYS.pairs, STEP)
+    _table(p_vt, base + (KEYS.entries << STEP), OWN, VALUES.pairs, STEP)
     tl.debug_barrier()
 
 
@@ -232,72 +231,72 @@ def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.co
 
 @triton.jit
 def _points(
-    p_words, b_at, b_live, ring, BYTE: tl.constexpr, p_table, BITS: tl.constexpr, TILES: tl.constexpr,
-    HALVED: tl.constexpr, STEP: tl.constexpr, FIRST: tl.constexpr, FOUR: tl.constexpr, MIXED: tl.constexpr,
-    NW: tl.constexpr, ASM: tl.constexpr,
+    p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, p_table, STEP: tl.constexpr, FOUR: tl.constexpr,
+    MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_codes`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
     code stands for four channels. MIXED: rows as `_mixed` says.
     """
+    HALVED: tl.constexpr = _halved(SIDE.words)
+    TILES: tl.constexpr = SIDE.tiles
     parts = ()
-    if BITS == 3:
+    if SIDE.bits == 3:
         for u in tl.static_range(0, TILES, 3):
             w0 = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             if HALVED and u + 2 == TILES:
                 half_ = _half_unit_tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
-                parts = parts + look3_half(w0, half_, p_table, STEP, FIRST, NW, ASM)
+                parts = parts + look3_half(w0, half_, p_table, STEP, SIDE.first, NW, ASM)
             else:
                 w1 = _tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
                 w2 = _tile(p_words, b_at, b_live, ring, BYTE, u + 2, MIXED, NW, ASM)
-                parts = parts + look3(w0, w1, w2, p_table, STEP, FIRST, NW, ASM)
+                parts = parts + look3(w0, w1, w2, p_table, STEP, SIDE.first, NW, ASM)
     else:
         for u in tl.static_range(TILES):
             if HALVED and u == TILES - 1:
                 w = _upper_tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             else:
                 w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
-            if BITS == 4:
-                parts = parts + look4(w, p_table, STEP, FIRST, NW, ASM)
+            if SIDE.bits == 4:
+                parts = parts + look4(w, p_table, STEP, SIDE.first, NW, ASM)
             elif FOUR:
-                parts = parts + look2_four(w, p_table, STEP, FIRST, NW, ASM)
+                parts = parts + look2_four(w, p_table, STEP, SIDE.first, NW, ASM)
             else:
-                parts = parts + look2(w, p_table, STEP, FIRST, NW, ASM)
+                parts = parts + look2(w, p_table, STEP, SIDE.first, NW, ASM)
     return parts
 
 
 @triton.jit
 def _grid_scores(
-    p_k, p_ks, i_head, b_block, b_live, ring, q, SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, room, p_table, i_norm, STEP: tl.constexpr, FOUR: tl.constexpr,
-    MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    STEP: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_scores`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `_mixed`."""
     live = b_live[:, None]
-    at = (i_head * room + b_block)[:, None] * WORDS
-    parts = _points(p_k, at, live, ring, 0, p_table, BITS, TILES, _halved(WORDS), STEP, 0, FOUR, MIXED, NW, ASM)
+    at = (i_head * room + b_block)[:, None] * KEYS.words
+    parts = _points(p_k, at, live, ring, KEYS, 0, p_table, STEP, KEYS.quads, MIXED, NW, ASM)
     scores = ()
     for h in tl.static_range(2):
-        b_dot = tl.dot(parts[h * STRIDE], q[0])
+        b_dot = tl.dot(parts[h * KEYS.pieces], q[0])
         for i in tl.static_range(1, SLICES):
-            b_dot = tl.dot(parts[h * STRIDE + i], q[i], b_dot)
+            b_dot = tl.dot(parts[h * KEYS.pieces + i], q[i], b_dot)
         at_norm = (i_norm * room + b_block)[:, None] * 32 + h * 16
-        scores = scores + (b_dot * _norms(p_ks, at_norm, live, ring, WORDS * 2 + h * 32, MIXED, NW, N, ASM),)
+        scores = scores + (b_dot * _norms(p_ks, at_norm, live, ring, KEYS.words * 2 + h * 32, MIXED, NW, N, ASM),)
     return scores
 
 
 @triton.jit
 def _add_points(
-    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, SLICES: tl.constexpr, TILES: tl.constexpr,
-    WORDS: tl.constexpr, BITS: tl.constexpr, room, BYTE: tl.constexpr, p_table, i_norm, STEP: tl.constexpr,
-    FIRST: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_table, i_norm, VALUES: tl.constexpr,
+    BYTE: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_add`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `_mixed`."""
     live = b_live[:, None]
-    at = (i_head * room + b_block)[:, None] * WORDS
-    parts = _points(p_v, at, live, ring, BYTE, p_table, BITS, TILES, _halved(WORDS), STEP, FIRST, False, False, NW, ASM)
+    at = (i_head * room + b_block)[:, None] * VALUES.words
+    parts = _points(p_v, at, live, ring, VALUES, BYTE, p_table, STEP, False, False, NW, ASM)
     at_norm = (i_norm * room + b_block)[:, None] * 32
-    b_0 = (b_0 * _norms(p_vs, at_norm, live, ring, BYTE + WORDS * 2, MIXED, NW, N, ASM)).to(tl.float16)
-    b_1 = (b_1 * _norms(p_vs, at_norm + 16, live, ring, BYTE + WORDS * 2 + 32, MIXED, NW, N, ASM)).to(tl.float16)
+    b_0 = (b_0 * _norms(p_vs, at_norm, live, ring, BYTE + VALUES.words * 2, MIXED, NW, N, ASM)).to(tl.float16)
+    b_1 = (b_1 * _norms(p_vs, at_norm + 16, live, ring, BYTE + VALUES.words * 2 + 32, MIXED, NW, N, ASM)).to(tl.float16)
     if PAIRED:
         probabilities = _spread(b_0, MIXED, NW, N) + _spread(b_1, MIXED, NW, N)
     else:

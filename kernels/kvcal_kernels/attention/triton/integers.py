@@ -140,35 +140,38 @@ def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
 
 @triton.jit
 def _codes(
-    p_words, b_at, b_live, ring, BYTE: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr, STRIDE: tl.constexpr,
-    WORDS: tl.constexpr, INNER: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr, HELD: tl.constexpr,
-    ASM: tl.constexpr,
+    p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr,
+    HELD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
     of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
-    FURTHER: tl.constexpr = beyond(WORDS, BITS, 0)
+    FURTHER: tl.constexpr = beyond(SIDE.words, SIDE.bits, 0)
+    TILES: tl.constexpr = SIDE.tiles
+    COUNT: tl.constexpr = 2 * SIDE.pieces
     parts = ()
     for u in tl.static_range(TILES):
-        if BITS == 2 and FURTHER > 0 and u == TILES - 1:
+        if SIDE.bits == 2 and FURTHER > 0 and u == SIDE.tiles - 1:
             w = _half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
         else:
             w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
-        if BITS == 8:
+        if SIDE.bits == 8:
             parts = parts + unpack8(w, ASM)
-        if BITS == 4:
+        if SIDE.bits == 4:
             parts = parts + unpack4(w, ASM)
-        if BITS == 2:
+        if SIDE.bits == 2:
             parts = parts + unpack2(w, ASM)
-        if BITS == 3:
-            if FURTHER > 0 and u == TILES - 1:
-                third = _half_tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, FURTHER, NW, ASM and HELD)
+        if SIDE.bits == 3:
+            if FURTHER > 0 and u == SIDE.tiles - 1:
+                third = _half_tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, FURTHER, NW, ASM and HELD)
             else:
-                third = _tile(p_words, b_at, b_live, ring, BYTE, TILES + u // 2, False, NW, ASM and HELD)
+                third = _tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     found = ()
-    for m in tl.static_range(2 * STRIDE):
-        found = found + (parts[_field_number(m // STRIDE, m % STRIDE, BITS, STRIDE, INNER, VALUE)],)
+    for m in tl.static_range(COUNT):
+        found = found + (
+            parts[_field_number(m // SIDE.pieces, m % SIDE.pieces, SIDE.bits, SIDE.pieces, SIDE.inner, VALUE)],
+        )
     return found
 
 
@@ -200,22 +203,20 @@ def _unit(bits, mode):
 
 @triton.jit
 def _scores(
-    p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums,
-    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * WORDS, live, ring, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, True, ASM)
-    BEHIND: tl.constexpr = WORDS * 2  # bytes of a slot before the scales
-    AHEAD: tl.constexpr = _ahead(BITS, MODE, STRIDE)
+    parts = _codes(p_k, at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
+    BEHIND: tl.constexpr = KEYS.words * 2  # bytes of a slot before the scales
+    AHEAD: tl.constexpr = _ahead(KEYS.bits, KEYS.mode, KEYS.pieces)
     scores = ()
-    if MODE < 2:  # groups of channels of one token
-        GROUPS: tl.constexpr = SLICES * 16 // GROUP
-        EACH: tl.constexpr = GROUP // 16
-        BOTH: tl.constexpr = 1 + MODE  # scales, or scales and zero points
+    if KEYS.inner:  # groups of channels of one token
+        GROUPS: tl.constexpr = SLICES * 16 // KEYS.group
+        EACH: tl.constexpr = KEYS.group // 16
+        BOTH: tl.constexpr = KEYS.columns  # scales, or scales and zero points
         HALF: tl.constexpr = GROUPS * BOTH * 16
         for h in tl.static_range(2):
             scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
@@ -223,19 +224,19 @@ def _scores(
                 own = scale[g * BOTH]
                 if h == 1 and AHEAD > 1:
                     own = own * (1 / AHEAD)
-                if MODE == 0:
-                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH], sums[g] * (AHEAD if h == 1 else 1.0))
+                if KEYS.symmetric:
+                    b_dot = tl.dot(parts[h * KEYS.pieces + g * EACH], q[g * EACH], sums[g] * (AHEAD if h == 1 else 1.0))
                 else:
-                    b_dot = tl.dot(parts[h * STRIDE + g * EACH], q[g * EACH])
+                    b_dot = tl.dot(parts[h * KEYS.pieces + g * EACH], q[g * EACH])
                 for i in tl.static_range(1, EACH):
-                    b_dot = tl.dot(parts[h * STRIDE + g * EACH + i], q[g * EACH + i], b_dot)
+                    b_dot = tl.dot(parts[h * KEYS.pieces + g * EACH + i], q[g * EACH + i], b_dot)
                 b_dot = b_dot * own[:, :, None]
                 b_s = b_dot if g == 0 else b_s + b_dot  # noqa: F821
-                if MODE == 1:
+                if KEYS.zeros:
                     b_s += sums[g] * scale[g * 2 + 1][:, :, None]
             scores = scores + (b_s,)
     else:  # groups of tokens of one channel: scales multiply the query
-        PER: tl.constexpr = GROUP // 32
+        PER: tl.constexpr = KEYS.group // 32
         at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * 32)
         b_zero = tl.zeros([NW, 16, N], tl.float32)
         b_0 = tl.zeros([NW, 16, N], tl.float32)
@@ -245,7 +246,7 @@ def _scores(
             b_zero = tl.dot(zero, plain[i], b_zero)
             b_q = _scaled(q[i], scale, NW, N)
             b_0 = tl.dot(parts[i], b_q, b_0)
-            b_1 = tl.dot(parts[STRIDE + i], b_q, b_1)
+            b_1 = tl.dot(parts[KEYS.pieces + i], b_q, b_1)
         if AHEAD > 1:
             b_1 = b_1 * (1 / AHEAD)
         scores = (b_0 + b_zero * 2.0**-24, b_1 + b_zero * 2.0**-24)
@@ -254,37 +255,39 @@ def _scores(
 
 @triton.jit
 def _add(
-    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc,
-    SLICES: tl.constexpr, STRIDE: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room, BYTE: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES: tl.constexpr, BYTE: tl.constexpr,
+    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16, N],
     every row the same. BYTE: of a slot of the ring at which values begin.
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_v, at * WORDS, live, ring, BYTE, BITS, TILES, STRIDE, WORDS, MODE < 2, True, NW, True, ASM)
-    BEHIND: tl.constexpr = BYTE + WORDS * 2
+    parts = _codes(p_v, at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
+    BEHIND: tl.constexpr = BYTE + VALUES.words * 2
     made = ()
-    if MODE < 2:  # groups of tokens of one channel
-        PER: tl.constexpr = GROUP // 32
-        BOTH: tl.constexpr = 1 + MODE
+    if VALUES.inner:  # groups of tokens of one channel
+        PER: tl.constexpr = VALUES.group // 32
+        BOTH: tl.constexpr = VALUES.columns
         at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * BOTH * 16)
         scale = _columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
         for i in tl.static_range(SLICES):
-            if MODE == 0:
-                b_dot = tl.dot(parts[STRIDE + i], b_1, b_sum * (_unit(BITS, MODE) * _place(i, BITS) * 2.0**-24))
+            if VALUES.symmetric:
+                b_dot = tl.dot(
+                    parts[VALUES.pieces + i],
+                    b_1,
+                    b_sum * (_unit(VALUES.bits, VALUES.mode) * _place(i, VALUES.bits) * 2.0**-24),
+                )
             else:
-                b_dot = tl.dot(parts[STRIDE + i], b_1)
+                b_dot = tl.dot(parts[VALUES.pieces + i], b_1)
             b_dot = tl.dot(parts[i], b_0, b_dot)
             b_acc = acc[i] + b_dot * scale[i * BOTH][:, :, None]
-            if MODE == 1:
-                b_acc += b_sum * (scale[2 * i + 1] * (_place(i, BITS) * 2.0**-24))[:, :, None]
+            if VALUES.zeros:
+                b_acc += b_sum * (scale[2 * i + 1] * (_place(i, VALUES.bits) * 2.0**-24))[:, :, None]
             made = made + (b_acc,)
     else:  # groups of channels of one token: scales multiply the probabilities
-        GROUPS: tl.constexpr = SLICES * 16 // GROUP
-        EACH: tl.constexpr = GROUP // 16
+        GROUPS: tl.constexpr = SLICES * 16 // VALUES.group
+        EACH: tl.constexpr = VALUES.group // 16
         zeros = ()
         for g in tl.static_range(GROUPS):
             at_0 = at * (GROUPS * 64) + g * 32
@@ -295,6 +298,6 @@ def _add(
             zeros = zeros + (tl.dot(b_z1, b_1, tl.dot(b_z0, b_0, acc[SLICES + g])),)
             for i in tl.static_range(EACH):
                 b_acc = tl.dot(parts[g * EACH + i], b_p0, acc[g * EACH + i])
-                made = made + (tl.dot(parts[STRIDE + g * EACH + i], b_p1, b_acc),)
+                made = made + (tl.dot(parts[VALUES.pieces + g * EACH + i], b_p1, b_acc),)
         made = made + zeros
     return made

@@ -44,7 +44,7 @@ from .int8.step import _byte_step
 from .int8.values import constants
 from .integers import _add, _key_place, _place, _scores, _unit
 from .merge import _at_a_time, _joined, _merge, _numbers, _over_warps, _share
-from .numbers import IN_BYTES, LOW, _transposed
+from .numbers import LOW, _transposed
 from .ring import _arrive, _fetch, _open_ring
 from .rotation import _across, _butterflies, _hadamard, _of_parity, _rotated, _sign, _value_channels
 from .softmax import _operand, _parities, _risen
@@ -55,53 +55,47 @@ from .tiles import _halved, _spot
 @triton.jit
 def _step(
     p_k, p_ks, p_v, p_vs, i_head, first, stop, ring, q, plain, sums, unit, b_m, b_l, acc,
-    p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS: tl.constexpr,
-    SLICES: tl.constexpr, STEP: tl.constexpr, K_FOUR: tl.constexpr, V_FIRST: tl.constexpr, PAIRED: tl.constexpr,
-    K_FULL: tl.constexpr, K_TIER: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
-    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
-    V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
-    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, room,
+    p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    PAIRS: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
-    MIXED: tl.constexpr = ASM and PAIRED and K_MODE == 3
+    MIXED: tl.constexpr = ASM and PAIRED and KEYS.grid
     b_block = first + tl.arange(0, NW)
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
-    if K_MODE == 4:
+    if KEYS.tiers:
         b_0, b_1 = _tier_scores(
-            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_GROUP, K_FULL, K_TIER, room, NW, N, ASM,
+            p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS, SLICES, NW, N, ASM
         )  # fmt: skip
-    elif K_MODE == 3:
+    elif KEYS.grid:
         b_0, b_1 = _grid_scores(
-            p_k, p_ks, i_head, b_block, b_live, ring, q, SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, room,
-            p_kt, norms[0], STEP, K_FOUR, MIXED, NW, N, ASM,
+            p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_kt, norms[0], KEYS, SLICES, STEP, MIXED,
+            NW, N, ASM,
         )  # fmt: skip
     elif PAIRS > 0:
         b_0, b_1 = _turned_scores(
-            p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, PAIRS, room, NW, N, ASM,
+            p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q, room, KEYS, SLICES, PAIRS, NW, N,
+            ASM,
         )  # fmt: skip
     else:
         b_0, b_1 = _scores(
-            p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N, ASM,
+            p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS, SLICES, NW, N, ASM
         )  # fmt: skip
     if MASK:
         b_0 = tl.where(b_live[:, None, None], b_0, LOW)
         b_1 = tl.where(b_live[:, None, None], b_1, LOW)
     unit = tl.broadcast_to(unit[:, None, :], [NW, 16, N])
-    b_m, b_l, acc = _risen(b_0, b_1, b_m, b_l, unit, acc, V_MODE, ASM)
+    b_m, b_l, acc = _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES, ASM)
     b_0 = tl.exp2(b_0 * unit - b_m)
     b_1 = tl.exp2(b_1 * unit - b_m)
     if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
         b_0 = tl.where(b_live[:, None, None], b_0, 0.0)
         b_1 = tl.where(b_live[:, None, None], b_1, 0.0)
-    if V_MODE == 3:
+    if VALUES.grid:
         b_sum = b_0 + b_1
         acc = _add_points(
-            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, SLICES, V_TILES, V_WORDS, V_BITS, room,
-            K_HELD, p_vt, norms[1], STEP, V_FIRST, PAIRED, MIXED, NW, N, ASM,
+            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_vt, norms[1], VALUES, KEYS.slot,
+            SLICES, STEP, PAIRED, MIXED, NW, N, ASM,
         )  # fmt: skip
     else:
         ones = tl.full([NW, 16, 16], 1.0, tl.float16)
@@ -109,8 +103,8 @@ def _step(
         b_1 = _operand(b_1.to(tl.float16), NW, N, ASM)
         b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
         acc = _add(
-            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc,
-            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, K_HELD, NW, N, ASM,
+            p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES, KEYS.slot, SLICES,
+            NW, N, ASM,
         )  # fmt: skip
     return b_m, b_l + b_sum, acc
 
@@ -140,17 +134,8 @@ def attend_kernel(
     factor, k_unit, v_unit,
     HEADS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr,
-    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_STRIDE: tl.constexpr,
-    K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
-    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_STRIDE: tl.constexpr,
-    V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
-    K_FULL: tl.constexpr, K_TIER: tl.constexpr,
-    K_FOUR: tl.constexpr, K_SHARED: tl.constexpr, K_ENTRIES: tl.constexpr, K_PAIRS: tl.constexpr,
-    V_FOUR: tl.constexpr, V_SHARED: tl.constexpr, V_ENTRIES: tl.constexpr, V_PAIRS: tl.constexpr,
-    SAME: tl.constexpr, STEP: tl.constexpr, V_FIRST: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
-    K_FACTOR: tl.constexpr, V_FACTOR: tl.constexpr,
-    K_SCALES: tl.constexpr, K_PER: tl.constexpr, K_HELD: tl.constexpr,
-    V_SCALES: tl.constexpr, V_PER: tl.constexpr, V_HELD: tl.constexpr, SLOTS: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRED: tl.constexpr, SLOTS: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +151,7 @@ def attend_kernel(
     """
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
-    ZEROS: tl.constexpr = D // V_GROUP if V_MODE == 2 and PAIRED == 0 else 0
+    ZEROS: tl.constexpr = D // VALUES.group if VALUES.outer and PAIRED == 0 else 0
     EACH: tl.constexpr = 2 if PAIRED else 1  # columns of a query row
     BYTES: tl.constexpr = PAIRED == 2
     ROOM: tl.constexpr = N // EACH
@@ -180,23 +165,25 @@ def attend_kernel(
     o_q = ((i_head * RATIO + n % RATIO) * QUERIES + n // RATIO) * D
 
     # heads of scales
-    norms = (i_batch.to(tl.int64) if K_SHARED else i_head, i_batch.to(tl.int64) if V_SHARED else i_head)
+    norms = (
+        i_batch.to(tl.int64) if KEYS.shared_norm else i_head,
+        i_batch.to(tl.int64) if VALUES.shared_norm else i_head,
+    )
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
     start, stop = _share(i_split, blocks, splits, early, less, extra, NW, LONG)
     middle = start + (stop - start) // NW * NW
-    SLOT: tl.constexpr = K_HELD + V_HELD
-    K_ORDER: tl.constexpr = D if K_MODE == 4 else 0
+    SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     FETCH: tl.constexpr = ASM and SLOT > 0
-    OWN: tl.constexpr = NW == 1 or BYTES or (K_MODE == 3 and V_MODE == 3)
+    OWN: tl.constexpr = NW == 1 or BYTES or (KEYS.grid and VALUES.grid)
     # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
-    EARLY: tl.constexpr = FETCH and (K_MODE < 3 or K_MODE == IN_BYTES) and PAIRS == 0
+    EARLY: tl.constexpr = FETCH and (not (KEYS.tiers or KEYS.grid)) and PAIRS == 0
     b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
     thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
     lane = thread % 32
     swapped = lane * 16 ^ lane // 8 % 2 * 16
     # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind the query's use
-    if BYTES and K_MODE < 3:
+    if BYTES and not KEYS.points:
         n_4 = i_chunk * ROOM + tl.arange(0, ROOM)
         channel = tl.arange(0, triton.next_power_of_2(D))
         o_4 = ((i_head * RATIO + n_4 % RATIO) * QUERIES + n_4 // RATIO) * D
@@ -204,15 +191,15 @@ def attend_kernel(
         b_q = tl.load(p_q + o_4[:, None] + channel[None, :], mask=inside, other=0.0)
     if EARLY:
         origins, base = _open_ring(
-            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, K_ORDER,
-            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, K_ENTRIES + V_ENTRIES, SLOTS, NW,
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
+            SLOTS, NW,
         )  # fmt: skip
 
     # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
-    PEAK: tl.constexpr = 0.5 if (K_MODE == 2 and PAIRS == 0) or K_MODE == 4 else 16.0
+    PEAK: tl.constexpr = 0.5 if (KEYS.outer and PAIRS == 0) or KEYS.tiers else 16.0
     b_peak = tl.zeros([N], tl.float32)
-    if K_MODE == IN_BYTES:  # one maximum across lanes for all slices
+    if KEYS.points:  # one maximum across lanes for all slices
         b_high = tl.zeros([16, N], tl.float32)
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
@@ -222,7 +209,7 @@ def attend_kernel(
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_q.to(tl.float32)), 0))
     # at least 2^-100, of grids and before RoPE 2^-76: LOW times `unit` must stay far below every score
-    lowest: tl.constexpr = (51 if K_MODE == 3 or PAIRS > 0 else 27) << 23
+    lowest: tl.constexpr = (51 if KEYS.grid or PAIRS > 0 else 27) << 23
     exponent = tl.maximum(b_peak.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
     b_down = ((254 << 23) - exponent).to(tl.float32, bitcast=True) * PEAK
     b_up = exponent.to(tl.float32, bitcast=True) * (1 / PEAK)
@@ -230,7 +217,7 @@ def attend_kernel(
     i_group = i_head * CHUNKS + i_chunk
     # where this program's output will lie
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + (i_group * parts + i_split) * (2 * ROOM * D)
-    if K_MODE == IN_BYTES:
+    if KEYS.points:
         plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, 1, False, NW, N)
         b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
         for i in tl.static_range(SLICES):
@@ -252,7 +239,7 @@ def attend_kernel(
         n_t = i_chunk * ROOM + r % 8 // 2
         there = n_t < RATIO * QUERIES
         o_t = ((i_head * RATIO + n_t % RATIO) * QUERIES + n_t // RATIO) * D
-        if K_MODE == 2:  # powers of two: below 1
+        if KEYS.outer:  # powers of two: below 1
             b_up = (b_up.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
             b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROOM, 2]), [16])
             plain_q = _plain_queries(p_q, o_t, there, b_down, D, NW)
@@ -270,34 +257,34 @@ def attend_kernel(
             for i in tl.static_range(SLICES):
                 b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
                 b_q = b_q.to(tl.float32) / b_up[None, :]
-                b_q = b_q.to(tl.float16).to(tl.float32) if K_MODE == 2 else tl.floor(b_q + 0.5)
+                b_q = b_q.to(tl.float16).to(tl.float32) if KEYS.outer else tl.floor(b_q + 0.5)
                 q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
-        if ASM and K_MODE < 2:
-            sums = _begun(q, SLICES, K_STRIDE, K_BITS, K_MODE)
-    elif K_MODE == 4:
+        if ASM and KEYS.inner:
+            sums = _begun(q, SLICES, KEYS.pieces, KEYS.bits, KEYS.mode)
+    elif KEYS.tiers:
         channel = tl.arange(0, triton.next_power_of_2(D))
         b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
         b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
         at, inside = channel[:, None] * N + column[None, :], channel[:, None] < D + 0 * column[None, :]
         _fit_table(p_fit, b_q, at, inside, 2 * N * triton.next_power_of_2(D), ASM)
         tl.debug_barrier()
-    elif K_MODE == 3:
-        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, K_FACTOR, K_FOUR, NW, N)
+    elif KEYS.grid:
+        plain = _rotated(p_q, p_k_sign, o_q, b_row, b_down, i_kv, SLICES, D, WIDTH, KEYS.factor, KEYS.quads, NW, N)
         for i in tl.static_range(SLICES):
             q = q + (plain[i].to(tl.float16),)
     elif PAIRS > 0:
         for i in tl.static_range(SLICES):
-            if K_MODE < 2 and i >= 2 * PAIRS:
+            if KEYS.inner and i >= 2 * PAIRS:
                 b_q = _joined_queries(p_q + o_q[None, :] + i * 16, b_row[None, :], N)
             else:
                 b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
             q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
         if ASM:
-            _names(p_near, K_BITS)
+            _names(p_near, KEYS.bits)
     else:
         TALL: tl.constexpr = max(N, 16)
-        if K_MODE == 2:  # by rows, see `_transposed`
+        if KEYS.outer:  # by rows, see `_transposed`
             tall = tl.arange(0, TALL)
             n_t = i_chunk * ROOM + tall // EACH
             b_there = (tall < N) & (n_t < RATIO * QUERIES)
@@ -309,14 +296,14 @@ def attend_kernel(
             top = tl.maximum(b_high.to(tl.int32, bitcast=True) & 0x7F800000, lowest)
             b_shrink = ((254 << 23) - top).to(tl.float32, bitcast=True) * PEAK
         b_none = 0.0
-        if K_MODE == 1:  # zeros in the layout of a product: without them sums, and scores with them, take another
+        if KEYS.zeros:  # zeros in the layout of a product: without them sums, and scores with them, take another
             b_none = tl.dot(tl.zeros([NW, 16, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16))
         for i in tl.static_range(SLICES):
             b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
             b_q = b_q.to(tl.float32) * b_down[None, :]
-            place = _key_place(0, i, K_BITS, K_MODE, K_STRIDE)
+            place = _key_place(0, i, KEYS.bits, KEYS.mode, KEYS.pieces)
             b_fit = tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, 16, N])
-            if K_MODE == 2:
+            if KEYS.outer:
                 b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
                 b_q = b_q.to(tl.float32) * b_shrink[:, None]
                 q = q + (tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, TALL, 16]),)
@@ -324,47 +311,47 @@ def attend_kernel(
             else:
                 q = q + (b_fit,)
                 b_total = tl.sum(b_fit.to(tl.float32), 1) * place
-                if i % (K_GROUP // 16) == 0:
+                if i % (KEYS.group // 16) == 0:
                     b_group = b_total
                 else:
                     b_group += b_total
-                if (i + 1) % (K_GROUP // 16) == 0:
-                    b_group = b_group * (_unit(K_BITS, K_MODE) * 2.0**-24)
+                if (i + 1) % (KEYS.group // 16) == 0:
+                    b_group = b_group * (_unit(KEYS.bits, KEYS.mode) * 2.0**-24)
                     sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]) + b_none,)
-    scale: tl.constexpr = WIDTH**-0.5 if K_MODE == 3 or K_MODE == IN_BYTES else 1.0 if PAIRS > 0 or BYTES else 2.0**24
+    scale: tl.constexpr = WIDTH**-0.5 if KEYS.grid or KEYS.points else 1.0 if PAIRS > 0 or BYTES else 2.0**24
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * scale))[None, :], [NW, N])
 
-    if ASM and PAIRED and K_MODE == 3:
+    if ASM and PAIRED and KEYS.grid:
         _parities()
-    if ASM and K_ENTRIES + V_ENTRIES > 0:  # noqa: SIM102
+    if ASM and KEYS.entries + VALUES.entries > 0:  # noqa: SIM102
         if i_split < splits:
-            _tables(p_kt, p_vt, i_split * 0, K_ENTRIES, K_PAIRS, V_ENTRIES, V_PAIRS, SAME, STEP)
+            _tables(p_kt, p_vt, i_split * 0, KEYS, VALUES, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
     if BYTES and ASM:
-        HALVES: tl.constexpr = _halved(K_WORDS) or _halved(V_WORDS)
+        HALVES: tl.constexpr = _halved(KEYS.words) or _halved(VALUES.words)
         b_m, places = _byte_state(
-            unit, base + tl.arange(0, NW) * (SLOT * SLOTS), D, K_MODE, K_GROUP, V_MODE, HALVES, NW, N
+            unit, base + tl.arange(0, NW) * (SLOT * SLOTS), KEYS, VALUES, D, HALVES, NW, N
         )  # fmt: skip
-        if K_MODE == 2:
+        if KEYS.outer:
             sums = (_byte_base(unit, NW, N),)
-        plain = _constants(room, constants(SLICES, V_TILES, V_BITS, V_MODE), NW, N)
-        tables = _byte_tables(p_kt, points_tensors(K_MODE, K_GROUP), NW, N)
+        plain = _constants(room, constants(SLICES, VALUES.tiles, VALUES.bits, VALUES.mode), NW, N)
+        tables = _byte_tables(p_kt, points_tensors(KEYS.mode, KEYS.group), NW, N)
         if not SAME:
-            tables = tables + _byte_tables(p_vt, points_tensors(V_MODE, V_GROUP), NW, N)
+            tables = tables + _byte_tables(p_vt, points_tensors(VALUES.mode, VALUES.group), NW, N)
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = ()
     for _ in tl.static_range(WIDE + ZEROS):
         acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
     fit = 0
-    if K_MODE == 4:
+    if KEYS.tiers:
         TALL: tl.constexpr = max(N, 16)
         fit = tl.arange(0, TALL)[None, :, None] * 2 + _spot(NW, 16, TALL)
     if FETCH and not EARLY:
         origins, base = _open_ring(
-            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, K_ORDER,
-            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, K_ENTRIES + V_ENTRIES, SLOTS, NW,
+            p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
+            SLOTS, NW,
         )  # fmt: skip
     if FETCH:
         b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
@@ -374,22 +361,18 @@ def attend_kernel(
             _arrive(SLOTS - 2, OWN, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
             _fetch(
-                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, K_ORDER,
-                K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
+                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW,
             )  # fmt: skip
         if BYTES:
             b_m, b_l, acc, q = _byte_step(
                 p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q, tables,
-                p_kt, p_vt, unit, b_m, b_l, acc, SAME,
-                SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
-                V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD, room, NW, N, ASM,
+                p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
             )  # fmt: skip
         else:
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
-                SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP,
-                K_HELD, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, False,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
+                PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, False,
             )  # fmt: skip
         if FETCH:
             o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
@@ -399,15 +382,13 @@ def attend_kernel(
                 _arrive(0, OWN, NW)
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, PAIRS,
-                SLICES, STEP, K_FOUR, V_FIRST, PAIRED, K_FULL, K_TIER,
-                K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD,
-                V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N, ASM, True,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
+                PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
             )  # fmt: skip
     if FETCH:
         _arrive(0, OWN, NW)
     if BYTES and ASM:
-        if V_MODE == 2:
+        if VALUES.outer:
             shift = tl.sum(_spread_state(b_m, (3, 3, -1, -1)), 1)
         b_l = _spread_state(b_m, (1, 1, -1, -1))
         b_m = _spread_state(b_m, (0, 0, 0, 0))
@@ -418,41 +399,43 @@ def attend_kernel(
         odd = column % 2 == 1
         for i in tl.static_range(WIDE):
             b_unit = tl.where(
-                odd, 1 / _byte_place(2 * i + 1, V_BITS, V_MODE), 1 / _byte_place(2 * i, V_BITS, V_MODE)
+                odd,
+                1 / _byte_place(2 * i + 1, VALUES.bits, VALUES.mode),
+                1 / _byte_place(2 * i, VALUES.bits, VALUES.mode),
             ) * (1 / FULL_PROBABILITY)
             # sums show what integers do not
             b_o = acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :]
-            if V_MODE == 2 and ASM:
+            if VALUES.outer and ASM:
                 b_o += shift[:, None, :]
             out = out + (b_o,)
-    elif V_MODE == 3:
+    elif VALUES.grid:
         b_l = tl.sum(b_l, 1)
         out = acc
     else:
         b_l = tl.max(b_l, 1)
         for i in tl.static_range(SLICES):
-            b_o = acc[i] * (2.0**24 / _place(i, V_BITS))
-            if V_MODE == 2:
-                b_o += acc[SLICES + i * 16 // V_GROUP]
+            b_o = acc[i] * (2.0**24 / _place(i, VALUES.bits))
+            if VALUES.outer:
+                b_o += acc[SLICES + i * 16 // VALUES.group]
             out = out + (b_o,)
 
     # how channels of values lie in outputs
-    LAID: tl.constexpr = 1 if V_MODE == IN_BYTES and V_GROUP > 1 else PAIRED
-    if V_MODE == 3 or V_MODE == IN_BYTES:
+    LAID: tl.constexpr = 1 if VALUES.points and VALUES.group > 1 else PAIRED
+    if VALUES.grid or VALUES.points:
         turned = ()
         for i in tl.static_range(WIDE):
             b_o = tl.dot(_hadamard(NW, tl.float32), out[i], input_precision="tf32x3")
             turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
-        turned = _across(turned, WIDE, WIDTH // (16 * EACH), V_FACTOR, True)
+        turned = _across(turned, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
         turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
         out = ()
         for i in tl.static_range(WIDE):
-            channel = _value_channels(i, r[:, None], column[None, :] % EACH, LAID, V_FOUR)
+            channel = _value_channels(i, r[:, None], column[None, :] % EACH, LAID, VALUES.quads)
             sign = _sign(p_v_sign, i_kv * D + channel) * (v_unit * WIDTH**-0.5)
             out = out + (turned[i] * sign[None],)
 
     # what tables and tiers leave of shared memory
-    FEW: tl.constexpr = 2 if K_ENTRIES + V_ENTRIES + PAIRS == 0 and K_MODE < 4 else 1
+    FEW: tl.constexpr = 2 if KEYS.entries + VALUES.entries + PAIRS == 0 and not (KEYS.tiers or KEYS.points) else 1
     b_behind = QUERIES - 1 - n // RATIO
     if i_split >= early:
         own = (i_split - early) * share
@@ -465,14 +448,14 @@ def attend_kernel(
             b_m, b_l, exact = _exact(
                 p_sink_k, p_sink_v, p_exact_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - b_behind, 0),
                 own, tl.minimum(own + share, sink), factor, b_m, b_l, exact,
-                SLICES, PAIRED == 1, V_FOUR, FEW, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
+                SLICES, PAIRED == 1, VALUES.quads, FEW, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
             )  # fmt: skip
         else:
             own -= sink_parts * share
             b_m, b_l, exact = _exact(
                 p_recent_k, p_recent_v, p_exact_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
                 recent - b_behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, exact,
-                SLICES, PAIRED == 1, V_FOUR, FEW, NW, N, ASM, RING,
+                SLICES, PAIRED == 1, VALUES.quads, FEW, NW, N, ASM, RING,
                 p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
                 sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
             )  # fmt: skip
@@ -490,9 +473,11 @@ def attend_kernel(
     for i in tl.static_range(0, WIDE, TOGETHER):
         which = i + _numbers(TOGETHER)
         b_o = _over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
-        channel = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, V_FOUR)
+        channel = _value_channels(
+            which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, VALUES.quads
+        )
         if LAID != PAIRED:  # exact tokens' outputs are never rotated, and have programs of their own
-            own = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, V_FOUR)
+            own = _value_channels(which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, VALUES.quads)
             channel = tl.where(i_split < early, own, channel)
         tl.store(p_part + o_part[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
     o_stat = (i_group * parts + i_split) * 2 * ROOM + column // EACH

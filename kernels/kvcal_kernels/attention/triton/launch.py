@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.compiler.compiler import make_backend
 
 from ...layout import Blocks, Form
-from ...layout.form import POINTS
 from ...layout.rope import Rope
 from ...triton import Prepared, Ready, interpreted
 from ..checks import Exact, _check_all, check_layouts
@@ -165,7 +164,7 @@ def _turns(rope: Rope | None, unused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plan(
-    fixed: dict[str, int],
+    fixed: dict[str, Any],
     batch: int,
     room: int,
     windows: tuple[int, int],
@@ -177,12 +176,13 @@ def _plan(
     return plan(groups, room, windows, launch.warps, at_once * _processors(device), _carried(fixed), launch)
 
 
-def _carried(fixed: dict[str, int]) -> bool:
+def _carried(fixed: dict[str, Any]) -> bool:
     """Whether packed tokens' programs may have exact tokens, too: not where outputs' channels lie otherwise. Before RoPE and
     of tiers they could, but take longer (H200, MixKVQ at G = 128, 32 x 32768: 268 in place of 263 us; KIVI 413 of 412).
     """
-    mixed = fixed["V_MODE"] == POINTS and fixed["V_GROUP"] > 1
-    return not (mixed or fixed["PAIRS"] or fixed["K_MODE"] == 4)
+    keys, values = fixed["KEYS"], fixed["VALUES"]
+    mixed = values.points and values.group > 1
+    return not (mixed or fixed["PAIRS"] or keys.tiers)
 
 
 def reserve(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...layout.form import POINTS, field_number, together
+from ...layout.form import field_number, together
 from ...triton import half
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
-IN_BYTES = tl.constexpr(POINTS)  # K_MODE, V_MODE
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
 _field_number, _together = triton.constexpr_function(field_number), triton.constexpr_function(together)
 

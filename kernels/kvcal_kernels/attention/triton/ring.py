@@ -81,69 +81,70 @@ def _arrive(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
 
 @triton.jit
 def _origins(
-    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER: tl.constexpr,
-    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
-    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
     """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring. i_scales:
     the heads of keys' and of values' scales, which may be of all heads.
     """
     found = ()
-    if K_HELD > 0:
-        found = found + ((p_k + i_head * room * K_WORDS).to(tl.int64) + lane * 16,)
-        found = found + ((p_ks + i_scales[0] * (room // K_PER) * K_SCALES).to(tl.int64) + lane * _width(K_SCALES * 2),)
-        found = found + ((p_order + i_head * (room // K_PER) * K_ORDER).to(tl.int64) + lane * _width(K_ORDER),)
-    if V_HELD > 0:
-        found = found + ((p_v + i_head * room * V_WORDS).to(tl.int64) + lane * 16,)
-        found = found + ((p_vs + i_scales[1] * (room // V_PER) * V_SCALES).to(tl.int64) + lane * _width(V_SCALES * 2),)
+    if KEYS.slot > 0:
+        found = found + ((p_k + i_head * room * KEYS.words).to(tl.int64) + lane * 16,)
+        found = found + (
+            (p_ks + i_scales[0] * (room // KEYS.scale_blocks) * KEYS.scales).to(tl.int64)
+            + lane * _width(KEYS.scales * 2),
+        )
+        found = found + (
+            (p_order + i_head * (room // KEYS.scale_blocks) * KEYS.order).to(tl.int64) + lane * _width(KEYS.order),
+        )
+    if VALUES.slot > 0:
+        found = found + ((p_v + i_head * room * VALUES.words).to(tl.int64) + lane * 16,)
+        found = found + (
+            (p_vs + i_scales[1] * (room // VALUES.scale_blocks) * VALUES.scales).to(tl.int64)
+            + lane * _width(VALUES.scales * 2),
+        )
     return found
 
 
 @triton.constexpr_function
-def _pieces(k_held, k_words, k_scales, k_order, v_held, v_words, v_scales):
+def _pieces(keys, values):
     """(bytes, whether tiles of words) of what goes through the ring."""
-    keys, values = ((2 * k_words, True), (2 * k_scales, False)), ((2 * v_words, True), (2 * v_scales, False))
-    keys = (*keys, (k_order, False)) if k_order else keys
-    return (keys if k_held else ()) + (values if v_held else ())
+    of_keys = ((2 * keys.words, True), (2 * keys.scales, False), *(((keys.order, False),) if keys.order else ()))
+    of_values = ((2 * values.words, True), (2 * values.scales, False))
+    return (of_keys if keys.slot else ()) + (of_values if values.slot else ())
 
 
 @triton.jit
 def _fetch(
-    origins, first, last, slot, lane, swapped, K_ORDER: tl.constexpr,
-    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
-    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr, NW: tl.constexpr,
+    origins, first, last, slot, lane, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
     int32 [32 NW].
     """
-    PIECES: tl.constexpr = _pieces(K_HELD, K_WORDS, K_SCALES, K_ORDER, V_HELD, V_WORDS, V_SCALES)
+    PIECES: tl.constexpr = _pieces(KEYS, VALUES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
     given = (slot, lane, swapped)
-    if K_HELD > 0:
-        given = given + (block, origins[0], block // K_PER, origins[1])
-        if K_ORDER > 0:
-            given = given + (block // K_PER, origins[2])
-    if V_HELD > 0:
-        FIRST: tl.constexpr = 3 if K_HELD > 0 else 0
-        given = given + (block, origins[FIRST], block // V_PER, origins[FIRST + 1])
+    if KEYS.slot > 0:
+        given = given + (block, origins[0], block // KEYS.scale_blocks, origins[1])
+        if KEYS.order > 0:
+            given = given + (block // KEYS.scale_blocks, origins[2])
+    if VALUES.slot > 0:
+        FIRST: tl.constexpr = 3 if KEYS.slot > 0 else 0
+        given = given + (block, origins[FIRST], block // VALUES.scale_blocks, origins[FIRST + 1])
     tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), given, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _open_ring(
-    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, K_ORDER: tl.constexpr,
-    K_HELD: tl.constexpr, K_WORDS: tl.constexpr, K_SCALES: tl.constexpr, K_PER: tl.constexpr,
-    V_HELD: tl.constexpr, V_WORDS: tl.constexpr, V_SCALES: tl.constexpr, V_PER: tl.constexpr,
-    ENTRIES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
+    p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """`_origins`, and where the ring lies; all of its slots but one begin to fill."""
-    SLOT: tl.constexpr = K_HELD + V_HELD
+    SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     origins = _origins(
-        p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, K_ORDER,
-        K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER,
+        p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS, VALUES,
     )  # fmt: skip
     base = tl.inline_asm_elementwise(
-        _ring(SLOT * SLOTS * NW, _beyond(NW, ENTRIES, SLOT * SLOTS)),
+        _ring(SLOT * SLOTS * NW, _beyond(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
         "=r,r",
         [zero],
         dtype=tl.int32,
@@ -153,7 +154,6 @@ def _open_ring(
     to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
     for ahead in tl.static_range(SLOTS - 1):
         _fetch(
-            origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, K_ORDER,
-            K_HELD, K_WORDS, K_SCALES, K_PER, V_HELD, V_WORDS, V_SCALES, V_PER, NW,
+            origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, KEYS, VALUES, NW,
         )  # fmt: skip
     return origins, base

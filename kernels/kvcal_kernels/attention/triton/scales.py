@@ -103,22 +103,24 @@ def _row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _token_scales(p_scale, live, COUNT: tl.constexpr, MODE: tl.constexpr):
+def _token_scales(
+    p_scale, live, COUNT: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
     """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no zero
     points, scales in their place. Stored as `_columns` has them.
     """
-    WIDTH: tl.constexpr = _together(COUNT * (1 + MODE))
+    WIDTH: tl.constexpr = _together(COUNT * SIDE.columns)
     kind: tl.constexpr = tl.int64 if WIDTH == 4 else tl.int32 if WIDTH == 2 else tl.int16
     r = tl.arange(0, 16)[None, :]
     column = ()
-    for i in tl.static_range(COUNT * (1 + MODE) // WIDTH):
+    for i in tl.static_range(COUNT * SIDE.columns // WIDTH):
         x = tl.load((p_scale + i * 16 * WIDTH).to(tl.pointer_type(kind)) + r, mask=live, other=0)
         for j in tl.static_range(WIDTH):
             column = column + (half(x, j)[:, :, None],)
     scale, zero = (), ()
     for g in tl.static_range(COUNT):
-        scale = scale + (column[g * (1 + MODE)],)
-        zero = zero + (column[g * (1 + MODE) + MODE],)
+        scale = scale + (column[g * SIDE.columns],)
+        zero = zero + (column[g * SIDE.columns + SIDE.mode],)
     return scale, zero
 
 

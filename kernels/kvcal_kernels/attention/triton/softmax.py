@@ -114,19 +114,19 @@ def _faded(acc, fade):
 
 
 @triton.constexpr_function
-def _slack(v_mode):
+def _slack(values):
     """Powers of two by which scores may pass the maximum that is subtracted from them; by which it is above the scores when it
     rises. Probabilities alone are float16 up to 2^15. Times a scale or a norm, which may be 65504, they must not pass 1.
     """
-    return (0.0, 3.0) if v_mode >= 2 else (8.0, 0.0)
+    return (0.0, 3.0) if not values.inner else (8.0, 0.0)
 
 
 @triton.jit
-def _risen(b_0, b_1, b_m, b_l, unit, acc, V_MODE: tl.constexpr, ASM: tl.constexpr):
+def _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while
     no score of a warp passes its column's maximum by more than `_slack` says.
     """
-    SLACK: tl.constexpr = _slack(V_MODE)
+    SLACK: tl.constexpr = _slack(VALUES)
     if ASM:
         COUNT: tl.constexpr = 1 + len(acc)
         made = tl.inline_asm_elementwise(

@@ -41,42 +41,49 @@ def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.co
 
 @triton.jit
 def _tier_scores(
-    p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit,
-    SLICES: tl.constexpr, FIELDS: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
-    FULL: tl.constexpr, FOUR: tl.constexpr, room, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
     from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see `_gathered`.
     """
-    EACH: tl.constexpr = GROUP // 32
-    at = (i_head * room + b_block)[:, None] * WORDS
+    EACH: tl.constexpr = KEYS.group // 32
+    at = (i_head * room + b_block)[:, None] * KEYS.words
     at_group = (i_head * (room // EACH) + b_block // EACH)[:, None]
     live = b_live[:, None]
-    BEHIND: tl.constexpr = WORDS * 2
-    ORDER: tl.constexpr = BEHIND + (SLICES - FULL) * 64
+    BEHIND: tl.constexpr = KEYS.words * 2
+    ORDER: tl.constexpr = BEHIND + (SLICES - KEYS.full) * 64
+    TILES: tl.constexpr = KEYS.tiles
     tiles = ()
     for u in tl.static_range(TILES):
-        if _halved(WORDS) and u == TILES - 1:
-            tiles = tiles + (_half_tile(p_k, at, live, ring, 0, 2 * FULL + u, 8, NW, ASM),)
+        if _halved(KEYS.words) and u == TILES - 1:
+            tiles = tiles + (_half_tile(p_k, at, live, ring, 0, 2 * KEYS.full + u, 8, NW, ASM),)
         else:
-            tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * FULL + u, False, NW, ASM),)
+            tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * KEYS.full + u, False, NW, ASM),)
     b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
     b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
     for i in tl.static_range(SLICES):
         b_t = _gathered(p_order + at_group * (SLICES * 16) + i * 16, p_fit, live, ring, ORDER + i * 16, fit, NW, N, ASM)
         b_q = _transposed(b_t, NW, N)
-        if i < FULL:
+        if i < KEYS.full:
             w = _tile(p_k, at, live, ring, 0, i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact0 = tl.dot(w, b_q, b_exact0)
-            w = _tile(p_k, at, live, ring, 0, FULL + i, False, NW, ASM).to(tl.float16, bitcast=True)
+            w = _tile(p_k, at, live, ring, 0, KEYS.full + i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact1 = tl.dot(w, b_q, b_exact1)
         else:
-            at_scale = at_group * ((SLICES - FULL) * 32) + (i - FULL) * 32
-            scale, zero = _pairs(p_ks, at_scale, live, ring, BEHIND + (i - FULL) * 64, NW, ASM)
+            at_scale = at_group * ((SLICES - KEYS.full) * 32) + (i - KEYS.full) * 32
+            scale, zero = _pairs(p_ks, at_scale, live, ring, BEHIND + (i - KEYS.full) * 64, NW, ASM)
             b_plain = tl.dot(zero, b_q, b_plain)
             b_q = _scaled(b_t, scale, NW, N)
-            b_0 = _lower(tiles, _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_0, ASM)
-            b_1 = _lower(tiles, FIELDS + _first(i - FULL, FOUR), 4 if i < FULL + FOUR else 2, b_q, b_1, ASM)
+            b_0 = _lower(tiles, _first(i - KEYS.full, KEYS.four), 4 if i < KEYS.full + KEYS.four else 2, b_q, b_0, ASM)
+            b_1 = _lower(
+                tiles,
+                KEYS.pieces + _first(i - KEYS.full, KEYS.four),
+                4 if i < KEYS.full + KEYS.four else 2,
+                b_q,
+                b_1,
+                ASM,
+            )
     return b_0 + (b_exact0 + b_plain) * 2.0**-24, b_1 + (b_exact1 + b_plain) * 2.0**-24
 
 

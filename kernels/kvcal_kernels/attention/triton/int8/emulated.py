@@ -6,35 +6,33 @@ import triton
 import triton.language as tl
 
 from ..integers import _codes, _key_place, _place
-from ..numbers import IN_BYTES
 from ..scales import _columns
 from .queries import FULL_PROBABILITY, FULL_QUERY, _byte_place
 
 
 @triton.jit
 def _plain_scores(
-    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, SLICES: tl.constexpr, STRIDE: tl.constexpr,
-    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
+    p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """For the interpreter: scores of both halves in powers of two, of queries that are rounded as ptx.py does."""
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
     made = ()
-    if MODE < IN_BYTES:
-        parts = _codes(p_k, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, MODE < 2, False, NW, False, False)
-    if MODE == IN_BYTES:
+    if not KEYS.points:
+        parts = _codes(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, False)
+    if KEYS.points:
         r = tl.arange(0, 16)
         for h in tl.static_range(2):
             b_s = tl.zeros([NW, 16, N], tl.float32)
             for i in tl.static_range(SLICES):
-                p_words = p_k + (at * WORDS)[:, :, None]
-                x = _byte_points(p_words, r[:, None], r[None, :], p_table, h, i, False, SLICES, BITS, GROUP)
+                p_words = p_k + (at * KEYS.words)[:, :, None]
+                x = _byte_points(p_words, r[:, None], r[None, :], p_table, h, i, False, SLICES, KEYS.bits, KEYS.group)
                 b_s += tl.dot(x, queries[i], input_precision="ieee")
             norm = tl.load(p_ks + (i_norm * room + block_at)[:, None] * 32 + h * 16 + r[None, :]).to(tl.float32)
             made = made + (b_s * norm[:, :, None] * unit[:, None, :],)
-    elif MODE == 2:
-        at_group = (i_head * (room // (GROUP // 32)) + block_at // (GROUP // 32))[:, None] * (SLICES * 32)
+    elif KEYS.outer:
+        at_group = (i_head * (room // (KEYS.group // 32)) + block_at // (KEYS.group // 32))[:, None] * (SLICES * 32)
         r = tl.arange(0, 16)[None, :]
         b_top, b_zero = tl.full([NW, N], 2.0**-24, tl.float32), tl.zeros([NW, N], tl.float32)
         scaled = ()
@@ -48,20 +46,20 @@ def _plain_scores(
         for h in tl.static_range(2):
             b_s = tl.zeros([NW, 16, N], tl.float32)
             for i in tl.static_range(SLICES):
-                x = _counted(parts[h * STRIDE + i], _key_place(h, i, BITS, MODE, STRIDE), BITS, MODE)
+                x = _counted(parts[h * KEYS.pieces + i], _key_place(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
                 b_s += tl.dot(x, tl.floor(scaled[i] / b_step[:, None, :] + 0.5), input_precision="ieee")
             made = made + ((b_s * b_step[:, None, :] + b_zero[:, None, :]) * unit[:, None, :],)
     else:
-        BOTH: tl.constexpr = 1 + MODE
-        COLUMNS: tl.constexpr = SLICES * 16 // GROUP * BOTH
+        BOTH: tl.constexpr = KEYS.columns
+        COLUMNS: tl.constexpr = SLICES * 16 // KEYS.group * BOTH
         for h in tl.static_range(2):
             scale = _columns(p_ks, (at * 2 + h) * COLUMNS * 16, live, at, 0, COLUMNS, False)
             b_s = tl.zeros([NW, 16, N], tl.float32)
             for i in tl.static_range(SLICES):
-                g: tl.constexpr = i * 16 // GROUP * BOTH
-                x = _counted(parts[h * STRIDE + i], _key_place(h, i, BITS, MODE, STRIDE), BITS, MODE)
+                g: tl.constexpr = i * 16 // KEYS.group * BOTH
+                x = _counted(parts[h * KEYS.pieces + i], _key_place(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
                 b_s += tl.dot(x, queries[i], input_precision="ieee") * scale[g][:, :, None]
-                if MODE == 1:
+                if KEYS.zeros:
                     b_s += tl.sum(queries[i], 1)[:, None, :] * scale[g + 1][:, :, None]
             made = made + (b_s * unit[:, None, :],)
     return made
@@ -126,13 +124,15 @@ def _byte_entry(p_table, code, number, BITS: tl.constexpr):
 
 
 @triton.jit
-def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.constexpr):
+def _value_sizes(
+    p_vs, at, HALF: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr
+):  # fmt: skip
     """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids; else 0."""
     size = tl.zeros([NW, 16], tl.float32)
-    if MODE == IN_BYTES:
+    if VALUES.points:
         norm = tl.load(p_vs + (at * 32 + HALF * 16)[:, None] + tl.arange(0, 16)[None, :]).to(tl.float32)
         size = tl.log2(tl.maximum(norm, 2.0**-24))
-    if MODE == 2:
+    if VALUES.outer:
         r = tl.arange(0, 16)[None, :]
         scale = tl.load(p_vs + (at * 64 + HALF * 32)[:, None] + (r // 2 * 4 + r % 2)).to(tl.float32)
         size = tl.log2(tl.maximum(scale, 2.0**-24))
@@ -141,49 +141,48 @@ def _value_sizes(p_vs, at, HALF: tl.constexpr, MODE: tl.constexpr, NW: tl.conste
 
 @triton.jit
 def _plain_added(
-    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, SLICES: tl.constexpr, STRIDE: tl.constexpr,
-    TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, GROUP: tl.constexpr, room,
-    NW: tl.constexpr, N: tl.constexpr,
+    p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, room, VALUES: tl.constexpr,
+    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as
     ptx.py does. s_0, s_1: `_value_sizes`.
     """
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
-    if MODE < IN_BYTES:
-        parts = _codes(p_v, at * WORDS, live, at, 0, BITS, TILES, STRIDE, WORDS, True, True, NW, False, False)
+    if not VALUES.points:
+        parts = _codes(p_v, at * VALUES.words, live, at, VALUES, 0, True, NW, False, False)
     p_0 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5)
     p_1 = tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
     b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
-    if MODE < 2:
-        BOTH: tl.constexpr = 1 + MODE
-        PER: tl.constexpr = GROUP // 32
+    if VALUES.inner:
+        BOTH: tl.constexpr = VALUES.columns
+        PER: tl.constexpr = VALUES.group // 32
         at_scale = (i_head * (room // PER) + block_at // PER)[:, None] * (SLICES * BOTH * 16)
         scale = _columns(p_vs, at_scale, live, at, 0, SLICES * BOTH, False)
-    elif MODE == 2:  # what zero points add to all channels
+    elif VALUES.outer:  # what zero points add to all channels
         r = tl.arange(0, 16)[None, :]
         p = p_vs + at * 64 + (r // 2 * 4 + r % 2 + 2)
         z_0, z_1 = tl.load(p).to(tl.float32)[:, :, None], tl.load(p + 32).to(tl.float32)[:, :, None]
         b_zero = tl.sum(tl.exp2(b_0) * z_0 + tl.exp2(b_1) * z_1, 1)[:, None, :] * fade * FULL_PROBABILITY
     found = ()
     for i in tl.static_range(SLICES):
-        if MODE == IN_BYTES:
+        if VALUES.points:
             r = tl.arange(0, 16)
-            p_words = p_v + (at * WORDS)[:, :, None]
-            x_0 = _byte_points(p_words, r[:, None], r[None, :], p_table, 0, i, True, SLICES, BITS, GROUP)
-            x_1 = _byte_points(p_words, r[:, None], r[None, :], p_table, 1, i, True, SLICES, BITS, GROUP)
+            p_words = p_v + (at * VALUES.words)[:, :, None]
+            x_0 = _byte_points(p_words, r[:, None], r[None, :], p_table, 0, i, True, SLICES, VALUES.bits, VALUES.group)
+            x_1 = _byte_points(p_words, r[:, None], r[None, :], p_table, 1, i, True, SLICES, VALUES.bits, VALUES.group)
         else:
-            x_0 = _counted(parts[i], _place(i, BITS), BITS, MODE)
-            x_1 = _counted(parts[STRIDE + i], _place(i, BITS), BITS, MODE)
+            x_0 = _counted(parts[i], _place(i, VALUES.bits), VALUES)
+            x_1 = _counted(parts[VALUES.pieces + i], _place(i, VALUES.bits), VALUES)
         b_dot = tl.dot(x_0, p_0, input_precision="ieee") + tl.dot(x_1, p_1, input_precision="ieee")
-        if MODE < 2:
+        if VALUES.inner:
             b_dot = b_dot * scale[i * BOTH][:, :, None]
-        if MODE == 1:
+        if VALUES.zeros:
             b_dot += b_sum * scale[2 * i + 1][:, :, None]
         b_dot = b_dot * fade
-        if MODE == 2:
+        if VALUES.outer:
             b_dot += b_zero
-        found = found + (b_dot * _byte_place(i, BITS, MODE),)
+        found = found + (b_dot * _byte_place(i, VALUES.bits, VALUES.mode),)
     odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
     made = ()
     for i in tl.static_range(SLICES // 2):
@@ -192,9 +191,11 @@ def _plain_added(
 
 
 @triton.jit
-def _counted(part, PLACE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+def _counted(
+    part, PLACE: tl.constexpr, SIDE: tl.constexpr
+):  # fmt: skip
     """Codes as `_codes` leaves them -> numbers, of symmetric forms with their sign."""
     x = part.to(tl.float32) * (2.0**24 / PLACE)
-    if MODE == 0:
-        x -= 2.0 ** (BITS - 1)
+    if SIDE.symmetric:
+        x -= 2.0 ** (SIDE.bits - 1)
     return x

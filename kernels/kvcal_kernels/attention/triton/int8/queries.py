@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ....layout.form import POINTS
-from ..numbers import IN_BYTES, LOW, _together
+from ..numbers import LOW, _together
 from ..softmax import _kinds
 from ..tiles import _spot
 from .ptx import JUMP, MAGIC_FLOAT, PROBABILITY, QUERY, SLACK, field_place, pairs_of_word
@@ -130,7 +130,7 @@ def _lanes(NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _byte_state(
-    unit, at, D: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, V_MODE: tl.constexpr, HALVES: tl.constexpr,
+    unit, at, KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """State and places of ptx.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
@@ -140,14 +140,14 @@ def _byte_state(
     row = lane & 15
     words = row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16
     keys, values = lane % 4 * 8, lane // 8 * 8 + lane // 4 % 2 * 2
-    if K_MODE == IN_BYTES:
+    if KEYS.points:
         keys = lane // 4 * 2
-    if V_MODE == IN_BYTES:
+    if VALUES.points:
         values = lane // 4 * 2
-    if K_MODE < 2:
-        keys = lane // 4 * (2 * _together(D // K_GROUP * (1 + K_MODE)))
-    if V_MODE < 2:
-        values = lane // 4 * (2 * _together(D // 16 * (1 + V_MODE)))
+    if KEYS.inner:
+        keys = lane // 4 * (2 * _together(D // KEYS.group * KEYS.columns))
+    if VALUES.inner:
+        values = lane // 4 * (2 * _together(D // 16 * VALUES.columns))
     state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
     places = tl.where(number == 0, words, tl.where(number == 1, keys, values))
     if HALVES:

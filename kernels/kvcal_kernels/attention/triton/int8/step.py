@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numbers import IN_BYTES
 from ..softmax import _faded
 from .block import block, block_constraints
 from .emulated import _plain_added, _plain_scores, _value_sizes
@@ -22,27 +21,21 @@ def _changed(slices, k_mode):
 @triton.jit
 def _byte_step(
     p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt, p_vt,
-    unit, b_m, b_l, acc, SAME: tl.constexpr,
-    SLICES: tl.constexpr, K_STRIDE: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr,
-    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_GROUP: tl.constexpr, K_HELD: tl.constexpr,
-    V_STRIDE: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr,
-    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_GROUP: tl.constexpr, V_HELD: tl.constexpr, room,
+    unit, b_m, b_l, acc, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_step`, by products of bytes (ptx.py): under ASM b_m is its state, and of keys in outer groups queries
     are its queries and about, which change, begins its base.
     """
     if ASM:
-        KEYS: tl.constexpr = (K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, K_HELD)
-        VALUES: tl.constexpr = (V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, V_HELD)
         none = tl.zeros([NW, 16, N], tl.int32)
         changed = (b_m,) + acc
         given = (none + slot, places)
-        if K_MODE == 2:
-            renew = (first == start) | (first % (K_GROUP // 32) == 0)
+        if KEYS.outer:
+            renew = (first == start) | (first % (KEYS.group // 32) == 0)
             changed = changed + queries
             given = given + (none + renew.to(tl.int32),) + fixed + plain + begins
-        elif K_MODE == IN_BYTES:
+        elif KEYS.points:
             given = given + queries + fixed
         else:
             given = given + queries + begins + fixed
@@ -50,23 +43,23 @@ def _byte_step(
         if NW > 1:
             given = given + (none + (first + tl.arange(0, NW) < stop).to(tl.int32)[:, None, None],)
         made = tl.inline_asm_elementwise(
-            block(SLICES, KEYS, VALUES, NW > 1, SAME), block_constraints(SLICES, KEYS, VALUES, NW > 1, SAME),
-            given + changed, dtype=_changed(SLICES, K_MODE), is_pure=False, pack=4,
+            block(SLICES, KEYS.codes, VALUES.codes, NW > 1, SAME),
+            block_constraints(SLICES, KEYS.codes, VALUES.codes, NW > 1, SAME),
+            given + changed, dtype=_changed(SLICES, KEYS.mode), is_pure=False, pack=4,
         )  # fmt: skip
         b_m = made[0]
         acc = made[1 : 1 + SLICES // 2]
-        if K_MODE == 2:
+        if KEYS.outer:
             queries = made[1 + SLICES // 2 :]
     else:
         live = first + tl.arange(0, NW) < stop
         block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)
         b_0, b_1 = _plain_scores(
-            p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt,
-            SLICES, K_STRIDE, K_TILES, K_WORDS, K_BITS, K_MODE, K_GROUP, room, NW, N,
+            p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt, room, KEYS, SLICES, NW, N
         )  # fmt: skip
-        at_size = (norms[1] if V_MODE == IN_BYTES else i_head) * room + block_at
-        s_0 = _value_sizes(p_vs, at_size, 0, V_MODE, NW)
-        s_1 = _value_sizes(p_vs, at_size, 1, V_MODE, NW)
+        at_size = (norms[1] if VALUES.points else i_head) * room + block_at
+        s_0 = _value_sizes(p_vs, at_size, 0, VALUES, NW)
+        s_1 = _value_sizes(p_vs, at_size, 1, VALUES, NW)
         b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
         b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
         b_e = tl.where(live[:, None, None], b_e, float("-inf"))  # a warp without a block left adds nothing
@@ -77,8 +70,7 @@ def _byte_step(
         b_1 = tl.where(live[:, None, None], b_1 - b_e, 0.0)
         b_l += (tl.exp2(b_0) + tl.exp2(b_1)) * fade
         acc = _plain_added(
-            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt,
-            SLICES, V_STRIDE, V_TILES, V_WORDS, V_BITS, V_MODE, V_GROUP, room, NW, N,
+            p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt, room, VALUES, SLICES, NW, N
         )  # fmt: skip
         if tl.max(b_d) > BLOCK_SLACK:
             b_new = tl.maximum(b_m, b_e)
