@@ -197,3 +197,23 @@ def _turned_scores(
         b_0 = tl.dot(x_0, q[i], b_0)
         b_1 = tl.dot(x_1, q[i], b_1)
     return b_0, b_1
+
+
+@triton.jit
+def query_of(
+    p_q, p_near, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
+    N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Queries for `_turned_scores`: SLICES of [NW, 16, N] float16."""
+    r = tl.arange(0, 16)
+    q = ()
+    for i in tl.static_range(SLICES):
+        if KEYS.inner and i >= 2 * PAIRS:
+            b_q = _joined_queries(p_q + o_q[None, :] + i * 16, b_row[None, :], N)
+        else:
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+        b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+        q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
+    if ASM:
+        _names(p_near, KEYS.bits)
+    return q

@@ -95,3 +95,44 @@ def _exact(
                 made = made + (_times(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
         acc = made
     return b_m, b_l, acc
+
+
+@triton.jit
+def exact_tokens(
+    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, own, share, sink_parts, sink, recent,
+    blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES: tl.constexpr,
+    SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
+    PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. own: the first of them.
+    n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other lies what
+    is not read.
+    """
+    behind = QUERIES - 1 - n // RATIO
+    exact = out
+    if PAIRED == 2:
+        exact = ()
+        for i in tl.static_range(SLICES):
+            exact = exact + (out[i // 2],)
+    if own < sink_parts * share:
+        b_m, b_l, exact = _exact(
+            p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - behind, 0),
+            own, tl.minimum(own + share, sink), factor, b_m, b_l, exact,
+            SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
+        )  # fmt: skip
+    else:
+        own -= sink_parts * share
+        b_m, b_l, exact = _exact(
+            p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
+            recent - behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, exact,
+            SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, RING,
+            p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
+            sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
+        )  # fmt: skip
+    out = exact
+    if PAIRED == 2:
+        column = tl.arange(0, N)
+        out = ()
+        for i in tl.static_range(SLICES // 2):
+            out = out + (tl.where((column % 2 == 1)[None, None, :], exact[2 * i + 1], exact[2 * i]),)
+    return b_m, b_l, out

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ...layout.grids import ALIGNED
+from .rotation import _across, _butterflies, _hadamard, _of_parity, _rotated, _sign, _value_channels
 from .scales import _norms
 from .softmax import _operand, _spread
 from .tiles import _half_unit_tile, _halved, _tile, _upper_tile
@@ -309,3 +310,41 @@ def _add_points(
             b_acc = tl.dot(parts[j * WIDE + i], probabilities[j], b_acc)
         made = made + (b_acc,)
     return made
+
+
+@triton.jit
+def query_of(
+    p_q, p_sign, o_q, b_row, b_down, i_kv, KEYS: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Rotated queries for `_grid_scores`: SLICES of [NW, 16, N] float16."""
+    plain = _rotated(
+        p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.quads, NW, N
+    )  # fmt: skip
+    q = ()
+    for i in tl.static_range(SLICES):
+        q = q + (plain[i].to(tl.float16),)
+    return q
+
+
+@triton.jit
+def output_of(
+    out, p_sign, i_kv, unit, VALUES: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
+    LAID: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in them, of
+    `_value_channels`.
+    """
+    turned = ()
+    for i in tl.static_range(WIDE):
+        b_o = tl.dot(_hadamard(NW, tl.float32), out[i], input_precision="tf32x3")
+        turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
+    turned = _across(turned, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
+    turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
+    r, column = tl.arange(0, 16), tl.arange(0, N)
+    out = ()
+    for i in tl.static_range(WIDE):
+        channel = _value_channels(i, r[:, None], column[None, :] % EACH, LAID, VALUES.quads)
+        sign = _sign(p_sign, i_kv * D + channel) * (unit * WIDTH**-0.5)
+        out = out + (turned[i] * sign[None],)
+    return out

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from .int8.ptx import beyond
-from .numbers import _field_number
+from .numbers import _field_number, _transposed
+from .queries import row_offset
 from .scales import _columns, _pairs, _row_scales, _scaled
 from .tiles import _half_tile, _tile
 
@@ -301,3 +302,64 @@ def _add(
                 made = made + (tl.dot(parts[VALUES.pieces + g * EACH + i], b_p1, b_acc),)
         made = made + zeros
     return made
+
+
+@triton.jit
+def query_of(
+    p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr,
+    LOWEST: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Queries for `_scores`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups slices that
+    meet zero points; of inner groups what a group's sum adds. EACH: columns of a query row.
+    """
+    r = tl.arange(0, 16)
+    q, plain, sums = (), (), ()
+    TALL: tl.constexpr = max(N, 16)
+    if KEYS.outer:
+        tall = tl.arange(0, TALL)
+        n_t = i_chunk * (N // EACH) + tall // EACH
+        b_there = (tall < N) & (n_t < RATIO * QUERIES)
+        o_t = row_offset(i_head, n_t, RATIO, QUERIES, SLICES * 16)
+        b_high = tl.zeros([TALL], tl.float32)
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
+            b_high = tl.maximum(b_high, tl.max(tl.abs(b_q.to(tl.float32)), 1))
+        top = tl.maximum(b_high.to(tl.int32, bitcast=True) & 0x7F800000, LOWEST)
+        b_shrink = ((254 << 23) - top).to(tl.float32, bitcast=True) * PEAK
+    b_none = 0.0
+    if KEYS.zeros:  # zeros in the layout of a product: without them sums, and scores with them, take another
+        b_none = tl.dot(tl.zeros([NW, 16, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16))
+    for i in tl.static_range(SLICES):
+        b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+        b_q = b_q.to(tl.float32) * b_down[None, :]
+        place = _key_place(0, i, KEYS.bits, KEYS.mode, KEYS.pieces)
+        b_fit = tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, 16, N])
+        if KEYS.outer:
+            b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
+            b_q = b_q.to(tl.float32) * b_shrink[:, None]
+            q = q + (tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, TALL, 16]),)
+            plain = plain + (_transposed(tl.broadcast_to(b_q.to(tl.float16)[None], [NW, TALL, 16]), NW, N),)
+        else:
+            q = q + (b_fit,)
+            b_total = tl.sum(b_fit.to(tl.float32), 1) * place
+            if i % (KEYS.group // 16) == 0:
+                b_group = b_total
+            else:
+                b_group += b_total
+            if (i + 1) % (KEYS.group // 16) == 0:
+                b_group = b_group * (_unit(KEYS.bits, KEYS.mode) * 2.0**-24)
+                sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]) + b_none,)
+    return q, plain, sums
+
+
+@triton.jit
+def output_of(acc, b_l, VALUES: tl.constexpr, SLICES: tl.constexpr):
+    """Outputs of `_add`'s acc in units of the values', a slice each, and the sums of probabilities [NW, N]."""
+    b_l = tl.max(b_l, 1)
+    out = ()
+    for i in tl.static_range(SLICES):
+        b_o = acc[i] * (2.0**24 / _place(i, VALUES.bits))
+        if VALUES.outer:
+            b_o += acc[SLICES + i * 16 // VALUES.group]
+        out = out + (b_o,)
+    return out, b_l

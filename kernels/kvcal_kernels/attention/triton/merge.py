@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ...triton import rounded_product
 from .numbers import LOW, _as
+from .rotation import _value_channels
 
 
 @triton.constexpr_function
@@ -156,3 +157,34 @@ def _merged(
         b_o = b_o * fade[:, None] + tl.sum(o * weight[:, :, None], 0)
         b_m = b_new
     return b_m, b_l, b_o
+
+
+@triton.jit
+def store_part(
+    p_part, p_stat, out, b_m, b_l, i_part, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
+    LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in outputs
+    of packed tokens, of `_value_channels`; is_exact: whether the part is of exact tokens alone.
+    """
+    ROWS: tl.constexpr = N // EACH
+    r, column = tl.arange(0, 16), tl.arange(0, N)
+    b_top = tl.max(b_m, 0)
+    fade = tl.exp2(b_m - b_top[None, :])
+    o_part = i_part * ROWS + column // EACH
+    TOGETHER: tl.constexpr = _at_a_time(WIDE, N)
+    for i in tl.static_range(0, WIDE, TOGETHER):
+        which = i + _numbers(TOGETHER)
+        b_o = _over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
+        channel = _value_channels(
+            which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, VALUES.quads
+        )
+        if LAID != PAIRED:  # exact tokens' outputs are never rotated, and have programs of their own
+            packed = _value_channels(
+                which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, VALUES.quads
+            )
+            channel = tl.where(is_exact, channel, packed)
+        tl.store(p_part + o_part[None, :, None, None] * D + channel, b_o, mask=b_row[None, :, None, None])
+    o_stat = i_part * 2 * ROWS + column // EACH
+    tl.store(p_stat + o_stat, b_top, mask=b_row)
+    tl.store(p_stat + o_stat + ROWS, tl.sum(b_l * fade, 0), mask=b_row)

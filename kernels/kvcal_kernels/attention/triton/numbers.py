@@ -82,3 +82,12 @@ def _times(a, b, c, ASM: tl.constexpr):
     if ASM:
         return tl.dot(a, b, c)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+    """A tuple of COUNT tensors [NW, 16, N] float32 of zeros."""
+    acc = ()
+    for _ in tl.static_range(COUNT):
+        acc = acc + (tl.zeros([NW, 16, N], tl.float32),)
+    return acc

@@ -8,7 +8,7 @@ import triton.language as tl
 from .integers import _and
 from .numbers import _transposed
 from .scales import _pairs, _scaled
-from .tiles import _half_tile, _halved, _tile
+from .tiles import _half_tile, _halved, _spot, _tile
 
 
 @triton.constexpr_function
@@ -149,3 +149,21 @@ def _fitting(size):
     """Without braces: names hold for the whole kernel."""
     text = f".shared .align 16 .b8 kvcal_query[{size}]; .reg .b32 kvcal_fit;"
     return f"{text} mov.u32 kvcal_fit, kvcal_query; mov.u32 $0, kvcal_query;"
+
+
+@triton.jit
+def query_of(p_q, p_fit, o_q, b_row, b_down, D: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
+    """Queries into the table from which `_tier_scores` reads them: float16 [D][N]."""
+    channel, column = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, N)
+    b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
+    b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
+    at, inside = channel[:, None] * N + column[None, :], channel[:, None] < D + 0 * column[None, :]
+    _fit_table(p_fit, b_q, at, inside, 2 * N * triton.next_power_of_2(D), ASM)
+    tl.debug_barrier()
+
+
+@triton.jit
+def row_bytes(NW: tl.constexpr, N: tl.constexpr):
+    """Of `_gathered`'s rows, [1, 16 or 32, 1] in the layout of a product: 2 n for row n, in a table of float16."""
+    TALL: tl.constexpr = max(N, 16)
+    return tl.arange(0, TALL)[None, :, None] * 2 + _spot(NW, 16, TALL)

@@ -7,6 +7,8 @@ import triton.language as tl
 
 from ....layout.form import POINTS
 from ..numbers import LOW, _together
+from ..queries import row_offset
+from ..rotation import _rotated
 from ..softmax import _kinds
 from ..tiles import _spot
 from .ptx import JUMP, MAGIC_FLOAT, PROBABILITY, QUERY, SLACK, field_place, pairs_of_word
@@ -195,3 +197,67 @@ def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     for i in tl.static_range(len(NUMBERS)):
         made = made + (hidden + NUMBERS[i],)
     return made
+
+
+@triton.jit
+def query_of_points(
+    p_q, p_sign, o_q, b_row, b_down, b_up, i_kv, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up times a step."""
+    plain = _rotated(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
+    b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
+    for i in tl.static_range(SLICES):
+        b_high = tl.maximum(b_high, tl.abs(plain[i]))
+    b_step = tl.max(b_high, 1) * (1 / FULL_QUERY)
+    b_finite = tl.sum(plain[0] - plain[0], 1)  # 0, or NaN where a number is not finite, which integers do not show
+    q = ()
+    if ASM:
+        q = _rotated_bytes(plain, 1 / b_step, SLICES, NW, N)
+    else:
+        for i in tl.static_range(SLICES):
+            q = q + (tl.floor(plain[i] / b_step[:, None, :] + 0.5),)
+    return q, b_up * tl.max(b_step + b_finite, 0)
+
+
+@triton.jit
+def query_of(
+    p_q, b_q, i_head, i_chunk, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, RATIO: tl.constexpr,
+    QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Queries for keys of integers: q in two bytes, of outer groups what the assembly renews; sums with which products begin;
+    plain_q, of outer groups, in float16; and b_up, by which a row is larger than what is multiplied. b_q: `whole_rows`.
+    """
+    r = tl.arange(0, 16)
+    q, sums, plain_q = (), (), ()
+    ROWS: tl.constexpr = N // 2
+    # as integers, which order floats that are not negative, NaN above all
+    b_up = tl.max(b_q.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    b_up = tl.maximum(b_up, 27 << 23).to(tl.float32, bitcast=True)  # 2^-100
+    b_finite = b_up - b_up  # 0, or NaN where a number is not finite: integers do not show it
+    n_t = i_chunk * ROWS + r % 8 // 2
+    there = n_t < RATIO * QUERIES
+    o_t = row_offset(i_head, n_t, RATIO, QUERIES, SLICES * 16)
+    if KEYS.outer:  # powers of two: below 1
+        b_up = (b_up.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
+        b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROWS, 2]), [16])
+        plain_q = _plain_queries(p_q, o_t, there, b_down, SLICES * 16, NW)
+        if ASM:
+            for _ in tl.static_range((SLICES + 3) // 4):
+                q = q + (_spot(NW, 8),)
+            q = q + (_spot(NW, 8).to(tl.float32),)
+    else:
+        b_up = b_up * (1 / FULL_QUERY)
+        b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROWS, 2]), [16])
+        if ASM:
+            q = _bytes_of_queries(p_q, o_t, there, b_down, SLICES * 16, NW)
+    b_up = tl.reshape(tl.broadcast_to((b_up + b_finite)[:, None], [ROWS, 2]), [N])
+    if not ASM:
+        for i in tl.static_range(SLICES):
+            b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
+            b_q = b_q.to(tl.float32) / b_up[None, :]
+            b_q = b_q.to(tl.float16).to(tl.float32) if KEYS.outer else tl.floor(b_q + 0.5)
+            q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
+    if ASM and KEYS.inner:
+        sums = _begun(q, SLICES, KEYS.pieces, KEYS.bits, KEYS.mode)
+    return q, sums, plain_q, b_up

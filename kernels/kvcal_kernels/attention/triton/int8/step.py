@@ -6,9 +6,22 @@ import triton
 import triton.language as tl
 
 from ..softmax import _faded
+from ..tiles import _halved
 from .block import block, block_constraints
 from .emulated import _plain_added, _plain_scores, _value_sizes
-from .queries import BLOCK_JUMP, BLOCK_SLACK
+from .ptx import points_tensors
+from .queries import (
+    BLOCK_JUMP,
+    BLOCK_SLACK,
+    FULL_PROBABILITY,
+    _byte_base,
+    _byte_place,
+    _byte_state,
+    _byte_tables,
+    _constants,
+    _spread_state,
+)
+from .values import constants
 
 
 @triton.constexpr_function
@@ -77,3 +90,45 @@ def _byte_step(
             fade = tl.exp2(b_m - b_new)
             b_m, b_l, acc = b_new, b_l * fade, _faded(acc, fade)
     return b_m, b_l, acc, queries
+
+
+@triton.jit
+def state_of(
+    p_kt, p_vt, unit, at, sums, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What `_byte_step` changes and reads, before the first block: its state, places, what products begin with (of outer
+    groups the base), constants and tables of grids. at [NW]: where each warp's ring begins.
+    """
+    HALVES: tl.constexpr = _halved(KEYS.words) or _halved(VALUES.words)
+    b_m, places = _byte_state(unit, at, KEYS, VALUES, SLICES * 16, HALVES, NW, N)
+    if KEYS.outer:
+        sums = (_byte_base(unit, NW, N),)
+    fixed = _constants(room, constants(SLICES, VALUES.tiles, VALUES.bits, VALUES.mode), NW, N)
+    tables = _byte_tables(p_kt, points_tensors(KEYS.mode, KEYS.group), NW, N)
+    if not SAME:
+        tables = tables + _byte_tables(p_vt, points_tensors(VALUES.mode, VALUES.group), NW, N)
+    return b_m, places, sums, fixed, tables
+
+
+@triton.jit
+def output_of(acc, b_m, b_l, VALUES: tl.constexpr, WIDE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
+    """Outputs in units of the values', two slices each in columns of either parity; maxima and sums [NW, N]."""
+    if ASM:
+        if VALUES.outer:
+            shift = tl.sum(_spread_state(b_m, (3, 3, -1, -1)), 1)
+        b_l = _spread_state(b_m, (1, 1, -1, -1))
+        b_m = _spread_state(b_m, (0, 0, 0, 0))
+    b_m = tl.max(b_m, 1)
+    b_l = tl.sum(b_l, 1)
+    odd = tl.arange(0, N) % 2 == 1
+    out = ()
+    for i in tl.static_range(WIDE):
+        of_odd = 1 / _byte_place(2 * i + 1, VALUES.bits, VALUES.mode)
+        b_unit = tl.where(odd, of_odd, 1 / _byte_place(2 * i, VALUES.bits, VALUES.mode)) * (1 / FULL_PROBABILITY)
+        # sums show what integers do not
+        b_o = acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :]
+        if VALUES.outer and ASM:
+            b_o += shift[:, None, :]
+        out = out + (b_o,)
+    return out, b_m, b_l
