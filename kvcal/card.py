@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.shown import message, shown
 
 from .evaluate.errors import HeadErrors, stored_head_errors
+from .methods.plain import PRESETS
 from .models import HUB_ID
-from .recorded import recorded
+from .recorded import DefaultsOf, OptionsOf, check_line, recorded
 from .records import Table, check_depth, is_number, kind_of
 from .report.escape import Markdown, block, code, link, markdown, python, shell
 from .report.front import front_png
@@ -47,10 +48,12 @@ def make_card(
     repo: str | None = None,
     evaluation: Mapping[str, Any] | None = None,
     licence: str | None = None,
-    defaults_of: Callable[[str], dict[str, Any]] = lambda command: {},
+    defaults_of: DefaultsOf = lambda command: {},
+    options_of: OptionsOf | None = None,
 ) -> Card:
     """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
-    options at their defaults. What bundle and evaluation hold is escaped for where it stands.
+    options at their defaults. options_of: reads options as the command line does; without it they are not checked. What
+    bundle and evaluation hold is escaped for where it stands.
     """
     check_depth(bundle)
     broken = None if evaluation is None else _broken(bundle, evaluation)
@@ -63,7 +66,7 @@ def make_card(
         _facts(bundle, sha256),
         *([] if evaluation is None else [broken or _evaluation(bundle, evaluation)]),
         _held_out(bundle, plots),
-        _again(bundle, defaults_of),
+        _again(bundle, defaults_of, options_of),
     ]
     front = _front(bundle, None if broken else evaluation, row, licence)
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
@@ -206,12 +209,23 @@ def _typed_model(bundle: Bundle) -> str:
 
 
 def _intro(bundle: Bundle) -> str:
-    method, name = _method(bundle), markdown(_model_name(bundle, "its model"))
-    what = METHODS.get(method, f"the preset {markdown(method)}, which needs no data")
+    name = markdown(_model_name(bundle, "its model"))
     return (
         f"Constants for storing the key-value cache of **{name}** at {bundle.scheme.bits_per_value():.3f} bits a value, "
-        f"for kvcal. Method: {what}. It holds no weights and no text."
+        f"for kvcal. Method: {_described(bundle)}. It holds no weights and no text."
     )
+
+
+def _described(bundle: Bundle) -> str:
+    """The recorded method in words; unknown where none is recorded, or one that this version does not know."""
+    method = Table(bundle.provenance).said("method")
+    if method in METHODS:
+        return METHODS[method]
+    if method in PRESETS:
+        return f"the preset {markdown(method)}, which needs no data"
+    if method is None:
+        return "unknown (none is recorded)"
+    return f"unknown (recorded is {markdown(method)}, which this version of kvcal does not know)"
 
 
 def _use(bundle: Bundle, repo: str | None) -> str:
@@ -361,9 +375,11 @@ def _search_plot(bundle: Bundle) -> bytes | None:
     return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits a value")
 
 
-def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
+def _again(bundle: Bundle, defaults_of: DefaultsOf, options_of: OptionsOf | None) -> str:
     try:
         was = recorded(bundle)
+        if options_of is not None:
+            check_line(was, defaults_of, options_of)
     except KVCalError:
         return "Its provenance does not say which command made it."
     local = [

@@ -14,15 +14,26 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import SUFFIX, load_bundle
-from kvcal_artifacts.errors import KVCalError, UsageError
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes
 
-from ..build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
+from ..bundle_paths import given_bundle, refuse_name
 from ..catalogue import CATALOGUE
 from ..corpus import EMBEDDED
 from ..diff import diff
 from ..fit import check_output
-from ..recorded import LOCAL, Options, Recorded, recorded, tasks_of
+from ..recorded import (
+    LOCAL,
+    DefaultsOf,
+    Options,
+    OptionsOf,
+    Recorded,
+    check_line,
+    check_threads,
+    checked_options,
+    recorded,
+    tasks_of,
+)
 from .bundles import file_sha256
 from .combine import run_combine
 from .common import Say
@@ -47,14 +58,6 @@ RUNS: dict[str, Run] = {
     "tune-thresholds": run_tune_thresholds,
 }
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
-NOT_RECORDED = {
-    *NOT_GIVEN,
-    *PATHS,
-    *MAYBE_PATHS,
-    *HOW,
-    "bundle_output",
-}  # places and ways to run: none of a record's affair
-MOST_THREADS = 1024  # a million end the process with a segmentation fault
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
@@ -65,8 +68,9 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
     Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
     """
     path = o["bundle"]
-    original = load_bundle(path)
+    original = given_bundle(path)
     was = recorded(original)
+    check_line(was, defaults_of, options_of)
     line = was.line(defaults_of(was.command))
     if o["output"] is not None:
         check_output(o["output"])
@@ -77,13 +81,14 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
             raise UsageError(f"--text {text}: no such file or folder")
     check_inputs(was, o["input"] or [])
     check_tasks(was, o["tasks_path"])
-    say(f"again: {line}")
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(
             Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"], o["tasks_path"]
         )
-        made = o["output"] or Path(folder) / path.name
-        Rerun(places, defaults_of, options_of, say).make(was, made)
+        made, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
+        rerun.check_places(was)
+        say(f"again: {line}")
+        rerun.make(was, made)
         found = diff(original, load_bundle(made), same_bytes=read_bytes(path) == read_bytes(made))
         digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
     settings = found["settings"]
@@ -101,6 +106,8 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
 
 def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
     """UsageError where other bundles are read and none of those given is one of them: all would be made again, unsaid."""
+    for path in given:
+        refuse_name(path)
     needed = list(_inputs(was))
     if given and needed and not {file_sha256(path) for path in given} & {one["sha256"] for one in needed}:
         wanted = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
@@ -201,8 +208,17 @@ class Rerun:
     options_of: OptionsOf
     say: Say
 
+    def check_places(self, was: Recorded) -> None:
+        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet."""
+        for one in was.inputs:
+            if self.places.input_of(one["sha256"]) is None:
+                self.check_places(one["recorded"])
+        if was.command != "combine":
+            self.places.model_of(was)
+            self._texts(was, self.defaults_of(was.command))
+
     def make(self, was: Recorded, output: Path) -> None:
-        checked = self._options(was)
+        checked = checked_options(was, self.defaults_of, self.options_of)
         inputs = [self._input(one) for one in was.inputs]
         with _threads(was.cpu.get("threads")):
             if was.command == "combine":
@@ -219,31 +235,6 @@ class Rerun:
             if tasks_of(options):
                 options["tasks_path"] = self.places.tasks
             RUNS[was.command](options, self._say)
-
-    def _options(self, was: Recorded) -> Options:
-        """All options of the command, the recorded ones as the command line would take them."""
-        if was.command == "combine":
-            return {}
-        own, needed = (
-            dict(was.options),
-            {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
-        )
-        if was.command == "fold":
-            needed = {"bundle": "bundle", "output": own.pop("output")}  # places, which `make` fills in
-        allowed = set(self.defaults_of(was.command)) - NOT_RECORDED
-        if unknown := sorted(set(own) - allowed):
-            raise KVCalError(f"provenance has {unknown[0]}, which `kvcal {was.command}` does not take from a record")
-        defaults = self.defaults_of(was.command)
-        left = {name: value for name, value in own.items() if value in (None, []) and defaults[name] in (None, [])}
-        given = needed | {name: value for name, value in own.items() if name not in left}
-        try:
-            read = self.options_of(was.command, given)
-        except UsageError as error:
-            raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
-        for name, value in given.items():  # "6" or [6] would be read as 6
-            if name not in needed and not _as_typed(value, read[name]):
-                raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
-        return read | left
 
     def _texts(self, was: Recorded, options: Options) -> Options:
         found = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
@@ -269,21 +260,12 @@ class Rerun:
         return place
 
 
-def _as_typed(recorded: Any, read: Any) -> bool:
-    """Whether the command line reads back what the record holds, of the same type; a whole number may be a float."""
-    if isinstance(recorded, list):
-        return isinstance(read, (list, tuple)) and list(read) == recorded
-    same = type(recorded) is type(read) or (type(recorded) is int and type(read) is float)
-    return bool(same and recorded == read)
-
-
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     """As many threads as then: how sums are split decides their last bits."""
     before = torch.get_num_threads()
+    check_threads(count)
     if count is not None:
-        if type(count) is not int or not 1 <= count <= MOST_THREADS:
-            raise KVCalError(f"provenance says {count!r} threads: needs a whole number from 1 to {MOST_THREADS}")
         torch.set_num_threads(count)
     try:
         yield
