@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,11 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.shown import message, shown
 
+from .build import DefaultsOf
 from .evaluate.errors import HeadErrors, stored_head_errors
 from .methods.plain import PRESETS
 from .models import HUB_ID
-from .recorded import DefaultsOf, OptionsOf, check_line, recorded
+from .recorded import Recorded, recorded
 from .records import Table, check_depth, is_number, kind_of
 from .report.escape import Markdown, block, code, link, markdown, python, shell
 from .report.front import front_png
@@ -49,10 +50,10 @@ def make_card(
     evaluation: Mapping[str, Any] | None = None,
     licence: str | None = None,
     defaults_of: DefaultsOf = lambda command: {},
-    options_of: OptionsOf | None = None,
+    check: Callable[[Recorded], None] = lambda was: None,
 ) -> Card:
     """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
-    options at their defaults. options_of: reads options as the command line does; without it they are not checked. What
+    options at their defaults. check: raises KVCalError for a recorded command that must not be printed. What
     bundle and evaluation hold is escaped for where it stands.
     """
     check_depth(bundle)
@@ -66,7 +67,7 @@ def make_card(
         _facts(bundle, sha256),
         *([] if evaluation is None else [broken or _evaluation(bundle, evaluation)]),
         _held_out(bundle, plots),
-        _again(bundle, defaults_of, options_of),
+        _again(bundle, defaults_of, check),
     ]
     front = _front(bundle, None if broken else evaluation, row, licence)
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
@@ -375,11 +376,10 @@ def _search_plot(bundle: Bundle) -> bytes | None:
     return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits a value")
 
 
-def _again(bundle: Bundle, defaults_of: DefaultsOf, options_of: OptionsOf | None) -> str:
+def _again(bundle: Bundle, defaults_of: DefaultsOf, check: Callable[[Recorded], None]) -> str:
     try:
         was = recorded(bundle)
-        if options_of is not None:
-            check_line(was, defaults_of, options_of)
+        check(was)
     except KVCalError:
         return "Its provenance does not say which command made it."
     local = [

@@ -88,17 +88,6 @@ def _words(name: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def check_line(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> None:
-    """KVCalError where a recorded command, or one of a bundle that it reads, is none that its user could have typed.
-
-    Comes before any of the command is printed or run: what a stranger recorded would stand there as advice of ours.
-    """
-    for one in was.inputs:
-        check_line(one["recorded"], defaults_of, options_of)
-    checked_options(was, defaults_of, options_of)
-    check_threads(was.cpu.get("threads"))
-
-
 def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> Options:
     """All options of the command, the recorded ones as the command line would take them. Raises KVCalError."""
     if was.command == "combine":

