@@ -388,9 +388,9 @@ def _again(bundle: Bundle, defaults_of: DefaultsOf, check: Callable[[Recorded], 
     places = [word for label in local for word in ("--text", _place(label))]
     if was.model.get("kind") == "folder":
         places += ["--model", str(was.model["name"])]
-    check = shell(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
+    rerun = shell(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
     name = f"{bundle.name}{SUFFIX}"
     made = was.line(defaults_of(was.command), name)
     return "## Make it again\n\n" + block(
-        "bash", [f"{made}    # what made it", f"{check}    # the same again, and compare"]
+        "bash", [f"{made}    # what made it", f"{rerun}    # the same again, and compare"]
     )
