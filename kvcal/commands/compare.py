@@ -17,6 +17,7 @@ from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
+from ..bundle_paths import given_bundle
 from ..capture import WholeModel
 from ..compare import Ledger, as_csv, best, bytes_at, front, read_results
 from ..evaluate.attention_error import attention_errors
@@ -77,7 +78,7 @@ def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate
     """
     found = [Candidate(name, preset(name)) for name in o["preset"] or []]
     for path in o["bundle"] or []:
-        bundle = load_bundle(path)
+        bundle = given_bundle(path, presets=True)
         found.append(Candidate(bundle.name, bundle))
     found += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
     windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}

@@ -54,13 +54,13 @@ def run_eval(
     those of the options for all. said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     refuse_idle_seed(o, said)
+    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
+    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
     require = given_kernels(o)
-    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
-    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     files = {name: what.path for name, what in methods.items() if isinstance(what, Bundle) and what.path is not None}
     hashes = {name: {"sha256": file_sha256(path)} for name, path in files.items()}
     methods = with_subspace(methods, o["subspace"])
