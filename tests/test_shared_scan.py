@@ -110,7 +110,7 @@ def test_one_forecast_serves_all_bundles(
     """Each layer is loaded for the fit and for the forecast; bundles of one name are told apart. VQKV has none here."""
     source, said = LoadCounter(model), []
     monkeypatch.setattr("kvcal.outliers.GRADES", ((0.0, "is said of all"),))
-    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, "nothing"))
+    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, Advice("")))
     (tmp_path / "other").mkdir()
     wanted = [*jobs(tmp_path), FitJob(METHODS["squat"], tmp_path / "other" / f"squat{SUFFIX}")]
     fit_together(wanted, source, text, **keywords(model), say=said.append)
@@ -125,7 +125,7 @@ def test_the_forecast_is_of_held_out_text(
     seen: list[torch.Tensor] = []
     monkeypatch.setattr("kvcal.outliers.warnings", lambda model, ids, schemes, device: seen.append(ids) or [])
     fit_together(jobs(tmp_path)[:2], WholeModel(model), text, **keywords(model))
-    assert len(seen) == 1 and torch.equal(seen[0], text.holdout[:2])
+    assert len(seen) == 1 and torch.equal(seen[0], text.holdout)
 
 
 def test_each_bundle_goes_on_from_its_own_checkpoint(
