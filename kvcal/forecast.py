@@ -107,8 +107,8 @@ def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mappin
 def _compressed(
     capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]
 ) -> tuple[Tensor, float]:
-    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values; KVCalError where
-    a scheme stores keys before RoPE, and these do not become the model's.
+    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values; KVCalError
+    where a scheme stores keys before RoPE, and these do not become the model's.
     """
     kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
     rope = kwargs.get("position_embeddings") if site.rope else None

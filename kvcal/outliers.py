@@ -263,14 +263,14 @@ MANY = 6  # exceptions by layer that a command is printed with
 
 
 def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
-    """The call of `kvcal fit-predictors` that learns this scheme with these key codecs, by layer. Where no call does, as codecs
-    have no names or values keep their predictors: what to change in the one that made the scheme.
+    """The call of `kvcal fit-predictors` that learns this scheme with these key codecs, by layer. Where no call does, as
+    codecs have no names or values keep their predictors: what to change in the one that made the scheme.
     """
     pairs = {index: pair for index, pair in enumerate(scheme.layers) if pair is not None}
     keys = {index: balanced.get(index) or _name(pair.key, "key") for index, pair in pairs.items()}
     values = {index: _name(pair.value, "value") for index, pair in pairs.items()}
     [main, *own], [value, *others] = _options("keys", keys), _options("values", values)
-    predicted = [any(isinstance(codec, Predicted) for codec in role) for role in zip(*((p.key, p.value) for p in pairs.values()))]
+    predicted = [any(isinstance(codec, Predicted) for codec in role) for role in _by_role(pairs.values())]
     if None in keys.values() or None in values.values() or predicted[1] or len(own) + len(others) > MANY:
         also = ["--key-inputs none"] if predicted[0] else []
         return f"`{' '.join(['kvcal fit-predictors', main, *also])}` with the scheme's other options"
@@ -280,6 +280,12 @@ def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
         f"--recent {windows.recent}", f"--block {windows.block}", f"--frame {scheme.frame}",
     ]  # fmt: skip
     return f"`{' '.join(['kvcal fit-predictors', main, value, *rest])}`"
+
+
+def _by_role(pairs: Iterable[LayerCodecs]) -> tuple[list[Codec], list[Codec]]:
+    """Codecs of keys, and of values."""
+    every = list(pairs)
+    return [pair.key for pair in every], [pair.value for pair in every]
 
 
 def _options(role: str, names: Mapping[int, str | None]) -> list[str]:

@@ -16,6 +16,7 @@ from kvcal.fit import FitJob, FitOptions, fit, fit_together
 from kvcal.methods import VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
 from kvcal.methods.codebooks import Training
 from kvcal.models import load_model, resolve
+from kvcal.outliers import Advice
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import decoder_of
 from models_fixture import SUFFIX, write_model
