@@ -36,6 +36,10 @@ from .report.timing import PhaseTimer
 # Forecast KL from which a scheme is warned of, and in which words. KL 0.1: what 2-bit integers cost SmolLM2-135M and
 # Qwen2.5-Coder-0.5B at their worst settings; at 1 the next token is another one in most places.
 GRADES = ((1.0, "breaks the model"), (0.3, "costs much quality"), (0.1, "costs noticeable quality"))
+# Largest over median size of a key channel from which on it is named, where treating channels apart helps as well (`_advice`):
+# models with such channels have 10 to 95. Below that balanced factors may help, too (1-bit keys on `tiny`, whose ratio is 6),
+# but there is no channel to point at.
+OUTLIER = 10.0
 # More bits a value, of keys and values, that count as "about the same": scales of groups along tokens take 0.38 more than one
 # of a whole head; another bit of keys takes 0.5.
 WIDER = 0.5
@@ -124,7 +128,7 @@ def _no_forecast(name: str, scheme: Scheme, ids: Tensor, context: int | None) ->
 
 @dataclass(frozen=True)
 class Advice:
-    """text: what would be better. channels: whether unequal key channels are what the scheme suffers from."""
+    """text: what would be better. channels: whether the scheme suffers from key channels being unequal."""
 
     text: str
     channels: bool = False
@@ -135,7 +139,7 @@ def _line(name: str, found: Forecast, word: str, instead: Advice) -> str:
     return (
         f"warning: {name} {word} here: KL about {found.kl:.2g} nats per token, of tokens behind {found.packed} packed ones "
         "(less in `kvcal eval`, which averages over all tokens, unpacked ones too); "
-        f"{channels if instead.channels else ''}{instead.text}"
+        f"{channels if instead.channels and found.ratio >= OUTLIER else ''}{instead.text}"
     )
 
 
@@ -188,8 +192,8 @@ def _apart(scheme: Scheme) -> bool:
 def _advice(found: Sequence[tuple[Tried, float]], kl: float) -> Advice:
     """Of these alternatives and their forecast KL, where the scheme's own is `kl`.
 
-    Unequal key channels are named as the cause only where an alternative that treats them apart, at about the same bits, has
-    BETTER times the KL or less. A large ratio alone is no cause: keys may be coded by channel, and values what is coarse.
+    Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER times the
+    KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.
     """
     most = min(BETTER * kl, sys.float_info.max)
     channels = any(one.apart and cost <= most for one, cost in found)

@@ -35,7 +35,7 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
 
 def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
-    layers are run on a window of text for the outlier guard, unless told not to; nothing is written where that fails.
+    layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that fails.
 
     said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
