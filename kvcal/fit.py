@@ -249,6 +249,8 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
         names = [str(job.output) for job in jobs]
     completed = {name: part.complete() for name, part in zip(names, parts, strict=True)}
     schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
+    if not schemes:
+        return
     with _failing([part.work for part in parts if isinstance(part, LayerPart)]):
         say_forecasts(scan, schemes)
 
@@ -257,10 +259,12 @@ def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
     """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where the
     held-out ones together are too short for a block of each.
     """
-    from .outliers import warnings, window_length
+    from .forecast import least_tokens
+    from .outliers import warnings
 
     held, train = scan.text.holdout, scan.text.train
-    ids = held if held.numel() >= window_length(schemes.values()) else torch.cat((held, train))
+    need = max(least_tokens(scheme) for scheme in schemes.values())
+    ids = held if held.numel() - len(held) >= need else torch.cat((held, train))  # joined windows lose a BOS each
     for line in warnings(scan.source, ids, schemes, scan.device):
         scan.say(line)
 
