@@ -84,7 +84,7 @@ def test_a_shared_scan_gives_the_bytes_of_separate_runs(
 
 
 def test_each_layer_runs_whole_once_for_all(model: Any, text: corpus.Windows, tmp_path: Path) -> None:
-    """All windows in the fit, and the held-out ones, joined to one, in the forecast: exact, and with what each scheme packs."""
+    """All windows in the fit, and the held-out ones, joined, in the forecast: exact, and with what each scheme packs."""
     layer: nn.Module = decoder_of(model).layers[0]
     calls = []
     hook = layer.mlp.register_forward_hook(lambda module, args, output: calls.append(len(output)))
