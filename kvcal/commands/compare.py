@@ -28,6 +28,7 @@ from ..kept import Work, beside, short
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
 from ..methods.plain import DataFree, Preset, composed, preset
+from ..outliers import warnings
 from ..recipe import Recipe, read_recipe
 from ..workbench import cache_makers, open_model
 from .common import (
@@ -48,7 +49,7 @@ from .common import (
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
-from .guard import outlier_warnings, unmeasured
+from .guard import schemes_of
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -184,7 +185,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         settings["calibration_sha256"] = fitting["text"].ids_sha256
     given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, given, loaded.revision, selection)  # refuses bundles of other models before any work
-    for line in outlier_warnings(loaded.model, text.ids, unmeasured(loaded.model, given)):
+    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, given)):
         say(line)
     ids = [text.ids_sha256, *([fitting["text"].ids_sha256] if fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *ids)
