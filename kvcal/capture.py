@@ -369,7 +369,7 @@ class LayerTaps:
         with self._capture.timer("forward"):
             called = call_layer(self._layer, x, self._capture.kwargs_of(self.index), self.site, want, stop=not whole)
             if not self._checked:
-                self._check_rotation(called)
+                check_rotation(self.site, self.rope, called)
                 check_finite(called.keys, f"layer {self.index}, key head", rows)
                 check_finite(called.values, f"layer {self.index}, value head", rows)
             if called.output is not None:
@@ -380,20 +380,6 @@ class LayerTaps:
                 assert self._capture.hidden is not None
                 self._capture.hidden.write(rows, called.output)
         return batch
-
-    def _check_rotation(self, called: LayerCall) -> None:
-        """Raises KVCalError where keys seen before RoPE do not become those that attention gets, bit for bit."""
-        before = called.pre_rope_keys
-        if before is None:
-            return
-        with torch.no_grad():
-            made = before if self.rope is None else self.site.rotate(before, *self.rope)
-        same = (made == called.keys) | (made.isnan() & called.keys.isnan())
-        if not bool(same.all()):
-            raise KVCalError(
-                f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated (largest difference "
-                f"{float((made - called.keys).abs().max()):.2g}); store keys after RoPE (--rope post_rope)"
-            )
 
     def _batch(self, rows: slice, called: LayerCall, want: frozenset[str], frame: Frame) -> TapBatch:
         queries, keys = called.pre_rope_queries, called.pre_rope_keys
@@ -419,6 +405,23 @@ class LayerCall:
     pre_rope_keys: Tensor | None
     pre_rope_queries: Tensor | None
     output: Tensor | None  # (B, T, hidden size); None where the layer was stopped before attention
+
+
+def check_rotation(site: AttentionSite, rope: tuple[Tensor, Tensor] | None, called: LayerCall) -> None:
+    """Raises KVCalError where keys seen before RoPE do not become those that attention gets, bit for bit. rope: cos and sin
+    (1, T, rotary dim); None in a layer without RoPE.
+    """
+    before = called.pre_rope_keys
+    if before is None:
+        return
+    with torch.no_grad():
+        made = before if rope is None else site.rotate(before, *rope)
+    same = (made == called.keys) | (made.isnan() & called.keys.isnan())
+    if not bool(same.all()):
+        raise KVCalError(
+            f"layer {site.index}: keys captured before RoPE do not give the model's keys when rotated (largest difference "
+            f"{float((made - called.keys).abs().max()):.2g}); store keys after RoPE (--frame post_rope)"
+        )
 
 
 class _Stop(Exception):

@@ -11,9 +11,11 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.shown import message, shown
 
+from .build import DefaultsOf
 from .evaluate.errors import HeadErrors, stored_head_errors
+from .methods.plain import PRESETS
 from .models import HUB_ID
-from .recorded import recorded
+from .recorded import Recorded, recorded
 from .records import Table, check_depth, is_number, kind_of
 from .report.escape import Markdown, block, code, link, markdown, python, shell
 from .report.front import front_png
@@ -47,10 +49,12 @@ def make_card(
     repo: str | None = None,
     evaluation: Mapping[str, Any] | None = None,
     licence: str | None = None,
-    defaults_of: Callable[[str], dict[str, Any]] = lambda command: {},
+    defaults_of: DefaultsOf = lambda command: {},
+    check: Callable[[Recorded], None] = lambda was: None,
 ) -> Card:
     """sha256: of the bundle's file. evaluation: what `kvcal eval --json` printed. defaults_of: a command's
-    options at their defaults. What bundle and evaluation hold is escaped for where it stands.
+    options at their defaults. check: raises KVCalError for a recorded command that must not be printed. What
+    bundle and evaluation hold is escaped for where it stands.
     """
     check_depth(bundle)
     broken = None if evaluation is None else _broken(bundle, evaluation)
@@ -63,7 +67,7 @@ def make_card(
         _facts(bundle, sha256),
         *([] if evaluation is None else [broken or _evaluation(bundle, evaluation)]),
         _held_out(bundle, plots),
-        _again(bundle, defaults_of),
+        _again(bundle, defaults_of, check),
     ]
     front = _front(bundle, None if broken else evaluation, row, licence)
     return Card("---\n" + front + "\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n", plots)
@@ -206,12 +210,23 @@ def _typed_model(bundle: Bundle) -> str:
 
 
 def _intro(bundle: Bundle) -> str:
-    method, name = _method(bundle), markdown(_model_name(bundle, "its model"))
-    what = METHODS.get(method, f"the preset {markdown(method)}, which needs no data")
+    name = markdown(_model_name(bundle, "its model"))
     return (
         f"Constants for storing the key-value cache of **{name}** at {bundle.scheme.bits_per_value():.3f} bits a value, "
-        f"for kvcal. Method: {what}. It holds no weights and no text."
+        f"for kvcal. Method: {_described(bundle)}. It holds no weights and no text."
     )
+
+
+def _described(bundle: Bundle) -> str:
+    """The recorded method in words; unknown where none is recorded, or one that this version does not know."""
+    method = Table(bundle.provenance).said("method")
+    if method in METHODS:
+        return METHODS[method]
+    if method in PRESETS:
+        return f"the preset {markdown(method)}, which needs no data"
+    if method is None:
+        return "unknown (none is recorded)"
+    return f"unknown (recorded is {markdown(method)}, which this version of kvcal does not know)"
 
 
 def _use(bundle: Bundle, repo: str | None) -> str:
@@ -361,9 +376,10 @@ def _search_plot(bundle: Bundle) -> bytes | None:
     return front_png(points, front, chosen, limit, str(search.said("quality")), "stored bits a value")
 
 
-def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
+def _again(bundle: Bundle, defaults_of: DefaultsOf, check: Callable[[Recorded], None]) -> str:
     try:
         was = recorded(bundle)
+        check(was)
     except KVCalError:
         return "Its provenance does not say which command made it."
     local = [
@@ -372,9 +388,9 @@ def _again(bundle: Bundle, defaults_of: Callable[[str], dict[str, Any]]) -> str:
     places = [word for label in local for word in ("--text", _place(label))]
     if was.model.get("kind") == "folder":
         places += ["--model", str(was.model["name"])]
-    check = shell(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
+    rerun = shell(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
     name = f"{bundle.name}{SUFFIX}"
     made = was.line(defaults_of(was.command), name)
     return "## Make it again\n\n" + block(
-        "bash", [f"{made}    # what made it", f"{check}    # the same again, and compare"]
+        "bash", [f"{made}    # what made it", f"{rerun}    # the same again, and compare"]
     )

@@ -64,7 +64,6 @@ class FitJob:
 
     searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
     selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
-    guard: called with the whole bundle before it is written; where it raises nothing is written.
     """
 
     method: Method | VQKV
@@ -72,7 +71,6 @@ class FitJob:
     seed: int = 0
     searched: Mapping[str, Mapping[str, Any]] | None = None
     selection: HeavyHitters | None = None
-    guard: Callable[[Bundle], None] = lambda bundle: None
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class Part(Protocol):
     def layer(self, taps: LayerTaps) -> None: ...
 
     def complete(self) -> Scheme | None:
-        """Once, after the last layer: the fitted scheme, to be forecast; None where `finish` makes it."""
+        """Once, after the last layer: the fitted scheme, to be forecast; None where `finish` makes and forecasts it."""
 
     def finish(self, fingerprint: Fingerprint) -> FitResult:
         """After `complete`, hidden states and reconstructions given back: write the bundle."""
@@ -246,8 +244,6 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
 
 def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
     """Complete every part, and say what the fitted schemes are forecast to cost, where that is much: one pass for all."""
-    from .outliers import warnings, window_of
-
     names = [job.output.name.removesuffix(SUFFIX) for job in jobs]
     if len(set(names)) < len(names):  # outputs of one name in several folders
         names = [str(job.output) for job in jobs]
@@ -255,11 +251,22 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
     schemes = {name: scheme for name, scheme in completed.items() if scheme is not None}
     if not schemes:
         return
-    text = scan.text
-    ids = window_of(text.holdout if len(text.holdout) else text.train, schemes.values())
     with _failing([part.work for part in parts if isinstance(part, LayerPart)]):
-        for line in warnings(scan.source, ids, schemes, scan.device):
-            scan.say(line)
+        say_forecasts(scan, schemes)
+
+
+def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
+    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where the
+    held-out ones together are too short for a block of each.
+    """
+    from .forecast import least_tokens
+    from .outliers import warnings
+
+    held, train = scan.text.holdout, scan.text.train
+    need = max(least_tokens(scheme) for scheme in schemes.values())
+    ids = held if held.numel() - len(held) >= need else torch.cat((held, train))  # joined windows lose a BOS each
+    for line in warnings(scan.source, ids, schemes, scan.device):
+        scan.say(line)
 
 
 def _part(job: FitJob, scan: Scan) -> Part:
@@ -334,7 +341,6 @@ class LayerPart:
         summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
         bundle = Bundle(fingerprint, scheme, self.record, summary | averages(metrics))
         with _failing([self.work]):
-            self.job.guard(bundle)
             digest = bundle.write(self.job.output)
         self.work.remove()
         return FitResult(bundle, self.job.output, digest, self.scan.timer.split(), len(self.done), metrics)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvcal_artifacts import hf
+from kvcal_artifacts.bundle import refuse_dash
 from kvcal_artifacts.codecs import Predicted, Scaled
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UsageError
 from kvcal_artifacts.files import new_file_mode, temporary_folder
@@ -159,6 +160,7 @@ def write_folded(
     held at a time. A symlink to an empty folder or to none stays one. Returns the names of the changed tensors. Raises
     UsageError where folding would change the model's function or the output is there already, before anything is written.
     """
+    refuse_dash(output, "--output")
     place = Path(os.path.realpath(output))
     if place.is_symlink():
         raise UsageError(f"{output} is a link that leads to itself; give the name of a new folder")

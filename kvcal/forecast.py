@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from kvcal_artifacts.codecs import Context
 from kvcal_artifacts.errors import NonFiniteError
-from kvcal_artifacts.hf import AttentionSite, attention_site
+from kvcal_artifacts.hf import AttentionSite, attention_site, check_frame
 from kvcal_artifacts.scheme import Scheme
 
-from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer, check_finite
-from .methods.observed import window_statistics
+from .capture import Capture, LayerCall, LayerSource, TapBatch, call_layer, check_finite, check_rotation
+from .methods.observed import taps_of, window_statistics
 from .report.progress import progress
 
 BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a quarter of a window at most
@@ -107,14 +107,20 @@ def _own_cache(capture: Capture, index: int, layer: Any, x: Tensor, runs: Mappin
 def _compressed(
     capture: Capture, index: int, layer: nn.Module, x: Tensor, runs: Mapping[str, _Run]
 ) -> tuple[Tensor, float]:
-    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values."""
+    """Another layer: its exact output, and the channel_ratio of its keys. NonFiniteError names keys or values; KVCalError
+    where a scheme stores keys before RoPE, and these do not become the model's.
+    """
     kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
     rope = kwargs.get("position_embeddings") if site.rope else None
-    exact = call_layer(layer, x, kwargs, site, frozenset(), stop=False)
+    wanted = {name: run.taps(index) for name, run in runs.items()}
+    if any(wanted.values()):
+        check_frame([site], "pre_rope")  # else no keys or queries before RoPE are known
+    exact = call_layer(layer, x, kwargs, site, frozenset().union(*wanted.values()) & {"k"}, stop=False)
+    check_rotation(site, rope, exact)
     for role, states in (("key", exact.keys), ("value", exact.values)):
         check_finite(states, f"layer {index}, {role} head", slice(0, len(x)))
-    for run in runs.values():
-        own = call_layer(layer, run.x, kwargs, site, frozenset("qk"), stop=True)
+    for name, run in runs.items():
+        own = call_layer(layer, run.x, kwargs, site, wanted[name], stop=True)
         run.pack(_Layer(index, site, rope), own)
         given = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
         assert given.output is not None
@@ -144,6 +150,15 @@ class _Run:
         self._below: dict[str, Tensor] = {}
         self._made: tuple[Tensor, Tensor] | None = None
 
+    def taps(self, index: int) -> frozenset[str]:
+        """What the layer's codecs ask of keys ("k") and queries ("q") before RoPE."""
+        pair = self.scheme.layers[index]
+        if pair is None:
+            return frozenset()
+        return frozenset("k" if self.scheme.frame == "pre_rope" else "") | (
+            taps_of(pair.key.stats | pair.value.stats) & {"q"}
+        )
+
     def pack(self, layer: _Layer, own: LayerCall) -> None:
         """Encode and decode what is packed of the layer's keys and values, of what a call on `x` gave."""
         self._made = None
@@ -156,10 +171,11 @@ class _Run:
     def _pack(self, layer: _Layer, own: LayerCall) -> None:
         pre, rope, site = self.scheme.frame == "pre_rope", layer.rope, layer.site
         keys, queries = (own.pre_rope_keys if pre else own.keys), own.pre_rope_queries
-        assert keys is not None and queries is not None
-        if not pre and rope is not None:
+        assert keys is not None
+        if queries is not None and not pre and rope is not None:
             queries = site.rotate(queries, *rope)
-        keys, queries, values = (x[:, :, : self.prompt] for x in (keys, queries, own.values))
+        keys, values = keys[:, :, : self.prompt], own.values[:, :, : self.prompt]
+        queries = queries if queries is None else queries[:, :, : self.prompt]
         pair = self.scheme.on(layer.index, keys.device)
         seen: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
         batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), dict[str, Tensor]()

@@ -25,6 +25,7 @@ from . import hub
 from .catalogue import ALIASES, BY_HUB_ID, CATALOGUE, TINY, Geometry, ModelEntry, models_table, paper_presets
 from .hub import INDEX, SAFETENSORS, one_line
 from .near import nearest
+from .records import kind_of as json_kind
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +185,7 @@ def load_config(source: ModelSource) -> Any:
     from transformers import AutoConfig
 
     folder = _config_path(source).parent
+    _check_object(source, folder / "config.json")
     try:
         with hub.quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -198,6 +200,30 @@ def load_config(source: ModelSource) -> Any:
             _check_count(source, name, own[name], needed)
     check_supported(source.label, config)
     return config
+
+
+def _check_object(source: ModelSource, path: Path) -> None:
+    """Raises ModelUnavailable where config.json is JSON, but no object: Transformers speaks of a missing field then."""
+    try:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelUnavailable(f"{source.label}: its config.json cannot be used ({one_line(error)})") from error
+    if not isinstance(found, dict):
+        raise ModelUnavailable(
+            f"{source.label}: its config.json cannot be used (it holds {json_kind(found)}, must hold a table of settings); "
+            "put the model's own there"
+        )
+
+
+def check_config(source: ModelSource, *, random_weights: bool = False) -> None:
+    """Raises ModelUnavailable or UnsupportedModel for a config that no model can be made of; reads config.json at most.
+
+    Comes before tokenizer and text: Transformers reads config.json for a tokenizer, too, and would blame the tokenizer.
+    """
+    if random_weights:
+        geometry_config(source)
+    else:
+        load_config(source)
 
 
 def check_supported(label: str, config: Any) -> None:
@@ -247,8 +273,10 @@ def geometry_config(source: ModelSource) -> Any:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
+    """The model's tokenizer. Raises ModelUnavailable, for a config.json that cannot be used first."""
     from transformers import AutoTokenizer
 
+    check_config(source)
     if source.kind == "hub":
         assert source.hub_id is not None
         sha = hub.revision_of(_config_path(source))

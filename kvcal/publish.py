@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, load_bundle, write_together
+from kvcal_artifacts.bundle import SUFFIX, load_bundle, refuse_dash, write_together
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
 from kvcal_artifacts.files import read_bytes, temporary_folder
 
@@ -107,6 +107,7 @@ def pull(
     Raises ModelUnavailable (offline, no permission, no such repository, revision or file), CorruptBundle (half a download, a
     wrong hash, a damaged bundle); then nothing is written.
     """
+    refuse_dash(folder, "--output")
     if not folder.is_dir():
         raise KVCalError(f"{folder} is not a folder; create it or give another --output")
     api = _api(repo)

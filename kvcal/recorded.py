@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcal_artifacts.bundle import SUFFIX, Bundle
-from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.errors import KVCalError, UsageError
 
+from .build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
 from .catalogue import CATALOGUE
 from .corpus import EMBEDDED
 from .methods.plain import COMPOSED, PRESETS
@@ -34,6 +35,14 @@ LARGEST = 1 << 20  # of a recorded whole number: the papers' largest are near 10
 LARGE = {"seed": 2**63 - 1, "vectors": 1 << 30}  # where more has a meaning
 TOKENS = 1 << 28  # of all windows: 1,024 windows of 8,192 tokens are 2**23
 DEEPEST = 16  # bundles made of bundles
+MOST_THREADS = 1024  # a million end the process with a segmentation fault
+NOT_RECORDED = {
+    *NOT_GIVEN,
+    *PATHS,
+    *MAYBE_PATHS,
+    *HOW,
+    "bundle_output",
+}  # places and ways to run: none of a record's affair
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,46 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [word for item in value for word in (flag, str(item))]
     return [flag, str(value)]
+
+
+def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> Options:
+    """All options of the command, the recorded ones as the command line would take them. Raises KVCalError."""
+    if was.command == "combine":
+        return {}
+    own, needed = (
+        dict(was.options),
+        {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
+    )
+    if was.command == "fold":
+        needed = {"bundle": "bundle", "output": own.pop("output")}  # places, which `kvcal reproduce` fills in
+    allowed = set(defaults_of(was.command)) - NOT_RECORDED
+    if unknown := sorted(set(own) - allowed):
+        raise KVCalError(f"provenance has {unknown[0]}, which `kvcal {was.command}` does not take from a record")
+    defaults = defaults_of(was.command)
+    left = {name: value for name, value in own.items() if value in (None, []) and defaults[name] in (None, [])}
+    given = needed | {name: value for name, value in own.items() if name not in left}
+    try:
+        read = options_of(was.command, given)
+    except UsageError as error:
+        raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
+    for name, value in given.items():  # "6" or [6] would be read as 6
+        if name not in needed and not _as_typed(value, read[name]):
+            raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
+    return read | left
+
+
+def _as_typed(recorded: Any, read: Any) -> bool:
+    """Whether the command line reads back what the record holds, of the same type; a whole number may be a float."""
+    if isinstance(recorded, list):
+        return isinstance(read, (list, tuple)) and list(read) == recorded
+    same = type(recorded) is type(read) or (type(recorded) is int and type(read) is float)
+    return bool(same and recorded == read)
+
+
+def check_threads(count: Any) -> None:
+    """KVCalError for a recorded number of threads that is none."""
+    if count is not None and (type(count) is not int or not 1 <= count <= MOST_THREADS):
+        raise KVCalError(f"provenance says {count!r} threads: needs a whole number from 1 to {MOST_THREADS}")
 
 
 def recorded(bundle: Bundle) -> Recorded:

@@ -7,6 +7,7 @@ prompt and completion, instruction and output), else a chat.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ COLUMNS = ("text", "content")
 PAIRS = (("question", "answer"), ("prompt", "completion"), ("instruction", "output"))
 CHATS = ("messages", "conversations", "conversation")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
-SHOWN = 20  # columns that a message names
+SHOWN, SHOWN_NAME, SHOWN_ALL = 20, 30, 200  # columns that a message names, characters of one, and of all of them
+PLAIN_NAME = re.compile(r"[\w.-]+")
 WITHOUT = 1 << 18  # rows without text, one after another, at most
 
 Message = dict[str, Any]  # role, content and what else the template may read
@@ -34,6 +36,27 @@ def columns(names: Sequence[str], column: str | None) -> list[str]:
         if set(group) <= set(names):
             return list(group)
     return []
+
+
+def listed(names: Sequence[str]) -> str:
+    """Columns for a message, cut short: without a header a whole document stands where a name should."""
+    said: list[str] = []
+    for name in names:
+        if len(said) == SHOWN or sum(map(len, said)) > SHOWN_ALL:
+            return ", ".join([*said, "..."])
+        said.append(quoted(name))
+    return ", ".join(said)
+
+
+def quoted(name: str) -> str:
+    """One column's name, cut short; in quotes, with control characters escaped, where it is more than a word."""
+    short = cut(name)
+    return short if PLAIN_NAME.fullmatch(short.rstrip("…")) else repr(short)
+
+
+def cut(name: str) -> str:
+    """At most SHOWN_NAME characters."""
+    return name if len(name) <= SHOWN_NAME else name[: SHOWN_NAME - 1] + "…"
 
 
 @dataclass
@@ -57,8 +80,8 @@ class Picker:
         """Another file, or data set, of this name."""
         self._of, self._chosen = of, None
 
-    def choose(self, names: Sequence[str]) -> list[str]:
-        """The columns to read of these. Raises TextError where none holds text."""
+    def choose(self, names: Sequence[str], instead: str = "name one with --column") -> list[str]:
+        """The columns to read of these. Raises TextError where none holds text; instead: what to do then."""
         chosen = columns(names, self.column)
         if not chosen:
             wanted = (
@@ -66,8 +89,7 @@ class Picker:
                 if self.column
                 else "no text or content, no question and answer, no messages"
             )
-            shown = ", ".join([*names[:SHOWN], *(["..."] if len(names) > SHOWN else [])])
-            raise TextError(f"{self._of}: {wanted}; its columns are {one_line(shown)}: name one with --column")
+            raise TextError(f"{self._of}: {wanted}; its columns are {listed(names)}: {instead}")
         self._chosen = chosen
         return chosen
 

@@ -31,7 +31,7 @@ from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
 
 from .capture import Capture, LayerSource, LayerTaps
 from .enough import few_vectors
-from .fit import Checkpoint, FitJob, FitOptions, FitResult, Scan, fit_together
+from .fit import Checkpoint, FitJob, FitOptions, FitResult, Scan, fit_together, say_forecasts
 from .hashed import spread
 from .methods.codebooks import StageReport, subtract, train_stage
 from .methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
@@ -89,14 +89,13 @@ def train(
     options: FitOptions | None = None,
     say: Say = lambda line: None,
     selection: HeavyHitters | None = None,
-    guard: Callable[[Bundle], None] = lambda bundle: None,
 ) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit; guard: of FitJob.
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
 
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
     [result] = fit_together(
-        [FitJob(method, output, seed, selection=selection, guard=guard)], source, text, model_record=model_record,
+        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record,
         revision=revision, device=device, options=options, say=say,
     )  # fmt: skip
     assert isinstance(result, TrainResult)
@@ -165,7 +164,7 @@ class TrainPart:
         layers = self.scan.placed(run.layers(self.shape))
         scheme = Scheme(self.method.windows, self.method.frame, layers, self.scan.skipped, self.job.selection)
         bundle = Bundle(fingerprint, scheme, self.record, run.metrics(scheme), self.job.output)
-        self.job.guard(bundle)
+        say_forecasts(self.scan, {bundle.name: scheme})
         digest = bundle.write(self.job.output)
         self.work.remove()
         return TrainResult(

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, probed_layers
+from kvcal_artifacts.bundle import SUFFIX, Bundle, probed_layers
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
 from . import models
+from .bundle_paths import given_bundle
 from .capture import LayerSource, WholeModel
 from .evaluate.perplexity import CacheMaker
 from .layerwise import LayerwiseWeights
@@ -126,7 +127,7 @@ def rows_named(presets: Iterable[str], bundles: Iterable[Path]) -> dict[str, Dat
     """Presets under their own names, then bundles under their file names; checked before any model is loaded."""
     rows: dict[str, DataFree | Bundle] = {name: preset(name) for name in presets}
     for path in bundles:
-        bundle = load_bundle(path)
+        bundle = given_bundle(path, presets=True)
         if bundle.name in rows or bundle.name == "full":
             raise UsageError(f"two rows would be called {bundle.name!r}; rename one file")
         rows[bundle.name] = bundle

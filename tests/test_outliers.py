@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,21 @@ from kvcal.capture import WholeModel
 from kvcal.evaluate.canary import decoded
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.fit import fit
+from kvcal.fit import FitJob, fit, fit_together
 from kvcal.forecast import channel_ratio, forecasts, least_tokens, prompt_of
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
+from kvcal.methods.codebooks import Training
 from kvcal.methods.plain import Preset, preset
+from kvcal.methods.vqkv import VQKV
 from kvcal.models import load_model, open_layerwise, resolve
-from kvcal.outliers import GRADES, _factors, advice, grade, warnings, window_of
+from kvcal.outliers import GRADES, Advice, _balanced, _factors, advice, grade, warnings, window_of
 from kvcal.workbench import cache_makers
+from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs import Shape, Uniform
-from kvcal_artifacts.errors import NonFiniteError
+from kvcal_artifacts.codecs import Predicted, Shape, Uniform
+from kvcal_artifacts.errors import KVCalError, NonFiniteError
+from kvcal_artifacts.hf import AttentionSite
 from kvcal_artifacts.scheme import Scheme
 from models_fixture import SUFFIX, kvcal
 
@@ -80,8 +86,81 @@ def test_the_guard_names_what_breaks_and_what_is_better(twin: Any, windows: torc
     named = [line.split()[1] for line in said]
     assert {"higgs-2", "uniform-2"} <= set(named) <= set(FRAGILE)
     for name, line in zip(named, said, strict=True):
-        assert f"{name}-balanced keys at the same bits (learned from text: `kvcal fit-predictors`): about " in line
+        command = f"`kvcal fit-predictors --keys {name}-balanced --values {name} --first-layer '' "
+        assert f"{name}-balanced keys at the same bits (learned from text: {command}" in line
         assert " times the median (layer " in line and "; uniform-2-channel keys: about " in line
+        assert " nats per token, of tokens behind 224 packed ones (`kvcal eval` averages over all tokens, " in line
+
+
+def test_channels_are_named_only_where_they_are_the_cause(
+    tiny: Any, twin: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin's are large whatever is stored; but where keys are coded by channel, or values are what is coarse, treating
+    channels apart is no help.
+    """
+    monkeypatch.setattr("kvcal.outliers.GRADES", ((0.01, "is worth a word"),))
+    given = {
+        "keys": (Preset("higgs-2", "uniform-8"), twin), "values": (Preset("uniform-8", "uniform-1"), twin),
+        "by channel": (Preset("uniform-1-channel", "uniform-8"), twin),
+        "plain": (Preset("uniform-1", "uniform-8"), tiny.model),
+    }  # fmt: skip
+    said = {
+        name: line
+        for name, (made, model) in given.items()
+        for line in warnings(model, windows[:1], {name: made.scheme(model)})
+    }
+    assert said.keys() == given.keys()
+    assert [name for name, line in said.items() if "times the median" in line] == ["keys"]
+
+
+ADVISED = {
+    "uniform-2": {}, "higgs-2": {"rope": "pre_rope"}, "turboquant-2": {"sink": 3, "recent": 64},
+    "uniform-3": {"value": "kivi-2", "block": 64, "per_layer": ("0:keys=uniform-2", "5-6:values=higgs-4")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_the_command_in_the_advice_makes_that_bundle(
+    tiny: Any, windows: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All but the factors, which are of other text."""
+    scheme = replace(Preset(name, name), **ADVISED[name]).scheme(tiny.model)
+    [tried] = [one for one in _balanced(tiny.model, windows[:1], {"": scheme}, None).values() if one is not None]
+    assert tried.command[0] == tried.command[-1] == "`"
+    words, output = shlex.split(tried.command[1:-1]), tmp_path / f"x{SUFFIX}"
+    done = kvcal(*words[1:], "--model", "tiny", "--windows", 4, "--length", 128, "-o", output)
+    assert done.code == 0, done.err
+    made = load_bundle(output).scheme
+    assert (made.windows, made.frame, made.bits_per_value()) == (
+        scheme.windows,
+        scheme.frame,
+        tried.scheme.bits_per_value(),
+    )
+    for own, wanted in zip(made.layers, tried.scheme.layers, strict=True):
+        assert own is not None and wanted is not None
+        for codec, other in ((own.key.inner, wanted.key.inner), (own.value, wanted.value)):
+            assert (type(codec), codec.config()) == (type(other), other.config())
+        assert own.key.config() == wanted.key.config()
+
+
+def test_a_fitted_schemes_advice_says_what_to_change(tiny: Any, windows: torch.Tensor, fitted: Any) -> None:
+    """Its values keep their predictors, which no call without those of keys makes; what is balanced already gets none."""
+
+    def tried(scheme: Scheme) -> list[str]:
+        found = _balanced(tiny.model, windows[:1], {"": scheme}, None).values()
+        return [one.command for one in found if one is not None]
+
+    def unbalanced(key: Any) -> Any:
+        made = backbone("higgs-3" if key.name == "scaled" else "higgs-2")(key.shape, "key")
+        return made if key.name == "scaled" else Predicted(made, key.predictor, key.inputs)
+
+    scheme = replace(
+        fitted.scheme, layers=tuple(replace(pair, key=unbalanced(pair.key)) for pair in fitted.scheme.layers)
+    )
+    assert tried(scheme) == [
+        "`kvcal fit-predictors --keys higgs-2-balanced --key-inputs none` with the scheme's other options"
+    ]
+    assert tried(fitted.scheme) == []
 
 
 @pytest.mark.slow
@@ -105,7 +184,7 @@ def test_balanced_factors_are_named_only_where_they_are_better(
     kl = forecasts(twin, windows[:1], {"": scheme})[""].kl
 
     def advised(scheme: Scheme) -> str:
-        return advice(twin, windows[:1], {"": (scheme, kl)})[""]
+        return advice(twin, windows[:1], {"": (scheme, kl)})[""].text
 
     assert "higgs-2-balanced keys at the same bits" in advised(scheme)
     assert "balanced" not in advised(Preset("exact-16", "exact-16").scheme(twin))
@@ -225,7 +304,87 @@ def test_a_model_in_parts_has_the_same_forecast(tiny: Any, windows: torch.Tensor
     assert all(p.is_meta for p in parts.model.parameters())
 
 
-def test_windows_too_short_to_pack_say_nothing(tiny: Any, windows: torch.Tensor) -> None:
+def test_short_windows_are_joined(tiny: Any, windows: torch.Tensor) -> None:
+    """Consecutive ones give the very windows of the text, BOS only at the start."""
+    wide = Preset("uniform-2", "uniform-2", recent=512).scheme(tiny.model)
+
+    def read(count: int, length: int) -> torch.Tensor:
+        return corpus.evaluation_windows(tiny.tokenizer, "embedded:evaluation", windows=count, length=length).ids
+
+    scheme = preset("uniform-2").scheme(tiny.model)
+    assert torch.equal(window_of(read(9, 128), [scheme]), windows)
+    assert torch.equal(window_of(read(4, 512), [scheme, wide]), read(2, least_tokens(wide)))
+    assert torch.equal(
+        window_of(read(4, 512), [scheme, wide], 600), windows
+    )  # in a context that the other needs more than
+    assert torch.equal(window_of(read(2, 128), [scheme]), read(1, 255))
+    assert window_of(read(1, 64), [scheme]).shape == (1, 64)
+    random = torch.arange(4 * 200).view(4, 200)  # no BOS
+    assert torch.equal(window_of(random, [scheme]), torch.arange(512)[None])
+
+
+def test_no_scheme_is_passed_over_in_silence(twin: Any, windows: torch.Tensor) -> None:
+    """A text or a context too short for one is said of it alone."""
+    schemes = {
+        "one": preset("uniform-2").scheme(twin),
+        "two": Preset("uniform-2", "uniform-2", recent=512).scheme(twin),
+    }
+    need, other = (least_tokens(scheme) for scheme in schemes.values())
+    said = warnings(twin, windows[:1, : need - 1], schemes)
+    assert [line[:40] for line in said] == [f"note: {name}: no KL is forecast, as it packs "[:40] for name in schemes]
+    assert (
+        f"windows of {need:,} tokens, and the text has {need - 1:,} (1 x {need - 1:,}); give more --windows" in said[0]
+    )
+    both = warnings(twin, windows[:1], schemes)
+    assert (
+        both[0].startswith("note: two: ") and f" of {other:,} tokens" in both[0] and both[1].startswith("warning: one ")
+    )
+    assert both[1:] == warnings(twin, windows[:1], {"one": schemes["one"]})
+
+
+def test_a_fit_on_short_windows_says_so_too(tiny: Any, twin: Any, tmp_path: Path) -> None:
+    """Windows of which a cache packs nothing, as none is older than `recent`: they are joined, or it is said."""
+    lines: dict[int, list[str]] = {}
+    for count in (9, 2):
+        text = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=count, holdout=1, length=64)
+        method = AquaKV(backbone="higgs-2", first_layer="", rope="post_rope", key_inputs=(), value_inputs=())
+        fit(method, WholeModel(twin), text, tmp_path / f"x{count}", model_record={}, revision=None,
+            device=torch.device("cpu"), say=lines.setdefault(count, []).append)  # fmt: skip
+    [joined], [short] = ([line for line in said if " KL " in line] for said in lines.values())
+    assert joined.startswith("warning: x9 ") and "of tokens behind 224 packed ones" in joined
+    assert short.startswith("note: x2: no KL is forecast") and "and the text has 128 (2 x 64)" in short
+
+
+def test_codebooks_of_a_scan_are_forecast(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `kvcal build` makes them, beside others."""
+    monkeypatch.setattr("kvcal.outliers.GRADES", ((0.0, "is said of all"),))
+    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, Advice("")))
+    text = corpus.token_windows(tiny.tokenizer, "embedded:calibration", windows=3, holdout=1, length=256)
+    training = Training(tolerance=0.5)
+    vqkv = VQKV(stages=(1, 1, 1), sizes=(16, 16, 16), high=0, vectors=2000, recent=32, block=32, training=training)
+    said: list[str] = []
+    jobs = [FitJob(vqkv, tmp_path / f"books{SUFFIX}")]
+    fit_together(jobs, WholeModel(tiny.model), text, model_record={}, revision=None, device=torch.device("cpu"),
+                 say=said.append)  # fmt: skip
+    assert [line.split()[1] for line in said if "is said of all" in line] == ["books"]
+
+
+@pytest.mark.parametrize("frame", ["pre_rope", "post_rope"])
+def test_keys_before_rope_that_do_not_become_the_models_are_refused(
+    tiny: Any, windows: torch.Tensor, monkeypatch: pytest.MonkeyPatch, frame: Any
+) -> None:
+    """Before a bundle is written that no cache would take; keys stored after RoPE are none of these."""
+    captured = AttentionSite.keys_from
+    monkeypatch.setattr(AttentionSite, "keys_from", lambda self, output: captured(self, output) * (1 + 2**-20))
+    scheme = Preset("uniform-8", "uniform-8", frame).scheme(tiny.model)
+    if frame == "post_rope":
+        assert warnings(tiny.model, windows[:1, :256], {"": scheme}) == []
+    else:
+        with pytest.raises(KVCalError, match="layer 0: keys captured before RoPE do not give the model's keys"):
+            warnings(tiny.model, windows[:1, :256], {"": scheme})
+
+
+def test_windows_too_short_to_pack_have_no_forecast(tiny: Any, windows: torch.Tensor) -> None:
     scheme = preset("uniform-2").scheme(tiny.model)
     least = least_tokens(scheme)
     assert forecasts(tiny.model, windows[:1, :least], {"": scheme})[""].packed == scheme.windows.block
@@ -264,11 +423,22 @@ def test_nothing_is_served_unwarned(tmp_path: Path) -> None:
         assert done.code == 0, done.err
         return next((line for line in done.err.splitlines() if line.startswith("warning: ")), "")
 
+    def forged() -> None:
+        """Metrics such as a fit writes, of a file that had none."""
+        made = load_bundle(bundle)
+        layers = [{"key_channel_error": 0.0, "key_relative_error": 0.0}] * len(made.scheme.layers)
+        replace(made, metrics={"layers": layers}).write(bundle)
+
     prompt = ["--prompt", "it was", "--tokens", 1]
     assert told("preset", "uniform-8", "-o", bundle) == ""
     assert told("preset", "higgs-2", "-o", bundle, "--no-check") == ""
     assert told("preset", "higgs-2", "-o", bundle).startswith("warning: higgs-2 ")
     assert told("generate", "--bundle", bundle, *prompt).startswith("warning: x ")
+    forged()
+    short = ["--text", "embedded:evaluation", "--windows", 3, "--length", 200]
+    assert told("generate", "--bundle", bundle, *prompt).startswith("warning: x ")
+    assert told("eval", bundle, *short).startswith("warning: x ")
+    assert told("compare", "--bundle", bundle, *short).startswith("warning: x ")
     assert "higgs-2-balanced keys" in told("generate", "--preset", "higgs-2", *prompt)
     assert told("generate", "--preset", "exact", *prompt) == ""
 

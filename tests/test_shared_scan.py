@@ -16,6 +16,7 @@ from kvcal.fit import FitJob, FitOptions, fit, fit_together
 from kvcal.methods import VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
 from kvcal.methods.codebooks import Training
 from kvcal.models import load_model, resolve
+from kvcal.outliers import Advice
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import decoder_of
 from models_fixture import SUFFIX, write_model
@@ -83,13 +84,13 @@ def test_a_shared_scan_gives_the_bytes_of_separate_runs(
 
 
 def test_each_layer_runs_whole_once_for_all(model: Any, text: corpus.Windows, tmp_path: Path) -> None:
-    """All windows in the fit, and one in the forecast: exact, and behind each scheme's packed prompt. VQKV has none here."""
+    """All windows in the fit, and the held-out ones, joined, in the forecast: exact, and with what each scheme packs."""
     layer: nn.Module = decoder_of(model).layers[0]
     calls = []
     hook = layer.mlp.register_forward_hook(lambda module, args, output: calls.append(len(output)))
     with hook:
         fit_together(jobs(tmp_path), WholeModel(model), text, **keywords(model))
-    assert calls == [2, 2, 2] + [2] * len(METHODS)  # exact, and with what each scheme packs; codebooks come later
+    assert calls == [2, 2, 2] + [1] * (len(METHODS) + 2)  # exact once more, for the codebooks, which come later
 
 
 class LoadCounter(WholeModel):
@@ -107,16 +108,18 @@ class LoadCounter(WholeModel):
 def test_one_forecast_serves_all_bundles(
     model: Any, text: corpus.Windows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer is loaded for the fit and for the forecast; bundles of one name are told apart. VQKV has none here."""
+    """Each layer is loaded for the fit, for the forecast, and for that of codebooks, which are trained after the scan; bundles
+    of one name are told apart.
+    """
     source, said = LoadCounter(model), []
     monkeypatch.setattr("kvcal.outliers.GRADES", ((0.0, "is said of all"),))
-    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, "nothing"))
+    monkeypatch.setattr("kvcal.outliers.advice", lambda model, ids, schemes, device: dict.fromkeys(schemes, Advice("")))
     (tmp_path / "other").mkdir()
     wanted = [*jobs(tmp_path), FitJob(METHODS["squat"], tmp_path / "other" / f"squat{SUFFIX}")]
     fit_together(wanted, source, text, **keywords(model), say=said.append)
-    assert source.loads == [2] * LAYERS
+    assert source.loads == [3] * LAYERS
     named = [line.split()[1] for line in said if "is said of all" in line]
-    assert named == [str(job.output) for job in wanted if job.output.name != f"vqkv{SUFFIX}"]
+    assert named == [*(str(job.output) for job in wanted if job.output.name != f"vqkv{SUFFIX}"), "vqkv"]
 
 
 def test_the_forecast_is_of_held_out_text(
@@ -125,7 +128,7 @@ def test_the_forecast_is_of_held_out_text(
     seen: list[torch.Tensor] = []
     monkeypatch.setattr("kvcal.outliers.warnings", lambda model, ids, schemes, device: seen.append(ids) or [])
     fit_together(jobs(tmp_path)[:2], WholeModel(model), text, **keywords(model))
-    assert len(seen) == 1 and torch.equal(seen[0], text.holdout[:2])
+    assert len(seen) == 1 and torch.equal(seen[0], text.holdout)
 
 
 def test_each_bundle_goes_on_from_its_own_checkpoint(

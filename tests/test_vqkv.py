@@ -548,7 +548,7 @@ def test_the_guard_comes_before_the_bundle(
             raise NonFiniteError("layer 2, key head 0: NaN or infinity in window 0")
         return ["warning: x will break"]
 
-    monkeypatch.setattr("kvcal.commands.guard.warnings", guard)
+    monkeypatch.setattr("kvcal.outliers.warnings", guard)
     ended = train(given, output)
     assert ended.code == 1 and "layer 2, key head 0" in ended.err and not output.exists()
     output.with_suffix(".go").touch()

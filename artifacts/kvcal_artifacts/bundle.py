@@ -287,13 +287,23 @@ def named(path: Path) -> str:
     return "'' or ." if path == Path() else str(path)
 
 
+def refuse_dash(path: Path, option: str = "") -> None:
+    """Raise KVCalError for the name "-", which elsewhere means standard output, and here would be a file called so.
+
+    option: what the caller calls the path, put before it in the message.
+    """
+    if str(path) == "-":
+        raise KVCalError(f"{option or 'output'} -: standard output cannot be named by a dash; give a file name")
+
+
 def file_behind(path: Path, option: str = "") -> Path:
     """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
 
     option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
     file, which a rename would destroy, for a file that is protected from writing, and for the file that standard output or
-    standard error goes to, whose text it would lose.
+    standard error goes to, whose text it would lose, and as `refuse_dash`.
     """
+    refuse_dash(path, option)
     name = f"{option} {named(path)}".lstrip()
     behind = Path(os.path.realpath(path))
     try:
@@ -339,6 +349,7 @@ def write_together(files: Mapping[Path, bytes], option: str = "--output") -> Non
     with ExitStack() as waiting:
         ready: list[tuple[Path, Path, Path]] = []
         for path, data in files.items():
+            refuse_dash(path, option)
             place = file_behind(path)
             if not place.parent.is_dir():
                 raise KVCalError(f"{place.parent} is not a folder; create it or give another {option}")

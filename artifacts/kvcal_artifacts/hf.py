@@ -247,7 +247,7 @@ def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
         if frame == "pre_rope" and site.odd is not None:
             raise UnsupportedModel(
                 f"{site.module.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "  # type: ignore[union-attr]
-                "RoPE; store them after it (--rope post_rope)"
+                "RoPE; store them after it (--frame post_rope)"
             )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.codecs import Predicted, ResidualVQ, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
+from ..bundle_paths import given_bundle
 from ..catalogue import Geometry
 from ..methods.backbones import backbone
 from ..methods.mixkvq import MixKVQ
@@ -188,7 +188,7 @@ def _check_pair(name: str) -> None:
 
 def from_bundle(path: Path, geometry: Geometry) -> Benched:
     """The middle layer of a bundle, or the compressed one nearest to it, with the bundle's own windows."""
-    bundle = load_bundle(path)
+    bundle = given_bundle(path, presets=True)
     layers = bundle.scheme.layers
     middle = sorted(range(len(layers)), key=lambda index: abs(index - len(layers) // 2))
     pair = next((layers[index] for index in middle if layers[index] is not None), None)

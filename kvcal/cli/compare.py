@@ -46,7 +46,9 @@ def compare(
     ] = None,
     values: Annotated[str | None, typer.Option(help="Value codecs.")] = None,
     predict: Annotated[bool, typer.Option("--predict", help="Each pair also under AQUA-KV's predictors.")] = False,
-    first_layer: Annotated[str, typer.Option(help="Of --predict: codec of layer 0.")] = "higgs-4-wide-debiased",
+    first_layer: Annotated[
+        str, typer.Option(help="Of --predict: codec of the first compressed layer.")
+    ] = "higgs-4-wide-debiased",
     key_inputs: Annotated[str, typer.Option(help="Of --predict, as of fit-predictors.")] = "k1",
     value_inputs: Annotated[str, typer.Option(help="Of --predict, likewise.")] = "v1,k0",
     per_layer: PerLayer = None,

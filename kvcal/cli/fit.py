@@ -59,7 +59,7 @@ def fit_predictors(
         ),
     ] = "higgs-2-wide-debiased-balanced",
     first_layer: Annotated[
-        str, typer.Option(help="Codec of layer 0; exact-16 keeps it.")
+        str, typer.Option(help="Codec of the first compressed layer; exact-16 keeps it.")
     ] = "higgs-4-wide-debiased-balanced",
     keys: Annotated[str, typer.Option(help="Codec of key residuals, where not that of --backbone.")] = "",
     values: Annotated[str, typer.Option(help="Codec of value residuals, likewise.")] = "",

@@ -41,7 +41,9 @@ def preset(
     ] = False,
     check: Annotated[
         bool,
-        typer.Option(help="Run the model on 512 tokens, layer by layer, and warn if its key channels will break this."),
+        typer.Option(
+            help="Run the model on two windows of 512 tokens, layer by layer; warn if the KL forecast is high."
+        ),
     ] = True,
     device: Device = "auto",
     random_weights: Random = False,

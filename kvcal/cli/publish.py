@@ -32,10 +32,10 @@ def card(
 ) -> None:
     """Write a bundle's model card: metadata, tables, plots, and the commands that make it again."""
     options: dict[str, Any] = dict(locals())
-    from kvcal.cli.defaults import defaults_of
+    from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.publish import run_card
 
-    found = run_card(options, defaults_of)
+    found = run_card(options, defaults_of, options_of)
     if json:
         print_json(found)
     else:
@@ -57,10 +57,10 @@ def push(
 ) -> None:
     """Publish a bundle with its card and plots on the Hugging Face hub, in one commit. Needs HF_TOKEN."""
     options: dict[str, Any] = dict(locals())
-    from kvcal.cli.defaults import defaults_of
+    from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.publish import run_push
 
-    found = run_push(options, defaults_of)
+    found = run_push(options, defaults_of, options_of)
     if json:
         print_json(found)
     else:

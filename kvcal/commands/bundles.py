@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import Bundle, load_bundle, write_atomically
+from kvcal_artifacts.bundle import Bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes
 
 from .. import models
+from ..bundle_paths import given_bundle
 from ..diff import diff
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
 from ..records import check_depth
@@ -47,7 +48,7 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
     if o["model"] is None:
         refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
     refuse_idle_seed(o, said)
-    bundle = load_bundle(path)
+    bundle = given_bundle(path)
     check_depth(bundle)
     scheme = bundle.scheme
     rows = [
@@ -118,7 +119,7 @@ def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    found = diff(load_bundle(first), load_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
+    found = diff(given_bundle(first), given_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
     return {"a": str(first), "b": str(second), **found}
 
 
@@ -134,7 +135,7 @@ def run_verify(o: dict[str, Any], said: Collection[str] = ()) -> dict[str, Any]:
     if model is None:
         refuse_idle(said, COMPARES, "a comparison with a model", "give --model, or leave it out")
     refuse_idle_seed(o, said)
-    bundle = load_bundle(path)
+    bundle = given_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:
         check_bundle(

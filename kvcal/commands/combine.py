@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import load_bundle
-
+from ..bundle_paths import given_bundle
 from ..combine import combine
 from ..fit import check_output
 from .bundles import file_sha256
@@ -15,7 +14,7 @@ from .bundles import file_sha256
 def run_combine(keys: Path, values: Path, output: Path) -> dict[str, Any]:
     """Write the bundle that takes keys from one and values from the other."""
     check_output(output)
-    made = combine(load_bundle(keys), load_bundle(values), hashes=(file_sha256(keys), file_sha256(values)))
+    made = combine(given_bundle(keys), given_bundle(values), hashes=(file_sha256(keys), file_sha256(values)))
     digest = made.write(output)
     return {
         "bundle": str(output),

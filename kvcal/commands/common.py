@@ -141,9 +141,10 @@ def known(tokenizer: Any) -> Any:
 def tokenizer_for(o: Mapping[str, Any], source: models.ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
-    Raises TextError first for one of the texts `origins` that is no file kvcal reads, UsageError for a --device or --dtype
-    that cannot be used.
+    Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file kvcal
+    reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot be read.
     """
+    models.check_config(source, random_weights=o["random_weights"])
     for origin in origins:
         if origin is not None and origin != RANDOM_TOKENS:
             corpus.check_local(origin)

@@ -17,6 +17,7 @@ from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models
+from ..bundle_paths import given_bundle
 from ..capture import WholeModel
 from ..compare import Ledger, as_csv, best, bytes_at, front, read_results
 from ..evaluate.attention_error import attention_errors
@@ -27,6 +28,7 @@ from ..kept import Work, beside, short
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
 from ..methods.plain import DataFree, Preset, composed, preset
+from ..outliers import warnings
 from ..recipe import Recipe, read_recipe
 from ..workbench import cache_makers, open_model
 from .common import (
@@ -47,7 +49,7 @@ from .common import (
 from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
-from .guard import outlier_warnings, unmeasured
+from .guard import schemes_of
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -77,7 +79,7 @@ def candidates(o: dict[str, Any], fit_options: dict[str, Any]) -> list[Candidate
     """
     found = [Candidate(name, preset(name)) for name in o["preset"] or []]
     for path in o["bundle"] or []:
-        bundle = load_bundle(path)
+        bundle = given_bundle(path, presets=True)
         found.append(Candidate(bundle.name, bundle))
     found += [Candidate(path.stem, of_recipe(read_recipe(path), fit_options)) for path in o["recipe"] or []]
     windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
@@ -183,7 +185,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         settings["calibration_sha256"] = fitting["text"].ids_sha256
     given = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
     cache_makers(loaded.model, given, loaded.revision, selection)  # refuses bundles of other models before any work
-    for line in outlier_warnings(loaded.model, text.ids, unmeasured(loaded.model, given)):
+    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, given)):
         say(line)
     ids = [text.ids_sha256, *([fitting["text"].ids_sha256] if fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *ids)

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 
+from ..fit import check_output
 from .common import Say
 from .evaluation import run_eval
 from .fit_predictors import run_fit_predictors
@@ -26,6 +27,7 @@ DEMO_PROMPT = (
 def run_demo(output: Path, fit_options: dict[str, Any], eval_options: dict[str, Any], say: Say) -> dict[str, Any]:
     """fit, eval and generate on the embedded model; generate runs in a process of its own."""
     started = time.monotonic()
+    check_output(output)
     say("1/3 calibrating AQUA-KV on the embedded model and text")
     fitted = run_fit_predictors(fit_options | DEMO_FIT | {"output": output}, say)
     say("2/3 perplexity through the cache: full precision, HIGGS and AQUA-KV at 2 bits")

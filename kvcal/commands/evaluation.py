@@ -23,6 +23,7 @@ from ..gates import Check, Limits, broken_off, check_recorded, check_row
 from ..hub import one_line
 from ..kept import Batches, Work, short
 from ..methods.plain import DataFree
+from ..outliers import warnings
 from ..report.progress import progress
 from ..workbench import cache_makers, open_model, rows_named
 from .bundles import file_sha256
@@ -42,7 +43,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
-from .guard import guard_window, outlier_warnings, unmeasured
+from .guard import guard_window, schemes_of
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -54,13 +55,13 @@ def run_eval(
     those of the options for all. said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     refuse_idle_seed(o, said)
+    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
+    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     source = models.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
     require = given_kernels(o)
-    common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
-    methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
     files = {name: what.path for name, what in methods.items() if isinstance(what, Bundle) and what.path is not None}
     hashes = {name: {"sha256": file_sha256(path)} for name, path in files.items()}
     methods = with_subspace(methods, o["subspace"])
@@ -83,7 +84,7 @@ def run_eval(
         say_coverage(loaded.model, say)
     # refuses bundles of other models
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, require)
-    for line in outlier_warnings(loaded.model, text.ids, unmeasured(loaded.model, methods)):
+    for line in warnings(loaded.model, text.ids, schemes_of(loaded.model, methods)):
         say(line)
     started = time.monotonic()
     record = decided_by(o, loaded.model.dtype, loaded.model.device, text.ids_sha256) | {
@@ -303,8 +304,9 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
     say_coverage(loaded.model, say)
     made = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
     name, maker = next(iter(made.items()))
-    if not o["random_weights"] and (schemes := unmeasured(loaded.model, methods)):
-        for line in outlier_warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
+    if not o["random_weights"]:
+        schemes = schemes_of(loaded.model, methods)
+        for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
             say(line)
     ids = ids.to(loaded.model.device)
     started = time.monotonic()

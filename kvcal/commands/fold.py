@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import Bundle, Fingerprint, load_bundle
+from kvcal_artifacts.bundle import Bundle, Fingerprint, refuse_dash
 from kvcal_artifacts.errors import UsageError
 
 from .. import __version__, models
+from ..bundle_paths import given_bundle
 from ..fit import check_output
 from ..folding import key_factors, without_factors, write_folded
 from ..workbench import check_bundle, key_probe, model_record
@@ -19,7 +20,9 @@ from .common import Say
 
 def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
     """A new checkpoint with a bundle's key factors in W_K and W_Q, and, if asked for, the bundle that then needs none."""
-    bundle, output = load_bundle(o["bundle"]), Path(o["output"])
+    output = Path(o["output"])
+    refuse_dash(output, "--output")
+    bundle = given_bundle(o["bundle"])
     rest = o["bundle_output"]
     if rest is not None and output.resolve() in Path(rest).resolve().parents:
         raise UsageError(f"--bundle-output {rest}: lies in the folder of --output; put it beside")

@@ -15,9 +15,10 @@ from kvcal_artifacts.scheme import Scheme
 from .. import __version__, models
 from ..methods.base import settings_of
 from ..methods.plain import COMPOSED, DataFree, Preset, composed
+from ..outliers import warnings
 from ..workbench import key_probe, model_record, pick_device, pick_dtype
 from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
-from .guard import guard_window, outlier_warnings
+from .guard import guard_window
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
@@ -34,7 +35,7 @@ def wanted_preset(o: dict[str, Any]) -> DataFree:
 
 def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
-    layers are run on a window of text for the outlier guard, unless told not to; nothing is written where that fails.
+    layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that fails.
 
     said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
@@ -93,7 +94,7 @@ def _opened(source: models.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tu
 def _warnings(source: models.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
     where = pick_device(device)
     parts = models.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
-    return outlier_warnings(parts, guard_window(models.load_tokenizer(source), schemes), schemes, where)
+    return warnings(parts, guard_window(models.load_tokenizer(source), schemes), schemes, where)
 
 
 def _from_config(source: models.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:

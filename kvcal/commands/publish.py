@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import load_bundle, write_together
+from kvcal_artifacts.bundle import write_together
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
+from ..build import DefaultsOf, OptionsOf
+from ..bundle_paths import given_bundle
 from ..card import Card, make_card
 from ..fit import check_output
 from ..publish import pull, push
 from .bundles import file_sha256
+from .reproduce import check_command
 
-Defaults = Callable[[str], dict[str, Any]]
 
-
-def run_card(o: dict[str, Any], defaults_of: Defaults) -> dict[str, Any]:
+def run_card(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
     """The card's text; with --output it is written, and its plots beside it."""
-    card = _card(o, o["repo"], defaults_of)
+    if o["output"] is not None:
+        if str(o["output"]) == "-":
+            raise UsageError("--output -: leave --output out to print the card, or give a file name")
+        check_output(o["output"])  # before the bundle is read
+    card = _card(o, o["repo"], defaults_of, options_of)
     files: dict[Path, bytes] = {}
     if o["output"] is not None:
-        check_output(o["output"])
         files = {o["output"]: card.text.encode(), **{o["output"].parent / name: p for name, p in card.plots.items()}}
         write_together(files)
     return {"bundle": str(o["bundle"]), "card": card.text, "files": [str(path) for path in files]}
 
 
-def _card(o: dict[str, Any], repo: str | None, defaults_of: Defaults) -> Card:
+def _card(o: dict[str, Any], repo: str | None, defaults_of: DefaultsOf, options_of: OptionsOf) -> Card:
     path = o["bundle"]
-    bundle = load_bundle(path)
+    bundle = given_bundle(path)
     evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
     return make_card(
         bundle, file_sha256(path), repo=repo, evaluation=evaluation, licence=o["license"],
-        defaults_of=defaults_of,
+        defaults_of=defaults_of, check=lambda was: check_command(was, defaults_of, options_of),
     )  # fmt: skip
 
 
@@ -53,9 +56,9 @@ def _evaluation(path: Path) -> dict[str, Any]:
     return found
 
 
-def run_push(o: dict[str, Any], defaults_of: Defaults) -> dict[str, Any]:
+def run_push(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
     """What was pushed and the commit that holds it."""
-    card = _card(o, o["repo"], defaults_of)
+    card = _card(o, o["repo"], defaults_of, options_of)
     return asdict(push(o["bundle"], o["repo"], card, branch=o["branch"], message=o["message"], private=o["private"]))
 
 

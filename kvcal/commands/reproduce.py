@@ -17,23 +17,33 @@ from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_bytes
 
-from ..build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf
+from .. import models
+from ..build import DefaultsOf, OptionsOf
+from ..bundle_paths import given_bundle, refuse_name
 from ..catalogue import CATALOGUE
 from ..corpus import EMBEDDED
 from ..diff import diff
 from ..fit import check_output
-from ..recorded import LOCAL, Options, Recorded, recorded, tasks_of
+from ..recorded import (
+    LOCAL,
+    Options,
+    Recorded,
+    check_threads,
+    checked_options,
+    recorded,
+    tasks_of,
+)
 from .bundles import file_sha256
 from .combine import run_combine
 from .common import Say
-from .fit_norms import run_fit_norms
-from .fit_predictors import run_fit_predictors
+from .fit_norms import innerq_method, run_fit_norms
+from .fit_predictors import aqua_method, run_fit_predictors
 from .fold import run_fold
-from .measure_subspaces import run_measure_subspaces
-from .preset import run_preset
-from .train_codebooks import run_train_codebooks
-from .tune_bits import run_tune_bits
-from .tune_thresholds import run_tune_thresholds
+from .measure_subspaces import run_measure_subspaces, squat_method
+from .preset import run_preset, wanted_preset
+from .train_codebooks import run_train_codebooks, vqkv_method
+from .tune_bits import kvtuner_method, run_tune_bits
+from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings
 
 Run = Callable[[Options, Say], Any]
 RUNS: dict[str, Run] = {
@@ -46,15 +56,19 @@ RUNS: dict[str, Run] = {
     "tune-bits": run_tune_bits,
     "tune-thresholds": run_tune_thresholds,
 }
+# What the commands make of their options first; of those of OF_MODEL the model's geometry decides as well.
+OF_OPTIONS: dict[str, Callable[[Options], Any]] = {
+    "fit-predictors": aqua_method,
+    "fit-norms": innerq_method,
+    "preset": wanted_preset,
+    "tune-bits": kvtuner_method,
+    "tune-thresholds": lambda o: (search_settings(o), mixkvq_method(o)),
+}
+OF_MODEL: dict[str, Callable[[Options, models.ModelSource], Any]] = {
+    "measure-subspaces": squat_method,
+    "train-codebooks": lambda o, source: vqkv_method(o, models.geometry(source)),
+}
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
-NOT_RECORDED = {
-    *NOT_GIVEN,
-    *PATHS,
-    *MAYBE_PATHS,
-    *HOW,
-    "bundle_output",
-}  # places and ways to run: none of a record's affair
-MOST_THREADS = 1024  # a million end the process with a segmentation fault
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
@@ -65,8 +79,9 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
     Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
     """
     path = o["bundle"]
-    original = load_bundle(path)
+    original = given_bundle(path)
     was = recorded(original)
+    check_command(was, defaults_of, options_of)
     line = was.line(defaults_of(was.command))
     if o["output"] is not None:
         check_output(o["output"])
@@ -77,13 +92,14 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
             raise UsageError(f"--text {text}: no such file or folder")
     check_inputs(was, o["input"] or [])
     check_tasks(was, o["tasks_path"])
-    say(f"again: {line}")
     with tempfile.TemporaryDirectory(prefix="kvcal-reproduce-") as folder:
         places = Places(
             Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"], o["tasks_path"]
         )
-        made = o["output"] or Path(folder) / path.name
-        Rerun(places, defaults_of, options_of, say).make(was, made)
+        made, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
+        rerun.check_places(was)
+        say(f"again: {line}")
+        rerun.make(was, made)
         found = diff(original, load_bundle(made), same_bytes=read_bytes(path) == read_bytes(made))
         digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
     settings = found["settings"]
@@ -99,8 +115,33 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
     }
 
 
+def check_command(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsOf) -> None:
+    """KVCalError where a recorded command, or one of a bundle that it reads, is none that its user could have run.
+
+    Comes before any of the command is printed or run: what a stranger recorded would stand there as advice of ours.
+    """
+    for one in was.inputs:
+        check_command(one["recorded"], defaults_of, options_of)
+    options = checked_options(was, defaults_of, options_of)
+    check_threads(was.cpu.get("threads"))
+    if was.command in OF_OPTIONS:
+        with _taken(was):
+            OF_OPTIONS[was.command](options)
+
+
+@contextmanager
+def _taken(was: Recorded) -> Iterator[None]:
+    """Within, a UsageError is one of the record's values."""
+    try:
+        yield
+    except UsageError as error:
+        raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
+
+
 def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
     """UsageError where other bundles are read and none of those given is one of them: all would be made again, unsaid."""
+    for path in given:
+        refuse_name(path)
     needed = list(_inputs(was))
     if given and needed and not {file_sha256(path) for path in given} & {one["sha256"] for one in needed}:
         wanted = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
@@ -201,8 +242,25 @@ class Rerun:
     options_of: OptionsOf
     say: Say
 
+    def check_places(self, was: Recorded) -> None:
+        """Raises UsageError, before anything is said or run, where a text or model that will be read has no place yet, and
+        KVCalError for recorded values that the model's geometry rules out.
+        """
+        for one in was.inputs:
+            if self.places.input_of(one["sha256"]) is None:
+                self.check_places(one["recorded"])
+        if was.command == "combine":
+            return
+        model = self.places.model_of(was)
+        self._texts(was, self.defaults_of(was.command))
+        if was.command in OF_MODEL:
+            options = checked_options(was, self.defaults_of, self.options_of)
+            source = models.resolve(model, options["revision"])
+            with _taken(was):
+                OF_MODEL[was.command](options, source)
+
     def make(self, was: Recorded, output: Path) -> None:
-        checked = self._options(was)
+        checked = checked_options(was, self.defaults_of, self.options_of)
         inputs = [self._input(one) for one in was.inputs]
         with _threads(was.cpu.get("threads")):
             if was.command == "combine":
@@ -219,31 +277,6 @@ class Rerun:
             if tasks_of(options):
                 options["tasks_path"] = self.places.tasks
             RUNS[was.command](options, self._say)
-
-    def _options(self, was: Recorded) -> Options:
-        """All options of the command, the recorded ones as the command line would take them."""
-        if was.command == "combine":
-            return {}
-        own, needed = (
-            dict(was.options),
-            {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
-        )
-        if was.command == "fold":
-            needed = {"bundle": "bundle", "output": own.pop("output")}  # places, which `make` fills in
-        allowed = set(self.defaults_of(was.command)) - NOT_RECORDED
-        if unknown := sorted(set(own) - allowed):
-            raise KVCalError(f"provenance has {unknown[0]}, which `kvcal {was.command}` does not take from a record")
-        defaults = self.defaults_of(was.command)
-        left = {name: value for name, value in own.items() if value in (None, []) and defaults[name] in (None, [])}
-        given = needed | {name: value for name, value in own.items() if name not in left}
-        try:
-            read = self.options_of(was.command, given)
-        except UsageError as error:
-            raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
-        for name, value in given.items():  # "6" or [6] would be read as 6
-            if name not in needed and not _as_typed(value, read[name]):
-                raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
-        return read | left
 
     def _texts(self, was: Recorded, options: Options) -> Options:
         found = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
@@ -269,21 +302,12 @@ class Rerun:
         return place
 
 
-def _as_typed(recorded: Any, read: Any) -> bool:
-    """Whether the command line reads back what the record holds, of the same type; a whole number may be a float."""
-    if isinstance(recorded, list):
-        return isinstance(read, (list, tuple)) and list(read) == recorded
-    same = type(recorded) is type(read) or (type(recorded) is int and type(read) is float)
-    return bool(same and recorded == read)
-
-
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     """As many threads as then: how sums are split decides their last bits."""
     before = torch.get_num_threads()
+    check_threads(count)
     if count is not None:
-        if type(count) is not int or not 1 <= count <= MOST_THREADS:
-            raise KVCalError(f"provenance says {count!r} threads: needs a whole number from 1 to {MOST_THREADS}")
         torch.set_num_threads(count)
     try:
         yield

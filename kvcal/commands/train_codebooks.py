@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
 
 from .. import models
@@ -15,7 +14,6 @@ from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
 from ..train import train
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
-from .guard import outlier_warnings
 
 OF_ADAM = ("rate", "batch_vectors", "beta", "gamma")
 SIZED = ("stages", "sizes", "high_dims", "vectors", "recent", "block")  # what --preset stands for
@@ -81,16 +79,9 @@ def run_train_codebooks(o: dict[str, Any], say: Say, said: Collection[str] = ())
     check_taken(o, method, said)
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
-
-    def guard(bundle: Bundle) -> None:
-        schemes = {bundle.name: bundle.scheme}
-        for line in outlier_warnings(of.opened.source, of.text.holdout[:1], schemes, of.opened.device):
-            say(line)
-
     result = train(
         method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
         device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
-        guard=guard,
     )  # fmt: skip
     metrics = result.bundle.metrics
     return {

@@ -156,7 +156,7 @@ class HoldoutError:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
         head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error
-        over their variance; key_channel_ratio: largest over median root mean square of a channel (see kvcal.outliers).
+        over their variance; key_channel_ratio: largest over median root mean square of a channel (see kvcal.forecast).
         """
         if not self.count:
             return {}

@@ -21,9 +21,14 @@ def no_factors(codec: str) -> tuple[str, str] | None:
     made = backbone(codec)(Shape(1, 256, 32), "key")
     if isinstance(made, Scaled):
         return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
-    if isinstance(made, Exact | Float8 | MixKVQ | Squat) or getattr(made, "axis", "channel") == "token":
+    if codes_apart(made):
         return f"{codec} codes each key channel by itself, where a factor changes nothing", ""
     return None
+
+
+def codes_apart(codec: Codec) -> bool:
+    """Whether keys' channels do not share a scale, so that a large one costs the others nothing."""
+    return isinstance(codec, Exact | Float8 | MixKVQ | Squat) or getattr(codec, "axis", "channel") == "token"
 
 
 def channel_factor(largest: Tensor, exponent: float = 0.5) -> Tensor:

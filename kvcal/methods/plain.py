@@ -106,6 +106,10 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
 
 
 def preset(name: str) -> DataFree:
+    if name not in PRESETS and name.endswith(".safetensors"):
+        raise UsageError(
+            f"preset {name!r} is the name of a bundle's file: give it with --bundle, where there is that option"
+        )
     if name not in PRESETS:
         raise UsageError(f"preset {name!r} is not known; {allowed(name, PRESETS, 'kvcal names preset')}")
     return PRESETS[name]
