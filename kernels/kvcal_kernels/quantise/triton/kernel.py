@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .rows import _encode, _write
-from .words import GRID_IN_BYTES, MINIMUM, NONFINITE, ROOM, SCALE, VALUES, _pack
+from .words import MINIMUM, NONFINITE, ROOM, SCALE, VALUE_FLAGS, _pack
 
 
 @triton.jit
@@ -18,12 +18,8 @@ def _any(bad, BIT: tl.constexpr):
 def _role(
     p_new, p_sink, p_ring, p_words, p_scale, p_factor, p_table, p_counts, p_flags, p_due,
     i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
-    batch_stride, head_stride, token_stride, factor_stride, DUE: tl.constexpr,
-    HEADS: tl.constexpr, SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
-    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VECTOR: tl.constexpr, POINTS: tl.constexpr,
-    SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, NORM_HEADS: tl.constexpr, VALUE: tl.constexpr,
+    batch_stride, head_stride, token_stride, factor_stride, SIDE: tl.constexpr, DUE: tl.constexpr, HEADS: tl.constexpr,
+    SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs is; 0: it
@@ -46,39 +42,36 @@ def _role(
             )  # fmt: skip
             found = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
             if found != 0:
-                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+                tl.atomic_or(p_flags + i_kv, found << (VALUE_FLAGS if VALUE else 0))
     if PACK:
-        UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
+        UNIT: tl.constexpr = SIDE.unit
         p_own = p_factor + i_batch * factor_stride
-    if PACK and VECTOR > 0:
+    if PACK and SIDE.vector > 0:
         o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
         for unit in tl.range(i_program, flush, programs, disable_licm=True):
             found = _encode(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
-                room, ring_room, head_stride, token_stride, HEADS, SLICES * 16, BITS, VECTOR, POINTS, SIDE, FEW,
-                MOST, NORM_HEADS, WORDS, MODE == GRID_IN_BYTES, VALUE, FACTOR, STORED, ASM,
+                room, ring_room, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE, FACTOR, STORED, ASM,
             )  # fmt: skip
             if found != 0:
-                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+                tl.atomic_or(p_flags + i_kv, found << (VALUE_FLAGS if VALUE else 0))
     elif PACK:
         for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
             if DUE > 0:
                 bad = _pack(
                     p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first, flush,
                     0, before, room, ring_room, SLICES * 16,
-                    SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
-                    VALUE, FACTOR, False, NW, ASM,
+                    SIDE, SLICES, VALUE, FACTOR, False, NW, ASM,
                 )  # fmt: skip
             else:
                 bad = _pack(
                     p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
                     window, before, room, ring_room, token_stride,
-                    SLICES, BITS, MODE, ALONG, INNER, GROUP, PIECES, TILES, WORDS, COLUMNS, TOGETHER, FIRST, ALL,
-                    VALUE, FACTOR, STORED, NW, ASM,
+                    SIDE, SLICES, VALUE, FACTOR, STORED, NW, ASM,
                 )  # fmt: skip
             found = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
             if found != 0:
-                tl.atomic_or(p_flags + i_kv, found << (VALUES if VALUE else 0))
+                tl.atomic_or(p_flags + i_kv, found << (VALUE_FLAGS if VALUE else 0))
 
 
 @triton.jit(do_not_specialize=["programs", "batch", "queries", "room", "sink_room", "ring_room", "factor_stride"])
@@ -87,18 +80,7 @@ def append_kernel(
     p_flags, p_due, programs, batch, queries, room, sink_room, ring_room,
     k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride, DUE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
-    FACTOR: tl.constexpr,
-    K_BITS: tl.constexpr, K_MODE: tl.constexpr, K_ALONG: tl.constexpr, K_INNER: tl.constexpr, K_GROUP: tl.constexpr,
-    K_PIECES: tl.constexpr, K_TILES: tl.constexpr, K_WORDS: tl.constexpr, K_COLUMNS: tl.constexpr,
-    K_TOGETHER: tl.constexpr, K_FIRST: tl.constexpr, K_ALL: tl.constexpr,
-    K_VECTOR: tl.constexpr, K_POINTS: tl.constexpr, K_SIDE: tl.constexpr, K_FEW: tl.constexpr, K_MOST: tl.constexpr,
-    K_NORM_HEADS: tl.constexpr,
-    V_BITS: tl.constexpr, V_MODE: tl.constexpr, V_ALONG: tl.constexpr, V_INNER: tl.constexpr, V_GROUP: tl.constexpr,
-    V_PIECES: tl.constexpr, V_TILES: tl.constexpr, V_WORDS: tl.constexpr, V_COLUMNS: tl.constexpr,
-    V_TOGETHER: tl.constexpr, V_FIRST: tl.constexpr, V_ALL: tl.constexpr,
-    V_VECTOR: tl.constexpr, V_POINTS: tl.constexpr, V_SIDE: tl.constexpr, V_FEW: tl.constexpr, V_MOST: tl.constexpr,
-    V_NORM_HEADS: tl.constexpr,
-    NW: tl.constexpr, ASM: tl.constexpr,
+    FACTOR: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
     is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch, HEADS,
@@ -110,17 +92,15 @@ def append_kernel(
         _role(
             p_k, p_sink_k, p_ring_k, p_kw, p_ks, p_factor, p_k_table, p_counts, p_flags, p_due,
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
-            k_batch, k_head, k_token, factor_stride, DUE, HEADS, D // 16, WRITE, PACK, STORED,
-            K_BITS, K_MODE, K_ALONG, K_INNER, K_GROUP, K_PIECES, K_TILES, K_WORDS, K_COLUMNS, K_TOGETHER,
-            K_FIRST, K_ALL, K_VECTOR, K_POINTS, K_SIDE, K_FEW, K_MOST, K_NORM_HEADS, False, FACTOR, NW, ASM,
+            k_batch, k_head, k_token, factor_stride, KEYS, DUE, HEADS, D // 16, WRITE, PACK, STORED, False,
+            FACTOR, NW, ASM,
         )  # fmt: skip
     else:
         _role(
             p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags, p_due,
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
-            v_batch, v_head, v_token, factor_stride, 0, HEADS, D // 16, WRITE, PACK, STORED,
-            V_BITS, V_MODE, V_ALONG, V_INNER, V_GROUP, V_PIECES, V_TILES, V_WORDS, V_COLUMNS, V_TOGETHER,
-            V_FIRST, V_ALL, V_VECTOR, V_POINTS, V_SIDE, V_FEW, V_MOST, V_NORM_HEADS, True, False, NW, ASM,
+            v_batch, v_head, v_token, factor_stride, VALUES, 0, HEADS, D // 16, WRITE, PACK, STORED, True,
+            False, NW, ASM,
         )  # fmt: skip
 
 

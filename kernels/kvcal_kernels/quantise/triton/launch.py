@@ -20,6 +20,7 @@ from ...rotated import triton as rotated
 from ...triton import Prepared, Ready, interpreted
 from .. import reference
 from ..reference import FIELDS, AnyRule, Counts, GridRule, Layer, Rule
+from ..side import Side
 from .kernel import advance_kernel, append_kernel, observe_kernel
 
 KERNEL_MODES = {"symmetric": 0, "asymmetric": 1, "hybrid": 2}
@@ -61,26 +62,36 @@ def _programs(units: int, key: AnyRule, value: AnyRule, launch: Launch) -> int:
 
 def settings(key: AnyRule, value: AnyRule) -> dict[str, Any]:
     """Compile-time constants of append_kernel that follow from the rules."""
-    made: dict[str, Any] = {"D": key.form.dim}
-    for name, rule in (("K", key), ("V", value)):
-        form = rule.form
-        own = {
-            "BITS": form.bits, "ALONG": form.along_tokens, "INNER": form.inner, "GROUP": form.group, "PIECES": form.pieces,
-            "TILES": form.tiles, "WORDS": form.words, "COLUMNS": form.columns, "TOGETHER": together(form.columns),
-            "VECTOR": form.vector, "NORM_HEADS": form.norm_heads,
-        }  # fmt: skip
-        if isinstance(rule, GridRule):
-            own |= {"MODE": int(form.in_bytes), "FIRST": 0, "ALL": 0} | rotated.searched(rule.how)
-        else:
-            own |= {
-                "MODE": KERNEL_MODES[rule.mode],
-                "FIRST": len(rule._symmetric),
-                "ALL": len(rule.factors),
-                "POINTS": 0,
-                **rotated.NO_RASTER,
-            }
-        made |= {f"{name}_{what}": number for what, number in own.items()}
-    return made
+    return {"D": key.form.dim, "KEYS": side_of(key), "VALUES": side_of(value)}
+
+
+def side_of(rule: AnyRule) -> Side:
+    form = rule.form
+    if isinstance(rule, GridRule):
+        mode, symmetric, candidates, raster = int(form.in_bytes), 0, 0, rotated.searched(rule.how)
+    else:
+        mode, symmetric, candidates = KERNEL_MODES[rule.mode], len(rule._symmetric), len(rule.factors)
+        raster = {"POINTS": 0, **rotated.NO_RASTER}
+    return Side(
+        form.bits,
+        mode,
+        form.along_tokens,
+        form.inner,
+        form.group,
+        form.pieces,
+        form.tiles,
+        form.words,
+        form.columns,
+        together(form.columns),
+        symmetric,
+        candidates,
+        form.vector,
+        form.norm_heads,
+        raster["POINTS"],
+        raster["SIDE"],
+        raster["FEW"],
+        raster["MOST"],
+    )
 
 
 @functools.cache

@@ -104,33 +104,33 @@ def _error(
 
 @triton.jit
 def _choose(
-    xs, p_table, worst, lows,
-    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr,
-    NW: tl.constexpr, ASM: tl.constexpr,
+    xs, p_table, worst, lows, SIDE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded); then what
     must fit float16, the largest so far: plain scales, magnitudes of minima.
 
     MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
     """
-    HALF: tl.constexpr = 2.0 ** (BITS - 1)
-    TOP: tl.constexpr = 2.0**BITS - 1
-    AXIS: tl.constexpr = 1 if ALONG else 2
-    COMPARE: tl.constexpr = ALL > 1
-    LIMIT: tl.constexpr = HALF_MAX / HALF if MODE == 2 else HALF_MAX  # hybrid: the lowest code's number is stored
-    if MODE != 0:
+    HALF: tl.constexpr = 2.0 ** (SIDE.bits - 1)
+    TOP: tl.constexpr = 2.0**SIDE.bits - 1
+    AXIS: tl.constexpr = 1 if SIDE.along else 2
+    COMPARE: tl.constexpr = SIDE.candidates > 1
+    SYMMETRIC: tl.constexpr = SIDE.symmetric
+    CANDIDATES: tl.constexpr = SIDE.candidates
+    LIMIT: tl.constexpr = HALF_MAX / HALF if SIDE.mode == 2 else HALF_MAX  # hybrid: the lowest code's number is stored
+    if SIDE.mode != 0:
         b_low, b_high = xs[0], xs[0]
         for i in tl.static_range(1, len(xs)):
             b_low, b_high = tl.minimum(b_low, xs[i]), tl.maximum(b_high, xs[i])
         low, high = tl.min(b_low, AXIS), tl.max(b_high, AXIS)
-    if MODE == 0:
+    if SIDE.mode == 0:
         b_peak = tl.abs(xs[0])
         for i in tl.static_range(1, len(xs)):
             b_peak = tl.maximum(b_peak, tl.abs(xs[i]))
         peak = tl.max(b_peak, AXIS)
-    if MODE == 2:
+    if SIDE.mode == 2:
         peak = tl.maximum(tl.abs(low), tl.abs(high))
-    if MODE != 1:
+    if SIDE.mode != 1:
         plain = peak * (1.0 / HALF)
         worst = tl.maximum(worst, plain)
         size = _fit(plain, LIMIT)
@@ -138,61 +138,60 @@ def _choose(
         base = best * 0.0
         shifted = best < 0.0
         if COMPARE:
-            lowest = _error(xs, best, base, -HALF, HALF - 1, NW, ALONG, False, ASM)
-            for i in range(1, FIRST):
+            lowest = _error(xs, best, base, -HALF, HALF - 1, NW, SIDE.along, False, ASM)
+            for i in range(1, SYMMETRIC):
                 factor = tl.load(p_table + 2 * i)
                 size = _fit(plain * tl.abs(factor), LIMIT)
                 scale = tl.where(factor > 0, size, -size)
-                error = _error(xs, scale, base, -HALF, HALF - 1, NW, ALONG, False, ASM)
+                error = _error(xs, scale, base, -HALF, HALF - 1, NW, SIDE.along, False, ASM)
                 best = tl.where(error < lowest, scale, best)
                 lowest = tl.where(error < lowest, error, lowest)
-    if MODE != 0:
+    if SIDE.mode != 0:
         spread = high - low
         plain = _divide(spread, TOP, 1.0 / TOP, ASM)
         worst, lows = tl.maximum(worst, plain), tl.maximum(lows, tl.abs(low))
         other = _fit(plain, HALF_MAX)
         under = (low + 0.0).to(tl.float16).to(tl.float32)
-        if MODE == 1:
+        if SIDE.mode == 1:
             best, base, shifted = other, under, other > 0.0
             if COMPARE:
-                lowest = _error(xs, best, base, 0.0, TOP, NW, ALONG, True, ASM)
+                lowest = _error(xs, best, base, 0.0, TOP, NW, SIDE.along, True, ASM)
         else:
-            error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
+            error = _error(xs, other, under, 0.0, TOP, NW, SIDE.along, True, ASM)
             better = error < lowest
             best, base = tl.where(better, other, best), tl.where(better, under, base)
             shifted, lowest = better, tl.where(better, error, lowest)
         if COMPARE:
-            for i in range(FIRST + 1, ALL):
+            for i in range(SYMMETRIC + 1, CANDIDATES):
                 factor, below = tl.load(p_table + 2 * i), tl.load(p_table + 2 * i + 1)
                 other = _divide(spread * factor, TOP, 1.0 / TOP, ASM)
                 other = _fit(other, HALF_MAX)
                 under = (low + spread * below).to(tl.float16).to(tl.float32)
-                error = _error(xs, other, under, 0.0, TOP, NW, ALONG, True, ASM)
+                error = _error(xs, other, under, 0.0, TOP, NW, SIDE.along, True, ASM)
                 better = error < lowest
                 best, base = tl.where(better, other, best), tl.where(better, under, base)
                 shifted, lowest = shifted | better, tl.where(better, error, lowest)
-    codes = _coded(xs, best, base, shifted, BITS, MODE, ALONG, ASM)
+    codes = _coded(xs, best, base, shifted, SIDE, ASM)
     return best, base, shifted, codes, worst, lows
 
 
 @triton.jit
 def _coded(
-    xs, best, base, shifted,
-    BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, ASM: tl.constexpr,
+    xs, best, base, shifted, SIDE: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Codes of a group's pieces plus ROUND: float32 [NW, 16, 16], the code in the low 16 bits."""
-    HALF: tl.constexpr = 2.0 ** (BITS - 1)
-    TOP: tl.constexpr = 2.0**BITS - 1
-    if MODE == 2:
-        low = _along(tl.where(shifted, 0.0, -HALF), ALONG)
+    HALF: tl.constexpr = 2.0 ** (SIDE.bits - 1)
+    TOP: tl.constexpr = 2.0**SIDE.bits - 1
+    if SIDE.mode == 2:
+        low = _along(tl.where(shifted, 0.0, -HALF), SIDE.along)
         high, up = low + TOP, ROUND - low
     else:
-        low = -HALF if MODE == 0 else 0.0
+        low = -HALF if SIDE.mode == 0 else 0.0
         high, up = low + TOP, ROUND - low
-    scale, b_base = _along(best, ALONG), _along(base, ALONG)
-    inverse = _along(_reciprocal(best, ASM), ALONG)
+    scale, b_base = _along(best, SIDE.along), _along(base, SIDE.along)
+    inverse = _along(_reciprocal(best, ASM), SIDE.along)
     codes = ()
     for i in tl.static_range(len(xs)):
-        q = _rounded(xs[i], b_base, scale, inverse, low, high, MODE != 0, ASM)
+        q = _rounded(xs[i], b_base, scale, inverse, low, high, SIDE.mode != 0, ASM)
         codes = codes + (q + up,)
     return codes

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...rotated.triton import NUMBERS, nearest_points, norms_of, rotate_rows, store_words, units_of
 from .rounding import HALF_MAX
-from .words import NONFINITE, ROOM, SCALE
+from .words import GRID_IN_BYTES, NONFINITE, ROOM, SCALE
 
 
 @triton.jit
@@ -75,10 +75,8 @@ def _waiting(
 @triton.jit
 def _encode(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room, ring_room,
-    head_stride, token_stride,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, POINTS: tl.constexpr,
-    SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, NORM_HEADS: tl.constexpr, WORDS: tl.constexpr,
-    BYTES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
+    head_stride, token_stride, SIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
+    FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
     LOG: tl.constexpr = _log(DIM)
@@ -87,7 +85,7 @@ def _encode(
     fits = unit < tl.minimum(flush, room - before)
     live = tl.broadcast_to(fits, [32])
     gain = tl.load(p_table + SIGNS)
-    if NORM_HEADS != 1:  # before its own numbers take registers
+    if SIDE.norm_heads != 1:  # before its own numbers take registers
         ROWS: tl.constexpr = _rows(HEADS * DIM)
         sign = tl.load(p_table + tl.arange(0, HEADS * DIM))
         norm = tl.zeros([32], tl.float32)
@@ -107,15 +105,19 @@ def _encode(
     )  # fmt: skip
     bad = tl.where(tl.min(tl.min((x * 0.0 == 0.0).to(tl.int32), 1), 0) == 0, NONFINITE, 0)
     x = rotate_rows(x, tl.load(p_table + i_kv * DIM + tl.arange(0, DIM)), DIM**-0.5, 32, DIM, LOG)
-    if NORM_HEADS == 1:
+    if SIDE.norm_heads == 1:
         norm = norms_of(x, gain, 32, DIM, LOG, ASM)
     stored = norm.to(tl.float16)
     x = x * units_of(stored, gain, 32, ASM)[:, None]
-    code = nearest_points(x, p_table + SIGNS + 1, 32, DIM, POINTS, D, SIDE, FEW, MOST, ASM)
+    code = nearest_points(
+        x, p_table + SIGNS + 1, 32, DIM, SIDE.points, SIDE.vector, SIDE.cells, SIDE.few, SIDE.most, ASM
+    )
     block = (i_row + i_kv).to(tl.int64) * room + before + unit
-    store_words(p_words + block * (WORDS // 2), code, fits, DIM, BITS, D, VALUE, BYTES)
-    own = fits & ((NORM_HEADS == 1) | (i_kv == 0))
-    o_norm = (i_row // HEADS * (HEADS // NORM_HEADS) + (i_kv if NORM_HEADS == 1 else 0)).to(tl.int64)
+    store_words(
+        p_words + block * (SIDE.words // 2), code, fits, DIM, SIDE.bits, SIDE.vector, VALUE, SIDE.mode == GRID_IN_BYTES
+    )
+    own = fits & ((SIDE.norm_heads == 1) | (i_kv == 0))
+    o_norm = (i_row // HEADS * (HEADS // SIDE.norm_heads) + (i_kv if SIDE.norm_heads == 1 else 0)).to(tl.int64)
     tl.store(p_scale + (o_norm * room + before + unit) * 32 + r, stored, mask=tl.broadcast_to(own, [32]))
     bad = bad | tl.where(tl.min((norm <= HALF_MAX).to(tl.int32), 0) == 0, SCALE, 0)
     return tl.where(fits, bad, ROOM)

@@ -18,9 +18,14 @@ from .rounding import HALF_MAX, _choose
 
 NONFINITE, SCALE, MINIMUM = (tl.constexpr(i) for i in (reference.NONFINITE, reference.SCALE, reference.MINIMUM))
 ROOM = tl.constexpr(reference.ROOM)
-VALUES = tl.constexpr(reference.VALUES)
+VALUE_FLAGS = tl.constexpr(reference.VALUES)
 GRID_IN_BYTES = tl.constexpr(1)  # MODE of a grid; of others 0
 _field_number, _beyond = triton.constexpr_function(field_number), triton.constexpr_function(columns_apart)
+
+
+@triton.constexpr_function
+def _field_of(half, piece, side, value):
+    return _field_number(half, piece, side.bits, side.pieces, side.inner, value)
 
 
 @triton.constexpr_function
@@ -143,24 +148,21 @@ def _load(
 @triton.jit
 def _pack(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room, ring_room,
-    token_stride,
-    SLICES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, ALONG: tl.constexpr, INNER: tl.constexpr,
-    GROUP: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, WORDS: tl.constexpr, COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr, FIRST: tl.constexpr, ALL: tl.constexpr, VALUE: tl.constexpr,
-    FACTOR: tl.constexpr, STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
+    STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
 
     o_new: of the first new token that waits. before: how many wait in the ring. slot: of the first block packed now.
     """
-    UNIT: tl.constexpr = GROUP // 32 if ALONG else 1
+    UNIT: tl.constexpr = SIDE.unit
     HALVES: tl.constexpr = 2 * UNIT
-    EACH: tl.constexpr = 1 if ALONG else GROUP // 16  # slices of a group
-    BOTH: tl.constexpr = MODE != 0
-    EXTRA: tl.constexpr = (TILES + 1) // 2 if BITS == 3 else 0
-    ALL_TILES: tl.constexpr = TILES + EXTRA
-    PAIRED: tl.constexpr = INNER or _turns(PIECES, BITS)
-    SPAN: tl.constexpr = _span(PIECES, EACH, BITS, PAIRED, VALUE)
+    EACH: tl.constexpr = 1 if SIDE.along else SIDE.group // 16  # slices of a group
+    BOTH: tl.constexpr = SIDE.mode != 0
+    EXTRA: tl.constexpr = (SIDE.tiles + 1) // 2 if SIDE.bits == 3 else 0
+    ALL_TILES: tl.constexpr = SIDE.tiles + EXTRA
+    PAIRED: tl.constexpr = SIDE.inner or _turns(SIDE.pieces, SIDE.bits)
+    SPAN: tl.constexpr = _span(SIDE.pieces, EACH, SIDE.bits, PAIRED, VALUE)
     r = tl.arange(0, 16)
     unit = first + tl.arange(0, NW)
     fits = (unit + 1) * UNIT <= tl.minimum(flush, room - slot)
@@ -173,7 +175,7 @@ def _pack(
         news = news + (o_new + (token - before).to(tl.int64) * token_stride,)
         olds = olds + (token < before,)
     block = i_head * room + slot + unit * UNIT
-    o_scale = block // UNIT * (COLUMNS * 16 * (1 if ALONG else 2))
+    o_scale = block // UNIT * (SIDE.columns * 16 * (1 if SIDE.along else 2))
     worst = tl.zeros([NW, 16], tl.float32)
     lows = worst
     nothing = tl.zeros([NW, 16, 16], tl.float32)
@@ -193,28 +195,28 @@ def _pack(
                 nothing = tl.fma(x, 0.0, nothing) if ASM else nothing + x * 0.0  # a NaN where any is not finite
                 xs = xs + (x,)
             raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
-            for g in tl.static_range(1 if ALONG else HALVES):
+            for g in tl.static_range(1 if SIDE.along else HALVES):
                 group = ()
-                for i in tl.static_range(HALVES if ALONG else EACH):
+                for i in tl.static_range(HALVES if SIDE.along else EACH):
                     group = group + (xs[g * EACH + i],)
                 best, base, shifted, codes, worst, lows = _choose(
-                    group, p_table, worst, lows, BITS, MODE, ALONG, FIRST, ALL, NW, ASM
+                    group, p_table, worst, lows, SIDE, NW, ASM
                 )  # fmt: skip
-                for i in tl.static_range(HALVES if ALONG else EACH):
-                    further = _further(piece - start, 0 if ALONG else i, EACH, BITS, PAIRED, VALUE)
+                for i in tl.static_range(HALVES if SIDE.along else EACH):
+                    further = _further(piece - start, 0 if SIDE.along else i, EACH, SIDE.bits, PAIRED, VALUE)
                     words = _put(
-                        words, codes[i].to(tl.int32, bitcast=True), further, i // 2 if ALONG else 0,
-                        _field_number(i % 2 if ALONG else g, start + (0 if ALONG else i), BITS, PIECES, INNER, VALUE),
-                        TILES, EXTRA, BITS,
+                        words, codes[i].to(tl.int32, bitcast=True), further, i // 2 if SIDE.along else 0,
+                        _field_of(i % 2 if SIDE.along else g, start + (0 if SIDE.along else i), SIDE, VALUE),
+                        SIDE.tiles, EXTRA, SIDE.bits,
                     )  # fmt: skip
-                if MODE == 2:
-                    base = tl.where(shifted, base, best * (-(2.0 ** (BITS - 1))))
+                if SIDE.mode == 2:
+                    base = tl.where(shifted, base, best * (-(2.0 ** (SIDE.bits - 1))))
                 _store_scales(
-                    p_scale, o_scale + g * (COLUMNS * 16), fits, best.to(tl.float16), base.to(tl.float16),
-                    piece // EACH * (1 + BOTH), TOGETHER, INNER, BOTH,
+                    p_scale, o_scale + g * (SIDE.columns * 16), fits, best.to(tl.float16), base.to(tl.float16),
+                    piece // EACH * (1 + BOTH), SIDE.together, SIDE.inner, BOTH,
                 )  # fmt: skip
         _store_words(
-            p_words, words, block * WORDS, fits, start, SPAN, SLICES, PIECES, TILES, ALL_TILES, WORDS, BITS, INNER, VALUE,
+            p_words, words, block * SIDE.words, fits, start, SPAN, SLICES, ALL_TILES, SIDE, VALUE,
         )  # fmt: skip
     bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
     bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
@@ -223,19 +225,18 @@ def _pack(
 
 @triton.jit
 def _store_words(
-    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, PIECES: tl.constexpr,
-    TILES: tl.constexpr, ALL_TILES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, INNER: tl.constexpr,
-    VALUE: tl.constexpr,
+    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, ALL_TILES: tl.constexpr,
+    SIDE: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
     """Those tiles that are complete after the slices from START on."""
-    BEYOND: tl.constexpr = _beyond(WORDS, BITS, 0)
+    BEYOND: tl.constexpr = _beyond(SIDE.words, SIDE.bits, 0)
     r = tl.arange(0, 16)
     for i in tl.static_range(len(words)):
-        if _complete(i % ALL_TILES, START, SPAN, SLICES, PIECES, TILES, BITS, INNER, VALUE):
+        if _complete(i % ALL_TILES, START, SPAN, SLICES, SIDE.pieces, SIDE.tiles, SIDE.bits, SIDE.inner, VALUE):
             word = words[i].to(tl.int16)
             if VALUE:
                 word = tl.trans(word, 0, 2, 1)
-            o_words = o_unit + i // ALL_TILES * WORDS + i % ALL_TILES * 256
+            o_words = o_unit + i // ALL_TILES * SIDE.words + i % ALL_TILES * 256
             if BEYOND > 0 and i % ALL_TILES == ALL_TILES - 1:  # half a tile
                 word = tl.reshape(word, [word.shape[0], 16, 2, 8])
                 word = tl.sum(word << (tl.arange(0, 2) * BEYOND).to(tl.int16)[None, None, :, None], 2).to(tl.int16)
