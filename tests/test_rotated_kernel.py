@@ -78,7 +78,7 @@ def differing(module: Any, how: Rotated, x: Tensor) -> list[str]:
     """Also of what is decoded, bit by bit."""
     own = Rotated(how.points.cpu(), how.sign.cpu(), how.norms, how.gain, how.width)
     decoded, there = torch.empty(x.shape, device=x.device), torch.empty(x.shape)
-    found = (*module.encode(x, how, made=decoded), decoded, *module.encode(x, how))
+    found = (*module.encode(x, how, out=decoded), decoded, *module.encode(x, how))
     wanted = (*encode(x.cpu(), own, there), there, *encode(x.cpu(), own))
     names = ("codes", "norm", "flags", "decoded", "codes alone", "norm alone", "flags alone")
     return [name for name, a, b in zip(names, found, wanted, strict=True) if not torch.equal(a.cpu(), b)]

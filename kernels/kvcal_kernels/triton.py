@@ -21,8 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def constexpr_function(function: F) -> F:
     """Triton's, with the function's types: it may be called as kernels are compiled, and calls others of its kind only."""
-    made: F = triton.constexpr_function(function)
-    return made
+    compiled: F = triton.constexpr_function(function)
+    return compiled
 
 
 @functools.cache
@@ -43,12 +43,12 @@ def rounded_product(x, y, ASM: tl.constexpr):
     instruction with the sum, their sums would differ in the last bit, and they write them to one place.
     """
     if ASM:
-        made = tl.inline_asm_elementwise(
+        product = tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        made = x * y
-    return made
+        product = x * y
+    return product
 
 
 class Ready:
@@ -88,11 +88,11 @@ class Ready:
     def compiled(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Any:
         """The compiled kernel, loaded and examined."""
         with on(tensors[0].device), _FIRST:
-            made = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
-            if self._examine is not None and id(made) not in _EXAMINED:
-                self._examine(made)
-                _EXAMINED[id(made)] = made
-        return made
+            kernel = self.kernel.warmup(*tensors, *numbers, grid=self.grid, **self.options)
+            if self._examine is not None and id(kernel) not in _EXAMINED:
+                self._examine(kernel)
+                _EXAMINED[id(kernel)] = kernel
+        return kernel
 
 
 def examined() -> list[Any]:

@@ -217,7 +217,7 @@ class Higgs(Codec):
 
     def _encode_by_kernel(self, x: Tensor, how: Rotated, made: Tensor | None = None) -> Packed:
         """made: takes what is decoded."""
-        codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, made=made)
+        codes, found, _ = rotated.fast().encode(x if x.stride(3) == 1 else x.contiguous(), how, out=made)
         norm = to_half(found.float(), "norm").unflatten(2, (-1, self.shape.block))
         if isinstance(self._form, Form):
             words = rotated.fast().pack(codes, self._form)

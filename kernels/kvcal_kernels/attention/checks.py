@@ -25,8 +25,8 @@ def _check_all(
     recent: Exact,
     rope: Rope | None,
 ) -> None:
-    for given in (q, packed_q):
-        _check(given, keys, values, blocks, sink, recent)
+    for queries in (q, packed_q):
+        _check(queries, keys, values, blocks, sink, recent)
     if rope is not None:
         _check_rope(rope, keys, q, packed_q, (sink[0].shape[2], recent[0].shape[2]))
 
@@ -39,8 +39,8 @@ def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: 
         raise ValueError("packed_q with keys before RoPE: they are not divided by factors")
     least, width = runs_of(windows[0], room, windows[1]), RUN * rope.pairs
     if width > keys.form.dim or len(rope.first) not in (1, batch) or rope.first.shape[1] < least:
-        seen = f"RoPE of {width} channels, {len(rope.first)} rows of {rope.first.shape[1]} runs"
-        raise ValueError(f"{seen}: must be of at most {keys.form.dim}, 1 or {batch}, {least} or more")
+        shape = f"RoPE of {width} channels, {len(rope.first)} rows of {rope.first.shape[1]} runs"
+        raise ValueError(f"{shape}: must be of at most {keys.form.dim}, 1 or {batch}, {least} or more")
     if rope.first.device != q.device:
         raise ValueError(f"RoPE on {rope.first.device}, queries on {q.device}: must be on one device")
 
@@ -127,20 +127,20 @@ def _check_window(name: str, window: Exact, q: Tensor, shape: tuple[int, ...]) -
         raise ValueError(f"{name}: {shapes}; must be {shape} {q.dtype} and ({shape[0]},)")
 
 
-def _check_grid(name: str, made: Blocks, heads: int) -> None:
-    form, grid = made.form, made.grid
+def _check_grid(name: str, packed: Blocks, heads: int) -> None:
+    form, grid = packed.form, packed.grid
     if (grid is not None) != bool(form.vector):
         raise ValueError(
             f"{name} of {form}: {'no grid' if grid is None else 'a grid'}; codes of a grid need one, others none"
         )
     if grid is None:
         return
-    wanted = (4 * form.vector,) if form.in_bytes else ENTRIES[form.bits], (heads, form.dim)
+    shapes = (4 * form.vector,) if form.in_bytes else ENTRIES[form.bits], (heads, form.dim)
     if grid.table.dtype != (torch.int32 if form.in_bytes else torch.float16):
         kind = "in bytes" if form.in_bytes else "looked up"
         raise ValueError(
             f"{name}: a table of {grid.table.dtype} for a grid {kind}; make it by grid_of(..., in_bytes=...)"
         )
-    if (*grid.table.shape,) != wanted[0] or (*grid.sign.shape,) != wanted[1] or grid.vector != form.vector:
-        seen = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
-        raise ValueError(f"{name}: {seen}; must be {wanted[0]}, {wanted[1]}, {form.vector}")
+    if (*grid.table.shape,) != shapes[0] or (*grid.sign.shape,) != shapes[1] or grid.vector != form.vector:
+        found_shapes = f"table {tuple(grid.table.shape)}, signs {tuple(grid.sign.shape)}, {grid.vector} numbers a point"
+        raise ValueError(f"{name}: {found_shapes}; must be {shapes[0]}, {shapes[1]}, {form.vector}")

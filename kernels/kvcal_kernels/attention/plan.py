@@ -247,14 +247,14 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
 
 def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> tuple[Launch, ...]:
     """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a program."""
-    own = usual(keys, values, rows, turned)
+    launch = usual(keys, values, rows, turned)
     other = turned or keys.vector or values.vector or keys.dim > 128
-    if own.warps > 1 or other or not by_bytes(keys, values, rows, 4):
-        return (own,)
+    if launch.warps > 1 or other or not by_bytes(keys, values, rows, 4):
+        return (launch,)
     # 8 bits: with Triton's 32 KB 104 KB, where GPUs of compute capability 8.6 and 8.9 have 99
     if _reserved(settings(keys, values, 1, 1, 1, 4)) > 64 << 10:
-        return (own,)
-    return own, Launch(warps=4, registers=168, merging=3)
+        return (launch,)
+    return launch, Launch(warps=4, registers=168, merging=3)
 
 
 def _reserved(fixed: dict[str, Any]) -> int:

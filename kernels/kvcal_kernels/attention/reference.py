@@ -38,27 +38,29 @@ def attend(
     if rope is not None:
         stored = [rope.turn(k, place) for k, place in zip(stored, _places(keys, blocks, sink, recent), strict=True)]
     parts = zip((q, q if packed_q is None else packed_q, q), stored, strict=True)
-    products = [own.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for own, k in parts]
+    products = [
+        queries_of_part.float() @ k.repeat_interleave(ratio, 1).transpose(-1, -2) for queries_of_part, k in parts
+    ]
     v = torch.cat([sink[1].float(), decode(values), recent[1].float()], 2).repeat_interleave(ratio, 1)
     behind = queries - 1 - torch.arange(queries, device=q.device)
     reach = recent[2][:, None] - behind
-    seen = [
+    visible = [
         _seen(sink[0].shape[2], sink[2][:, None] + reach.clamp_max(0)),
         _seen(keys.words.shape[2] * BLOCK, (blocks * BLOCK)[:, None].expand(-1, queries)),
         _seen(recent[0].shape[2], reach),
     ]
-    mask = torch.cat(seen, -1)[:, None]
+    mask = torch.cat(visible, -1)[:, None]
     scores = (torch.cat(products, -1) * scaling).masked_fill(~mask, -torch.inf)
-    kept = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
-    return (scores.softmax(-1) @ v.masked_fill(~kept, 0)).to(q.dtype)
+    read = mask.any(-2).squeeze(1)[:, None, :, None]  # what lies in unused room may be anything
+    return (scores.softmax(-1) @ v.masked_fill(~read, 0)).to(q.dtype)
 
 
 def _places(keys: Blocks, blocks: Tensor, sink: tuple[Tensor, ...], recent: tuple[Tensor, ...]) -> list[Tensor]:
     """Where sink, packed and recent tokens are in a row's runs: (1 or B, T) each."""
     room, device = sink[0].shape[2], blocks.device
     packed = torch.arange(keys.words.shape[2] * BLOCK, device=device) + -(-room // BLOCK) * BLOCK
-    own = torch.arange(room, device=device)[None], packed[None]
-    return [*own, recent_places(sink[2], room, blocks, recent[0].shape[2])]
+    runs = torch.arange(room, device=device)[None], packed[None]
+    return [*runs, recent_places(sink[2], room, blocks, recent[0].shape[2])]
 
 
 def ring_slots(blocks: Tensor, room: int) -> Tensor:

@@ -34,14 +34,14 @@ class Moves:
     @functools.cached_property
     def digits(self) -> list[Tensor]:
         """Weights as three float16 digits (3, B or 1, H, channels, D - stop), w = d0 + 2^8 d1 + 2^16 d2; made once."""
-        found = []
+        digits = []
         for weight in self.weights:
             rest, parts = weight.to(torch.int32), []
             for _ in range(2):
                 parts.append((rest + 128 & 255) - 128)
                 rest = rest - parts[-1] >> 8
-            found.append(torch.stack([*parts, rest]).half())
-        return found
+            digits.append(torch.stack([*parts, rest]).half())
+        return digits
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Digits:
     units: list[Tensor]
 
     @classmethod
-    def of(cls, own: Moves) -> Digits:
-        return cls(own.channels, [x.clone() for x in own.digits], [x.clone() for x in own.units])
+    def of(cls, moves: Moves) -> Digits:
+        return cls(moves.channels, [x.clone() for x in moves.digits], [x.clone() for x in moves.units])
 
-    def renew(self, own: Moves) -> bool:
+    def renew(self, moves: Moves) -> bool:
         """Hold these in place of what was held; False where they are of another shape or device, and nothing is done."""
-        new, held = [*own.digits, *own.units], self.tensors
-        if [(x.shape, x.device) for x in new] != [(x.shape, x.device) for x in held]:
+        new, before = [*moves.digits, *moves.units], self.tensors
+        if [(x.shape, x.device) for x in new] != [(x.shape, x.device) for x in before]:
             return False
-        for old, x in zip(held, new, strict=True):
+        for old, x in zip(before, new, strict=True):
             old.copy_(x)
         return True
 
@@ -77,18 +77,18 @@ class Digits:
 
 def moves(responses: list[Tensor], channels: int) -> Moves:
     """responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as codecs.squat.responses makes them."""
-    found = [_integers(response, _bits(channels)) for response in responses]
-    return Moves(channels, [weight for weight, _ in found], [unit.flatten(1) for _, unit in found])
+    integers = [_integers(response, _bits(channels)) for response in responses]
+    return Moves(channels, [weight for weight, _ in integers], [unit.flatten(1) for _, unit in integers])
 
 
-def corrected(x: Tensor, own: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
+def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
     """x (B, H, T, D), T whole blocks of `block` tokens -> keys as they are rounded in the end, float32. bits, group: of
     the rounding, asymmetric, groups of tokens of one channel.
     """
     keys: Tensor = torch.unflatten(x.float(), 2, (-1, block)).clone()
-    for i, (weight, unit) in enumerate(zip(own.weights, own.units, strict=True)):
-        here = slice(i * own.channels, (i + 1) * own.channels)
-        whole, size = _integers(_error(keys[..., here], bits, group), _bits(own.channels))
+    for i, (weight, unit) in enumerate(zip(moves.weights, moves.units, strict=True)):
+        here = slice(i * moves.channels, (i + 1) * moves.channels)
+        whole, size = _integers(_error(keys[..., here], bits, group), _bits(moves.channels))
         with on(whole.device):  # float64 products of torch 2.11 are wrong where another GPU is the current one
             product = torch.unflatten(whole.flatten(2, 3) @ weight, 2, whole.shape[2:4])
         rest = keys[..., here.stop :]
@@ -97,7 +97,7 @@ def corrected(x: Tensor, own: Moves | Digits, bits: int, group: int, block: int)
 
 
 def due(
-    ring: Tensor, counts: Counts, new: Tensor, own: Moves | Digits, bits: int, group: int, out: Tensor | None = None
+    ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, bits: int, group: int, out: Tensor | None = None
 ) -> Tensor:
     """`corrected` of the one block of counts.windows.block tokens that a call of at most as many packs, before `append` puts
     its tokens away; operations of fixed shape, no value is looked at.
@@ -108,16 +108,16 @@ def due(
     block, queries, room = counts.windows.block, new.shape[2], ring.shape[2]
     check_due(ring, counts, new)
     token, window = torch.arange(block, device=new.device)[None], counts.window_before[:, None].long()
-    held = (counts.blocks_before[:, None].long() * 32 + token) % room
+    slots = (counts.blocks_before[:, None].long() * 32 + token) % room
     taken = (counts.sink - counts.sink_before)[:, None]
     fresh = (queries - counts.new[:, None] + taken + token - window).clamp(0, queries - 1)
 
     def take(x: Tensor, index: Tensor) -> Tensor:
         return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
-    keys = torch.where((token < window)[:, None, :, None], take(ring, held), take(new, fresh))
-    made = corrected(keys, own, bits, group, block)
-    return made if out is None else out.copy_(made)
+    keys = torch.where((token < window)[:, None, :, None], take(ring, slots), take(new, fresh))
+    corrected_keys = corrected(keys, moves, bits, group, block)
+    return corrected_keys if out is None else out.copy_(corrected_keys)
 
 
 def check_due(ring: Tensor, counts: Counts, new: Tensor) -> None:
@@ -126,8 +126,8 @@ def check_due(ring: Tensor, counts: Counts, new: Tensor) -> None:
     if queries > counts.windows.block:
         raise ValueError(f"{queries} new tokens, blocks of {counts.windows.block}: must be at most one block")
     if (ring.shape[0], ring.shape[1], ring.shape[3]) != (batch, heads, dim) or ring.dtype != new.dtype:
-        seen = f"{tuple(ring.shape)} {ring.dtype}"
-        raise ValueError(f"ring {seen}: must be ({batch}, {heads}, tokens, {dim}) {new.dtype}, as the new keys")
+        shape = f"{tuple(ring.shape)} {ring.dtype}"
+        raise ValueError(f"ring {shape}: must be ({batch}, {heads}, tokens, {dim}) {new.dtype}, as the new keys")
     if counts.data.shape[1] != batch:
         raise ValueError(f"counts of {counts.data.shape[1]} rows, keys of {batch}: must be the same")
 

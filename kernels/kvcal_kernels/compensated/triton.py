@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..device import on
-from ..layout import about
+from ..layout import launch_key
 from ..triton import Prepared, Ready
 from .reference import Digits, Moves, _bits, check_due, refusal
 from .reference import due as due_by_torch
@@ -156,44 +156,44 @@ def due_kernel(
             )  # fmt: skip
 
 
-def corrected(x: Tensor, own: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
+def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
     """As reference.corrected, for any strides but that of channels, which is 1. One launch for each of `own.digits`."""
     batch, heads, tokens, dim = x.shape
-    _check(x, own, group, block)
+    _check(x, moves, group, block)
     if tokens % block:
         raise ValueError(f"{tokens} tokens: must be whole blocks of {block}")
-    if not own.units:
+    if not moves.units:
         return x.float().contiguous()
     out = torch.empty(batch, heads, tokens, dim, dtype=torch.float32, device=x.device)
     with on(x.device):
-        for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
-            given, fixed = out if i else x, settings(i, own.channels, heads, dim, bits, group, block)
+        for i, (weight, unit) in enumerate(zip(moves.digits, moves.units, strict=True)):
+            source, fixed = out if i else x, settings(i, moves.channels, heads, dim, bits, group, block)
             correct_kernel[(-(-tokens // (block * fixed["BLOCKS"])), heads, batch)](
-                given, out, weight, unit, tokens, weight[0].numel(), *given.stride()[:3], int(len(unit) > 1),
+                source, out, weight, unit, tokens, weight[0].numel(), *source.stride()[:3], int(len(unit) > 1),
                 **fixed, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
             )  # fmt: skip
     return out
 
 
 def due(
-    ring: Tensor, counts: Counts, new: Tensor, own: Moves | Digits, bits: int, group: int, out: Tensor | None = None
+    ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, bits: int, group: int, out: Tensor | None = None
 ) -> Tensor:
     """As reference.due; one launch for each of `own.digits`, which ends at once in rows of which no block is due."""
     batch, heads, queries, dim = new.shape
     block = counts.windows.block
-    _check(new, own, group, block)
+    _check(new, moves, group, block)
     check_due(ring, counts, new)
     if not ring.is_contiguous():
         raise ValueError(f"ring: strides {ring.stride()} of {tuple(ring.shape)}; must be contiguous")
     if out is None:
         out = torch.empty(batch, heads, block, dim, dtype=torch.float32, device=new.device)
-    if not own.units:
-        return due_by_torch(ring, counts, new, own, bits, group, out)
+    if not moves.units:
+        return due_by_torch(ring, counts, new, moves, bits, group, out)
     tensors = [ring, counts.data, out]
-    for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
-        name = (i, bits, group, counts.windows, *map(about, (new, *tensors, weight, unit)))
+    for i, (weight, unit) in enumerate(zip(moves.digits, moves.units, strict=True)):
+        name = (i, bits, group, counts.windows, *map(launch_key, (new, *tensors, weight, unit)))
         if name not in _PREPARED:
-            fixed = settings(i, own.channels, heads, dim, bits, group, block) | {"BLOCKS": 1}
+            fixed = settings(i, moves.channels, heads, dim, bits, group, block) | {"BLOCKS": 1}
             numbers = (
                 batch, queries, weight[0].numel(), ring.shape[2], *new.stride()[:3], int(len(unit) > 1),
             )  # fmt: skip
@@ -207,20 +207,20 @@ def due(
 _PREPARED = Prepared()
 
 
-def _check(x: Tensor, own: Moves | Digits, group: int, block: int) -> None:
+def _check(x: Tensor, moves: Moves | Digits, group: int, block: int) -> None:
     """What the kernels rely on and cannot see."""
     batch, heads, _, dim = x.shape
-    if why := refusal(dim, own.channels, group, block):
+    if why := refusal(dim, moves.channels, group, block):
         raise ValueError(why)
     if x.stride(3) != 1 or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(
             f"keys of {x.dtype}, strides {x.stride()}: float16, bfloat16 or float32 with contiguous channels"
         )
-    for i, (weight, unit) in enumerate(zip(own.digits, own.units, strict=True)):
-        wanted = (heads, own.channels, dim - (i + 1) * own.channels)
-        if tuple(weight.shape[2:]) != wanted or weight.shape[1] not in (1, batch) or unit.shape != weight.shape[1:3]:
+    for i, (weight, unit) in enumerate(zip(moves.digits, moves.units, strict=True)):
+        shape = (heads, moves.channels, dim - (i + 1) * moves.channels)
+        if tuple(weight.shape[2:]) != shape or weight.shape[1] not in (1, batch) or unit.shape != weight.shape[1:3]:
             raise ValueError(
-                f"step {i}: weight {tuple(weight.shape[1:])}, units {tuple(unit.shape)}; must be (1 or {batch}, *{wanted})"
+                f"step {i}: weight {tuple(weight.shape[1:])}, units {tuple(unit.shape)}; must be (1 or {batch}, *{shape})"
             )
 
 
@@ -228,9 +228,15 @@ def settings(step: int, channels: int, heads: int, dim: int, bits: int, group: i
     """Compile-time constants of correct_kernel."""
     rest = dim - (step + 1) * channels
     chunk = min(64, rest & -rest)
-    made: dict[str, Any] = {"HEADS": heads, "DIM": dim, "START": step * channels, "CHANNELS": channels, "CHUNK": chunk}
-    made |= {"BLOCK": block, "BLOCKS": max(1, ROWS // block), "GROUP": group, "TOP": 2.0**bits - 1}
-    return made | {"BITS": _bits(channels)}
+    constants: dict[str, Any] = {
+        "HEADS": heads,
+        "DIM": dim,
+        "START": step * channels,
+        "CHANNELS": channels,
+        "CHUNK": chunk,
+    }
+    constants |= {"BLOCK": block, "BLOCKS": max(1, ROWS // block), "GROUP": group, "TOP": 2.0**bits - 1}
+    return constants | {"BITS": _bits(channels)}
 
 
 def warps(block: int) -> int:

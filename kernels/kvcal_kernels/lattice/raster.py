@@ -45,8 +45,8 @@ def _raster(numbers: tuple[float, ...], d: int) -> Raster | None:
     points = torch.tensor(numbers, dtype=torch.float32).view(-1, d)
     if d > 2:
         return None
-    made = [own for side in SIDES if (own := _of_side(points, side)) is not None]
-    return min(made, key=lambda own: (own.few, own.side), default=None)
+    rasters = [raster for side in SIDES if (raster := _of_side(points, side)) is not None]
+    return min(rasters, key=lambda raster: (raster.few, raster.side), default=None)
 
 
 def _of_side(points: Tensor, side: int) -> Raster | None:
@@ -90,10 +90,12 @@ def _candidates(points: Tensor, side: int) -> Tensor | None:
     inside = cells.clamp(-SPAN, SPAN).mean(-1)
     first = (half - inside @ g.T).argmin(-1)  # (cells,)
     allowed = ~_further(half, g, torch.arange(n)[None], first[:, None], cells[:, None])
-    left = int(allowed.sum(-1).max())
-    if left > 4 * MOST:
+    remaining = int(allowed.sum(-1).max())
+    if remaining > 4 * MOST:
         return None
-    some = allowed.int().argsort(dim=-1, descending=True, stable=True)[:, :left]  # a point left out twice stays out
+    some = allowed.int().argsort(dim=-1, descending=True, stable=True)[
+        :, :remaining
+    ]  # a point left out twice stays out
     worse = _further(half, g, some[:, :, None], some[:, None, :], cells[:, None, None]).any(-1)
     return allowed.scatter(1, some, allowed.gather(1, some) & ~worse)
 

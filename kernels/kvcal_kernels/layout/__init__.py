@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from . import grids, rope
-from .blocks import Blocks, about, decode, pack, pack_scales, pack_tiers, unpack, unpack_scales
+from .blocks import Blocks, decode, launch_key, pack, pack_scales, pack_tiers, unpack, unpack_scales
 from .form import BLOCK, Form
 from .grids import Grid, grid_of
 from .rope import Rope
 
 __all__ = [
-    "BLOCK", "Blocks", "Form", "Grid", "Rope", "about", "decode", "grid_of", "grids", "pack", "pack_scales", "pack_tiers",
-    "rope", "unpack", "unpack_scales",
+    "BLOCK",
+    "Blocks",
+    "Form",
+    "Grid",
+    "Rope",
+    "decode",
+    "grid_of",
+    "grids",
+    "launch_key",
+    "pack",
+    "pack_scales",
+    "pack_tiers",
+    "rope",
+    "unpack",
+    "unpack_scales",
 ]  # fmt: skip

@@ -29,12 +29,14 @@ class Blocks:
     order: Tensor | None = None
 
     @cached_property
-    def about(self) -> tuple[Any, ...]:
+    def launch_key(self) -> tuple[Any, ...]:
         """All that a kernel takes for granted of them but their numbers; see `about`."""
-        grid = None if self.grid is None else (self.grid.vector, about(self.grid.table), about(self.grid.sign))
-        order = None if self.order is None else about(self.order)
+        grid = (
+            None if self.grid is None else (self.grid.vector, launch_key(self.grid.table), launch_key(self.grid.sign))
+        )
+        order = None if self.order is None else launch_key(self.order)
         # the form's name in its place: a string keeps its hash
-        return repr(self.form), about(self.words), about(self.scale), grid, order
+        return repr(self.form), launch_key(self.words), launch_key(self.scale), grid, order
 
     @property
     def written(self) -> Tensor:
@@ -50,7 +52,7 @@ def _field_numbers(form: Form, device: torch.device) -> Tensor:
     return numbers
 
 
-def about(x: Tensor) -> tuple[Any, ...]:
+def launch_key(x: Tensor) -> tuple[Any, ...]:
     """Shape, strides, dtype and device: what checks of a tensor look at, to tell one that was checked before."""
     return x.shape, x.stride(), x.dtype, x.device
 
@@ -136,16 +138,16 @@ def _unpack_grid(blocks: Blocks) -> Tensor:
     form = blocks.form
     if form.in_bytes:
         places = grids.byte_order(form.role, form.dim, form.vector, blocks.words.device)
-        own = grids.byte_codes(blocks.words, len(places), form.bits * form.vector)
-        codes: Tensor = torch.empty_like(own.flatten(3))
-        codes[..., places.flatten()] = own.flatten(3)
-        made: Tensor = codes.unflatten(-1, (BLOCK, -1))
-        return made.flatten(2, 3)
+        codes_in_bytes = grids.byte_codes(blocks.words, len(places), form.bits * form.vector)
+        codes: Tensor = torch.empty_like(codes_in_bytes.flatten(3))
+        codes[..., places.flatten()] = codes_in_bytes.flatten(3)
+        by_token: Tensor = codes.unflatten(-1, (BLOCK, -1))
+        return by_token.flatten(2, 3)
     order = grids.order(form.role, form.dim, form.bits, form.vector, blocks.words.device)
     words = torch.nn.functional.pad(blocks.words, (0, HALF_TILE if form.bits == 2 and form.halved else 0))
-    found = grids.ununits(words, len(order), form.bits).flatten(3)
-    wide = found.new_empty(*found.shape[:-1], PIECE * form.dim + 1)
-    wide[..., order.flatten()] = found
+    pairs = grids.ununits(words, len(order), form.bits).flatten(3)
+    wide = pairs.new_empty(*pairs.shape[:-1], PIECE * form.dim + 1)
+    wide[..., order.flatten()] = pairs
     wide = wide[..., :-1]
     along = _pairs_of_tokens(form)
     wide = wide.unflatten(-1, (BLOCK // 2, -1) if along else (BLOCK, -1))
@@ -165,8 +167,8 @@ def _gather(fields: Tensor, width: int) -> Tensor:
 def _folded(words: Tensor, beyond: int) -> Tensor:
     """Words (..., n) of which the last tile becomes half of one: columns from 8 on, `beyond` bits further, in the others."""
     whole, last = words.tensor_split((-2 * HALF_TILE,), -1)
-    left, right = last.unflatten(-1, (PIECE, 2, -1)).unbind(-2)
-    return torch.cat([whole, (left | right << beyond).flatten(-2)], -1)
+    low, right = last.unflatten(-1, (PIECE, 2, -1)).unbind(-2)
+    return torch.cat([whole, (low | right << beyond).flatten(-2)], -1)
 
 
 def _unfolded(words: Tensor, beyond: int) -> Tensor:
@@ -182,22 +184,22 @@ def _int16(words: Tensor) -> Tensor:
 
 def _laid_out(columns: Tensor, form: Form) -> Tensor:
     """(..., C, 16) -> as stored (..., C * 16)."""
-    made: Tensor
+    stored: Tensor
     if form.inner:
-        made = columns.unflatten(-2, (-1, together(form.columns))).transpose(-1, -2).flatten(-3)
+        stored = columns.unflatten(-2, (-1, together(form.columns))).transpose(-1, -2).flatten(-3)
     else:
-        made = columns.unflatten(-2, (-1, 2)).unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-4)
-    return made
+        stored = columns.unflatten(-2, (-1, 2)).unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-4)
+    return stored
 
 
 def _columns(stored: Tensor, form: Form) -> Tensor:
     """The other way round."""
-    made: Tensor
+    columns: Tensor
     if form.inner:
-        made = stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
+        columns = stored.unflatten(-1, (-1, PIECE, together(form.columns))).transpose(-1, -2).flatten(-3, -2)
     else:
-        made = stored.unflatten(-1, (-1, 8, 2, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
-    return made
+        columns = stored.unflatten(-1, (-1, 8, 2, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    return columns
 
 
 def pack_scales(scale: Tensor, zero: Tensor | None, form: Form) -> Tensor:

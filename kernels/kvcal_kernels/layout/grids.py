@@ -145,8 +145,8 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
         falls = (high < -1) | (high == -1) & (low >= 0)
         low = low + falls.int()
         high = high + (low < 0).int()
-    made = torch.cat([low, high]).T.flatten().to(torch.int8)
-    return made.view(torch.int32).to(points.device), step
+    table = torch.cat([low, high]).T.flatten().to(torch.int8)
+    return table.view(torch.int32).to(points.device), step
 
 
 def in_bytes(points: Tensor) -> Tensor:
@@ -189,19 +189,19 @@ def pairs(codes: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
     if vector == 4:
         return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
     low, high = (codes[..., ::2, :], codes[..., 1::2, :]) if along_tokens else (codes[..., ::2], codes[..., 1::2])
-    made: Tensor = low | high << bits
-    return made
+    joined: Tensor = low | high << bits
+    return joined
 
 
-def unpairs(found: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
+def unpairs(joined: Tensor, bits: int, vector: int, along_tokens: bool) -> Tensor:
     """The other way round."""
     if vector == 2:
-        return found
+        return joined
     if vector == 1:
-        parts = [found & (1 << bits) - 1, found >> bits]
+        parts = [joined & (1 << bits) - 1, joined >> bits]
         return torch.stack(parts, -2).flatten(-3, -2) if along_tokens else torch.stack(parts, -1).flatten(-2)
-    made: Tensor = found[..., ::2] | found[..., 1::2] << 4
-    return made
+    codes: Tensor = joined[..., ::2] | joined[..., 1::2] << 4
+    return codes
 
 
 @functools.cache
@@ -261,26 +261,26 @@ def byte_halved(sets: int, bits: int) -> bool:
     return bits == 3 and sets == 4
 
 
-def byte_words(found: Tensor, bits: int) -> Tensor:
+def byte_words(codes: Tensor, bits: int) -> Tensor:
     """Codes of `bits` bits (..., sets, 16, 2, 4, 4) -> int16 words (..., n), tile after tile."""
-    sets = found.shape[-5]
+    sets = codes.shape[-5]
     if byte_halved(sets, bits):
-        two, other = found.int().unflatten(-5, (2, 2)).unbind(-6)
+        two, other = codes.int().unflatten(-5, (2, 2)).unbind(-6)
         low = other[..., 0, :, :] & 3 | (other[..., 1, :, :] & 3) << 2
-        own = (two | other >> 2 << 3).flatten(-3, -2), low
-        return _short(torch.cat([_fours(x).movedim(-3, -1).flatten(-3) for x in own], -1))
-    wide = torch.nn.functional.pad(found.int(), [0] * 9 + [-sets % (8 if bits == 3 else 8 // bits)])
+        pair = (two | other >> 2 << 3).flatten(-3, -2), low
+        return _short(torch.cat([_fours(x).movedim(-3, -1).flatten(-3) for x in pair], -1))
+    wide = torch.nn.functional.pad(codes.int(), [0] * 9 + [-sets % (8 if bits == 3 else 8 // bits)])
     if bits == 2:
         both = wide.unflatten(-5, (-1, 2, 2))  # tile, its lower or higher bits, set of two
         fours = both.select(-6, 0) | both.select(-6, 1) << 2
     elif bits == 3:
         both = wide.unflatten(-5, (-1, 4, 2))
-        last = both[..., 3:, :, :, :, :, :] >> _steps(3, 1, found.device)[..., None, None, None] & 1
+        last = both[..., 3:, :, :, :, :, :] >> _steps(3, 1, codes.device)[..., None, None, None] & 1
         fours = (both[..., :3, :, :, :, :, :] | last << 3).flatten(-7, -6)
     else:
         fours = wide.unflatten(-5, (-1, 2))
-    made = _fours(fours).movedim(-4, -1).flatten(-3)  # (..., tiles, 16 rows, register, lane, set)
-    return _short(made[..., : byte_tiles(sets, bits), :, :].flatten(-3))
+    words = _fours(fours).movedim(-4, -1).flatten(-3)  # (..., tiles, 16 rows, register, lane, set)
+    return _short(words[..., : byte_tiles(sets, bits), :, :].flatten(-3))
 
 
 def _fours(codes: Tensor) -> Tensor:
@@ -305,14 +305,14 @@ def byte_codes(words: Tensor, sets: int, bits: int) -> Tensor:
     shifts = torch.arange(0, 16, 4, device=words.device, dtype=torch.int32)
     fours = apart[..., None] >> shifts & 15
     if bits == 2:
-        found = torch.stack([fours & 3, fours >> 2], -6).flatten(-7, -5)
+        codes = torch.stack([fours & 3, fours >> 2], -6).flatten(-7, -5)
     elif bits == 3:
         each = fours.unflatten(-6, (-1, 3))
         last = (each >> 3 << _steps(3, 1, words.device)[..., None, None, None]).sum(-6, True, dtype=torch.int32)
-        found = torch.cat([each & 7, last], -6).flatten(-7, -5)
+        codes = torch.cat([each & 7, last], -6).flatten(-7, -5)
     else:
-        found = fours.flatten(-6, -5)
-    return found[..., :sets, :, :, :, :]
+        codes = fours.flatten(-6, -5)
+    return codes[..., :sets, :, :, :, :]
 
 
 def _codes_of_four_sets(wide: Tensor) -> Tensor:
@@ -336,26 +336,26 @@ def tiles(pieces: int, bits: int) -> int:
     return -(-pieces * bits // 16)
 
 
-def units(found: Tensor, bits: int) -> Tensor:
+def units(codes: Tensor, bits: int) -> Tensor:
     """Pair codes (..., pieces, 16, 8) -> int16 words (..., n), tile after tile."""
-    pieces = found.shape[-3]
+    pieces = codes.shape[-3]
     if halved(pieces, bits):
-        first, sixth, seventh, eighth = found.int().split((5, 1, 1, 1), -3)
-        whole = (first << _steps(5, 6, found.device)).sum(-3, dtype=torch.int32) | (eighth[..., 0, :, :] & 3) << 30
-        own = (sixth | seventh << 6 | eighth >> 2 << 12)[..., 0, :, :]
-        half = own[..., :4] | own[..., 4:] << 16
+        first, sixth, seventh, eighth = codes.int().split((5, 1, 1, 1), -3)
+        whole = (first << _steps(5, 6, codes.device)).sum(-3, dtype=torch.int32) | (eighth[..., 0, :, :] & 3) << 30
+        widest = (sixth | seventh << 6 | eighth >> 2 << 12)[..., 0, :, :]
+        half = widest[..., :4] | widest[..., 4:] << 16
         return _turned(torch.cat([whole.flatten(-2), half.flatten(-2)], -1)).view(torch.int16)
     width, count = 2 * bits, 32 // (2 * bits)
     together = 16 if bits == 3 else count
-    wide = torch.nn.functional.pad(found.int(), (0, 0, 0, 0, 0, -pieces % together)).unflatten(-3, (-1, together))
-    own = wide
+    wide = torch.nn.functional.pad(codes.int(), (0, 0, 0, 0, 0, -pieces % together)).unflatten(-3, (-1, together))
+    widest = wide
     if bits == 3:  # fifteen pieces in three units, and the sixteenth in what these leave
-        own = wide[..., :15, :, :].unflatten(-3, (3, count)).flatten(-5, -4)
-    made = (own << _steps(count, width, found.device)).sum(-3, dtype=torch.int32)
+        widest = wide[..., :15, :, :].unflatten(-3, (3, count)).flatten(-5, -4)
+    packed = (widest << _steps(count, width, codes.device)).sum(-3, dtype=torch.int32)
     if bits == 3:
-        made = made | (wide[..., 15:, :, :] >> _steps(3, 2, found.device) & 3).flatten(-4, -3) << 30
-    kept: Tensor = _turned(made)[..., : tiles(pieces, bits), :, :].flatten(-3).contiguous()
-    return kept.view(torch.int16)
+        packed = packed | (wide[..., 15:, :, :] >> _steps(3, 2, codes.device) & 3).flatten(-4, -3) << 30
+    words: Tensor = _turned(packed)[..., : tiles(pieces, bits), :, :].flatten(-3).contiguous()
+    return words.view(torch.int16)
 
 
 def _turned(units: Tensor) -> Tensor:
@@ -366,21 +366,21 @@ def ununits(words: Tensor, pieces: int, bits: int) -> Tensor:
     """int16 words (..., n) -> pair codes int32 (..., pieces, 16, 8)."""
     width, count = 2 * bits, 32 // (2 * bits)
     turned = words.contiguous().view(torch.int32)
-    made = turned << 32 - ALIGNED | turned >> ALIGNED & (1 << 32 - ALIGNED) - 1
+    aligned = turned << 32 - ALIGNED | turned >> ALIGNED & (1 << 32 - ALIGNED) - 1
     if halved(pieces, bits):
-        whole, half = made[..., :128].unflatten(-1, (16, 8)), made[..., 128:].unflatten(-1, (16, 4))
+        whole, half = aligned[..., :128].unflatten(-1, (16, 8)), aligned[..., 128:].unflatten(-1, (16, 4))
         both = torch.cat([half, half >> 16], -1)
         first = whole[..., None, :, :] >> _steps(5, 6, words.device) & 63
         last = torch.stack([both & 63, both >> 6 & 63, whole >> 30 & 3 | (both >> 12 & 15) << 2], -3)
         return torch.cat([first, last], -3)
-    made = made.unflatten(-1, (-1, 16, 8))
+    aligned = aligned.unflatten(-1, (-1, 16, 8))
     if bits == 3:
-        made = torch.nn.functional.pad(made, (0, 0, 0, 0, 0, -made.shape[-3] % 3))
-    own = made[..., None, :, :] >> _steps(count, width, words.device) & (1 << width) - 1
+        aligned = torch.nn.functional.pad(aligned, (0, 0, 0, 0, 0, -aligned.shape[-3] % 3))
+    fields = aligned[..., None, :, :] >> _steps(count, width, words.device) & (1 << width) - 1
     if bits == 3:
-        rest = (made >> 30 & 3).unflatten(-3, (-1, 3)) << _steps(3, 2, words.device)
-        own = torch.cat([own.unflatten(-4, (-1, 3)).flatten(-4, -3), rest.sum(-3, True, dtype=torch.int32)], -3)
-    codes: Tensor = own.flatten(-4, -3)[..., :pieces, :, :]
+        rest = (aligned >> 30 & 3).unflatten(-3, (-1, 3)) << _steps(3, 2, words.device)
+        fields = torch.cat([fields.unflatten(-4, (-1, 3)).flatten(-4, -3), rest.sum(-3, True, dtype=torch.int32)], -3)
+    codes: Tensor = fields.flatten(-4, -3)[..., :pieces, :, :]
     return codes
 
 

@@ -45,8 +45,8 @@ class Rope:
             )
 
     @cached_property
-    def about(self) -> tuple[Any, ...]:
-        """What a kernel takes for granted of it, as of reference.about."""
+    def launch_key(self) -> tuple[Any, ...]:
+        """What a kernel takes for granted of it, as of reference.launch_key."""
         return self.first.shape, self.near.shape, self.first.device
 
     @property
@@ -65,8 +65,8 @@ class Rope:
         [half block][pair][cosine, sine][lane][row / 8][column % 4], lane 4 (row % 8) + column / 4.
         """
         parts = self.near.unflatten(0, (2, 2, 8)).unflatten(-1, (-1, 4, 4))  # half, row / 8, row % 8, 2, pair, column
-        made: Tensor = parts.permute(0, 4, 3, 2, 5, 1, 6).half().contiguous()
-        return made
+        words: Tensor = parts.permute(0, 4, 3, 2, 5, 1, 6).half().contiguous()
+        return words
 
     def renew(self, first: Tensor) -> None:
         """Other first positions in the place of these, where a recorded graph reads them; all that it reads is there then."""
@@ -94,8 +94,8 @@ class Rope:
 
 def _words(first: Tensor) -> Tensor:
     parts = first.unflatten(-1, (-1, 8, 2)).permute(0, 1, 3, 4, 2, 5)
-    made: Tensor = parts.flatten(2).half().contiguous()
-    return made
+    words: Tensor = parts.flatten(2).half().contiguous()
+    return words
 
 
 def refusal(rotary: int) -> str | None:
@@ -127,5 +127,5 @@ def recent_places(sink: Tensor, sink_room: int, blocks: Tensor, room: int) -> Te
 
 def first_positions(start: Tensor, sink: int, blocks: int, recent: int) -> Tensor:
     """start (B,): positions of rows' first tokens, which others follow -> the first position of each run, (B, runs)."""
-    own = torch.arange(0, sink, RUN), sink + RUN * torch.arange(blocks + -(-recent // RUN))
-    return start[:, None] + torch.cat(own).to(start.device)
+    starts = torch.arange(0, sink, RUN), sink + RUN * torch.arange(blocks + -(-recent // RUN))
+    return start[:, None] + torch.cat(starts).to(start.device)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..hadamard import root, tree_sum
-from ..layout import BLOCK, Blocks, Form, about, pack
+from ..layout import BLOCK, Blocks, Form, launch_key, pack
 from ..layout.grids import Grid
 from ..rotated import reference as rotated
 
@@ -124,8 +124,8 @@ class GridRule:
         """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph must find
         it where it was.
         """
-        own = self.how
-        return torch.cat([own.sign.float(), own.table.new_full((1,), self.gain), own.table])
+        how = self.how
+        return torch.cat([how.sign.float(), how.table.new_full((1,), self.gain), how.table])
 
 
 AnyRule: TypeAlias = Rule | GridRule
@@ -150,8 +150,8 @@ def quantise(x: Tensor, rule: AnyRule, factor: Tensor | None = None) -> tuple[Bl
     if factor is not None:
         wide = wide / factor.float()
     if isinstance(rule, GridRule):
-        codes, norm, found = rotated.encode(wide, rule.how)
-        return pack(codes, norm[..., None], None, form, rule.grid), found
+        codes, norm, flags = rotated.encode(wide, rule.how)
+        return pack(codes, norm[..., None], None, form, rule.grid), flags
     groups = (wide.transpose(-1, -2) if form.along_tokens else wide).unflatten(-1, (-1, form.group))
     best: _Coded | None = None
     for other in _candidates(groups, rule):
@@ -189,8 +189,8 @@ def _like(x: Tensor, number: float) -> Tensor:
     return torch.full((), number, device=x.device)
 
 
-def _error(made: Tensor, x: Tensor) -> Tensor:
-    off = made - x
+def _error(decoded: Tensor, x: Tensor) -> Tensor:
+    off = decoded - x
     return tree_sum(off * off)
 
 
@@ -205,14 +205,14 @@ def _flags(x: Tensor, rule: Rule) -> Tensor:
     """Of the plain scale: a smaller one could hide that float16 cannot hold it."""
     half, top = 2.0 ** (rule.form.bits - 1), _like(x, 2.0**rule.form.bits - 1)
     low, high, peak = x.amin(-1), x.amax(-1), x.abs().amax(-1)
-    found = {NONFINITE: ~torch.isfinite(x).all(-1)}
+    faults = {NONFINITE: ~torch.isfinite(x).all(-1)}
     if rule.mode != "asymmetric":
-        found[SCALE] = ~(peak / half <= HALF_MAX)
+        faults[SCALE] = ~(peak / half <= HALF_MAX)
     if rule.mode != "symmetric":
-        found[SCALE] = found.get(SCALE, False) | ~((high - low) / top <= HALF_MAX)
-        found[MINIMUM] = ~(low.abs() <= HALF_MAX)
+        faults[SCALE] = faults.get(SCALE, False) | ~((high - low) / top <= HALF_MAX)
+        faults[MINIMUM] = ~(low.abs() <= HALF_MAX)
     flags = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
-    for bit, where in found.items():
+    for bit, where in faults.items():
         flags |= where.flatten(2).any(-1).any(0) * bit
     return flags
 
@@ -221,15 +221,15 @@ def check(flags: Tensor, layer: int) -> str | None:
     """What flags (H,) int32 say, in one line naming layer and head, one that is not finite before others: a norm over all
     heads is none then; None where they say nothing. Waits for the device.
     """
-    found = [
+    faults = [
         (not bits & NONFINITE, head, role, bits)
         for head, word in enumerate(flags.tolist())
         for role, bits in (("key", word & 255), ("value", word >> VALUES))
         if bits
     ]
-    if not found:
+    if not faults:
         return None
-    _, head, role, bits = min(found)
+    _, head, role, bits = min(faults)
     what = "; ".join(text for bit, text in MEANING.items() if bits & bit and not (bit > 1 and bits & 1))
     return f"layer {layer}, {role} head {head}: {what}"
 
@@ -291,9 +291,9 @@ def advance(counts: Counts, new: Tensor) -> None:
     windows = counts.windows
     sink, window, blocks = (counts.data[i].clone() for i in (4, 6, 7))
     after = (sink + new).clamp_max(windows.sink)
-    seen = window + new - (after - sink)
-    flush = ((seen - windows.recent) // windows.block).clamp_min(0)
-    rows = (sink, window, blocks, new, after, seen, seen - flush * windows.block)
+    waiting = window + new - (after - sink)
+    flush = ((waiting - windows.recent) // windows.block).clamp_min(0)
+    rows = (sink, window, blocks, new, after, waiting, waiting - flush * windows.block)
     counts.data.copy_(torch.stack([*rows, blocks + flush * (windows.block // BLOCK)]))
 
 
@@ -309,8 +309,8 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
     there = (rank < windows.sink + windows.recent + windows.block) & ~fixed[:, None]
     peak.copy_(torch.maximum(peak, keys.float().abs().masked_fill(~there[:, None, :, None], 0).amax(2)))
     fixed.logical_or_(counts.blocks > 0)
-    own = factors_of(peak)[:, :, None]
-    return own, own.repeat_interleave(ratio, 1)
+    factors = factors_of(peak)[:, :, None]
+    return factors, factors.repeat_interleave(ratio, 1)
 
 
 def factors_of(peak: Tensor) -> Tensor:
@@ -332,14 +332,18 @@ class Layer:
     flags: Tensor
 
     @functools.cached_property
-    def about(self) -> tuple[Any, ...]:
-        """All that a kernel takes for granted of it but numbers; see layout.about."""
-        return self.keys.about, self.values.about, *(about(x) for x in (*self.sink, *self.recent, self.flags))
+    def launch_key(self) -> tuple[Any, ...]:
+        """All that a kernel takes for granted of it but numbers; see layout.launch_key."""
+        return (
+            self.keys.launch_key,
+            self.values.launch_key,
+            *(launch_key(x) for x in (*self.sink, *self.recent, self.flags)),
+        )
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """Sink, ring, words and scales, keys before values, words of grids in units of 32 bits, as they are written."""
-        stored = (x for own in (self.keys, self.values) for x in (own.written, own.scale))
+        stored = (x for blocks in (self.keys, self.values) for x in (blocks.written, blocks.scale))
         return *self.sink, *self.recent, *stored
 
 
@@ -354,8 +358,8 @@ def blocks_for(
     """Room for `count` blocks of 32 tokens a row; make: torch.empty where all of them are written next."""
     form = rule.form
     words = make(batch, heads, count, form.words, dtype=torch.int16, device=device)
-    held = batch, heads // form.norm_heads, count // form.scale_blocks, form.scales
-    scale = make(held, dtype=torch.float16, device=device)
+    scale_shape = batch, heads // form.norm_heads, count // form.scale_blocks, form.scales
+    scale = make(scale_shape, dtype=torch.float16, device=device)
     return Blocks(form, words, scale, rule.grid if isinstance(rule, GridRule) else None)
 
 
@@ -370,13 +374,13 @@ def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Count
     fills = ((source >= 0) & (source < taken))[:, None, :, None]
     first = counts.blocks_before[:, None].long() * BLOCK + counts.window_before[:, None]
     at = (first + (torch.arange(queries, device=device) - pads) % queries - taken) % ring[0].shape[2]
-    for held, recent, x in zip(sink, ring, new, strict=True):
+    for kept_sink, recent, x in zip(sink, ring, new, strict=True):
 
         def wide(index: Tensor, x: Tensor = x) -> Tensor:
             return index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
 
-        found = x.gather(2, wide((source + pads).clamp(0, queries - 1)))
-        held.copy_(torch.where(fills, found, held))
+        rows = x.gather(2, wide((source + pads).clamp(0, queries - 1)))
+        kept_sink.copy_(torch.where(fills, rows, kept_sink))
         recent.scatter_(2, wide(at), x)
 
 
@@ -399,19 +403,19 @@ def append(
     for row in range(len(k)):
         here = {name: int(counts.data[i, row]) for i, name in enumerate(FIELDS)}
         for role, (x, rule, stored) in enumerate(((k, key, layer.keys), (v, value, layer.values))):
-            own = factor if role == 0 else None
-            own = own[row] if own is not None and own.ndim == 4 else own
+            role_factor = factor if role == 0 else None
+            role_factor = role_factor[row] if role_factor is not None and role_factor.ndim == 4 else role_factor
             instead = None if role or due is None else due[row]
-            bits = _append_row(layer, role, row, here, x[row], rule, stored, own, instead)
+            bits = _append_row(layer, role, row, here, x[row], rule, stored, role_factor, instead)
             layer.flags.bitwise_or_(bits << VALUES * role)
 
 
 def check_due(counts: Counts, k: Tensor, key: AnyRule, due: Tensor, factor: Tensor | None) -> None:
     """Raises ValueError unless `due` is what keys of the one block that a call can pack are rounded from."""
-    block, wanted = counts.windows.block, (*k.shape[:2], counts.windows.block, k.shape[3])
-    if due.shape != wanted or due.dtype != torch.float32 or not due.is_contiguous() or due.device != k.device:
-        seen = f"{tuple(due.shape)} {due.dtype} on {due.device}"
-        raise ValueError(f"keys due {seen}: must be {wanted} torch.float32 on {k.device}, contiguous")
+    block, shape = counts.windows.block, (*k.shape[:2], counts.windows.block, k.shape[3])
+    if due.shape != shape or due.dtype != torch.float32 or not due.is_contiguous() or due.device != k.device:
+        got = f"{tuple(due.shape)} {due.dtype} on {due.device}"
+        raise ValueError(f"keys due {got}: must be {shape} torch.float32 on {k.device}, contiguous")
     if k.shape[2] > block or factor is not None or isinstance(key, GridRule):
         raise ValueError(
             f"keys due with {k.shape[2]} new tokens, {'a' if factor is not None else 'no'} factor, {type(key).__name__}: "
@@ -439,15 +443,15 @@ def _append_row(
     room, start = ring.shape[1], here["blocks_before"] * BLOCK
     old = ring[:, (torch.arange(here["window_before"], device=x.device) + start) % room]
     waiting = torch.cat([old.to(x.dtype), real[:, taken:]], 1)
-    kept = torch.arange(max(here["window_before"], waiting.shape[1] - room), waiting.shape[1], device=x.device)
-    ring[:, (kept + start) % room] = waiting[:, kept].to(ring.dtype)
+    ring_tokens = torch.arange(max(here["window_before"], waiting.shape[1] - room), waiting.shape[1], device=x.device)
+    ring[:, (ring_tokens + start) % room] = waiting[:, ring_tokens].to(ring.dtype)
     flush = here["blocks"] - here["blocks_before"]
     if flush:
-        own = None if factor is None else factor[None]
-        made, more = quantise(waiting[None, :, : flush * BLOCK] if due is None else due[None], rule, own)
+        row_factor = None if factor is None else factor[None]
+        packed, more = quantise(waiting[None, :, : flush * BLOCK] if due is None else due[None], rule, row_factor)
         first, each = here["blocks_before"], rule.form.scale_blocks
         fits = max(0, min(flush, stored.words.shape[2] - first))
-        stored.words[row, :, first : first + fits] = made.words[0, :, :fits]
-        stored.scale[row, :, first // each : (first + fits) // each] = made.scale[0, :, : fits // each]
+        stored.words[row, :, first : first + fits] = packed.words[0, :, :fits]
+        stored.scale[row, :, first // each : (first + fits) // each] = packed.scale[0, :, : fits // each]
         bits = bits | more | (ROOM if fits < flush else 0)
     return bits

@@ -92,8 +92,8 @@ def place(
     `window` (B, H, W, D) and `new` (B, H, Q, D) from slot `behind` on. turn: RoPE of the keys of sink and window, S + W
     tokens in this order, computed as models do: in the dtype of keys, cosines and sines together. New keys have it.
     """
-    for role, (out, first, held, fresh) in enumerate(zip(whole, sink, window, new, strict=True)):
-        exact, start = torch.cat([first, held], 2), first.shape[2]
+    for role, (out, first, ring, fresh) in enumerate(zip(whole, sink, window, new, strict=True)):
+        exact, start = torch.cat([first, ring], 2), first.shape[2]
         if turn is not None and role == 0:
             exact = _turned(exact, turn).to(out.dtype)
         out[:, :, :start] = exact[:, :, :start]

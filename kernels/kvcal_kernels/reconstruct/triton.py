@@ -45,16 +45,16 @@ def _dot(a, b, acc, ASM: tl.constexpr):
 @triton.jit
 def _joined(t, COUNT: tl.constexpr):
     """COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything away."""
-    made = t[0]
+    joined = t[0]
     if COUNT == 2:
-        made = tl.join(t[0], t[1])
+        joined = tl.join(t[0], t[1])
     elif COUNT == 4:
-        made = tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))
+        joined = tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))
     elif COUNT == 8:
-        made = tl.join(
+        joined = tl.join(
             tl.join(tl.join(t[0], t[4]), tl.join(t[2], t[6])), tl.join(tl.join(t[1], t[5]), tl.join(t[3], t[7]))
         )
-    return made
+    return joined
 
 
 @triton.constexpr_function
@@ -133,7 +133,7 @@ def _points(
     """
     PER: tl.constexpr = fields(BITS, COUNT)
     channel = first + tl.arange(0, BN // d) * d
-    known = (channel < H * D)[None, :]
+    inside = (channel < H * D)[None, :]
     o_head = (channel // D).to(tl.int64) * s_head
     within = channel % D // d
     if WORDWISE and KEY:
@@ -146,17 +146,17 @@ def _points(
         points = ()
         for j in tl.static_range(PER):
             points = points + _gather(p_grid, codes[j], d)
-        made = tl.reshape(_joined(points, PER * d), [BM, BN])
+        tile = tl.reshape(_joined(points, PER * d), [BM, BN])
     elif WORDWISE:
         ROWS: tl.constexpr = BM // PER
         p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
         b_word = tl.broadcast_to(b_place[:, None], [ROWS, BN // d])
-        codes = _fields(p, b_word, b_live[:, None] & known, BITS, COUNT)
+        codes = _fields(p, b_word, b_live[:, None] & inside, BITS, COUNT)
         rows = ()
         for j in tl.static_range(PER):
             rows = rows + (tl.reshape(_joined(_gather(p_grid, codes[j], d), d), [ROWS, BN]),)
         joined = tl.reshape(_joined(rows, PER), [ROWS, BN, PER])
-        made = tl.reshape(tl.permute(joined, (0, 2, 1)), [BM, BN])
+        tile = tl.reshape(tl.permute(joined, (0, 2, 1)), [BM, BN])
     else:
         if KEY:
             p = p_codes + (o_code[:, None] + o_head[None, :])
@@ -164,9 +164,9 @@ def _points(
         else:
             p = p_codes + (o_code[:, None] + (o_head + within * BYTES)[None, :])
             b_at = tl.broadcast_to(b_place[:, None], [BM, BN // d])
-        b_code = code_at(p, b_at, b_live[:, None] & known, BITS, COUNT)
-        made = tl.reshape(_joined(_gather(p_grid, b_code, d), d), [BM, BN])
-    return made
+        b_code = code_at(p, b_at, b_live[:, None] & inside, BITS, COUNT)
+        tile = tl.reshape(_joined(_gather(p_grid, b_code, d), d), [BM, BN])
+    return tile
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def reconstruct_kernel(
 
     # Q^-1(codes)
     MIX: tl.constexpr = WIDTH // BN if WIDTH > BN else 1
-    base, own = 0 if DENSE else i_n // MIX * MIX, i_n % MIX
+    base, i_mix = 0 if DENSE else i_n // MIX * MIX, i_n % MIX
     points = _points(
         p_codes, p_grid, o_code, b_place, b_some, base * BN, s_code_head,
         H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
@@ -283,7 +283,7 @@ def reconstruct_kernel(
             p_codes, p_grid, o_code, b_place, b_some, (base + other) * BN, s_code_head,
             H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
         )  # fmt: skip
-        points += more.to(points.dtype) * (1 - 2 * _parity(own & other)).to(points.dtype)
+        points += more.to(points.dtype) * (1 - 2 * _parity(i_mix & other)).to(points.dtype)
     o_matrix = (i_n * BN + tl.arange(0, BN))[:, None] * BN + tl.arange(0, BN)[None, :]
     if DENSE:
         o_matrix = o_matrix + i_n * (BN * BN * (TILES - 1))
@@ -423,13 +423,13 @@ def prepare(
     device = coded.grid.device
     order = columns_of(heads, dim, turned).to(device)
     grid = coded.grid.half().contiguous()
-    made = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
+    matrix = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
     if weight is not None:
         weight = (weight[:, order] if turned else weight).to(dtype).contiguous()
         bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
     words = grid if d == 1 else grid.view(torch.int32)
     factors = None if coded.factors is None else coded.factors[order].float().contiguous()
-    return Prepared(words, made, weight, None if weight is None else bias, turned, factors)
+    return Prepared(words, matrix, weight, None if weight is None else bias, turned, factors)
 
 
 def _wordwise(coded: Coded, channels: int) -> bool:
@@ -449,20 +449,22 @@ def places(coded: Coded, channels: int) -> Tensor:
     d, per = coded.grid.shape[1], fields(coded.bits, coded.packed_count)
     words = coded.packed_count // per
     word, field, axis = every // (per * d), every // d % per, every % d
-    made: Tensor = word // words * coded.dim + (field * words + word % words) * d + axis
-    return made
+    channel_of: Tensor = word // words * coded.dim + (field * words + word % words) * d + axis
+    return channel_of
 
 
 def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     """What points of `channels` channels are multiplied by, for each tile of columns: +1, -1 and 0, so exact."""
     device, count = coded.grid.device, coded.sign.numel()
     tiles, width = -(-count // channels), min(coded.width, channels)
-    made = torch.zeros(tiles, channels, channels, dtype=torch.float16, device=device)
-    own = (hadamard(torch.eye(channels, device=device), width) * width**0.5).round()[places(coded, channels).to(device)]
+    matrix = torch.zeros(tiles, channels, channels, dtype=torch.float16, device=device)
+    rows = (hadamard(torch.eye(channels, device=device), width) * width**0.5).round()[
+        places(coded, channels).to(device)
+    ]
     for tile in range(tiles):
         columns = order[tile * channels : (tile + 1) * channels]
-        made[tile, :, : len(columns)] = own[:, columns - tile * channels] * coded.sign[columns].to(device)
-    return made
+        matrix[tile, :, : len(columns)] = rows[:, columns - tile * channels] * coded.sign[columns].to(device)
+    return matrix
 
 
 def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
@@ -470,13 +472,13 @@ def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
     float16.
     """
     device, count = coded.grid.device, coded.sign.numel()
-    own = unrotate(
+    rows = unrotate(
         torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved
     )
     tiles, at = -(-count // channels), places(coded, channels)
-    made = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
-    made[:count, :count] = (own * coded.width**0.5)[:, order.cpu()]
-    wide = made.reshape(tiles, channels, tiles, channels).permute(2, 0, 1, 3)
+    matrix = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
+    matrix[:count, :count] = (rows * coded.width**0.5)[:, order.cpu()]
+    wide = matrix.reshape(tiles, channels, tiles, channels).permute(2, 0, 1, 3)
     return wide[:, :, at].contiguous().to(device)
 
 
@@ -563,17 +565,17 @@ def _check(
     """What the kernel relies on and cannot see."""
     if out.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"reconstruct into {out.dtype}: must be float16 or bfloat16")
-    wanted = 0 if prepared.weight is None else prepared.weight.shape[0] // prepared.weight.shape[1]
-    if len(inputs) != wanted or (prepared.weight is not None and prepared.weight.dtype != out.dtype):
-        raise ValueError(f"reconstruct of {len(inputs)} inputs in {out.dtype}: prepared for {wanted} in another way")
+    features = 0 if prepared.weight is None else prepared.weight.shape[0] // prepared.weight.shape[1]
+    if len(inputs) != features or (prepared.weight is not None and prepared.weight.dtype != out.dtype):
+        raise ValueError(f"reconstruct of {len(inputs)} inputs in {out.dtype}: prepared for {features} in another way")
     if (turn is not None) != bool(prepared.turned) or (turn is not None and turn.cos.shape[-1] != prepared.turned):
         raise ValueError(f"reconstruct: prepared for RoPE of {prepared.turned} channels, got {turn and turn.cos.shape}")
     for name, each in [("out", out), ("turned", turned), *(("input", x) for x in inputs)]:
         if each is not None and not _fits(each, shape, out.dtype):
-            seen = f"{tuple(each.shape)} {each.dtype}, strides {each.stride()}"
-            raise ValueError(f"reconstruct, {name}: {seen}; must be {shape} {out.dtype}, heads contiguous")
-    own = inputs[0].stride() if inputs else ()
-    if any(x.stride() != own for x in inputs[1:]) or (turned is not None and turned.stride() != out.stride()):
+            layout = f"{tuple(each.shape)} {each.dtype}, strides {each.stride()}"
+            raise ValueError(f"reconstruct, {name}: {layout}; must be {shape} {out.dtype}, heads contiguous")
+    strides = inputs[0].stride() if inputs else ()
+    if any(x.stride() != strides for x in inputs[1:]) or (turned is not None and turned.stride() != out.stride()):
         raise ValueError("reconstruct: inputs, and out and turned, must have the same strides")
     rows = coded.codes.stride()[2:], coded.norm.stride()[2:]
     inner = coded.codes.shape[-1]
@@ -596,11 +598,11 @@ def _exact(p_sink, p_window, p_new, token, channel, live, sink, window, s_token,
     token, channel = token[:, None], channel[None, :]
     is_sink, is_new = token < sink, token >= sink + window
     x = tl.load(p_sink + token * D + channel, mask=live & is_sink, other=0.0)
-    held = tl.load(
+    token_row = tl.load(
         p_window + (token - sink) * D + channel, mask=live & (token >= sink) & (token < sink + window), other=0.0
     )
     new = tl.load(p_new + (token - sink - window) * s_token + channel, mask=live & is_new, other=0.0)
-    return tl.where(is_sink, x, tl.where(is_new, new, held))
+    return tl.where(is_sink, x, tl.where(is_new, new, token_row))
 
 
 @triton.jit(do_not_specialize=["sink", "window", "new", "behind"])
@@ -681,8 +683,8 @@ def place(
         )
     for x, count in zip((*sink, *window, *new), (n for n in counts for _ in range(2)), strict=True):
         if x.shape != (batch, heads, count, dim) or x.dtype != keys.dtype or x.device != keys.device:
-            seen = f"{tuple(x.shape)} {x.dtype} on {x.device}"
-            raise ValueError(f"place: {seen}; must be {(batch, heads, count, dim)} {keys.dtype} on {keys.device}")
+            shape = f"{tuple(x.shape)} {x.dtype} on {x.device}"
+            raise ValueError(f"place: {shape}; must be {(batch, heads, count, dim)} {keys.dtype} on {keys.device}")
     if turn is not None and turn.cos.shape[1] != counts[0] + counts[1]:
         raise ValueError(f"place: RoPE of {turn.cos.shape[1]} tokens for {counts[0]} and {counts[1]}")
     if not total or not batch:

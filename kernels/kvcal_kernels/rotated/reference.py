@@ -44,17 +44,17 @@ class Rotated:
         """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points (d, n);
         of a raster also its reach and the bits of its words. Made once, as a CUDA graph must find it where it was.
         """
-        own = self.points.cpu()
-        parts = [0.5 * (own * own).sum(-1), own.T.flatten()]
+        points = self.points.cpu()
+        parts = [0.5 * (points * points).sum(-1), points.T.flatten()]
         if self.raster:
-            parts += [own.new_full((1,), self.raster.reach), self.raster.words.view(torch.float32).flatten()]
+            parts += [points.new_full((1,), self.raster.reach), self.raster.words.view(torch.float32).flatten()]
         return torch.cat(parts).to(self.points.device)
 
     def rotation(self, dim: int) -> int:
         return self.width or largest_power_of_two(dim)
 
 
-def encode(x: Tensor, how: Rotated, made: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, how: Rotated, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms, T), and
     flags int32 (H,), with one norm a token the same for all heads. made: (B, H, T, D) float32 takes what these decode to.
     """
@@ -65,10 +65,10 @@ def encode(x: Tensor, how: Rotated, made: Tensor | None = None) -> tuple[Tensor,
     stored = norm.half()
     scaled = groups * (stored.float().clamp_min(LEAST).reciprocal() * how.gain)[..., None]
     codes = nearest(scaled.reshape(-1, how.points.shape[1]), how.points).view(*vectors.shape[:2], heads, -1)
-    if made is not None:
+    if out is not None:
         points = lookup(codes.flatten(2), how.points).unflatten(-1, (how.norms, -1))
         decoded = unrotate((points * stored.float()[..., None]).flatten(-2), how.sign, how.rotation(dim))
-        made.copy_(decoded.unflatten(-1, (heads, dim)).movedim(2, 1))
+        out.copy_(decoded.unflatten(-1, (heads, dim)).movedim(2, 1))
     big = (~(norm <= HALF_MAX)).flatten(0, 1).any(0).expand(heads)
     bad = (~torch.isfinite(x)).flatten(2).any(-1).any(0)
     return codes.movedim(2, 1), stored.movedim(2, 1).contiguous(), (bad.int() * NONFINITE) | (big.int() * SCALE)

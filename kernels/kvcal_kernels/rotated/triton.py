@@ -213,38 +213,38 @@ def _pieces(code, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE:
     """Pairs in the order of grids.order: [DIM / 8, 16, 8]."""
     pair = _pairs(code, DIM, BITS, D, VALUE)
     if VALUE and D == 1:
-        made = tl.permute(tl.reshape(pair, [2, 8, DIM // 16, 16]), (0, 2, 3, 1))
+        pieces = tl.permute(tl.reshape(pair, [2, 8, DIM // 16, 16]), (0, 2, 3, 1))
     elif VALUE and D == 4:
-        made = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 8, 2]), (0, 2, 4, 3, 1))
+        pieces = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 8, 2]), (0, 2, 4, 3, 1))
     elif VALUE:
-        made = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 16]), (0, 2, 3, 1))
+        pieces = tl.permute(tl.reshape(pair, [4, 8, DIM // 32, 16]), (0, 2, 3, 1))
     elif D == 4:
-        made = tl.permute(tl.reshape(pair, [2, 16, DIM // 32, 8, 2]), (0, 2, 4, 1, 3))
+        pieces = tl.permute(tl.reshape(pair, [2, 16, DIM // 32, 8, 2]), (0, 2, 4, 1, 3))
     else:
-        made = tl.permute(tl.reshape(pair, [2, 16, DIM // 16, 8]), (0, 2, 1, 3))
+        pieces = tl.permute(tl.reshape(pair, [2, 16, DIM // 16, 8]), (0, 2, 1, 3))
     if BITS == 2 and (VALUE or D != 4):
-        made = tl.permute(tl.reshape(made, [DIM // 64, 2, 4, 2, 8, 8]), (0, 2, 3, 1, 4, 5))
-    return tl.reshape(made, [DIM // 8, 16, 8])
+        pieces = tl.permute(tl.reshape(pieces, [DIM // 64, 2, 4, 2, 8, 8]), (0, 2, 3, 1, 4, 5))
+    return tl.reshape(pieces, [DIM // 8, 16, 8])
 
 
 @triton.jit
-def _turned(made):
+def _turned(words):
     """As grids.units turns them."""
-    return made << ALIGNED | made >> OVER & LOW
+    return words << ALIGNED | words >> OVER & LOW
 
 
 @triton.jit
-def _store_tiles(p_words, made, tile, live, GROUPS: tl.constexpr, EACH: tl.constexpr):
+def _store_tiles(p_words, words, tile, live, GROUPS: tl.constexpr, EACH: tl.constexpr):
     """Units [GROUPS, 16, 8], tiles `tile` of every EACH; words as int32."""
     group = tl.arange(0, GROUPS)[:, None, None] * EACH + tile
     place = tl.arange(0, 16)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    tl.store(p_words + group * 128 + place, made, mask=live)
+    tl.store(p_words + group * 128 + place, words, mask=live)
 
 
 @triton.jit
-def _store_half(p_words, made, live):
+def _store_half(p_words, words, live):
     """Half a tile behind the first: units [1, 16, 8] of which columns c and c + 4 have other bits of one."""
-    low, high = tl.split(tl.permute(tl.reshape(made, [16, 2, 4]), (0, 2, 1)))
+    low, high = tl.split(tl.permute(tl.reshape(words, [16, 2, 4]), (0, 2, 1)))
     place = 128 + tl.arange(0, 16)[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(p_words + place, low | high, mask=live)
 
@@ -254,14 +254,14 @@ def _sets(code, DIM: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
     """Codes [32, DIM / D] in the order of grids.byte_order, a word's four first: [DIM / 16 / D, 4, 16, 8]."""
     if VALUE:
         apart = tl.reshape(code, [2, 2, 4, 2, DIM // D // 16, 16])
-        made = tl.permute(apart, [4, 3, 0, 5, 1, 2])
+        sets = tl.permute(apart, [4, 3, 0, 5, 1, 2])
     elif D == 1:
         apart = tl.reshape(code, [2, 16, DIM // 64, 4, 4, 2, 2])
-        made = tl.permute(apart, [0, 2, 6, 3, 1, 5, 4])
+        sets = tl.permute(apart, [0, 2, 6, 3, 1, 5, 4])
     else:
         apart = tl.reshape(code, [2, 16, DIM // D // 32, 4, 4, 2])
-        made = tl.permute(apart, [0, 2, 3, 1, 5, 4])
-    return tl.reshape(made, [DIM // 16 // D, 4, 16, 8])
+        sets = tl.permute(apart, [0, 2, 3, 1, 5, 4])
+    return tl.reshape(sets, [DIM // 16 // D, 4, 16, 8])
 
 
 @triton.jit
@@ -393,9 +393,9 @@ def encode_kernel(
     o_codes = ((i_batch * HEADS + head) * tokens)[None, :] + token[:, None]
     tl.store(p_codes + o_codes * (DIM // D) + column[None, :], code.to(tl.uint8), mask=live[:, None])
     if DECODE:
-        made = _decoded(code, stored, p_table, sign, scale, ROWS, N, NORMS, POINTS, D, LOG_WIDTH)
+        decoded = _decoded(code, stored, p_table, sign, scale, ROWS, N, NORMS, POINTS, D, LOG_WIDTH)
         o_made = ((i_batch * HEADS + at // DIM) * tokens)[None, :] + token[:, None]
-        tl.store(p_made + o_made * DIM + (at % DIM)[None, :], made, mask=live[:, None])
+        tl.store(p_made + o_made * DIM + (at % DIM)[None, :], decoded, mask=live[:, None])
     group = tl.arange(0, ROWS * NORMS)
     row = tl.program_id(0) * ROWS + group // NORMS
     tl.store(p_norm + (i_batch * NORMS + group % NORMS) * tokens + row, stored, mask=row < tokens)
@@ -407,7 +407,7 @@ def encode_kernel(
 
 
 def encode(
-    x: Tensor, how: Rotated, flags: Tensor | None = None, made: Tensor | None = None
+    x: Tensor, how: Rotated, flags: Tensor | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.encode, for any strides but that of channels, which is 1; kv heads and head_dim powers of two. Given
     flags are added to. made: contiguous.
@@ -428,8 +428,8 @@ def encode(
     width = how.rotation(dim)
     if width & (width - 1) or width > heads * dim:
         raise ValueError(f"rotation of {width} of {heads * dim} channels: must be a power of two that divides them")
-    if made is not None and (made.shape != x.shape or made.dtype != torch.float32 or not made.is_contiguous()):
-        raise ValueError(f"decoded into {tuple(made.shape)} {made.dtype}: must be contiguous float32 {tuple(x.shape)}")
+    if out is not None and (out.shape != x.shape or out.dtype != torch.float32 or not out.is_contiguous()):
+        raise ValueError(f"decoded into {tuple(out.shape)} {out.dtype}: must be contiguous float32 {tuple(x.shape)}")
     codes = torch.empty(batch, heads, tokens, dim // d, dtype=torch.uint8, device=x.device)
     norm = torch.empty(batch, how.norms, tokens, dtype=torch.float16, device=x.device)
     if flags is None:
@@ -437,8 +437,8 @@ def encode(
     fixed = settings(how, heads, dim)
     with on(x.device):
         encode_kernel[(-(-tokens // fixed["ROWS"]), batch)](
-            x, how.sign, how.table, codes, norm, flags, norm if made is None else made, tokens,
-            *x.stride()[:3], fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=made is not None, ASM=not interpreted(),
+            x, how.sign, how.table, codes, norm, flags, norm if out is None else out, tokens,
+            *x.stride()[:3], fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=out is not None, ASM=not interpreted(),
             num_warps=4, num_stages=1, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, norm, flags
@@ -481,14 +481,14 @@ def pack(codes: Tensor, form: Form) -> Tensor:
 def settings(how: Rotated, heads: int, dim: int) -> dict[str, int]:
     """Compile-time constants of encode_kernel."""
     width = how.rotation(dim)
-    made = {"HEADS": heads, "DIM": dim, "WIDTH": width, "NORMS": how.norms, "D": how.points.shape[1]}
-    made |= {"ROWS": max(1, NUMBERS // (heads * dim)), "LOG_WIDTH": width.bit_length() - 1}
-    made |= searched(how)
-    return made | {"LOG_NORM": (heads * dim // how.norms).bit_length() - 1}
+    constants = {"HEADS": heads, "DIM": dim, "WIDTH": width, "NORMS": how.norms, "D": how.points.shape[1]}
+    constants |= {"ROWS": max(1, NUMBERS // (heads * dim)), "LOG_WIDTH": width.bit_length() - 1}
+    constants |= searched(how)
+    return constants | {"LOG_NORM": (heads * dim // how.norms).bit_length() - 1}
 
 
 def searched(how: Rotated) -> dict[str, int]:
     """Compile-time constants of `nearest_points` that follow from the points."""
-    own = how.raster
-    sizes = {"SIDE": own.side, "FEW": own.few, "MOST": own.most} if own else NO_RASTER
+    raster = how.raster
+    sizes = {"SIDE": raster.side, "FEW": raster.few, "MOST": raster.most} if raster else NO_RASTER
     return {"POINTS": how.points.shape[0], **sizes}

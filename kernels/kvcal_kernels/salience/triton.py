@@ -52,17 +52,18 @@ def select_kernel(
     c = tl.arange(0, DIM)
     for h in range(HEADS):
         o_block = (i_batch * HEADS + h) * blocks + i_block
-        own = tl.load(p_salience + o_block * DIM + c)
+        own_salience = tl.load(p_salience + o_block * DIM + c)
         if FIXED:
             first, second = FULL, FULL + FOUR
         else:
-            first = tl.sum((own > high * unit).to(tl.int32), 0)
-            second = tl.sum((own > low * unit).to(tl.int32), 0)
+            first = tl.sum((own_salience > high * unit).to(tl.int32), 0)
+            second = tl.sum((own_salience > low * unit).to(tl.int32), 0)
             first = tl.minimum((first + ROUND - 1) // ROUND * ROUND, DIM)
             second = tl.maximum(tl.minimum((second + ROUND - 1) // ROUND * ROUND, DIM), first)
-        own = tl.where(own == own, own, float("inf"))  # a NaN has a rank, too: places of `perm` are all written
-        larger = own[:, None] > own[None, :]
-        before = (own[:, None] == own[None, :]) & (c[:, None] < c[None, :])
+        # a NaN has a rank, too: places of `perm` are all written
+        own_salience = tl.where(own_salience == own_salience, own_salience, float("inf"))
+        larger = own_salience[:, None] > own_salience[None, :]
+        before = (own_salience[:, None] == own_salience[None, :]) & (c[:, None] < c[None, :])
         rank = tl.sum((larger | before).to(tl.int32), 0)  # along registers: half the instructions of the other way
         tier = (rank >= first).to(tl.int32) + (rank >= second).to(tl.int32)
         place = tl.zeros_like(tier)
@@ -93,8 +94,8 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
             raise ValueError(
                 f"importance {tuple(importance.shape)} {importance.dtype}: must be {shapes[0]} or {shapes[1]} float32"
             )
-        own = importance.stride()
-        strides = (own[0], own[1], own[2] if importance.shape[2] > 1 else 0)
+        salience_strides = importance.stride()
+        strides = (salience_strides[0], salience_strides[1], salience_strides[2] if importance.shape[2] > 1 else 0)
     salience = torch.empty(batch, heads, blocks, dim, device=x.device)
     perm = torch.empty(batch, heads, blocks, dim, dtype=torch.uint8, device=x.device)
     first, second = (torch.empty(batch, heads, blocks, dtype=torch.int32, device=x.device) for _ in range(2))

@@ -74,6 +74,6 @@ def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def by_code(codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Vector numbers sorted by code, in their order within a code (n,), and where each code begins (k + 1,); int64."""
-    known, order = codes.sort(stable=True)
-    edges = torch.arange(k + 1, dtype=known.dtype, device=codes.device)
-    return order, torch.searchsorted(known, edges)
+    sorted_codes, order = codes.sort(stable=True)
+    edges = torch.arange(k + 1, dtype=sorted_codes.dtype, device=codes.device)
+    return order, torch.searchsorted(sorted_codes, edges)

@@ -32,8 +32,8 @@ FAR = tl.constexpr(1e38)  # a score above all others; its bits are of a finite n
 def chunks(d: int) -> tuple[int, int, int, int]:
     """d, rounded up to a multiple of 16, as powers of two, which block shapes must be: 80 -> (64, 16, 0, 0)."""
     rest = -(-d // 16) * 16
-    found = [width for width in (256, 128, 64, 32, 16) if rest & width]
-    return tuple(found + [0] * (4 - len(found)))  # type: ignore[return-value]
+    widths = [width for width in (256, 128, 64, 32, 16) if rest & width]
+    return tuple(widths + [0] * (4 - len(widths)))  # type: ignore[return-value]
 
 
 @triton.jit
@@ -81,19 +81,19 @@ def propose_kernel(
     unit = tl.load(p_unit + i_rows, mask=live, other=0.0)
     KEPT: tl.constexpr = BN // FOLD
     b_best = tl.full([BM, KEPT], FAR, tl.float32)
-    columns, kept = tl.arange(0, BN), tl.arange(0, KEPT)
+    columns, places = tl.arange(0, BN), tl.arange(0, KEPT)
     part = columns // KEPT
     for tile in range(TILES):
         codes = tile * BN + columns
-        known = codes < (k if not EVEN else 0x7FFFFFFF)
-        b_score = tl.dot(x0, tl.trans(_load(p_book, codes, known, 0, d, D0)))
+        inside = codes < (k if not EVEN else 0x7FFFFFFF)
+        b_score = tl.dot(x0, tl.trans(_load(p_book, codes, inside, 0, d, D0)))
         if D1 > 0:
-            b_score = tl.dot(x1, tl.trans(_load(p_book, codes, known, D0, d, D1)), b_score)
+            b_score = tl.dot(x1, tl.trans(_load(p_book, codes, inside, D0, d, D1)), b_score)
         if D2 > 0:
-            b_score = tl.dot(x2, tl.trans(_load(p_book, codes, known, D0 + D1, d, D2)), b_score)
+            b_score = tl.dot(x2, tl.trans(_load(p_book, codes, inside, D0 + D1, d, D2)), b_score)
         if D3 > 0:
-            b_score = tl.dot(x3, tl.trans(_load(p_book, codes, known, D0 + D1 + D2, d, D3)), b_score)
-        half = tl.load(p_half + codes, mask=known, other=FAR)
+            b_score = tl.dot(x3, tl.trans(_load(p_book, codes, inside, D0 + D1 + D2, d, D3)), b_score)
+        half = tl.load(p_half + codes, mask=inside, other=FAR)
         score = half[None, :] - b_score * unit[:, None]  # |x - c|^2 / 2 up to |x|^2 / 2
         marked = (score.to(tl.int32, bitcast=True) & (-1 - INDEX)) | (tile * FOLD + part)[None, :]
         marked = marked.to(tl.float32, bitcast=True)
@@ -102,7 +102,7 @@ def propose_kernel(
         b_best = tl.minimum(b_best, marked)
     for i in tl.static_range(CANDIDATES):
         low, column = tl.min(b_best, 1, return_indices=True)
-        b_best = tl.where(kept[None, :] == column[:, None], FAR, b_best)
+        b_best = tl.where(places[None, :] == column[:, None], FAR, b_best)
         at = low.to(tl.int32, bitcast=True) & INDEX
         code = at // FOLD * BN + at % FOLD * KEPT + column
         tl.store(p_found + i_rows * CANDIDATES + i, code, mask=live)
@@ -203,14 +203,14 @@ def _nearest(
     wide = triton.next_power_of_2(d)
     scaled = torch.empty(n, d, dtype=torch.float16, device=x.device)
     unit = torch.empty(n, dtype=torch.float32, device=x.device)
-    found = torch.empty(n, CANDIDATES, dtype=torch.int32, device=x.device)
+    candidates = torch.empty(n, CANDIDATES, dtype=torch.int32, device=x.device)
     settle = {"d": d, "BM": 32, "BD": wide, "CANDIDATES": CANDIDATES}
     with on(x.device):
         scale_kernel[(triton.cdiv(n, 32),)](x, scaled, unit, n, d=d, BM=32, BD=wide, num_warps=4)
         propose_kernel[(triton.cdiv(n, launch.rows),)](
-            scaled, unit, book, half, found, n, k, **settings, num_warps=launch.warps, num_stages=launch.stages
+            scaled, unit, book, half, candidates, n, k, **settings, num_warps=launch.warps, num_stages=launch.stages
         )
-        settle_kernel[(triton.cdiv(n, 32),)](x, book, found, codes, n, k, **settle, num_warps=4)
+        settle_kernel[(triton.cdiv(n, 32),)](x, book, candidates, codes, n, k, **settle, num_warps=4)
 
 
 def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -26,30 +26,30 @@ def append(
     int32. k, v (B, H, Q, D) of the ring's dtype, a row's real tokens last.
     """
     keep(sink, ring, counts, (k, v))
-    for coded, held, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
+    for coded, recent, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
         each = coded.block // BLOCK
         due, slot = counts.blocks > counts.blocks_before, counts.blocks_before.long() // each
-        at = (slot[:, None] * coded.block + torch.arange(coded.block, device=held.device)) % held.shape[2]
-        x = held.gather(2, at[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3])).float()
+        at = (slot[:, None] * coded.block + torch.arange(coded.block, device=recent.device)) % recent.shape[2]
+        x = recent.gather(2, at[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3])).float()
         if coded.scale is not None:
             x = x / coded.scale.float()[:, None]
         fits = x.abs() <= LARGEST  # not where x is NaN
         last = coded.bands[0].codes.shape[2] - 1
-        found = (~fits).flatten(2).any(2) * NONFINITE + (slot > last)[:, None] * ROOM
-        flags.bitwise_or_(torch.where(due[:, None], found, 0).int().amax(0) << shift)  # one bit or the other
+        bad = (~fits).flatten(2).any(2) * NONFINITE + (slot > last)[:, None] * ROOM
+        flags.bitwise_or_(torch.where(due[:, None], bad, 0).int().amax(0) << shift)  # one bit or the other
         x, keeps = x.masked_fill(~fits, 0), (due & (slot <= last))[:, None, None, None, None]
         for band in coded.bands:
-            made = pack(_codes(x[..., band.dims], band.books).movedim(0, -2), band.bits)[:, :, None]
-            index = slot.clamp_max(last)[:, None, None, None, None].expand_as(made)
-            band.codes.scatter_(2, index, torch.where(keeps, made, band.codes.gather(2, index)))
+            packed = pack(_codes(x[..., band.dims], band.books).movedim(0, -2), band.bits)[:, :, None]
+            index = slot.clamp_max(last)[:, None, None, None, None].expand_as(packed)
+            band.codes.scatter_(2, index, torch.where(keeps, packed, band.codes.gather(2, index)))
 
 
 def _codes(x: Tensor, books: Tensor) -> Tensor:
     """Greedy residual codes of x (..., d) float32 -> int32 (S, ...), no value looked at on the host."""
-    made = []
+    codes = []
     for book in books.float():
         wide = book.double()
         code = (0.5 * wide.square().sum(-1) - x.double() @ wide.T).argmin(-1)
-        made.append(code.int())
+        codes.append(code.int())
         x = x - book[code]
-    return torch.stack(made)
+    return torch.stack(codes)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import about
+from ..layout import launch_key
 from ..packing.triton import store_codes
 from ..quantise.reference import NONFINITE as NONFINITE_
 from ..quantise.reference import ROOM as ROOM_
@@ -84,9 +84,9 @@ def _scaled(p_rest, o_rest, live, scale, start, d, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _tile(p, codes, known, start, d, WIDTH: tl.constexpr):
+def _tile(p, codes, in_book, start, d, WIDTH: tl.constexpr):
     cols = start + tl.arange(0, WIDTH)
-    inside = known[:, None] & (cols < d)[None, :]
+    inside = in_book[:, None] & (cols < d)[None, :]
     return tl.load(p + codes[:, None] * d + cols[None, :], mask=inside, other=0.0)
 
 
@@ -135,7 +135,7 @@ def encode_kernel(
             tl.atomic_or(p_flags + i_kv, NONFINITE << SHIFT)
         tl.store(p_rest + o_rest[:, None] + (start + cols)[None, :], tl.where(fits, b_x, 0.0), mask=inside)
     KEPT: tl.constexpr = BN // FOLD
-    columns, kept = tl.arange(0, BN), tl.arange(0, KEPT)
+    columns, places = tl.arange(0, BN), tl.arange(0, KEPT)
     part = columns // KEPT
     for s in range(S):
         tl.debug_barrier()  # what other threads left of the vectors
@@ -157,15 +157,15 @@ def encode_kernel(
         b_best = tl.full([BM, KEPT], FAR, tl.float32)
         for tile in range(TILES):
             codes = tile * BN + columns
-            known = codes < (K if not EVEN else 0x7FFFFFFF)
-            b_score = tl.dot(x0, tl.trans(_tile(p_own, codes, known, 0, d, D0)))
+            in_book = codes < (K if not EVEN else 0x7FFFFFFF)
+            b_score = tl.dot(x0, tl.trans(_tile(p_own, codes, in_book, 0, d, D0)))
             if D1 > 0:
-                b_score = tl.dot(x1, tl.trans(_tile(p_own, codes, known, D0, d, D1)), b_score)
+                b_score = tl.dot(x1, tl.trans(_tile(p_own, codes, in_book, D0, d, D1)), b_score)
             if D2 > 0:
-                b_score = tl.dot(x2, tl.trans(_tile(p_own, codes, known, D0 + D1, d, D2)), b_score)
+                b_score = tl.dot(x2, tl.trans(_tile(p_own, codes, in_book, D0 + D1, d, D2)), b_score)
             if D3 > 0:
-                b_score = tl.dot(x3, tl.trans(_tile(p_own, codes, known, D0 + D1 + D2, d, D3)), b_score)
-            half = tl.load(p_half + s * K + codes, mask=known, other=FAR)
+                b_score = tl.dot(x3, tl.trans(_tile(p_own, codes, in_book, D0 + D1 + D2, d, D3)), b_score)
+            half = tl.load(p_half + s * K + codes, mask=in_book, other=FAR)
             score = half[None, :] - b_score * unit[:, None]
             marked = (score.to(tl.int32, bitcast=True) & (-1 - INDEX)) | (tile * FOLD + part)[None, :]
             marked = marked.to(tl.float32, bitcast=True)
@@ -176,7 +176,7 @@ def encode_kernel(
         b_least = tl.full([BM], 3.4e38, tl.float32)
         for _ in tl.static_range(CANDIDATES):
             low, column = tl.min(b_best, 1, return_indices=True)
-            b_best = tl.where(kept[None, :] == column[:, None], FAR, b_best)
+            b_best = tl.where(places[None, :] == column[:, None], FAR, b_best)
             at = low.to(tl.int32, bitcast=True) & INDEX
             code = at // FOLD * BN + at % FOLD * KEPT + column
             there = live & (code < K)  # a column that never saw a codeword names none
@@ -231,16 +231,16 @@ def append(
     batch, heads, queries, dim = k.shape
     space = workspace or Workspace(k.device)
     tensors = k, v, *sink, *ring, counts.data
-    name = tuple(map(about, tensors))
+    name = tuple(map(launch_key, tensors))
     if name not in _PREPARED:
         numbers = batch, queries, sink[0].shape[2], ring[0].shape[2], *k.stride()[:3], *v.stride()[:3]
         options = {"H": heads, "D": dim, "BD": triton.next_power_of_2(dim), "num_warps": 1}
         _PREPARED[name] = Ready(windows_kernel, (queries, heads, batch), options), numbers
     ready, numbers = _PREPARED[name]
     ready(tensors, *numbers)
-    for coded, held, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
+    for coded, recent, shift in ((keys, ring[0], 0), (values, ring[1], VALUES)):
         for band in coded.bands:
-            _encode(coded, band, held, counts, flags, shift, space)
+            _encode(coded, band, recent, counts, flags, shift, space)
 
 
 _PREPARED = Prepared()
@@ -251,9 +251,9 @@ def settings(band: Band, block: int, hopper: bool) -> dict[str, Any]:
     stages, size, width = band.books.shape
     launch = launch_for(width, hopper)
     rows = min(launch.rows, max(16, triton.next_power_of_2(block)))
-    made: dict[str, Any] = propose_settings(width, size, launch) | {"BM": rows, "S": stages, "K": size}
+    constants: dict[str, Any] = propose_settings(width, size, launch) | {"BM": rows, "S": stages, "K": size}
     warps = launch.warps * (2 if hopper else 1)  # beside the scores of 128 vectors four warps had no registers left
-    return made | {"BLOCK": block, "AT_ONCE": AT_ONCE, "num_warps": warps, "num_stages": launch.stages}
+    return constants | {"BLOCK": block, "AT_ONCE": AT_ONCE, "num_warps": warps, "num_stages": launch.stages}
 
 
 def _scratch(coded: Coded, band: Band, space: Workspace) -> tuple[Tensor, Tensor]:
@@ -279,13 +279,15 @@ def _encode(
         ring, coded.scale if coded.scale is not None else ring, band.dims, band.books, band.halves, rest, codes, counts.data,
         flags,
     )  # fmt: skip
-    name = (shift, scaled, coded.block, band.bits, about(band.codes), *map(about, tensors))
+    name = (shift, scaled, coded.block, band.bits, launch_key(band.codes), *map(launch_key, tensors))
     if name not in _PREPARED:
         batch, heads, room, stages, size = band.codes.shape
-        made = settings(band, coded.block, not ring.is_cuda or torch.cuda.get_device_capability(ring.device)[0] >= 9)
-        made |= {"H": heads, "D": ring.shape[3], "SCALED": scaled, "SHIFT": shift, "ASM": not interpreted()}
+        constants = settings(
+            band, coded.block, not ring.is_cuda or torch.cuda.get_device_capability(ring.device)[0] >= 9
+        )
+        constants |= {"H": heads, "D": ring.shape[3], "SCALED": scaled, "SHIFT": shift, "ASM": not interpreted()}
         packs = {"H": heads, "BLOCK": coded.block, "S": stages, "BITS": band.bits, "BYTES": size, "num_warps": 4}
-        encode = Ready(encode_kernel, (triton.cdiv(coded.block, made["BM"]), heads, batch), made)
+        encode = Ready(encode_kernel, (triton.cdiv(coded.block, constants["BM"]), heads, batch), constants)
         pack = Ready(pack_kernel, (stages, heads, batch), packs)
         _PREPARED[name] = encode, (batch, room, ring.shape[2]), pack, (batch, room)
     encode, numbers, pack, less = _PREPARED[name]
@@ -301,18 +303,18 @@ def _check(
     windows = counts.windows
     if queries > windows.block:
         raise ValueError(f"{queries} new tokens: at most a block, {windows.block}")
-    for name, x, first, held, coded in (
+    for name, x, first, recent, coded in (
         ("keys", k, *_first(sink, ring, 0), keys),
         ("values", v, *_first(sink, ring, 1), values),
     ):
         least = windows.recent + windows.block - 1 + queries
-        for what, one, wanted in (("sink", first, windows.sink), ("ring", held, least)):
-            if one.shape != (batch, heads, one.shape[2], dim) or one.shape[2] < wanted or not one.is_contiguous():
-                seen = f"{what} of {name} {tuple(one.shape)}, strides {one.stride()}"
-                raise ValueError(f"{seen}: must be ({batch}, {heads}, at least {wanted}, {dim}), contiguous")
-        if x.shape != k.shape or {x.dtype, first.dtype, held.dtype} != {k.dtype} or x.stride(3) != 1:
-            seen = f"{name} {tuple(x.shape)} {x.dtype}, strides {x.stride()}"
-            raise ValueError(f"{seen}: must be {tuple(k.shape)} {k.dtype} as keys, sink and ring, channels contiguous")
+        for what, one, tokens in (("sink", first, windows.sink), ("ring", recent, least)):
+            if one.shape != (batch, heads, one.shape[2], dim) or one.shape[2] < tokens or not one.is_contiguous():
+                shape = f"{what} of {name} {tuple(one.shape)}, strides {one.stride()}"
+                raise ValueError(f"{shape}: must be ({batch}, {heads}, at least {tokens}, {dim}), contiguous")
+        if x.shape != k.shape or {x.dtype, first.dtype, recent.dtype} != {k.dtype} or x.stride(3) != 1:
+            shape = f"{name} {tuple(x.shape)} {x.dtype}, strides {x.stride()}"
+            raise ValueError(f"{shape}: must be {tuple(k.shape)} {k.dtype} as keys, sink and ring, channels contiguous")
         if coded.block != windows.block or coded.dim != dim:
             raise ValueError(f"{name} of blocks of {coded.block} x {coded.dim}: must be {windows.block} x {dim}")
         for band in coded.bands:
@@ -321,8 +323,8 @@ def _check(
                     f"{name}, codes {tuple(band.codes.shape)}: must be ({batch}, {heads}, ...), contiguous"
                 )
             if band.books.dtype != torch.float16 or not band.books.is_contiguous() or band.books.shape[2] > WIDEST:
-                seen = f"codebooks {tuple(band.books.shape)} {band.books.dtype}"
-                raise ValueError(f"{name}, {seen}: must be contiguous float16, at most {WIDEST} dimensions")
+                shape = f"codebooks {tuple(band.books.shape)} {band.books.dtype}"
+                raise ValueError(f"{name}, {shape}: must be contiguous float16, at most {WIDEST} dimensions")
     if counts.data.shape[1] != batch or flags.shape != (heads,) or flags.dtype != torch.int32:
         raise ValueError(
             f"counts of {counts.data.shape[1]} rows, flags {tuple(flags.shape)}: {batch} and int32 ({heads},)"

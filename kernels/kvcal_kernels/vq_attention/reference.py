@@ -82,8 +82,8 @@ def decode(coded: Coded) -> Tensor:
     out = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=torch.float32, device=device)
     for band in coded.bands:
         codes = unpack(band.codes, band.bits, coded.block).movedim(-2, 0)  # (S, B, H, N, b)
-        made = residual_sum(codes.flatten(1), band.books)
-        out[..., band.dims] = made.view(batch, heads, coded.tokens, -1)
+        decoded = residual_sum(codes.flatten(1), band.books)
+        out[..., band.dims] = decoded.view(batch, heads, coded.tokens, -1)
     return out if coded.scale is None else out * coded.scale.to(out.dtype)[:, None]
 
 
@@ -126,14 +126,14 @@ def attend_exact(
     tokens = [torch.arange(part[0].shape[2], device=q.device)[None] for part in (sink, recent)]  # of each slot
     if first is not None:
         tokens[1] = (tokens[1] - first[:, None]) % recent[0].shape[2]
-    seen = torch.cat(
+    visible = torch.cat(
         [token[:, None] < limit[..., None] for token, limit in zip(tokens, limits, strict=True)],
         -1,
     )[:, None]
     k, v = (torch.cat([a, b], 2).float() for a, b in zip(sink[:2], recent[:2], strict=True))
-    v = v.masked_fill(~seen.any(-2)[..., None], 0)  # what lies in unused room may be anything
+    v = v.masked_fill(~visible.any(-2)[..., None], 0)  # what lies in unused room may be anything
     grouped = q.float().unflatten(1, (-1, ratio)).flatten(2, 3)  # (B, H, ratio * Q, D)
-    hidden = ~seen.repeat(1, 1, ratio, 1)
+    hidden = ~visible.repeat(1, 1, ratio, 1)
     scores = (grouped @ k.transpose(-1, -2) * scaling).masked_fill(hidden, -torch.inf)
     total = scores.logsumexp(-1).clamp_min(-1e30)
     out = (scores - total[..., None]).exp() @ v

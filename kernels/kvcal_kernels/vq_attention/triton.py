@@ -133,13 +133,13 @@ def scores_kernel(
     """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP)."""
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
-    held = tl.load(p_blocks + i_head // H) * BLOCK
-    if tl.program_id(0) * BT >= held:  # room that is not in use
+    tokens = tl.load(p_blocks + i_head // H) * BLOCK
+    if tl.program_id(0) * BT >= tokens:  # room that is not in use
         both = tl.arange(0, 2 * RP)
         b_none = tl.where(both < RP, LOW, 0.0)
         tl.store(p_stat + (i_head * tiles + tl.program_id(0)) * (2 * RP) + both, b_none)
         return
-    b_live = token < held
+    b_live = token < tokens
     b_block, b_place = token // BLOCK, token % BLOCK
     b_sum = tl.zeros([BT, RP], tl.float32)
     b_sum = _looked_up(
@@ -195,10 +195,10 @@ def scatter_kernel(
     i_head = tl.program_id(1).to(tl.int64)
     f = tl.arange(0, BT * RP)
     token, r = tl.program_id(0) * BT + f // RP, f % RP
-    held = tl.load(p_blocks + i_head // H) * BLOCK
-    if tl.program_id(0) * BT >= held:
+    tokens = tl.load(p_blocks + i_head // H) * BLOCK
+    if tl.program_id(0) * BT >= tokens:
         return
-    b_live = (token < held) & (r < R)
+    b_live = (token < tokens) & (r < R)
     b_score = tl.load(p_scores + (i_head * room * BLOCK + token) * RP + r, mask=b_live, other=LOW)
     b_p = tl.exp2(b_score - tl.load(p_total + i_head * RP + r))
     b_add = (b_p * UNIT + 0.5).to(tl.int32)
@@ -312,18 +312,18 @@ class Workspace:
         """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is: zeros
         would be written by its replays only.
         """
-        own = self._held.get(name)
-        if own is None or own.numel() < size:
+        tensor = self._held.get(name)
+        if tensor is None or tensor.numel() < size:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                have = 0 if own is None else own.numel()
+                have = 0 if tensor is None else tensor.numel()
                 raise RuntimeError(
                     f"vector codes: {have} numbers of {name} held, {size} needed in a CUDA graph: run such a step before"
                 )
-            if own is not None and self._keeps:
-                self._outgrown.append(own)
+            if tensor is not None and self._keeps:
+                self._outgrown.append(tensor)
             with torch.inference_mode(False):
-                own = self._held[name] = torch.zeros(size, dtype=dtype, device=self.device)
-        return own
+                tensor = self._held[name] = torch.zeros(size, dtype=dtype, device=self.device)
+        return tensor
 
     @property
     def nbytes(self) -> int:
@@ -457,8 +457,8 @@ def _weighted(
 def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None = None) -> Tensor:
     """As reference.decode, in one pass, rounded to float16 or bfloat16; into `out` (B, H, N * b, D) where given."""
     batch, heads, room = coded.bands[0].codes.shape[:3]
-    made = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=dtype, device=coded.bands[0].codes.device)
-    out = made if out is None else out
+    decoded = torch.empty(batch, heads, coded.tokens, coded.dim, dtype=dtype, device=coded.bands[0].codes.device)
+    out = decoded if out is None else out
     with on(out.device):
         for band in coded.bands:
             width = band.books.shape[2]
@@ -486,9 +486,11 @@ def _check(q: Tensor, keys: Coded, values: Coded, blocks: Tensor) -> None:
         raise ValueError(f"blocks: {tuple(blocks.shape)} {blocks.dtype}; must be ({batch},) torch.int32")
     for name, coded in (("keys", keys), ("values", values)):
         for band in coded.bands:
-            wanted = (batch, heads, room, band.books.shape[0])
-            if band.codes.shape[:4] != wanted or not band.codes.is_contiguous() or coded.block != keys.block:
-                seen = f"codes {tuple(band.codes.shape)}, strides {band.codes.stride()}, blocks of {coded.block} tokens"
-                raise ValueError(f"{name}: {seen}; must be {(*wanted, 'bytes')}, contiguous, of {keys.block} tokens")
+            shape = (batch, heads, room, band.books.shape[0])
+            if band.codes.shape[:4] != shape or not band.codes.is_contiguous() or coded.block != keys.block:
+                layout = (
+                    f"codes {tuple(band.codes.shape)}, strides {band.codes.stride()}, blocks of {coded.block} tokens"
+                )
+                raise ValueError(f"{name}: {layout}; must be {(*shape, 'bytes')}, contiguous, of {keys.block} tokens")
             if band.books.dtype != torch.float16 or not band.books.is_contiguous():
                 raise ValueError(f"{name}: codebooks of {band.books.dtype}; must be contiguous float16")

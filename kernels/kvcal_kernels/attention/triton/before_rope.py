@@ -37,10 +37,10 @@ def _counting(bit, zero):
 def _number(part, BIT: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
     """Codes at bit BIT of a subnormal -> code - ZERO, exactly."""
     if ASM:
-        made = tl.inline_asm_elementwise(_counting(BIT, ZERO), "=r,r", [part], dtype=tl.float16, is_pure=True, pack=2)
+        number = tl.inline_asm_elementwise(_counting(BIT, ZERO), "=r,r", [part], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        made = (part.to(tl.float32) * 2.0 ** (24 - BIT) - ZERO).to(tl.float16)
-    return made
+        number = (part.to(tl.float32) * 2.0 ** (24 - BIT) - ZERO).to(tl.float16)
+    return number
 
 
 @triton.constexpr_function
@@ -96,7 +96,7 @@ def _turned(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl
     on the order of a lane's numbers in a product's first operand (`check_layouts`).
     """
     if ASM:
-        made = tl.inline_asm_elementwise(
+        halves = tl.inline_asm_elementwise(
             _turning(HALF, PAIR, PAIRS), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [low, high],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=8,
         )  # fmt: skip
@@ -104,8 +104,8 @@ def _turned(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl
         r = tl.arange(0, 16)
         p = p_near + _near_at(HALF * 16 + r[:, None], PAIR * 16 + r[None, :], PAIRS)
         cos, sin = tl.load(p)[None], tl.load(p + 256)[None]
-        made = (_by_angle(low, high, cos, sin, -1), _by_angle(high, low, cos, sin, 1))
-    return made
+        halves = (_by_angle(low, high, cos, sin, -1), _by_angle(high, low, cos, sin, 1))
+    return halves
 
 
 @triton.jit

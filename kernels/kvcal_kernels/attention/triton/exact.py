@@ -44,7 +44,7 @@ def _exact(
     p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
-    p_first, p_near, run, gap, own, PAIRS: tl.constexpr,
+    p_first, p_near, run, gap, shift, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
     limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these being `own`
@@ -59,7 +59,7 @@ def _exact(
         o_token = (i_head * room + _slot(token, first, room, RING)) * D
         b_s = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(PAIRS):
-            place = (run * 32 + token + tl.where(token < gap, own, -gap)).to(tl.int64)
+            place = (run * 32 + token + tl.where(token < gap, shift, -gap)).to(tl.int64)
             pair = _exact_turned(p_k, o_token, live, place, p_first, p_near, i, PAIRS, NW, ASM)
             for j in tl.static_range(2):
                 channel = (i + j * PAIRS) * 16 + r
@@ -76,7 +76,7 @@ def _exact(
         b_p = _as(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
         b_l = b_l * fade + tl.sum(b_p.to(tl.float32), 1)
         b_m = b_new
-        made = ()
+        outputs = ()
         if PAIRED:
             halves = _spread(b_p, False, NW, N)
             k = tl.arange(0, 16)[None, None, :]
@@ -88,18 +88,18 @@ def _exact(
                     o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel
                     b_v = tl.load(p_v + o_v, mask=token + channel * 0 < end, other=0.0)
                     b_o = _times(b_v, halves[j], b_o, ASM)
-                made = made + (b_o,)
+                outputs = outputs + (b_o,)
         else:
             for i in tl.static_range(SLICES):
                 b_v = tl.load(p_v + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
-                made = made + (_times(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
-        acc = made
+                outputs = outputs + (_times(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
+        acc = outputs
     return b_m, b_l, acc
 
 
 @triton.jit
 def exact_tokens(
-    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, own, share, sink_parts, sink, recent,
+    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, share, sink_parts, sink, recent,
     blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES: tl.constexpr,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
@@ -114,17 +114,17 @@ def exact_tokens(
         exact = ()
         for i in tl.static_range(SLICES):
             exact = exact + (out[i // 2],)
-    if own < sink_parts * share:
+    if begin < sink_parts * share:
         b_m, b_l, exact = _exact(
             p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - behind, 0),
-            own, tl.minimum(own + share, sink), factor, b_m, b_l, exact,
+            begin, tl.minimum(begin + share, sink), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
         )  # fmt: skip
     else:
-        own -= sink_parts * share
+        begin -= sink_parts * share
         b_m, b_l, exact = _exact(
             p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
-            recent - behind, own, tl.minimum(own + share, recent), factor, b_m, b_l, exact,
+            recent - behind, begin, tl.minimum(begin + share, recent), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, RING,
             p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
             sink - tl.cdiv(sink_room, 32) * 32, PAIRS,

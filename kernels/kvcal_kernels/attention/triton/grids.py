@@ -303,13 +303,13 @@ def _add_points(
     else:
         probabilities = (_operand(b_0, NW, N, ASM), _operand(b_1, NW, N, ASM))
     WIDE: tl.constexpr = SLICES // 2 if PAIRED else SLICES
-    made = ()
+    outputs = ()
     for i in tl.static_range(WIDE):
         b_acc = acc[i]
         for j in tl.static_range(4 if PAIRED else 2):
             b_acc = tl.dot(parts[j * WIDE + i], probabilities[j], b_acc)
-        made = made + (b_acc,)
-    return made
+        outputs = outputs + (b_acc,)
+    return outputs
 
 
 @triton.jit

@@ -168,12 +168,12 @@ def _codes(
             else:
                 third = _tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
-    found = ()
+    pieces = ()
     for m in tl.static_range(COUNT):
-        found = found + (
+        pieces = pieces + (
             parts[_field_number(m // SIDE.pieces, m % SIDE.pieces, SIDE.bits, SIDE.pieces, SIDE.inner, VALUE)],
         )
-    return found
+    return pieces
 
 
 @triton.constexpr_function
@@ -222,16 +222,16 @@ def _scores(
         for h in tl.static_range(2):
             scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
-                own = scale[g * BOTH]
+                group_scale = scale[g * BOTH]
                 if h == 1 and AHEAD > 1:
-                    own = own * (1 / AHEAD)
+                    group_scale = group_scale * (1 / AHEAD)
                 if KEYS.symmetric:
                     b_dot = tl.dot(parts[h * KEYS.pieces + g * EACH], q[g * EACH], sums[g] * (AHEAD if h == 1 else 1.0))
                 else:
                     b_dot = tl.dot(parts[h * KEYS.pieces + g * EACH], q[g * EACH])
                 for i in tl.static_range(1, EACH):
                     b_dot = tl.dot(parts[h * KEYS.pieces + g * EACH + i], q[g * EACH + i], b_dot)
-                b_dot = b_dot * own[:, :, None]
+                b_dot = b_dot * group_scale[:, :, None]
                 b_s = b_dot if g == 0 else b_s + b_dot  # noqa: F821
                 if KEYS.zeros:
                     b_s += sums[g] * scale[g * 2 + 1][:, :, None]
@@ -266,7 +266,7 @@ def _add(
     live = b_live[:, None]
     parts = _codes(p_v, at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + VALUES.words * 2
-    made = ()
+    outputs = ()
     if VALUES.inner:  # groups of tokens of one channel
         PER: tl.constexpr = VALUES.group // 32
         BOTH: tl.constexpr = VALUES.columns
@@ -285,7 +285,7 @@ def _add(
             b_acc = acc[i] + b_dot * scale[i * BOTH][:, :, None]
             if VALUES.zeros:
                 b_acc += b_sum * (scale[2 * i + 1] * (_place(i, VALUES.bits) * 2.0**-24))[:, :, None]
-            made = made + (b_acc,)
+            outputs = outputs + (b_acc,)
     else:  # groups of channels of one token: scales multiply the probabilities
         GROUPS: tl.constexpr = SLICES * 16 // VALUES.group
         EACH: tl.constexpr = VALUES.group // 16
@@ -299,9 +299,9 @@ def _add(
             zeros = zeros + (tl.dot(b_z1, b_1, tl.dot(b_z0, b_0, acc[SLICES + g])),)
             for i in tl.static_range(EACH):
                 b_acc = tl.dot(parts[g * EACH + i], b_p0, acc[g * EACH + i])
-                made = made + (tl.dot(parts[VALUES.pieces + g * EACH + i], b_p1, b_acc),)
-        made = made + zeros
-    return made
+                outputs = outputs + (tl.dot(parts[VALUES.pieces + g * EACH + i], b_p1, b_acc),)
+        outputs = outputs + zeros
+    return outputs
 
 
 @triton.jit

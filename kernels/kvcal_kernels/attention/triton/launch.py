@@ -42,9 +42,9 @@ def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room:
     19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. Limits of other GPUs follow by their count of multiprocessors, untimed. A room that
     grows into these limits, or out of them, takes another compiled kernel from there on.
     """
-    found, processors = launches(keys, values, rows, turned), _processors(device)
+    choices, processors = launches(keys, values, rows, turned), _processors(device)
     few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
-    return found[-1] if few else found[0]
+    return choices[-1] if few else choices[0]
 
 
 def attend(
@@ -72,12 +72,13 @@ def attend(
     k_table, k_sign = _of_grid(keys)
     v_table, v_sign = _of_grid(values)
     same = keys.grid is not None and k_table.data_ptr() == v_table.data_ptr()
-    given = (q, packed_q, blocks, *sink, *recent)
+    inputs = (q, packed_q, blocks, *sink, *recent)
     key = (
-        keys.about, values.about, *map(_ABOUT, given), packed_q is q, same, launch, ring, None if rope is None else rope.about,
+        keys.launch_key, values.launch_key, *map(_ABOUT, inputs), packed_q is q, same, launch, ring,
+        None if rope is None else rope.launch_key,
     )  # fmt: skip
     prepared = _PREPARED.get(key)
-    if known := prepared is not None and all(map(Tensor.is_contiguous, given)):
+    if reusable := prepared is not None and all(map(Tensor.is_contiguous, inputs)):
         ready, take, numbers = prepared
     else:
         _check_all(q, packed_q, keys, values, blocks, sink, recent, rope)
@@ -89,9 +90,9 @@ def attend(
     behind = (
         k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
     )  # fmt: skip
-    if not known:
-        made = _prepared(q, keys, values, sink, recent, launch, same, ring, rope, before, behind)
-        ready, take, numbers = _PREPARED[key] = made
+    if not reusable:
+        fresh = _prepared(q, keys, values, sink, recent, launch, same, ring, rope, before, behind)
+        ready, take, numbers = _PREPARED[key] = fresh
     tensors = (*before, *(workspace or Workspace(q.device)).take(*take), *behind)
     ready(tensors, *numbers, scaling * LOG2E, *(1.0 if b.grid is None else b.grid.unit for b in (keys, values)))
     return out
@@ -123,22 +124,22 @@ def _prepared(
     ready = Ready(attend_kernel, (1, 1, 1), options, functools.partial(_examine, _reserved(fixed)))
     runs = 0 if rope is None or len(rope.first) == 1 else rope.first.shape[1]
 
-    def numbers(own: Plan, fan: int) -> tuple[int, ...]:
-        parts, share = own.parts, own.share
-        return room, *windows, *own.numbers(), -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs
+    def numbers(plan: Plan, fan: int) -> tuple[int, ...]:
+        parts, share = plan.parts, plan.share
+        return room, *windows, *plan.numbers(), -(-windows[0] // share), parts, share, fan, -(-parts // fan), runs
 
     at_once = _by_registers(launch)
     if q.is_cuda and not interpreted():
         some = q.new_empty(16, dtype=torch.float32)
-        given = (
+        arguments = (
             (*before, some, some, some.view(torch.int32), *behind),
             (*numbers(Plan(2, 1, 16, ALONE), 1), 1.0, 1.0, 1.0),
         )
-        at_once = _AT_ONCE[id(ready.compiled(*given))]
-    own = _plan(fixed, batch, room, windows, launch, at_once, q.device)
-    fan = launch.fan or fan_of(own.parts, fixed["AT_ONCE"])
-    ready.grid = (batch, heads * fixed["CHUNKS"], own.parts)
-    return ready, (batch * ready.grid[1], own.parts, fixed["N"], fixed["D"], fan), numbers(own, fan)
+        at_once = _AT_ONCE[id(ready.compiled(*arguments))]
+    layout = _plan(fixed, batch, room, windows, launch, at_once, q.device)
+    fan = launch.fan or fan_of(layout.parts, fixed["AT_ONCE"])
+    ready.grid = (batch, heads * fixed["CHUNKS"], layout.parts)
+    return ready, (batch * ready.grid[1], layout.parts, fixed["N"], fixed["D"], fan), numbers(layout, fan)
 
 
 def _by_registers(launch: Launch) -> int:
@@ -146,13 +147,13 @@ def _by_registers(launch: Launch) -> int:
     return max(1, 2048 // (launch.registers or 168) // launch.warps)
 
 
-def programs_at_once(made: Any) -> int:
+def programs_at_once(kernel: Any) -> int:
     """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count; for a thread that has the kernel's context:
     one that launched nothing yet has none.
     """
-    count, threads = ctypes.c_int(), 32 * made.metadata.num_warps
+    count, threads = ctypes.c_int(), 32 * kernel.metadata.num_warps
     error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        ctypes.byref(count), ctypes.c_void_p(made.function), threads, ctypes.c_size_t(made.metadata.shared)
+        ctypes.byref(count), ctypes.c_void_p(kernel.function), threads, ctypes.c_size_t(kernel.metadata.shared)
     )
     if error:
         raise RuntimeError(f"cuOccupancyMaxActiveBlocksPerMultiprocessor: CUDA error {error}")
@@ -202,35 +203,35 @@ def reserve(
         space.take(batch * heads * fixed["CHUNKS"], parts, fixed["N"], fixed["D"], fan)
 
 
-def _examine(ring: int, made: Any) -> None:
+def _examine(ring: int, kernel: Any) -> None:
     """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room: launches of the
     kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in which
     tables of grids leave no room for a ring.
     """
-    check_layouts(made.asm["ttgir"])
-    before = made.metadata, made.packed_metadata
+    check_layouts(kernel.asm["ttgir"])
+    before = kernel.metadata, kernel.packed_metadata
     if ring:
-        if made.module is not None:
+        if kernel.module is not None:
             raise RuntimeError("attend_kernel was loaded before its shared memory was enlarged; report it, please")
-        made.metadata = made.metadata._replace(shared=-(-made.metadata.shared // 128) * 128 + ring)
-        made.packed_metadata = make_backend(made.metadata.target).pack_metadata(made.metadata)
+        kernel.metadata = kernel.metadata._replace(shared=-(-kernel.metadata.shared // 128) * 128 + ring)
+        kernel.packed_metadata = make_backend(kernel.metadata.target).pack_metadata(kernel.metadata)
     try:
-        made._init_handles()  # which gives the thread the kernel's context
-        _allow(made)
-        _AT_ONCE[id(made)] = programs_at_once(made)
+        kernel._init_handles()  # which gives the thread the kernel's context
+        _allow(kernel)
+        _AT_ONCE[id(kernel)] = programs_at_once(kernel)
     except Exception:  # as it was, so that another launch can try again
-        made.metadata, made.packed_metadata = before
-        made.module = made.function = None
+        kernel.metadata, kernel.packed_metadata = before
+        kernel.module = kernel.function = None
         raise
 
 
-def _allow(made: Any) -> None:
+def _allow(kernel: Any) -> None:
     """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count what
     assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it is read
     once.
     """
-    cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(made.function)
-    declared, dynamic = ctypes.c_int(), made.metadata.shared
+    cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(kernel.function)
+    declared, dynamic = ctypes.c_int(), kernel.metadata.shared
     # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, _MAX_DYNAMIC_SHARED_SIZE_BYTES, _PREFERRED_SHARED_MEMORY_CARVEOUT (percent)
     shared_size, most_dynamic, carveout = 1, 8, 9
     cuda.cuFuncSetAttribute(function, carveout, 100)  # a hint, which a driver need not take

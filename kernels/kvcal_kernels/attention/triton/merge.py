@@ -28,14 +28,14 @@ def _numbers(COUNT: tl.constexpr):
 def _joined(x, FIRST: tl.constexpr, COUNT: tl.constexpr, factor):
     """COUNT (1, 2 or 4) tensors of a tuple, times factor: [NW, 16, N, inner, outer]."""
     if COUNT == 1:
-        made = (x[FIRST] * factor)[:, :, :, None, None]
+        joined = (x[FIRST] * factor)[:, :, :, None, None]
     else:
-        made = tl.join(x[FIRST] * factor, x[FIRST + 1] * factor)
+        joined = tl.join(x[FIRST] * factor, x[FIRST + 1] * factor)
         if COUNT == 2:
-            made = made[:, :, :, :, None]
+            joined = joined[:, :, :, :, None]
         else:
-            made = tl.join(made, tl.join(x[FIRST + 2] * factor, x[FIRST + 3] * factor))
-    return made
+            joined = tl.join(joined, tl.join(x[FIRST + 2] * factor, x[FIRST + 3] * factor))
+    return joined
 
 
 @triton.constexpr_function
@@ -55,10 +55,10 @@ def _over_warps(x, NW: tl.constexpr):
             low, high = tl.split(tl.reshape(x, shape))
             x = low + high
         low, high = tl.split(x)
-        made = low + high
+        total = low + high
     else:
-        made = tl.sum(x, 0)
-    return made
+        total = tl.sum(x, 0)
+    return total
 
 
 @triton.jit
@@ -88,10 +88,10 @@ def _merge(
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
-    own = _over(i_split, fan)
+    i_fan = _over(i_split, fan)
     p_arrived = p_count + i_group * (fans + 1)
-    p_own = p_arrived + 1 + own
-    first = own * fan
+    p_own = p_arrived + 1 + i_fan
+    first = i_fan * fan
     count = tl.minimum(fan, parts - first)
     first += i_group * parts
     row, column = tl.arange(0, ROWS), tl.arange(0, triton.next_power_of_2(D))

@@ -86,23 +86,23 @@ def _origins(
     """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring. i_scales:
     the heads of keys' and of values' scales, which may be of all heads.
     """
-    found = ()
+    origins = ()
     if KEYS.slot > 0:
-        found = found + ((p_k + i_head * room * KEYS.words).to(tl.int64) + lane * 16,)
-        found = found + (
+        origins = origins + ((p_k + i_head * room * KEYS.words).to(tl.int64) + lane * 16,)
+        origins = origins + (
             (p_ks + i_scales[0] * (room // KEYS.scale_blocks) * KEYS.scales).to(tl.int64)
             + lane * _width(KEYS.scales * 2),
         )
-        found = found + (
+        origins = origins + (
             (p_order + i_head * (room // KEYS.scale_blocks) * KEYS.order).to(tl.int64) + lane * _width(KEYS.order),
         )
     if VALUES.slot > 0:
-        found = found + ((p_v + i_head * room * VALUES.words).to(tl.int64) + lane * 16,)
-        found = found + (
+        origins = origins + ((p_v + i_head * room * VALUES.words).to(tl.int64) + lane * 16,)
+        origins = origins + (
             (p_vs + i_scales[1] * (room // VALUES.scale_blocks) * VALUES.scales).to(tl.int64)
             + lane * _width(VALUES.scales * 2),
         )
-    return found
+    return origins
 
 
 @triton.constexpr_function
@@ -122,15 +122,15 @@ def _fetch(
     """
     PIECES: tl.constexpr = _pieces(KEYS, VALUES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)
-    given = (slot, lane, swapped)
+    inputs = (slot, lane, swapped)
     if KEYS.slot > 0:
-        given = given + (block, origins[0], block // KEYS.scale_blocks, origins[1])
+        inputs = inputs + (block, origins[0], block // KEYS.scale_blocks, origins[1])
         if KEYS.order > 0:
-            given = given + (block // KEYS.scale_blocks, origins[2])
+            inputs = inputs + (block // KEYS.scale_blocks, origins[2])
     if VALUES.slot > 0:
         FIRST: tl.constexpr = 3 if KEYS.slot > 0 else 0
-        given = given + (block, origins[FIRST], block // VALUES.scale_blocks, origins[FIRST + 1])
-    tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), given, dtype=tl.int32, is_pure=False, pack=1)
+        inputs = inputs + (block, origins[FIRST], block // VALUES.scale_blocks, origins[FIRST + 1])
+    tl.inline_asm_elementwise(_copies(PIECES), _constraints(PIECES), inputs, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

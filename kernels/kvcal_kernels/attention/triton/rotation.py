@@ -28,10 +28,10 @@ def _hadamard(NW: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _butterfly(x, COUNT: tl.constexpr, STEP: tl.constexpr):
-    made = ()
+    sums = ()
     for i in tl.static_range(COUNT):
-        made = made + (x[i] + x[i + STEP] if i // STEP % 2 == 0 else x[i - STEP] - x[i],)
-    return made
+        sums = sums + (x[i] + x[i + STEP] if i // STEP % 2 == 0 else x[i - STEP] - x[i],)
+    return sums
 
 
 @triton.jit
@@ -67,14 +67,14 @@ def _across(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BA
     if FACTOR == 1:
         return x
     else:  # noqa: RET505 (both are compiled otherwise)
-        made = ()
+        sums = ()
         for i in tl.static_range(COUNT):
             total = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + i % SPAN] * _across_weight(i // SPAN % FACTOR, 0, BACK)
             for j in tl.static_range(1, FACTOR):
                 part = x[i // (SPAN * FACTOR) * (SPAN * FACTOR) + j * SPAN + i % SPAN]
                 total += part * _across_weight(i // SPAN % FACTOR, j, BACK)
-            made = made + (total,)
-        return made
+            sums = sums + (total,)
+        return sums
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def _columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM
     """
     WIDTH: tl.constexpr = _together(COUNT)
     r = tl.arange(0, 16)[None, :]
-    found = ()
+    columns = ()
     for i in tl.static_range(COUNT // WIDTH):
         if ASM:
             x = _from_shared(ring + r * (2 * WIDTH), 16 * WIDTH, BYTE + i * 32 * WIDTH)
@@ -64,12 +64,12 @@ def _columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM
             at = (p + b_at + i * 16 * WIDTH).to(tl.pointer_type(_word(WIDTH))) + r
             x = tl.load(at, mask=b_live, other=0)
         if WIDTH == 4:
-            found = found + _four(x, ASM)
+            columns = columns + _four(x, ASM)
         elif WIDTH == 2:
-            found = found + _two(x, ASM)
+            columns = columns + _two(x, ASM)
         else:
-            found = found + (x.to(tl.float16, bitcast=True).to(tl.float32),)
-    return found
+            columns = columns + (x.to(tl.float16, bitcast=True).to(tl.float32),)
+    return columns
 
 
 @triton.jit

@@ -61,8 +61,10 @@ def _operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
     instructions where this takes two.
     """
     if ASM:
-        made = tl.inline_asm_elementwise(_movmatrix(False), "=r,=r,r,r", [b_p], dtype=tl.float16, is_pure=True, pack=4)
-        b_p = _second(made, NW, N)
+        transposed = tl.inline_asm_elementwise(
+            _movmatrix(False), "=r,=r,r,r", [b_p], dtype=tl.float16, is_pure=True, pack=4
+        )
+        b_p = _second(transposed, NW, N)
     return b_p
 
 
@@ -72,20 +74,20 @@ def _rising(count, slack, headroom):
     changed: the maximum, and `count` products beside it. Nothing is where no lane of the warp has a score by more than `slack`
     above; else the maximum is that of the scores and so much headroom.
     """
-    own = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
+    inputs = [f"${4 * (1 + count) + i}" for i in range(12)]  # inputs behind outputs
     text = ["{ .reg .pred p; .reg .f32 a, b, x, y, f, g;"]
     for name, column, over in (("a", 0, "x"), ("b", 1, "y")):
         text += [
-            f"max.f32 {name}, {own[column]}, {own[column + 2]};",
-            f"max.f32 {over}, {own[column + 4]}, {own[column + 6]};",
+            f"max.f32 {name}, {inputs[column]}, {inputs[column + 2]};",
+            f"max.f32 {over}, {inputs[column + 4]}, {inputs[column + 6]};",
         ]
         text += [f"max.f32 {name}, {name}, {over};"]
-    text += [f"neg.f32 f, $0; neg.f32 g, $1; fma.rn.f32 x, a, {own[8]}, f; fma.rn.f32 y, b, {own[9]}, g;"]
+    text += [f"neg.f32 f, $0; neg.f32 g, $1; fma.rn.f32 x, a, {inputs[8]}, f; fma.rn.f32 y, b, {inputs[9]}, g;"]
     text += [f"max.f32 x, x, y; setp.gt.f32 p, x, {slack}; vote.sync.any.pred p, p, 0xffffffff; @!p bra KVCAL_LOW;"]
     for step in (16, 8, 4):
         for name, other in (("a", "x"), ("b", "y")):
             text += [f"shfl.sync.bfly.b32 {other}, {name}, {step}, 31, 0xffffffff; max.f32 {name}, {name}, {other};"]
-    text += [f"fma.rn.f32 a, a, {own[8]}, {headroom}; fma.rn.f32 b, b, {own[9]}, {headroom};"]
+    text += [f"fma.rn.f32 a, a, {inputs[8]}, {headroom}; fma.rn.f32 b, b, {inputs[9]}, {headroom};"]
     text += ["max.f32 a, a, $0; max.f32 b, b, $1;"]
     text += ["sub.f32 f, $0, a; sub.f32 g, $1, b; ex2.approx.ftz.f32 f, f; ex2.approx.ftz.f32 g, g;"]
     text += ["mov.f32 $0, a; mov.f32 $1, b; mov.f32 $2, a; mov.f32 $3, b;"]
@@ -107,10 +109,10 @@ def _kinds(kind, count):
 @triton.jit
 def _faded(acc, fade):
     """Every tensor of a tuple times fade."""
-    made = ()
+    scaled = ()
     for i in tl.static_range(len(acc)):
-        made = made + (acc[i] * fade,)
-    return made
+        scaled = scaled + (acc[i] * fade,)
+    return scaled
 
 
 @triton.constexpr_function
@@ -129,12 +131,12 @@ def _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexp
     SLACK: tl.constexpr = _slack(VALUES)
     if ASM:
         COUNT: tl.constexpr = 1 + len(acc)
-        made = tl.inline_asm_elementwise(
+        changed = tl.inline_asm_elementwise(
             _rising(COUNT, SLACK[0], SLACK[1]), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
             dtype=_kinds(tl.float32, 1 + COUNT), is_pure=False, pack=4,
         )  # fmt: skip
-        b_m, b_l = made[0], made[1]
-        acc = made[2:]
+        b_m, b_l = changed[0], changed[1]
+        acc = changed[2:]
     else:
         b_top = tl.max(tl.maximum(b_0, b_1) * unit, 1)[:, None, :]
         if tl.max(b_top - b_m) > SLACK[0]:

@@ -114,15 +114,15 @@ def _gathered(
     k = tl.arange(0, 16)[None, None, :]
     if ASM:
         at = ring[:, :, None] + (k % 8 // 2 * 2 + fit * 0)
-        made = tl.inline_asm_elementwise(
+        gathered = tl.inline_asm_elementwise(
             _gathering(BYTE, N), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, fit],
             dtype=tl.float16, is_pure=False, pack=8,
         )  # fmt: skip
     else:
         channel = tl.load(p_order + tl.arange(0, 16)[None, :], mask=live, other=0).to(tl.int32)[:, None, :]
         n = tl.arange(0, TALL)[None, :, None]
-        made = tl.load(p_fit + channel * N + n, mask=n < N, other=0.0)
-    return made
+        gathered = tl.load(p_fit + channel * N + n, mask=n < N, other=0.0)
+    return gathered
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def _role(
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     p_row = p_counts + i_batch
     sink_before, window, before = tl.load(p_row), tl.load(p_row + batch), tl.load(p_row + 2 * batch)
-    new, sink, seen = tl.load(p_row + 3 * batch), tl.load(p_row + 4 * batch), tl.load(p_row + 5 * batch)
+    new, sink, waiting = tl.load(p_row + 3 * batch), tl.load(p_row + 4 * batch), tl.load(p_row + 5 * batch)
     flush = tl.load(p_row + 7 * batch) - before
     taken = sink - sink_before
     o_new = i_batch.to(tl.int64) * batch_stride + i_kv.to(tl.int64) * head_stride
@@ -37,24 +37,24 @@ def _role(
         start = tl.maximum(tl.where(taken > 0, 0, new - ring_room), 0) + i_program * (16 * NW)
         for token in range(start, new, programs * (16 * NW)):
             nothing = _write(
-                p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_room, window, seen, new,
+                p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_room, window, waiting, new,
                 before * 32, ring_room, token_stride, SLICES, NW,
             )  # fmt: skip
-            found = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
-            if found != 0:
-                tl.atomic_or(p_flags + i_kv, found << (VALUE_FLAGS if VALUE else 0))
+            faults = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
+            if faults != 0:
+                tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
     if PACK:
         UNIT: tl.constexpr = SIDE.unit
         p_own = p_factor + i_batch * factor_stride
     if PACK and SIDE.vector > 0:
         o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
         for unit in tl.range(i_program, flush, programs, disable_licm=True):
-            found = _encode(
+            faults = _encode(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
                 room, ring_room, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE, FACTOR, STORED, ASM,
             )  # fmt: skip
-            if found != 0:
-                tl.atomic_or(p_flags + i_kv, found << (VALUE_FLAGS if VALUE else 0))
+            if faults != 0:
+                tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
     elif PACK:
         for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
             if DUE > 0:
@@ -69,9 +69,9 @@ def _role(
                     window, before, room, ring_room, token_stride,
                     SIDE, SLICES, VALUE, FACTOR, STORED, NW, ASM,
                 )  # fmt: skip
-            found = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
-            if found != 0:
-                tl.atomic_or(p_flags + i_kv, found << (VALUE_FLAGS if VALUE else 0))
+            faults = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
+            if faults != 0:
+                tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
 
 
 @triton.jit(do_not_specialize=["programs", "batch", "queries", "room", "sink_room", "ring_room", "factor_stride"])
@@ -116,15 +116,15 @@ def advance_kernel(
     window = tl.load(p_row + 6 * batch, mask=live, other=0)
     blocks = tl.load(p_row + 7 * batch, mask=live, other=0)
     after = tl.minimum(sink + new, SINK)
-    seen = window + new - (after - sink)
-    flush = tl.maximum(seen - RECENT, 0) // BLOCK_
+    waiting = window + new - (after - sink)
+    flush = tl.maximum(waiting - RECENT, 0) // BLOCK_
     tl.store(p_row, sink, mask=live)
     tl.store(p_row + batch, window, mask=live)
     tl.store(p_row + 2 * batch, blocks, mask=live)
     tl.store(p_row + 3 * batch, new, mask=live)
     tl.store(p_row + 4 * batch, after, mask=live)
-    tl.store(p_row + 5 * batch, seen, mask=live)
-    tl.store(p_row + 6 * batch, seen - flush * BLOCK_, mask=live)
+    tl.store(p_row + 5 * batch, waiting, mask=live)
+    tl.store(p_row + 6 * batch, waiting - flush * BLOCK_, mask=live)
     tl.store(p_row + 7 * batch, blocks + flush * (BLOCK_ // 32), mask=live)
 
 
@@ -141,8 +141,8 @@ def observe_kernel(
     p_own = p_peak + o_head * D + channel
     b_peak = tl.load(p_own, mask=inside, other=0.0)
     fixed = tl.load(p_fixed + i_row)
-    seen = tl.load(p_counts + i_row) + tl.load(p_counts + batch + i_row)
-    count = tl.where(fixed != 0, 0, tl.minimum(until - seen, queries))
+    before = tl.load(p_counts + i_row) + tl.load(p_counts + batch + i_row)
+    count = tl.where(fixed != 0, 0, tl.minimum(until - before, queries))
     for i in tl.range(0, count):
         b_k = tl.load(p_k + (o_head * queries + i) * D + channel, mask=inside, other=0.0).to(tl.float32)
         b_peak = tl.maximum(b_peak, tl.abs(b_k), propagate_nan=tl.PropagateNan.ALL)

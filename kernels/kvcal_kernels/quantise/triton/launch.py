@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from ...device import on
-from ...layout import BLOCK, Blocks, about
+from ...layout import BLOCK, Blocks, launch_key
 from ...layout.form import together
 from ...rotated import triton as rotated
 from ...triton import Prepared, Ready, interpreted
@@ -106,33 +106,40 @@ def _table(rule: AnyRule, device: torch.device) -> Tensor:
 
 def advance(counts: Counts, new: Tensor) -> None:
     """As reference.advance, in one launch of one program: once a forward, before its first layer."""
-    batch, own = counts.data.shape[1], counts.windows
+    batch, windows = counts.data.shape[1], counts.windows
     if new.shape != (batch,) or new.dtype != torch.int32:
         raise ValueError(f"new tokens {tuple(new.shape)} {new.dtype}: must be ({batch},) torch.int32")
     with on(counts.data.device):
         advance_kernel[(1,)](
-            counts.data, new, batch, own.sink, own.recent, own.block, triton.next_power_of_2(batch), num_warps=1
+            counts.data,
+            new,
+            batch,
+            windows.sink,
+            windows.recent,
+            windows.block,
+            triton.next_power_of_2(batch),
+            num_warps=1,
         )
 
 
 def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
     """As reference.observe, in one launch, where that takes about twenty: of each layer in every step of a CUDA graph."""
     batch, heads, queries, dim = keys.shape
-    wanted = ((batch, heads, dim), torch.float32), ((batch,), torch.bool)
-    for name, x, (shape, dtype) in zip(("peak", "fixed"), (peak, fixed), wanted, strict=True):
+    expected = ((batch, heads, dim), torch.float32), ((batch,), torch.bool)
+    for name, x, (shape, dtype) in zip(("peak", "fixed"), (peak, fixed), expected, strict=True):
         if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
             raise ValueError(f"{name} {tuple(x.shape)} {x.dtype}: must be {shape} {dtype}, contiguous")
     if counts.data.shape[1] != batch:
         raise ValueError(f"counts of {counts.data.shape[1]} rows, keys of {batch}: must be the same")
-    own, windows = torch.empty_like(peak), counts.windows
+    factor, windows = torch.empty_like(peak), counts.windows
     wide = torch.empty(batch, ratio * heads, dim, dtype=torch.float32, device=peak.device)
     sizes = (heads, ratio, dim, triton.next_power_of_2(heads), triton.next_power_of_2(dim))
     with on(peak.device):
         observe_kernel[(batch,)](
-            keys.contiguous(), peak, fixed.view(torch.uint8), counts.data, own, wide,
+            keys.contiguous(), peak, fixed.view(torch.uint8), counts.data, factor, wide,
             batch, queries, windows.sink + windows.recent + windows.block, *sizes, num_warps=4,
         )  # fmt: skip
-    return own[:, :, None], wide[:, :, None]
+    return factor[:, :, None], wide[:, :, None]
 
 
 def append(
@@ -148,8 +155,8 @@ def append(
     """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
     decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
     """
-    given = (layer.about, counts.windows, about(counts.data), about(k), about(v))
-    name = (*given, key, value, *(None if x is None else about(x) for x in (factor, due)))
+    shapes = (layer.launch_key, counts.windows, launch_key(counts.data), launch_key(k), launch_key(v))
+    name = (*shapes, key, value, *(None if x is None else launch_key(x) for x in (factor, due)))
     prepared = _PREPARED.get(name)
     if prepared is None:
         _check_layer(layer, counts, k, v, key, value)
@@ -182,8 +189,8 @@ def _steps(
     if queries <= room - (windows.recent + windows.block - 1):
         yield prepare(1, launch_of(key, value, step=True), write=True, pack=True)
         return
-    own = launch_of(key, value, step=False)
-    yield prepare(_programs(-(-(queries + room) // BLOCK), key, value, own), own, write=False, pack=True)
+    launch = launch_of(key, value, step=False)
+    yield prepare(_programs(-(-(queries + room) // BLOCK), key, value, launch), launch, write=False, pack=True)
     yield prepare(PROGRAMS, Launch(), write=True, pack=False)
 
 
@@ -215,22 +222,22 @@ def quantise(
             flags,
         )
     count = tokens // BLOCK
-    made = [reference.blocks_for(rule, batch, heads, count, k.device, torch.empty) for rule in (key, value)]
+    packed = [reference.blocks_for(rule, batch, heads, count, k.device, torch.empty) for rule in (key, value)]
     data = torch.zeros(len(FIELDS), batch, dtype=torch.int32, device=k.device)
     data[3], data[7] = tokens, count
-    layer = Layer(made[0], made[1], (k, v), (k, v), flags)
-    own = launch or launch_of(key, value, step=False)
-    programs = _programs(count, key, value, own)
-    ready, numbers = _prepared(layer, k, v, key, value, factor, programs, own, write=False, pack=True, stored=False)
+    layer = Layer(packed[0], packed[1], (k, v), (k, v), flags)
+    chosen = launch or launch_of(key, value, step=False)
+    programs = _programs(count, key, value, chosen)
+    ready, numbers = _prepared(layer, k, v, key, value, factor, programs, chosen, write=False, pack=True, stored=False)
     tables = [_table(rule, k.device) for rule in (key, value)]
     ready(_tensors(layer, data, k, v, factor, tables), *numbers)
-    return made[0], made[1], flags
+    return packed[0], packed[1], flags
 
 
 def _in_two_launches(x: Tensor, rule: GridRule, factor: Tensor | None, flags: Tensor, shift: int) -> Blocks:
     """Codes in one launch, their words in another."""
-    codes, norm, found = rotated.encode(x if factor is None else x.float() / factor.float(), rule.how)
-    flags.bitwise_or_(found << shift)
+    codes, norm, encode_flags = rotated.encode(x if factor is None else x.float() / factor.float(), rule.how)
+    flags.bitwise_or_(encode_flags << shift)
     return Blocks(rule.form, rotated.pack(codes, rule.form), norm.unflatten(2, (-1, BLOCK)), rule.grid)
 
 
@@ -263,9 +270,9 @@ def _prepared(
     """What starts a launch, and its numbers: all that follows from shapes and strides."""
     batch, heads, queries, dim = k.shape
     if factor is not None:
-        wanted = [(heads, 1, dim), (batch, heads, 1, dim)]
-        if tuple(factor.shape) not in wanted or not factor.is_contiguous():
-            raise ValueError(f"factor {tuple(factor.shape)}: must be {wanted[0]} or {wanted[1]}, contiguous")
+        shapes = [(heads, 1, dim), (batch, heads, 1, dim)]
+        if tuple(factor.shape) not in shapes or not factor.is_contiguous():
+            raise ValueError(f"factor {tuple(factor.shape)}: must be {shapes[0]} or {shapes[1]}, contiguous")
     options = settings(key, value) | {
         "HEADS": heads, "WRITE": write, "PACK": pack, "STORED": stored, "FACTOR": factor is not None,
         "DUE": 0 if due is None else due.shape[2], "NW": launch.warps,
@@ -282,8 +289,8 @@ def _prepared(
 def _check_input(name: str, x: Tensor, k: Tensor, rule: AnyRule) -> None:
     dim, heads = rule.form.dim, rule.heads if isinstance(rule, GridRule) else k.shape[1]
     if x.shape != k.shape or x.ndim != 4 or x.shape[1] != heads or x.shape[3] != dim:
-        wanted = (k.shape[0], heads, k.shape[2], dim)
-        raise ValueError(f"{name} {tuple(x.shape)}: must be {wanted}, as keys and values alike")
+        shape = (k.shape[0], heads, k.shape[2], dim)
+        raise ValueError(f"{name} {tuple(x.shape)}: must be {shape}, as keys and values alike")
     if isinstance(rule, GridRule) and rule.grid.points.device != x.device:
         raise ValueError(f"{name} on {x.device}, their grid on {rule.grid.points.device}: must be on one device")
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -296,7 +303,7 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRul
     """What the kernel relies on and cannot see."""
     batch, heads, _, dim = k.shape
     windows, room = counts.windows, layer.keys.words.shape[2]
-    for name, x, rule, made in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
+    for name, x, rule, packed in (("keys", k, key, layer.keys), ("values", v, value, layer.values)):
         form = rule.form
         _check_input(name, x, k, rule)
         if x.dtype != k.dtype:
@@ -307,16 +314,21 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRul
             )
         words = batch, heads, room, form.words
         scales = batch, heads // form.norm_heads, room // form.scale_blocks, form.scales
-        if made.form != form or made.words.shape != words or made.scale.shape != scales or room % form.scale_blocks:
-            seen = f"{made.form}, words {tuple(made.words.shape)}, scales {tuple(made.scale.shape)}"
-            raise ValueError(f"stored {name}: {seen}; must be {form}, {words} and {scales}")
+        if (
+            packed.form != form
+            or packed.words.shape != words
+            or packed.scale.shape != scales
+            or room % form.scale_blocks
+        ):
+            shapes = f"{packed.form}, words {tuple(packed.words.shape)}, scales {tuple(packed.scale.shape)}"
+            raise ValueError(f"stored {name}: {shapes}; must be {form}, {words} and {scales}")
     least = windows.recent + windows.block
-    for name, pair, wanted in (("sink", layer.sink, windows.sink), ("recent", layer.recent, least)):
+    for name, pair, tokens in (("sink", layer.sink, windows.sink), ("recent", layer.recent, least)):
         for x in pair:
-            fits = x.ndim == 4 and x.shape == (batch, heads, pair[0].shape[2], dim) and x.shape[2] >= wanted
+            fits = x.ndim == 4 and x.shape == (batch, heads, pair[0].shape[2], dim) and x.shape[2] >= tokens
             if not fits or x.dtype != k.dtype or not x.is_contiguous():
                 raise ValueError(
-                    f"{name} {tuple(x.shape)} {x.dtype}: must be ({batch}, {heads}, at least {wanted}, {dim}) {k.dtype}, "
+                    f"{name} {tuple(x.shape)} {x.dtype}: must be ({batch}, {heads}, at least {tokens}, {dim}) {k.dtype}, "
                     "contiguous"
                 )
     for x in (*layer.tensors, layer.flags, counts.data):

@@ -76,10 +76,10 @@ def _rounded(x, base, scale, inverse, low, high, SHIFTED: tl.constexpr, ASM: tl.
 @triton.jit
 def _fold(parts):
     """One halving of tree_sum, of pieces; one piece stays as it is."""
-    made = ()
+    sums = ()
     for i in tl.static_range(len(parts) // 2):
-        made = made + (parts[i] + parts[i + len(parts) // 2],)
-    return parts if len(parts) == 1 else made
+        sums = sums + (parts[i] + parts[i + len(parts) // 2],)
+    return parts if len(parts) == 1 else sums
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from .words import GRID_IN_BYTES, NONFINITE, ROOM, SCALE
 
 @triton.jit
 def _write(
-    p_new, p_sink, p_ring, o_new, i_head, start, sink_before, taken, sink_room, window, seen, new, first, ring_room,
+    p_new, p_sink, p_ring, o_new, i_head, start, sink_before, taken, sink_room, window, waiting, new, first, ring_room,
     token_stride, SLICES: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """16 * NW new tokens from number `start` on to sink and ring; 1 where one is not finite, [NW, 16, 16]."""
@@ -24,7 +24,7 @@ def _write(
     token = start + tl.arange(0, NW)[:, None] * 16 + r[None, :]
     into_sink = token < taken
     waits = window + token - taken
-    live = (token < new) & ((into_sink & (sink_before + token < sink_room)) | (waits >= seen - ring_room))
+    live = (token < new) & ((into_sink & (sink_before + token < sink_room)) | (waits >= waiting - ring_room))
     o_sink = (i_head * sink_room + sink_before + token) * (SLICES * 16)
     o_ring = (i_head * ring_room + (first + waits) % ring_room) * (SLICES * 16)
     p_to = tl.where(into_sink[:, :, None], p_sink + o_sink[:, :, None], p_ring + o_ring[:, :, None])
@@ -116,8 +116,8 @@ def _encode(
     store_words(
         p_words + block * (SIDE.words // 2), code, fits, DIM, SIDE.bits, SIDE.vector, VALUE, SIDE.mode == GRID_IN_BYTES
     )
-    own = fits & ((SIDE.norm_heads == 1) | (i_kv == 0))
+    first_head = fits & ((SIDE.norm_heads == 1) | (i_kv == 0))
     o_norm = (i_row // HEADS * (HEADS // SIDE.norm_heads) + (i_kv if SIDE.norm_heads == 1 else 0)).to(tl.int64)
-    tl.store(p_scale + (o_norm * room + before + unit) * 32 + r, stored, mask=tl.broadcast_to(own, [32]))
+    tl.store(p_scale + (o_norm * room + before + unit) * 32 + r, stored, mask=tl.broadcast_to(first_head, [32]))
     bad = bad | tl.where(tl.min((norm <= HALF_MAX).to(tl.int32), 0) == 0, SCALE, 0)
     return tl.where(fits, bad, ROOM)

@@ -51,13 +51,13 @@ def _put(
     """Words of a unit with the code of a piece put into its fields (layout/form.py): `further` fields beyond field
     NUMBER.
     """
-    made = ()
+    changed = ()
     for i in tl.static_range(len(words)):
         if _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS) is None:
-            made = made + (words[i],)
+            changed = changed + (words[i],)
         else:
-            made = made + (words[i] + _field(code, further, _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS)),)
-    return made
+            changed = changed + (words[i] + _field(code, further, _bits(BLOCK_, NUMBER, i, TILES, EXTRA, BITS)),)
+    return changed
 
 
 @triton.jit
@@ -134,15 +134,15 @@ def _load(
     """Slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
     r = tl.arange(0, 16)
     inside = live[:, :, None] & (piece < SLICES)
-    made = ()
+    pieces = ()
     for h in tl.static_range(HALVES):
         for e in tl.static_range(EACH):
             column = (piece + e) * 16 + r[None, None, :]
             p = p_new + news[h][:, :, None] + column
             if STORED:
                 p = tl.where(olds[h][:, :, None], p_ring + rings[h][:, :, None] + column, p)
-            made = made + (tl.load(p, mask=inside, other=0.0),)
-    return made
+            pieces = pieces + (tl.load(p, mask=inside, other=0.0),)
+    return pieces
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def _complete(tile, start, span, slices, pieces, tiles, bits, inner, value):
     fields, last = 2 * _across(bits), 0
     for half in range(2):
         for i in range(slices):
-            own = _field_number(half, i, bits, pieces, inner, value) // fields
-            if tile in (own, tiles + own // 2):
+            tile_of_field = _field_number(half, i, bits, pieces, inner, value) // fields
+            if tile in (tile_of_field, tiles + tile_of_field // 2):
                 last = max(last, i)
     return start <= last < start + span

@@ -28,18 +28,18 @@ def _operands(
     _, v_tiles, _, v_bits, v_mode, v_group, _ = values
     queries, fixed = -(-slices // 4), len(constants(slices, v_tiles, v_bits, v_mode))
     changed = [("state", 1, "f"), ("acc", slices // 2, "f")]
-    given = [("slot", 1, "r"), ("places", 1, "r")]
+    inputs = [("slot", 1, "r"), ("places", 1, "r")]
     if mode == 2:
         changed += [("queries", queries, "r"), ("about", 1, "f")]
-        given += [("renew", 1, "r"), ("constants", fixed, "r"), ("plain", slices // 2, "r"), ("base", 1, "r")]
+        inputs += [("renew", 1, "r"), ("constants", fixed, "r"), ("plain", slices // 2, "r"), ("base", 1, "r")]
     elif mode == POINTS:
-        given += [("queries", queries, "r"), ("constants", fixed, "r")]
+        inputs += [("queries", queries, "r"), ("constants", fixed, "r")]
     else:
         begins = beginning_tensors(slices, pieces, bits, mode), "r" if mode == 0 else "f"
-        given += [("queries", queries, "r"), ("begins", *begins), ("constants", fixed, "r")]
-    given += [("k_points", points_tensors(mode, group), "r")]
-    given += [("v_points", 0 if same else points_tensors(v_mode, v_group), "r")]
-    return [*changed, *given, *([("live", 1, "r")] if masked else [])]
+        inputs += [("queries", queries, "r"), ("begins", *begins), ("constants", fixed, "r")]
+    inputs += [("k_points", points_tensors(mode, group), "r")]
+    inputs += [("v_points", 0 if same else points_tensors(v_mode, v_group), "r")]
+    return [*changed, *inputs, *([("live", 1, "r")] if masked else [])]
 
 
 @constexpr_function
@@ -53,7 +53,7 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
     of its group), constants, plain and base (see `_renewed`); points of keys, of values; masked: live, 0 where the warp has no
     block left.
     """
-    pieces, tiles, words, bits, mode, group, held = keys
+    pieces, tiles, words, bits, mode, group, slot = keys
     _, v_tiles, v_words, v_bits, v_mode, v_group, _ = values
     names, at = {}, 0
     for name, count, _ in _operands(slices, keys, values, masked, same):
@@ -72,10 +72,10 @@ def block(slices: int, keys: tuple[Any, ...], values: tuple[Any, ...], masked: b
         text += _renewed(
             slices, bits, 2 * words, names["renew"][0], names["plain"], names["base"], names["queries"], names["about"]
         )
-    about = names["k_points"] if mode == POINTS else names.get("begins", [])
-    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], about, magic)
+    begins = names["k_points"] if mode == POINTS else names.get("begins", [])
+    text += _scored(slices, pieces, tiles, bits, mode, group, 2 * words, names["queries"], begins, magic)
     points = names["k_points" if same else "v_points"]
-    text += _prepared(slices, v_tiles, v_bits, v_mode, v_group, held, held + 2 * v_words, points)
+    text += _prepared(slices, v_tiles, v_bits, v_mode, v_group, slot, slot + 2 * v_words, points)
     outputs = names["state"] + names["acc"]
     text += ["{", *_weighed(unit, shift, v_mode)]
     text += ["{", *_added(slices, v_tiles, v_bits, v_mode, v_group, outputs, names["constants"]), "}"]

@@ -18,7 +18,7 @@ def _plain_scores(
     """For the interpreter: scores of both halves in powers of two, of queries that are rounded as ptx.py does."""
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
-    made = ()
+    scores = ()
     if not KEYS.points:
         parts = _codes(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, False)
     if KEYS.points:
@@ -30,7 +30,7 @@ def _plain_scores(
                 x = _byte_points(p_words, r[:, None], r[None, :], p_table, h, i, False, SLICES, KEYS.bits, KEYS.group)
                 b_s += tl.dot(x, queries[i], input_precision="ieee")
             norm = tl.load(p_ks + (i_norm * room + block_at)[:, None] * 32 + h * 16 + r[None, :]).to(tl.float32)
-            made = made + (b_s * norm[:, :, None] * unit[:, None, :],)
+            scores = scores + (b_s * norm[:, :, None] * unit[:, None, :],)
     elif KEYS.outer:
         at_group = (i_head * (room // (KEYS.group // 32)) + block_at // (KEYS.group // 32))[:, None] * (SLICES * 32)
         r = tl.arange(0, 16)[None, :]
@@ -48,7 +48,7 @@ def _plain_scores(
             for i in tl.static_range(SLICES):
                 x = _counted(parts[h * KEYS.pieces + i], _key_place(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
                 b_s += tl.dot(x, tl.floor(scaled[i] / b_step[:, None, :] + 0.5), input_precision="ieee")
-            made = made + ((b_s * b_step[:, None, :] + b_zero[:, None, :]) * unit[:, None, :],)
+            scores = scores + ((b_s * b_step[:, None, :] + b_zero[:, None, :]) * unit[:, None, :],)
     else:
         BOTH: tl.constexpr = KEYS.columns
         COLUMNS: tl.constexpr = SLICES * 16 // KEYS.group * BOTH
@@ -61,8 +61,8 @@ def _plain_scores(
                 b_s += tl.dot(x, queries[i], input_precision="ieee") * scale[g][:, :, None]
                 if KEYS.zeros:
                     b_s += tl.sum(queries[i], 1)[:, None, :] * scale[g + 1][:, :, None]
-            made = made + (b_s * unit[:, None, :],)
-    return made
+            scores = scores + (b_s * unit[:, None, :],)
+    return scores
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _plain_added(
         p = p_vs + at * 64 + (r // 2 * 4 + r % 2 + 2)
         z_0, z_1 = tl.load(p).to(tl.float32)[:, :, None], tl.load(p + 32).to(tl.float32)[:, :, None]
         b_zero = tl.sum(tl.exp2(b_0) * z_0 + tl.exp2(b_1) * z_1, 1)[:, None, :] * fade * FULL_PROBABILITY
-    found = ()
+    slices = ()
     for i in tl.static_range(SLICES):
         if VALUES.points:
             r = tl.arange(0, 16)
@@ -182,12 +182,12 @@ def _plain_added(
         b_dot = b_dot * fade
         if VALUES.outer:
             b_dot += b_zero
-        found = found + (b_dot * _byte_place(i, VALUES.bits, VALUES.mode),)
+        slices = slices + (b_dot * _byte_place(i, VALUES.bits, VALUES.mode),)
     odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
-    made = ()
+    outputs = ()
     for i in tl.static_range(SLICES // 2):
-        made = made + (acc[i] + tl.where(odd, found[2 * i + 1], found[2 * i]),)
-    return made
+        outputs = outputs + (acc[i] + tl.where(odd, slices[2 * i + 1], slices[2 * i]),)
+    return outputs
 
 
 @triton.jit

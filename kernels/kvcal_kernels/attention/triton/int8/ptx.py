@@ -99,13 +99,16 @@ def _loaded(name: str, byte: int, bits: int, tiles: int, behind: int) -> list[st
         text += [
             f".reg .b32 {name}{u}_<4>;" if bits != 3 else f".reg .b32 {name}{u}_<4>, {name}{u}_e<4>, {name}{u}_o<4>;"
         ]
-        own, at = f"{name}{u}_", byte + 512 * u
+        register, at = f"{name}{u}_", byte + 512 * u
         half = further and bits == 2 and u + 1 == tiles
-        text += [_half_matrix(own, at, further) if half else _matrix(own, at)]
+        text += [_half_matrix(register, at, further) if half else _matrix(register, at)]
     if bits == 3:
         for u in range(0, tiles, 2):
-            own, at = f"{name}third{u}_", byte + 512 * (tiles + u // 2)
-            text += [f".reg .b32 {own}<4>;", _half_matrix(own, at, further) if u + 1 == tiles else _matrix(own, at)]
+            register, at = f"{name}third{u}_", byte + 512 * (tiles + u // 2)
+            text += [
+                f".reg .b32 {register}<4>;",
+                _half_matrix(register, at, further) if u + 1 == tiles else _matrix(register, at),
+            ]
             for v in range(u, min(u + 2, tiles)):
                 text += _thirds(f"{name}{v}_", f"{name}third{u}_", v % 2 == 1)
     return text
@@ -130,16 +133,16 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
     """
     text, further = [], beyond((behind - byte) // 2, bits, POINTS)
     for u in range(tiles):
-        own, at = f"{name}{u}_", byte + 512 * u
+        register, at = f"{name}{u}_", byte + 512 * u
         half = further and u + 1 == tiles
-        text += [f".reg .b32 {own}<4>;", _half_matrix(own, at, further) if half else _matrix(own, at)]
-    made: list[
+        text += [f".reg .b32 {register}<4>;", _half_matrix(register, at, further) if half else _matrix(register, at)]
+    codes: list[
         tuple[str, int, list[str]]
     ] = []  # kind, set in the lower half (the next one is in the upper), its registers
     if bits == 4:
         text += [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
         text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
-        made = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
+        codes = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
                 for u in range(tiles) for kind in "sn"]  # fmt: skip
     elif further:
         text += [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
@@ -147,12 +150,12 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
             text += [f"and.b32 {name}0_l{i}, {name}0_{i}, 0x77777777;"]
             text += [f"shr.u32 t, {name}0_{i}, 1; and.b32 t, t, 0x44444444;"]
             text += [f"lop3.b32 {name}1_l{i}, {name}1_{i}, 0x33333333, t, 0xEA;"]
-        made = [("s", 2 * u, [f"{name}{u}_l{i}" for i in range(4)]) for u in range(2)]
+        codes = [("s", 2 * u, [f"{name}{u}_l{i}" for i in range(4)]) for u in range(2)]
     elif bits == 3:
         for u in range(tiles):
             text += [f".reg .b32 {name}{u}_l<4>;"]
             text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x77777777;" for i in range(4)]
-            made += [("s", u // 3 * 8 + u % 3 * 2, [f"{name}{u}_l{i}" for i in range(4)])]
+            codes += [("s", u // 3 * 8 + u % 3 * 2, [f"{name}{u}_l{i}" for i in range(4)])]
         for u in range(0, tiles - 2, 3):
             text += [f".reg .b32 {name}{u}_f<4>;"]
             for i in range(4):
@@ -160,15 +163,15 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
                 text += [f"shr.u32 t, {name}{u}_{i}, 3; and.b32 {f}, t, 0x11111111;"]
                 for j in (1, 2):
                     text += [f"shr.u32 t, {name}{u + j}_{i}, {3 - j}; lop3.b32 {f}, t, {0x11111111 << j}, {f}, 0xEA;"]
-            made += [("s", u // 3 * 8 + 6, [f"{name}{u}_f{i}" for i in range(4)])]
+            codes += [("s", u // 3 * 8 + 6, [f"{name}{u}_f{i}" for i in range(4)])]
     else:
         for u in range(tiles):
             text += [f".reg .b32 {name}{u}_l<4>, {name}{u}_h<4>;"]
             for i in range(4):
                 text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x33333333;"]
                 text += [f"shr.u32 t, {name}{u}_{i}, 2; and.b32 {name}{u}_h{i}, t, 0x33333333;"]
-            made += [("s", 4 * u + 2 * f, [f"{name}{u}_{'lh'[f]}{i}" for i in range(4)]) for f in range(2)]
-    for kind, first, registers in made:
+            codes += [("s", 4 * u + 2 * f, [f"{name}{u}_{'lh'[f]}{i}" for i in range(4)]) for f in range(2)]
+    for kind, first, registers in codes:
         text += [f".reg .b32 {name}{kind}{first}_<4>, {name}{kind}{first + 1}_<4>;"]
         for i in range(4):
             text += [f"mov.b32 {name}{kind}{first}_{i}, {registers[i]};"]
@@ -235,8 +238,8 @@ def _converted(name: str, count: int) -> list[str]:
 
 @constexpr_function
 def _mma(out: str, a: list[str], b: list[str], begin: list[str], kinds: str) -> str:
-    given = ", ".join("{" + ", ".join(x) + "}" for x in ([f"{out}{i}" for i in range(4)], a, b, begin))
-    return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {given};"
+    operands = ", ".join("{" + ", ".join(x) + "}" for x in ([f"{out}{i}" for i in range(4)], a, b, begin))
+    return f"mma.sync.aligned.m16n8k32.row.col.s32.{kinds}.s32 {operands};"
 
 
 @constexpr_function

@@ -55,7 +55,7 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
     # a high byte is that of the number rounded to a multiple of 256
     rounded = tl.where(high, ROUND + 128.0, ROUND)
     which = tl.where(high, 0x51, 0x40) + column * 0
-    made = ()
+    registers = ()
     for c in tl.static_range((D + 63) // 64):
         channel = (2 * c + r // 8) * 32 + column // 2 * 2 + column % 2 * 8
         p_own = p_pair + (o_t[:, None] + channel) // 2
@@ -64,8 +64,8 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
         x2, x3 = _two_numbers(tl.load(p_own + 8, mask=further, other=0), p_q.dtype.element_ty)
         first = _bytes_of(_fixed(x0, inverse, rounded), _fixed(x2, inverse, rounded), which)
         second = _bytes_of(_fixed(x1, inverse, rounded), _fixed(x3, inverse, rounded), which)
-        made = made + (_bytes_of(first, second, tl.full([16, 8], 0x5410, tl.int32))[None] + _spot(NW, 8),)
-    return made
+        registers = registers + (_bytes_of(first, second, tl.full([16, 8], 0x5410, tl.int32))[None] + _spot(NW, 8),)
+    return registers
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl
     factor = tl.broadcast_to(inverse[:, None, :], [NW, 16, N])
     rounded = tl.broadcast_to(tl.where(high, ROUND + 128.0, ROUND), [NW, 16, N])
     which = tl.broadcast_to(tl.where(high, 0x51, 0x40), [NW, 16, N])
-    made = ()
+    registers = ()
     for c in tl.static_range(SLICES // 4):
         first = _bytes_of(
             tl.fma(plain[4 * c], factor, rounded).to(tl.int32, bitcast=True),
@@ -91,18 +91,18 @@ def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl
         )
         four = _bytes_of(first, second, tl.full([NW, 16, N], 0x5410, tl.int32))
         turned = tl.permute(tl.reshape(four, [NW, 8, 2, 8]), [0, 2, 3, 1])  # parity, row of the query, pair of channels
-        made = made + (tl.reshape(turned, [NW, 16, 8]) + _spot(NW, 8),)
-    return made
+        registers = registers + (tl.reshape(turned, [NW, 16, 8]) + _spot(NW, 8),)
+    return registers
 
 
 @triton.jit
 def _byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     """COUNT tensors of `Grid.table` of a grid in bytes, four registers each."""
     number, _ = _lanes(NW, N)
-    made = ()
+    tables = ()
     for i in tl.static_range(COUNT):
-        made = made + (tl.load(p_table.to(tl.pointer_type(tl.int32)) + (i * 4 + number)),)
-    return made
+        tables = tables + (tl.load(p_table.to(tl.pointer_type(tl.int32)) + (i * 4 + number)),)
+    return tables
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
     shrink as `_bytes_of_queries` has them.
     """
     r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
-    made = ()
+    registers = ()
     for c in tl.static_range(D // 32):
         channel = (2 * c + r // 8) * 16 + column // 2 * 2 + column % 2 * 8
         word = tl.zeros([16, 8], tl.int32)
@@ -181,8 +181,8 @@ def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
             x = tl.load(p_q + o_t[:, None] + channel + i, mask=there[:, None], other=0.0).to(tl.float32)
             x = x * shrink[:, None]
             word = word | (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * i)
-        made = made + (word[None] + _spot(NW, 8),)
-    return made
+        registers = registers + (word[None] + _spot(NW, 8),)
+    return registers
 
 
 @triton.jit
@@ -193,10 +193,10 @@ def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     b_none = _spot(NW, N)
     number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
     hidden = (room >> 31) * (number + 1) + b_none
-    made = ()
+    numbers = ()
     for i in tl.static_range(len(NUMBERS)):
-        made = made + (hidden + NUMBERS[i],)
-    return made
+        numbers = numbers + (hidden + NUMBERS[i],)
+    return numbers
 
 
 @triton.jit

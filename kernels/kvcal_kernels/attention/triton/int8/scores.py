@@ -27,12 +27,12 @@ from .ptx import (
 @constexpr_function
 def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
     """(group of 32 channels, place) of keys, each combination once, in the order of `begins`."""
-    found: list[tuple[int, int]] = []
+    groups: list[tuple[int, int]] = []
     for pair in range(pieces):  # of both halves
-        made = key_pair(pair, pieces, bits)[1], field_place(pair % pairs_of_word(bits), bits)
-        if made[0] < slices // 2 and made not in found:
-            found.append(made)
-    return found
+        group = key_pair(pair, pieces, bits)[1], field_place(pair % pairs_of_word(bits), bits)
+        if group[0] < slices // 2 and group not in groups:
+            groups.append(group)
+    return groups
 
 
 @constexpr_function
@@ -49,8 +49,8 @@ def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
         query = [f"${outputs + 2 * group + j}" for j in range(2)]
         text += [f"mov.b32 one, {minus * 0x01010101};"]
         into = [f"${4 * i + j}" for j in range(4)] if mode == 0 else [f"s{j}" for j in range(4)]
-        given = ", ".join("{" + ", ".join(x) + "}" for x in (into, ["one"] * 4, query, ["magic"] * 4))
-        text += [f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {given};"]
+        operands = ", ".join("{" + ", ".join(x) + "}" for x in (into, ["one"] * 4, query, ["magic"] * 4))
+        text += [f"mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {operands};"]
         if mode == 1:
             text += ["mov.b32 x, s0; mov.b32 y, s1;"]
             text += [f"fma.rn.f32 x, x, {_float(256)}, {_float(-257 * MAGIC_FLOAT)}; add.f32 x, x, y; mov.f32 ${i}, x;"]
@@ -146,8 +146,8 @@ def _scored_points(
 def _key_products(slices: int, pieces: int, tiles: int, bits: int) -> list[tuple[int, int, int, int]]:
     """(field, tile, half block, group) of products with keys, field by field."""
     in_word = pairs_of_word(bits)
-    found = [(p, u, *key_pair(u * in_word + p, pieces, bits)) for p in range(in_word) for u in range(tiles)]
-    return [one for one in found if one[2] < 2 and one[3] < slices // 2]
+    products = [(p, u, *key_pair(u * in_word + p, pieces, bits)) for p in range(in_word) for u in range(tiles)]
+    return [one for one in products if one[2] < 2 and one[3] < slices // 2]
 
 
 @constexpr_function
@@ -198,7 +198,7 @@ def _renewed(
     plain: list[str],
     base: list[str],
     queries: list[str],
-    about: list[str],
+    renewed: list[str],
 ) -> list[str]:
     """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what zero
     points add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at which they
@@ -234,7 +234,7 @@ def _renewed(
     # both are of a lane's column there, of its query where scores are: from its first column's first lane
     text += ["rcp.approx.ftz.f32 x, x; mov.u32 w, %laneid; and.b32 w, w, 3; shl.b32 w, w, 3;"]
     text += ["shfl.sync.idx.b32 x, x, w, 31, 0xffffffff;"]
-    text += [f"mul.f32 {about[0]}, x, {base[0]}; mul.f32 {about[1]}, n2, {base[0]};"]
+    text += [f"mul.f32 {renewed[0]}, x, {base[0]}; mul.f32 {renewed[1]}, n2, {base[0]};"]
     return [*text, "KVCAL_SAME: }"]
 
 

@@ -38,32 +38,32 @@ def _byte_step(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `_step`, by products of bytes (ptx.py): under ASM b_m is its state, and of keys in outer groups queries
-    are its queries and about, which change, begins its base.
+    are its queries and their unit, which change, begins its base.
     """
     if ASM:
         none = tl.zeros([NW, 16, N], tl.int32)
         changed = (b_m,) + acc
-        given = (none + slot, places)
+        inputs = (none + slot, places)
         if KEYS.outer:
             renew = (first == start) | (first % (KEYS.group // 32) == 0)
             changed = changed + queries
-            given = given + (none + renew.to(tl.int32),) + fixed + plain + begins
+            inputs = inputs + (none + renew.to(tl.int32),) + fixed + plain + begins
         elif KEYS.points:
-            given = given + queries + fixed
+            inputs = inputs + queries + fixed
         else:
-            given = given + queries + begins + fixed
-        given = given + tables
+            inputs = inputs + queries + begins + fixed
+        inputs = inputs + tables
         if NW > 1:
-            given = given + (none + (first + tl.arange(0, NW) < stop).to(tl.int32)[:, None, None],)
-        made = tl.inline_asm_elementwise(
+            inputs = inputs + (none + (first + tl.arange(0, NW) < stop).to(tl.int32)[:, None, None],)
+        changed_to = tl.inline_asm_elementwise(
             block(SLICES, KEYS.codes, VALUES.codes, NW > 1, SAME),
             block_constraints(SLICES, KEYS.codes, VALUES.codes, NW > 1, SAME),
-            given + changed, dtype=_changed(SLICES, KEYS.mode), is_pure=False, pack=4,
+            inputs + changed, dtype=_changed(SLICES, KEYS.mode), is_pure=False, pack=4,
         )  # fmt: skip
-        b_m = made[0]
-        acc = made[1 : 1 + SLICES // 2]
+        b_m = changed_to[0]
+        acc = changed_to[1 : 1 + SLICES // 2]
         if KEYS.outer:
-            queries = made[1 + SLICES // 2 :]
+            queries = changed_to[1 + SLICES // 2 :]
     else:
         live = first + tl.arange(0, NW) < stop
         block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)

@@ -76,8 +76,8 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
             "fma.rn.f32 $3, x, f, $3;",
         ]
     for i in range(4):
-        given = "t" if scaled else "s"
-        text += [f"fma.rn.f32 t{i}, {given}{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
+        source = "t" if scaled else "s"
+        text += [f"fma.rn.f32 t{i}, {source}{i}, {_float(PROBABILITY / 65536)}, {_float(128)};"]
     text += [f".reg .b32 b<4>; {' '.join(f'mov.b32 b{i}, t{i};' for i in range(4))}"]
     for i in range(2):
         text += [f"prmt.b32 p{i}, b{i}, b{2 + i}, 0x4051; movmatrix.sync.aligned.m8n8.trans.b16 p{i}, p{i};"]
@@ -88,17 +88,17 @@ def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
 def _value_products(slices: int, tiles: int, bits: int) -> list[tuple[int, int, int]]:
     """(field, tile, slice) of products with values, field by field."""
     in_word = pairs_of_word(bits)
-    found = [(p, u, u * in_word + p) for p in range(in_word) for u in range(tiles)]
-    return [one for one in found if one[2] < slices]
+    products = [(p, u, u * in_word + p) for p in range(in_word) for u in range(tiles)]
+    return [one for one in products if one[2] < slices]
 
 
 @constexpr_function
 def value_places(slices: int, tiles: int, bits: int) -> list[int]:
     """What codes of values count, once separated, each number once."""
-    found: list[int] = []
+    places: list[int] = []
     for pair, _, _ in _value_products(slices, tiles, bits):
-        found += [field_place(pair, bits)] if field_place(pair, bits) not in found else []
-    return found
+        places += [field_place(pair, bits)] if field_place(pair, bits) not in places else []
+    return places
 
 
 @constexpr_function
