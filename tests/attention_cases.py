@@ -273,7 +273,7 @@ def random_tiers(form: Form, batch: int, heads: int, room: int, g: torch.Generat
 
 def random_grid(form: Form, heads: int, g: torch.Generator) -> Grid | None:
     """Points in no order: what is looked up at the wrong place shows. In float16, because codes here are not those of Gaussian
-    numbers, for which a table's rounding is made small (`grids._times`).
+    numbers, for which a table's rounding is made small (`grids.multiply_add`).
     """
     if not form.vector:
         return None

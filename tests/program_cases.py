@@ -73,14 +73,14 @@ if __name__ == "__main__":
     import triton
     import triton.language as tl
 
-    from kvcal_kernels.attention.triton.merge import _share
+    from kvcal_kernels.attention.triton.merge import share_of
 
     @triton.jit
     def spans_kernel(
         p_out, blocks, splits, early, less, extra, COUNT: tl.constexpr, NW: tl.constexpr, LONG: tl.constexpr
     ):
         part = tl.arange(0, COUNT)
-        start, stop = _share(part, blocks, splits, early, less, extra, NW, LONG)
+        start, stop = share_of(part, blocks, splits, early, less, extra, NW, LONG)
         tl.store(p_out + part * 2, start)
         tl.store(p_out + part * 2 + 1, stop)
 

@@ -675,7 +675,7 @@ def test_assembly_makes_numbers_of_codes_where_they_are(bits: int) -> None:
     codes = torch.arange(1 << bits)
     for field in range(8):
         bit = plain(fused.before_rope._bit)(field, bits)
-        assert 1 << bit == plain(fused.integers._place)(field, bits)
+        assert 1 << bit == plain(fused.integers.bit_weight)(field, bits)
         for zero in (0, 1 << bits - 1):
             text = plain(fused.before_rope._counting)(bit, zero)
             assert f"or.b32 t, $1, kvcal_one{bit};" in text and text.endswith("sub.f16x2 $0, t, b; }")
@@ -703,7 +703,7 @@ def test_assembly_turns_each_lanes_numbers_by_the_angle_of_their_token() -> None
             values: dict[str, Tensor] = {
                 f"${8 + 4 * i + j}": registers(x)[:, j] for i, x in enumerate((low, high)) for j in range(4)
             }
-            for line in plain(fused.before_rope._turning)(half, pair, 2).strip("{ }").split("; "):
+            for line in plain(fused.before_rope._rotation_text)(half, pair, 2).strip("{ }").split("; "):
                 name, _, rest = line.strip(" ;").partition(" ")
                 operands = [part.strip(" {}") for part in rest.split(",")]
                 if name.startswith("ld.global"):

@@ -117,7 +117,7 @@ def test_mixed_rows_become_operands_of_eight_tokens_and_their_parity() -> None:
     """Scores come in the order of rows in which `_tile` reads mixed keys, as the addresses of `ldmatrix` say."""
     from kvcal_kernels.attention import triton as fused
 
-    (names,) = assembly(fused.softmax._parities)
+    (names,) = assembly(fused.softmax.declare_parities)
     own = Warp({"%laneid": LANE}).run(names.replace("$0", "unused"))
     p = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).half()
     row = torch.arange(16)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import triton as shared
-from ..attention.triton.numbers import _as
+from ..attention.triton.numbers import cast
 from ..hadamard import hadamard, unrotate
 from ..packing.triton import code_at
 from ..triton import Ready, half, interpreted
@@ -204,7 +204,7 @@ def _turn(
     """BM rows stored as they are and turned by RoPE."""
     TYPE: tl.constexpr = p_out.dtype.element_ty
     low, high = tl.split(tl.reshape(acc, [BM, BN // 2, 2]))
-    low, high = _as(low, TYPE, ASM), _as(high, TYPE, ASM)  # half the registers, and what the model itself would turn
+    low, high = cast(low, TYPE, ASM), cast(high, TYPE, ASM)  # half the registers, and what the model itself would turn
     pair = i_n * (BN // 2) + tl.arange(0, BN // 2)
     i = pair % (D // 2)
     turns = i < R // 2
@@ -219,8 +219,8 @@ def _turn(
     b_both = tl.load(p_table + o_turn, mask=b_live[:, None] & turns[None, :], other=0x3C00)  # cosine 1, sine 0
     b_cos, b_sin = half(b_both, 0).to(tl.float32), half(b_both, 1).to(tl.float32)
     low, high = low.to(tl.float32), high.to(tl.float32)
-    tl.store(p_turned + o_low, _as(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
-    tl.store(p_turned + o_high, _as(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)
+    tl.store(p_turned + o_low, cast(low * b_cos - high * b_sin, TYPE, ASM), mask=b_all)
+    tl.store(p_turned + o_high, cast(high * b_cos + low * b_sin, TYPE, ASM), mask=b_all)
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "steps"])
@@ -334,7 +334,7 @@ def reconstruct_kernel(
     o_out = b_batch * s_out_row + b_token * D
     if R == 0:
         o_out = o_out[:, None] + ((columns // D).to(tl.int64) * s_out_head + columns % D)[None, :]
-        tl.store(p_out + o_out, _as(acc, TYPE, ASM), mask=b_live[:, None] & b_known[None, :])
+        tl.store(p_out + o_out, cast(acc, TYPE, ASM), mask=b_live[:, None] & b_known[None, :])
     else:  # columns 2 i and 2 i + 1 are a pair
         o_turn = b_batch * s_turn + b_token * (R // 2)
         _turn(p_out, p_turned, p_table, acc, o_out, o_turn, b_live, i_n, s_out_head, H, D, R, BM, BN, ASM)
@@ -652,8 +652,8 @@ def place_kernel(
             sin = tl.load(p_sin + o_turn, mask=turns, other=0.0).to(tl.float32)
             a, b = x.to(tl.float32) * cos, y.to(tl.float32) * tl.where(first[None, :], -sin, sin)
             if p_cos.dtype.element_ty == TYPE:  # a model that computes in this dtype rounds both products
-                a, b = _as(a, TYPE, ASM).to(tl.float32), _as(b, TYPE, ASM).to(tl.float32)
-            x = tl.where(turns, _as(a + b, TYPE, ASM), x)
+                a, b = cast(a, TYPE, ASM).to(tl.float32), cast(b, TYPE, ASM).to(tl.float32)
+            x = tl.where(turns, cast(a + b, TYPE, ASM), x)
         tl.store(p_key + o_out, x, mask=live)
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton.numbers import _as
+from ..attention.triton.numbers import cast
 from ..device import on
 from ..packing.triton import code_at
 from ..triton import interpreted, rounded_product
@@ -256,7 +256,7 @@ def finish_kernel(
     b_sum = b_sum * 2.0**-15
     if SCALED:
         b_sum *= tl.load(p_scale + i_head % H * D + o_dim, mask=j < d, other=0.0).to(tl.float32)
-    tl.store(p_out + (i_head * R + i_row) * D + o_dim, _as(b_sum, p_out.dtype.element_ty, ASM), mask=j < d)
+    tl.store(p_out + (i_head * R + i_row) * D + o_dim, cast(b_sum, p_out.dtype.element_ty, ASM), mask=j < d)
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -282,7 +282,7 @@ def decode_kernel(
     if SCALED:
         b_sum *= tl.load(p_scale + i_head % H * D + o_dim, mask=j < d, other=0.0).to(tl.float32)[None, :]
     o_out = (i_head * room * BLOCK + token)[:, None] * D + o_dim[None, :]
-    tl.store(p_out + o_out, _as(b_sum, p_out.dtype.element_ty, ASM), mask=inside)
+    tl.store(p_out + o_out, cast(b_sum, p_out.dtype.element_ty, ASM), mask=inside)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .integers import _codes
-from .numbers import _field_number
-from .scales import _loaded_pairs, _token_scales
+from .integers import codes_of
+from .numbers import field_number
+from .scales import loaded_pairs, token_scales
 
 # Keys before RoPE. A block's 32 positions follow one another: the query is turned back to the first of them, once a block,
 # and what is left, j positions of token j, is one table for all blocks, 8 KB at 128 channels that stay in the first-level
@@ -44,7 +44,7 @@ def _number(part, BIT: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.constexpr_function
-def _turning(half, pair, pairs):
+def _rotation_text(half, pair, pairs):
     """Assembly: four registers of a piece and of its partner, turned by the table's entries for half block `half`."""
     text, base = ["{ .reg .b32 c<4>, s<4>, t, n;"], (half * pairs + pair) * 1024
     for name, at in (("c", base), ("s", base + 512)):
@@ -75,7 +75,7 @@ def _names(p_near, BITS: tl.constexpr):
 
 
 @triton.jit
-def _near_at(token, channel, PAIRS: tl.constexpr):
+def near_offset(token, channel, PAIRS: tl.constexpr):
     """Where the cosine of a block's token and a channel below PAIRS * 16 lies in the table; the sine is 256 behind. In the
     order in which a lane holds pieces: [half][pair][cosine, sine][lane][row / 8][column % 4].
     """
@@ -91,18 +91,18 @@ def _by_angle(x, y, cos, sin, SIGN: tl.constexpr):
 
 
 @triton.jit
-def _turned(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr):
+def _rotated_pair(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr):
     """Pieces of channels and of their partners, turned by as many positions as each token is behind its block's first. Counts
     on the order of a lane's numbers in a product's first operand (`check_layouts`).
     """
     if ASM:
         halves = tl.inline_asm_elementwise(
-            _turning(HALF, PAIR, PAIRS), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [low, high],
+            _rotation_text(HALF, PAIR, PAIRS), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [low, high],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=8,
         )  # fmt: skip
     else:
         r = tl.arange(0, 16)
-        p = p_near + _near_at(HALF * 16 + r[:, None], PAIR * 16 + r[None, :], PAIRS)
+        p = p_near + near_offset(HALF * 16 + r[:, None], PAIR * 16 + r[None, :], PAIRS)
         cos, sin = tl.load(p)[None], tl.load(p + 256)[None]
         halves = (_by_angle(low, high, cos, sin, -1), _by_angle(high, low, cos, sin, 1))
     return halves
@@ -119,9 +119,9 @@ def _joined_queries(p, live, N: tl.constexpr):
 
 
 @triton.jit
-def _turned_back(low, high, p_run, live, NW: tl.constexpr):
+def _rotated_back(low, high, p_run, live, NW: tl.constexpr):
     """A piece of queries [NW, 16, N] and its partner, as the first positions of runs see them."""
-    cos, sin = _loaded_pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
+    cos, sin = loaded_pairs(p_run, tl.zeros([NW, 1], tl.int64), live, NW)
     cos, sin = cos[:, :, None], sin[:, :, None]
     return low * cos + high * sin, high * cos - low * sin
 
@@ -143,13 +143,13 @@ def _both_halves(
     parts, p_scale, tokens, live, PIECE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `_token_scales` of each half, of
+    """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `token_scales` of each half, of
     EACH pieces.
     """
-    BIT_0: tl.constexpr = _bit(_field_number(0, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
-    BIT_1: tl.constexpr = _bit(_field_number(1, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
+    BIT_0: tl.constexpr = _bit(field_number(0, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
+    BIT_1: tl.constexpr = _bit(field_number(1, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
     if KEYS.outer:
-        scale, zero = _loaded_pairs(p_scale + PIECE * 32, tl.zeros([NW, 1], tl.int64), live, NW)
+        scale, zero = loaded_pairs(p_scale + PIECE * 32, tl.zeros([NW, 1], tl.int64), live, NW)
         x_0 = _value(parts[PIECE], scale[:, None, :], zero[:, None, :], BIT_0, KEYS, ASM)
         x_1 = _value(parts[KEYS.pieces + PIECE], scale[:, None, :], zero[:, None, :], BIT_1, KEYS, ASM)
     else:
@@ -159,16 +159,16 @@ def _both_halves(
 
 
 @triton.jit
-def _turned_scores(
+def scores_of(
     p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_scores` of integers stored before RoPE, in units of the query's. b_run: number of each block's first position in
+    """As `scores_of` of integers stored before RoPE, in units of the query's. b_run: number of each block's first position in
     p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, ASM)
+    parts = codes_of(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, ASM)
     p_run = p_first + b_run[:, None] * (PAIRS * 32)
     b_0 = tl.zeros([NW, 16, N], tl.float32)
     b_1 = tl.zeros([NW, 16, N], tl.float32)
@@ -178,18 +178,18 @@ def _turned_scores(
         tokens = ()
     else:
         p_scale = p_ks + at * (2 * SLICES // EACH * KEYS.columns * 16)
-        tokens = _token_scales(p_scale, live, SLICES // EACH, KEYS)
+        tokens = token_scales(p_scale, live, SLICES // EACH, KEYS)
         p_scale = p_scale + SLICES // EACH * KEYS.columns * 16
-        tokens = tokens + _token_scales(p_scale, live, SLICES // EACH, KEYS)
+        tokens = tokens + token_scales(p_scale, live, SLICES // EACH, KEYS)
     BYTES: tl.constexpr = 2 if KEYS.inner else 1  # all that lies in words' low bytes first: fewer registers wait
     for byte in tl.static_range(BYTES):
         for i in tl.static_range(byte, PAIRS, BYTES):
             # partners first: the other way KIVI of 2 and 4 bits spilled 16 and 8 bytes of bfloat16 programs (sm_90, 168)
             y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, KEYS, EACH, NW, ASM)
             x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, KEYS, EACH, NW, ASM)
-            x_0, y_0 = _turned(x_0, y_0, p_near, 0, i, PAIRS, ASM)
-            x_1, y_1 = _turned(x_1, y_1, p_near, 1, i, PAIRS, ASM)
-            b_x, b_y = _turned_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
+            x_0, y_0 = _rotated_pair(x_0, y_0, p_near, 0, i, PAIRS, ASM)
+            x_1, y_1 = _rotated_pair(x_1, y_1, p_near, 1, i, PAIRS, ASM)
+            b_x, b_y = _rotated_back(q[i], q[i + PAIRS], p_run + i * 32, live, NW)
             b_0 = tl.dot(y_0, b_y, tl.dot(x_0, b_x, b_0))
             b_1 = tl.dot(y_1, b_y, tl.dot(x_1, b_x, b_1))
     for i in tl.static_range(2 * PAIRS, SLICES):
@@ -204,7 +204,7 @@ def query_of(
     p_q, p_near, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Queries for `_turned_scores`: SLICES of [NW, 16, N] float16."""
+    """Queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     r = tl.arange(0, 16)
     q = ()
     for i in tl.static_range(SLICES):

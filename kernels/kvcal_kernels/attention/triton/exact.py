@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .before_rope import _near_at
-from .numbers import LOW, _as, _times
-from .rotation import _value_channels
-from .softmax import _spread
+from .before_rope import near_offset
+from .numbers import LOW, cast, multiply_add
+from .rotation import value_channels
+from .softmax import by_parity
 
 
 @triton.jit
@@ -30,17 +30,17 @@ def _exact_turned(
     low = tl.load(p_k + o_token[:, :, None] + channel, mask=live[:, :, None], other=0.0).to(tl.float32)
     high = tl.load(p_k + o_token[:, :, None] + channel + PAIRS * 16, mask=live[:, :, None], other=0.0).to(tl.float32)
     p_run = p_first + place // 32 * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
-    p_own = p_near + _near_at(place % 32, channel, PAIRS)
+    p_own = p_near + near_offset(place % 32, channel, PAIRS)
     cos0, sin0 = (tl.load(p_run, mask=live[:, :, None], other=0.0).to(tl.float32),
                   tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))  # fmt: skip
     cos1, sin1 = tl.load(p_own).to(tl.float32), tl.load(p_own + 256).to(tl.float32)
     cos, sin = cos0 * cos1 - sin0 * sin1, sin0 * cos1 + cos0 * sin1
     kind: tl.constexpr = p_k.dtype.element_ty
-    return _as(low * cos - high * sin, kind, ASM), _as(high * cos + low * sin, kind, ASM)
+    return cast(low * cos - high * sin, kind, ASM), cast(high * cos + low * sin, kind, ASM)
 
 
 @triton.jit
-def _exact(
+def _window_tokens(
     p_k, p_v, p_q, o_q, b_row, i_head, room, first, limit, begin, end, factor, b_m, b_l, acc,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
@@ -64,35 +64,35 @@ def _exact(
             for j in tl.static_range(2):
                 channel = (i + j * PAIRS) * 16 + r
                 b_q = tl.load(p_q + o_q[None, None, :] + channel[None, :, None], mask=b_row[None, None, :], other=0.0)
-                b_s = _times(pair[j], tl.broadcast_to(b_q, [NW, 16, N]), b_s, ASM)
+                b_s = multiply_add(pair[j], tl.broadcast_to(b_q, [NW, 16, N]), b_s, ASM)
         for i in tl.static_range(2 * PAIRS, SLICES):
             b_k = tl.load(p_k + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
             b_q = tl.load(p_q + o_q[None, None, :] + (i * 16 + r)[None, :, None], mask=b_row[None, None, :], other=0.0)
             b_q = tl.broadcast_to(b_q, [NW, 16, N])
-            b_s = _times(b_k, b_q, b_s, ASM)
+            b_s = multiply_add(b_k, b_q, b_s, ASM)
         b_s = tl.where(token[:, :, None] < tl.minimum(limit, end)[None, None, :], b_s * factor, LOW)
         b_new = tl.maximum(b_m, tl.max(b_s, 1))
         fade = tl.exp2(b_m - b_new)
-        b_p = _as(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
+        b_p = cast(tl.exp2(b_s - b_new[:, None, :]), p_v.dtype.element_ty, ASM)
         b_l = b_l * fade + tl.sum(b_p.to(tl.float32), 1)
         b_m = b_new
         outputs = ()
         if PAIRED:
-            halves = _spread(b_p, False, NW, N)
+            halves = by_parity(b_p, False, NW, N)
             k = tl.arange(0, 16)[None, None, :]
             for i in tl.static_range(SLICES // 2):
                 b_o = acc[i] * fade[:, None, :]
-                channel = _value_channels(i, r[None, :, None], k % 2, True, FOUR)
+                channel = value_channels(i, r[None, :, None], k % 2, True, FOUR)
                 for j in tl.static_range(2):
                     token = start + tl.arange(0, NW)[:, None, None] * 16 + j * 8 + k // 2
                     o_v = (i_head * room + _slot(token, first, room, RING)) * D + channel
                     b_v = tl.load(p_v + o_v, mask=token + channel * 0 < end, other=0.0)
-                    b_o = _times(b_v, halves[j], b_o, ASM)
+                    b_o = multiply_add(b_v, halves[j], b_o, ASM)
                 outputs = outputs + (b_o,)
         else:
             for i in tl.static_range(SLICES):
                 b_v = tl.load(p_v + o_token[:, :, None] + (i * 16 + r)[None, None, :], mask=live[:, :, None], other=0.0)
-                outputs = outputs + (_times(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
+                outputs = outputs + (multiply_add(tl.trans(b_v, 0, 2, 1), b_p, acc[i] * fade[:, None, :], ASM),)
         acc = outputs
     return b_m, b_l, acc
 
@@ -115,14 +115,14 @@ def exact_tokens(
         for i in tl.static_range(SLICES):
             exact = exact + (out[i // 2],)
     if begin < sink_parts * share:
-        b_m, b_l, exact = _exact(
+        b_m, b_l, exact = _window_tokens(
             p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - behind, 0),
             begin, tl.minimum(begin + share, sink), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
         )  # fmt: skip
     else:
         begin -= sink_parts * share
-        b_m, b_l, exact = _exact(
+        b_m, b_l, exact = _window_tokens(
             p_recent_k, p_recent_v, p_q, o_q, b_row, i_head, recent_room, blocks * 32 % recent_room,
             recent - behind, begin, tl.minimum(begin + share, recent), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, RING,

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from ...layout.grids import ALIGNED
-from .rotation import _across, _butterflies, _hadamard, _of_parity, _rotated, _sign, _value_channels
-from .scales import _norms
-from .softmax import _operand, _spread
-from .tiles import _half_unit_tile, _halved, _tile, _upper_tile
+from .rotation import across_factor, butterflies, hadamard_tile, parity_step, rotated_queries, sign_at, value_channels
+from .scales import token_norms
+from .softmax import by_parity, second_operand
+from .tiles import ends_with_half, half_unit_tile, tile, upper_tile
 
 # Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16 times,
 # 128 = 2^STEP bytes altogether, so that lanes of a warp never meet in a bank. With STEP 6, where two tables of 256 entries
@@ -101,7 +101,7 @@ def _table(p_table, base, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.c
 
 
 @triton.jit
-def _tables(
+def load_tables(
     p_kt, p_vt, zero, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
@@ -212,7 +212,7 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
 
 @triton.jit
 def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Eight pieces of a tile and of half a tile, as `_half_unit_tile` gives it."""
+    """Eight pieces of a tile and of half a tile, as `half_unit_tile` gives it."""
     if ASM:
         parts = tl.inline_asm_elementwise(
             _look_up_eight(STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
@@ -235,28 +235,28 @@ def _points(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, p_table, STEP: tl.constexpr, FOUR: tl.constexpr,
     MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_codes`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
-    code stands for four channels. MIXED: rows as `_mixed` says.
+    """As `codes_of`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
+    code stands for four channels. MIXED: rows as `interleaved_row` says.
     """
-    HALVED: tl.constexpr = _halved(SIDE.words)
+    HALVED: tl.constexpr = ends_with_half(SIDE.words)
     TILES: tl.constexpr = SIDE.tiles
     parts = ()
     if SIDE.bits == 3:
         for u in tl.static_range(0, TILES, 3):
-            w0 = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+            w0 = tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             if HALVED and u + 2 == TILES:
-                half_ = _half_unit_tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
+                half_ = half_unit_tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
                 parts = parts + look3_half(w0, half_, p_table, STEP, SIDE.first, NW, ASM)
             else:
-                w1 = _tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
-                w2 = _tile(p_words, b_at, b_live, ring, BYTE, u + 2, MIXED, NW, ASM)
+                w1 = tile(p_words, b_at, b_live, ring, BYTE, u + 1, MIXED, NW, ASM)
+                w2 = tile(p_words, b_at, b_live, ring, BYTE, u + 2, MIXED, NW, ASM)
                 parts = parts + look3(w0, w1, w2, p_table, STEP, SIDE.first, NW, ASM)
     else:
         for u in tl.static_range(TILES):
             if HALVED and u == TILES - 1:
-                w = _upper_tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+                w = upper_tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             else:
-                w = _tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
+                w = tile(p_words, b_at, b_live, ring, BYTE, u, MIXED, NW, ASM)
             if SIDE.bits == 4:
                 parts = parts + look4(w, p_table, STEP, SIDE.first, NW, ASM)
             elif FOUR:
@@ -267,11 +267,11 @@ def _points(
 
 
 @triton.jit
-def _grid_scores(
+def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_scores`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `_mixed`."""
+    """As `scores_of`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `interleaved_row`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * KEYS.words
     parts = _points(p_k, at, live, ring, KEYS, 0, p_table, STEP, KEYS.quads, MIXED, NW, ASM)
@@ -281,27 +281,29 @@ def _grid_scores(
         for i in tl.static_range(1, SLICES):
             b_dot = tl.dot(parts[h * KEYS.pieces + i], q[i], b_dot)
         at_norm = (i_norm * room + b_block)[:, None] * 32 + h * 16
-        scores = scores + (b_dot * _norms(p_ks, at_norm, live, ring, KEYS.words * 2 + h * 32, MIXED, NW, N, ASM),)
+        scores = scores + (b_dot * token_norms(p_ks, at_norm, live, ring, KEYS.words * 2 + h * 32, MIXED, NW, N, ASM),)
     return scores
 
 
 @triton.jit
-def _add_points(
+def add_values(
     p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_table, i_norm, VALUES: tl.constexpr,
     BYTE: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_add`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `_mixed`."""
+    """As `add_values`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `interleaved_row`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * VALUES.words
     parts = _points(p_v, at, live, ring, VALUES, BYTE, p_table, STEP, False, False, NW, ASM)
     at_norm = (i_norm * room + b_block)[:, None] * 32
-    b_0 = (b_0 * _norms(p_vs, at_norm, live, ring, BYTE + VALUES.words * 2, MIXED, NW, N, ASM)).to(tl.float16)
-    b_1 = (b_1 * _norms(p_vs, at_norm + 16, live, ring, BYTE + VALUES.words * 2 + 32, MIXED, NW, N, ASM)).to(tl.float16)
+    b_0 = (b_0 * token_norms(p_vs, at_norm, live, ring, BYTE + VALUES.words * 2, MIXED, NW, N, ASM)).to(tl.float16)
+    b_1 = (b_1 * token_norms(p_vs, at_norm + 16, live, ring, BYTE + VALUES.words * 2 + 32, MIXED, NW, N, ASM)).to(
+        tl.float16
+    )
     if PAIRED:
-        probabilities = _spread(b_0, MIXED, NW, N) + _spread(b_1, MIXED, NW, N)
+        probabilities = by_parity(b_0, MIXED, NW, N) + by_parity(b_1, MIXED, NW, N)
     else:
-        probabilities = (_operand(b_0, NW, N, ASM), _operand(b_1, NW, N, ASM))
+        probabilities = (second_operand(b_0, NW, N, ASM), second_operand(b_1, NW, N, ASM))
     WIDE: tl.constexpr = SLICES // 2 if PAIRED else SLICES
     outputs = ()
     for i in tl.static_range(WIDE):
@@ -317,8 +319,8 @@ def query_of(
     p_q, p_sign, o_q, b_row, b_down, i_kv, KEYS: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Rotated queries for `_grid_scores`: SLICES of [NW, 16, N] float16."""
-    plain = _rotated(
+    """Rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
+    plain = rotated_queries(
         p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.quads, NW, N
     )  # fmt: skip
     q = ()
@@ -333,18 +335,18 @@ def output_of(
     LAID: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in them, of
-    `_value_channels`.
+    `value_channels`.
     """
     turned = ()
     for i in tl.static_range(WIDE):
-        b_o = tl.dot(_hadamard(NW, tl.float32), out[i], input_precision="tf32x3")
-        turned = turned + (_of_parity(b_o, NW, N) if PAIRED else b_o,)
-    turned = _across(turned, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
-    turned = _butterflies(turned, WIDE, WIDTH // (16 * EACH))
+        b_o = tl.dot(hadamard_tile(NW, tl.float32), out[i], input_precision="tf32x3")
+        turned = turned + (parity_step(b_o, NW, N) if PAIRED else b_o,)
+    turned = across_factor(turned, WIDE, WIDTH // (16 * EACH), VALUES.factor, True)
+    turned = butterflies(turned, WIDE, WIDTH // (16 * EACH))
     r, column = tl.arange(0, 16), tl.arange(0, N)
     out = ()
     for i in tl.static_range(WIDE):
-        channel = _value_channels(i, r[:, None], column[None, :] % EACH, LAID, VALUES.quads)
-        sign = _sign(p_sign, i_kv * D + channel) * (unit * WIDTH**-0.5)
+        channel = value_channels(i, r[:, None], column[None, :] % EACH, LAID, VALUES.quads)
+        sign = sign_at(p_sign, i_kv * D + channel) * (unit * WIDTH**-0.5)
         out = out + (turned[i] * sign[None],)
     return out

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from .int8.ptx import beyond
-from .numbers import _field_number, _transposed
+from .numbers import field_number, transposed
 from .queries import row_offset
-from .scales import _columns, _pairs, _row_scales, _scaled
-from .tiles import _half_tile, _tile
+from .scales import row_scales, scale_columns, scale_pairs, scaled_queries
+from .tiles import half_tile, tile
 
 
 @triton.jit
@@ -140,11 +140,11 @@ def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
 
 
 @triton.jit
-def _codes(
+def codes_of(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr,
     HELD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `_tile`. TILES: tiles
+    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `tile`. TILES: tiles
     of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
     FURTHER: tl.constexpr = beyond(SIDE.words, SIDE.bits, 0)
@@ -153,9 +153,9 @@ def _codes(
     parts = ()
     for u in tl.static_range(TILES):
         if SIDE.bits == 2 and FURTHER > 0 and u == SIDE.tiles - 1:
-            w = _half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
+            w = half_tile(p_words, b_at, b_live, ring, BYTE, u, FURTHER, NW, ASM and HELD)
         else:
-            w = _tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
+            w = tile(p_words, b_at, b_live, ring, BYTE, u, False, NW, ASM and HELD)
         if SIDE.bits == 8:
             parts = parts + unpack8(w, ASM)
         if SIDE.bits == 4:
@@ -164,20 +164,20 @@ def _codes(
             parts = parts + unpack2(w, ASM)
         if SIDE.bits == 3:
             if FURTHER > 0 and u == SIDE.tiles - 1:
-                third = _half_tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, FURTHER, NW, ASM and HELD)
+                third = half_tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, FURTHER, NW, ASM and HELD)
             else:
-                third = _tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, False, NW, ASM and HELD)
+                third = tile(p_words, b_at, b_live, ring, BYTE, SIDE.tiles + u // 2, False, NW, ASM and HELD)
             parts = parts + unpack3(w, third, u % 2 == 1, ASM)
     pieces = ()
     for m in tl.static_range(COUNT):
         pieces = pieces + (
-            parts[_field_number(m // SIDE.pieces, m % SIDE.pieces, SIDE.bits, SIDE.pieces, SIDE.inner, VALUE)],
+            parts[field_number(m // SIDE.pieces, m % SIDE.pieces, SIDE.bits, SIDE.pieces, SIDE.inner, VALUE)],
         )
     return pieces
 
 
 @triton.constexpr_function
-def _place(m, bits):
+def bit_weight(m, bits):
     """2^p of field number m, p the bit at which unpacking leaves it."""
     if bits == 8:
         return 1.0
@@ -185,32 +185,32 @@ def _place(m, bits):
 
 
 @triton.constexpr_function
-def _key_place(half, i, bits, mode, stride):
-    """`_place` of piece i of a half block of keys."""
-    return _place(_field_number(half, i, bits, stride, mode < 2, False), bits)
+def key_bit_weight(half, i, bits, mode, stride):
+    """`bit_weight` of piece i of a half block of keys."""
+    return bit_weight(field_number(half, i, bits, stride, mode < 2, False), bits)
 
 
 @triton.constexpr_function
 def _ahead(bits, mode, stride):
     """How many times its place in the first half block a piece's in the second is, of keys."""
-    return _key_place(1, 0, bits, mode, stride) / _key_place(0, 0, bits, mode, stride)
+    return key_bit_weight(1, 0, bits, mode, stride) / key_bit_weight(0, 0, bits, mode, stride)
 
 
 @triton.constexpr_function
-def _unit(bits, mode):
+def group_unit(bits, mode):
     """What a group adds to each of its codes: symmetric codes are stored without their sign; else its zero point."""
     return -(2.0 ** (bits - 1)) if mode == 0 else 1.0
 
 
 @triton.jit
-def _scores(
+def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_k, at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
+    parts = codes_of(p_k, at * KEYS.words, live, ring, KEYS, 0, False, NW, True, ASM)
     BEHIND: tl.constexpr = KEYS.words * 2  # bytes of a slot before the scales
     AHEAD: tl.constexpr = _ahead(KEYS.bits, KEYS.mode, KEYS.pieces)
     scores = ()
@@ -220,7 +220,7 @@ def _scores(
         BOTH: tl.constexpr = KEYS.columns  # scales, or scales and zero points
         HALF: tl.constexpr = GROUPS * BOTH * 16
         for h in tl.static_range(2):
-            scale = _columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
+            scale = scale_columns(p_ks, (at * 2 + h) * HALF, live, ring, BEHIND + h * HALF * 2, GROUPS * BOTH, ASM)
             for g in tl.static_range(GROUPS):
                 group_scale = scale[g * BOTH]
                 if h == 1 and AHEAD > 1:
@@ -243,9 +243,9 @@ def _scores(
         b_0 = tl.zeros([NW, 16, N], tl.float32)
         b_1 = tl.zeros([NW, 16, N], tl.float32)
         for i in tl.static_range(SLICES):
-            scale, zero = _pairs(p_ks, at_scale + i * 32, live, ring, BEHIND + i * 64, NW, ASM)
+            scale, zero = scale_pairs(p_ks, at_scale + i * 32, live, ring, BEHIND + i * 64, NW, ASM)
             b_zero = tl.dot(zero, plain[i], b_zero)
-            b_q = _scaled(q[i], scale, NW, N)
+            b_q = scaled_queries(q[i], scale, NW, N)
             b_0 = tl.dot(parts[i], b_q, b_0)
             b_1 = tl.dot(parts[KEYS.pieces + i], b_q, b_1)
         if AHEAD > 1:
@@ -255,7 +255,7 @@ def _scores(
 
 
 @triton.jit
-def _add(
+def add_values(
     p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES: tl.constexpr, BYTE: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -264,27 +264,27 @@ def _add(
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
-    parts = _codes(p_v, at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
+    parts = codes_of(p_v, at * VALUES.words, live, ring, VALUES, BYTE, True, NW, True, ASM)
     BEHIND: tl.constexpr = BYTE + VALUES.words * 2
     outputs = ()
     if VALUES.inner:  # groups of tokens of one channel
         PER: tl.constexpr = VALUES.group // 32
         BOTH: tl.constexpr = VALUES.columns
         at_scale = (i_head * (room // PER) + b_block // PER)[:, None] * (SLICES * BOTH * 16)
-        scale = _columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
+        scale = scale_columns(p_vs, at_scale, live, ring, BEHIND, SLICES * BOTH, ASM)
         for i in tl.static_range(SLICES):
             if VALUES.symmetric:
                 b_dot = tl.dot(
                     parts[VALUES.pieces + i],
                     b_1,
-                    b_sum * (_unit(VALUES.bits, VALUES.mode) * _place(i, VALUES.bits) * 2.0**-24),
+                    b_sum * (group_unit(VALUES.bits, VALUES.mode) * bit_weight(i, VALUES.bits) * 2.0**-24),
                 )
             else:
                 b_dot = tl.dot(parts[VALUES.pieces + i], b_1)
             b_dot = tl.dot(parts[i], b_0, b_dot)
             b_acc = acc[i] + b_dot * scale[i * BOTH][:, :, None]
             if VALUES.zeros:
-                b_acc += b_sum * (scale[2 * i + 1] * (_place(i, VALUES.bits) * 2.0**-24))[:, :, None]
+                b_acc += b_sum * (scale[2 * i + 1] * (bit_weight(i, VALUES.bits) * 2.0**-24))[:, :, None]
             outputs = outputs + (b_acc,)
     else:  # groups of channels of one token: scales multiply the probabilities
         GROUPS: tl.constexpr = SLICES * 16 // VALUES.group
@@ -292,10 +292,10 @@ def _add(
         zeros = ()
         for g in tl.static_range(GROUPS):
             at_0 = at * (GROUPS * 64) + g * 32
-            b_p0 = b_0 * _row_scales(p_vs, at_0, live, ring, BEHIND + g * 64, ASM)
-            b_p1 = b_1 * _row_scales(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, ASM)
-            _, b_z0 = _pairs(p_vs, at_0, live, ring, BEHIND + g * 64, NW, ASM)
-            _, b_z1 = _pairs(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, NW, ASM)
+            b_p0 = b_0 * row_scales(p_vs, at_0, live, ring, BEHIND + g * 64, ASM)
+            b_p1 = b_1 * row_scales(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, ASM)
+            _, b_z0 = scale_pairs(p_vs, at_0, live, ring, BEHIND + g * 64, NW, ASM)
+            _, b_z1 = scale_pairs(p_vs, at_0 + GROUPS * 32, live, ring, BEHIND + (GROUPS + g) * 64, NW, ASM)
             zeros = zeros + (tl.dot(b_z1, b_1, tl.dot(b_z0, b_0, acc[SLICES + g])),)
             for i in tl.static_range(EACH):
                 b_acc = tl.dot(parts[g * EACH + i], b_p0, acc[g * EACH + i])
@@ -309,7 +309,7 @@ def query_of(
     p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr,
     LOWEST: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Queries for `_scores`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups slices that
+    """Queries for `scores_of`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups slices that
     meet zero points; of inner groups what a group's sum adds. EACH: columns of a query row.
     """
     r = tl.arange(0, 16)
@@ -332,13 +332,13 @@ def query_of(
     for i in tl.static_range(SLICES):
         b_q = tl.load(p_q + o_q[None, :] + (i * 16 + r)[:, None], mask=b_row[None, :], other=0.0)
         b_q = b_q.to(tl.float32) * b_down[None, :]
-        place = _key_place(0, i, KEYS.bits, KEYS.mode, KEYS.pieces)
+        place = key_bit_weight(0, i, KEYS.bits, KEYS.mode, KEYS.pieces)
         b_fit = tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, 16, N])
         if KEYS.outer:
             b_q = tl.load(p_q + o_t[:, None] + (i * 16 + r)[None, :], mask=b_there[:, None], other=0.0)
             b_q = b_q.to(tl.float32) * b_shrink[:, None]
             q = q + (tl.broadcast_to((b_q / place).to(tl.float16)[None], [NW, TALL, 16]),)
-            plain = plain + (_transposed(tl.broadcast_to(b_q.to(tl.float16)[None], [NW, TALL, 16]), NW, N),)
+            plain = plain + (transposed(tl.broadcast_to(b_q.to(tl.float16)[None], [NW, TALL, 16]), NW, N),)
         else:
             q = q + (b_fit,)
             b_total = tl.sum(b_fit.to(tl.float32), 1) * place
@@ -347,18 +347,18 @@ def query_of(
             else:
                 b_group += b_total
             if (i + 1) % (KEYS.group // 16) == 0:
-                b_group = b_group * (_unit(KEYS.bits, KEYS.mode) * 2.0**-24)
+                b_group = b_group * (group_unit(KEYS.bits, KEYS.mode) * 2.0**-24)
                 sums = sums + (tl.broadcast_to(b_group[:, None, :], [NW, 16, N]) + b_none,)
     return q, plain, sums
 
 
 @triton.jit
 def output_of(acc, b_l, VALUES: tl.constexpr, SLICES: tl.constexpr):
-    """Outputs of `_add`'s acc in units of the values', a slice each, and the sums of probabilities [NW, N]."""
+    """Outputs of `add_values`'s acc in units of the values', a slice each, and the sums of probabilities [NW, N]."""
     b_l = tl.max(b_l, 1)
     out = ()
     for i in tl.static_range(SLICES):
-        b_o = acc[i] * (2.0**24 / _place(i, VALUES.bits))
+        b_o = acc[i] * (2.0**24 / bit_weight(i, VALUES.bits))
         if VALUES.outer:
             b_o += acc[SLICES + i * 16 // VALUES.group]
         out = out + (b_o,)

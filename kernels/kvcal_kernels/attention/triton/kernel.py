@@ -12,7 +12,7 @@ they are read, outputs before they are merged. Where a code stands for channels,
 a value: rows of the product are then pairs of channels, what is contracted is (token, parity), and every query row takes two
 columns, one of which meets the even channels, the other the odd ones (PAIRED).
 
-Keys before RoPE are decoded and turned in registers (`_turned_scores`), sink and recent ones where they are read.
+Keys before RoPE are decoded and turned in registers (`scores_of`), sink and recent ones where they are read.
 
 Sink and recent tokens are the last program of a kv head; the program that arrives last at a counter merges all of them.
 """
@@ -24,14 +24,14 @@ import triton.language as tl
 
 from . import before_rope, grids, integers, tiers
 from .exact import exact_tokens
-from .grids import _tables
+from .grids import load_tables
 from .int8 import queries as int8_queries
 from .int8 import step as int8_step
-from .merge import _merge, _share, store_part
+from .merge import merge_parts, share_of, store_part
 from .numbers import LOW, zeros
 from .queries import powers, row_offset, whole_rows
-from .ring import _arrive, _fetch, _open_ring
-from .softmax import _operand, _parities, _risen
+from .ring import fetch_blocks, open_ring, wait_for_blocks
+from .softmax import declare_parities, raised, second_operand
 
 
 @triton.jit
@@ -46,28 +46,28 @@ def _step(
     b_block = first + tl.arange(0, NW)
     b_live = b_block < (stop if MASK else 0x7FFFFFFF)
     if KEYS.tiers:
-        b_0, b_1 = tiers._tier_scores(
+        b_0, b_1 = tiers.scores_of(
             p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS, SLICES, NW, N, ASM
         )  # fmt: skip
     elif KEYS.grid:
-        b_0, b_1 = grids._grid_scores(
+        b_0, b_1 = grids.scores_of(
             p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_kt, norms[0], KEYS, SLICES, STEP, MIXED,
             NW, N, ASM,
         )  # fmt: skip
     elif PAIRS > 0:
-        b_0, b_1 = before_rope._turned_scores(
+        b_0, b_1 = before_rope.scores_of(
             p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q, room, KEYS, SLICES, PAIRS, NW, N,
             ASM,
         )  # fmt: skip
     else:
-        b_0, b_1 = integers._scores(
+        b_0, b_1 = integers.scores_of(
             p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS, SLICES, NW, N, ASM
         )  # fmt: skip
     if MASK:
         b_0 = tl.where(b_live[:, None, None], b_0, LOW)
         b_1 = tl.where(b_live[:, None, None], b_1, LOW)
     unit = tl.broadcast_to(unit[:, None, :], [NW, 16, N])
-    b_m, b_l, acc = _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES, ASM)
+    b_m, b_l, acc = raised(b_0, b_1, b_m, b_l, unit, acc, VALUES, ASM)
     b_0 = tl.exp2(b_0 * unit - b_m)
     b_1 = tl.exp2(b_1 * unit - b_m)
     if MASK:  # a warp without any block has LOW * unit as its maximum: the rounding of that product may be huge
@@ -75,16 +75,16 @@ def _step(
         b_1 = tl.where(b_live[:, None, None], b_1, 0.0)
     if VALUES.grid:
         b_sum = b_0 + b_1
-        acc = grids._add_points(
+        acc = grids.add_values(
             p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_vt, norms[1], VALUES, KEYS.slot,
             SLICES, STEP, PAIRED, MIXED, NW, N, ASM,
         )  # fmt: skip
     else:
         ones = tl.full([NW, 16, 16], 1.0, tl.float16)
-        b_0 = _operand(b_0.to(tl.float16), NW, N, ASM)
-        b_1 = _operand(b_1.to(tl.float16), NW, N, ASM)
+        b_0 = second_operand(b_0.to(tl.float16), NW, N, ASM)
+        b_1 = second_operand(b_1.to(tl.float16), NW, N, ASM)
         b_sum = tl.dot(ones, b_1, tl.dot(ones, b_0))
-        acc = integers._add(
+        acc = integers.add_values(
             p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES, KEYS.slot, SLICES,
             NW, N, ASM,
         )  # fmt: skip
@@ -182,7 +182,7 @@ def attend_kernel(
     are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind them `share`
     exact tokens each, `sink_parts` of the sink, the rest of recent ones. The last program of each `fan` parts merges them,
     the last of those `fans` what they merged (docs/benchmarks/decode_attention.md).
-    factor: softmax scale times log2(e). p_exact_q: p_q of sink and recent. k_unit, v_unit: of tables. LONG: as of `_over`.
+    factor: softmax scale times log2(e). p_exact_q: of sink and recent. k_unit, v_unit: of tables. LONG: of `floor_divide`.
 
     Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
     how many runs of positions a row has in p_first, 0 where all rows share them.
@@ -202,7 +202,7 @@ def attend_kernel(
     norms = (_norm_head(i_batch, i_head, KEYS), _norm_head(i_batch, i_head, VALUES))
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
-    start, stop = _share(i_split, blocks, splits, early, less, extra, NW, LONG)
+    start, stop = share_of(i_split, blocks, splits, early, less, extra, NW, LONG)
     middle = start + (stop - start) // NW * NW
 
     # the ring
@@ -218,7 +218,7 @@ def attend_kernel(
     # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind the query's use
     b_q = whole_rows(p_q, i_head, i_chunk, ROOM, RATIO, QUERIES, D) if BYTES and not KEYS.points else 0
     if EARLY:
-        origins, base = _open_ring(
+        origins, base = open_ring(
             p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
             SLOTS, NW,
         )  # fmt: skip
@@ -241,10 +241,10 @@ def attend_kernel(
     unit = tl.broadcast_to((b_up * (factor * k_unit * SCALE))[None, :], [NW, N])
 
     if ASM and PAIRED and KEYS.grid:
-        _parities()
+        declare_parities()
     if ASM and KEYS.entries + VALUES.entries > 0:  # noqa: SIM102
         if i_split < splits:
-            _tables(p_kt, p_vt, i_split * 0, KEYS, VALUES, SAME, STEP)
+            load_tables(p_kt, p_vt, i_split * 0, KEYS, VALUES, SAME, STEP)
     b_m = tl.full([NW, 16, N], LOW, tl.float32)  # rows alike
     places, tables = b_m, ()
     if BYTES and ASM:
@@ -256,7 +256,7 @@ def attend_kernel(
     acc = zeros(WIDE + ZEROS, NW, N)
     fit = tiers.row_bytes(NW, N) if KEYS.tiers else 0
     if FETCH and not EARLY:
-        origins, base = _open_ring(
+        origins, base = open_ring(
             p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
             SLOTS, NW,
         )  # fmt: skip
@@ -267,13 +267,13 @@ def attend_kernel(
     # blocks, NW at a time, each warp its own
     for first in tl.range(start, stop if BYTES else middle, NW, num_stages=STAGES):
         if FETCH:
-            _arrive(SLOTS - 2, OWN, NW)
+            wait_for_blocks(SLOTS - 2, OWN, NW)
             behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
-            _fetch(
+            fetch_blocks(
                 origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW,
             )  # fmt: skip
         if BYTES:
-            b_m, b_l, acc, q = int8_step._byte_step(
+            b_m, b_l, acc, q = int8_step.step_of_bytes(
                 p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q, tables,
                 p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
             )  # fmt: skip
@@ -288,14 +288,14 @@ def attend_kernel(
     if NW > 1 and not BYTES:
         for first in tl.range(middle, stop, NW, num_stages=1):
             if FETCH:
-                _arrive(0, OWN, NW)
+                wait_for_blocks(0, OWN, NW)
             b_m, b_l, acc = _step(
                 p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
                 p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
                 PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
             )  # fmt: skip
     if FETCH:
-        _arrive(0, OWN, NW)
+        wait_for_blocks(0, OWN, NW)
 
     LAID: tl.constexpr = 1 if VALUES.points and VALUES.group > 1 else PAIRED  # how channels of values lie in outputs
     out, b_m, b_l = _output_of(
@@ -314,7 +314,7 @@ def attend_kernel(
         p_part, p_stat, out, b_m, b_l, i_part, b_row, i_split >= early, VALUES, WIDE, PAIRED, LAID, EACH, D, NW, N
     )
     tl.debug_barrier()  # all of the program's stores come before its arrival
-    _merge(
+    merge_parts(
         p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
         RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
     )  # fmt: skip

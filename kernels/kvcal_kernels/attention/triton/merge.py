@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ...triton import rounded_product
-from .numbers import LOW, _as
-from .rotation import _value_channels
+from .numbers import LOW, cast
+from .rotation import value_channels
 
 
 @triton.constexpr_function
@@ -62,9 +62,9 @@ def _over_warps(x, NW: tl.constexpr):
 
 
 @triton.jit
-def _share(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG: tl.constexpr):
+def share_of(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG: tl.constexpr):
     """A part's first block and the one behind its last."""
-    each = tl.cdiv(_over(blocks + extra + splits - 1, splits, LONG), NW) * NW
+    each = tl.cdiv(floor_divide(blocks + extra + splits - 1, splits, LONG), NW) * NW
     cut = tl.minimum(less, each)
     stop = tl.minimum((i_split + 1) * each - tl.maximum(i_split + 1 - early, 0) * cut, blocks)
     start = tl.minimum(i_split * each - tl.maximum(i_split - early, 0) * cut, stop)
@@ -72,7 +72,7 @@ def _share(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG: 
 
 
 @triton.jit
-def _over(a, b, LONG: tl.constexpr = False):
+def floor_divide(a, b, LONG: tl.constexpr = False):
     """a // b, exact: LONG for any a, else for those below SHORT: 9 instructions, of which 4 wait for a, in place of 25."""
     if LONG:
         out = a // b
@@ -82,13 +82,13 @@ def _over(a, b, LONG: tl.constexpr = False):
 
 
 @triton.jit
-def _merge(
+def merge_parts(
     p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
-    i_fan = _over(i_split, fan)
+    i_fan = floor_divide(i_split, fan)
     p_arrived = p_count + i_group * (fans + 1)
     p_own = p_arrived + 1 + i_fan
     first = i_fan * fan
@@ -117,7 +117,7 @@ def _merge(
             # not as the query's offsets are computed, which then would be kept, in memory, since the start
             o_out = (n % RATIO * QUERIES + n // RATIO)[:, None] * D + column[None, :]
             p_out += i_head * (RATIO * QUERIES * D)
-            tl.store(p_out + o_out, _as(b_o, p_out.dtype.element_ty, ASM), mask=inside)
+            tl.store(p_out + o_out, cast(b_o, p_out.dtype.element_ty, ASM), mask=inside)
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def store_part(
     LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in outputs
-    of packed tokens, of `_value_channels`; is_exact: whether the part is of exact tokens alone.
+    of packed tokens, of `value_channels`; is_exact: whether the part is of exact tokens alone.
     """
     ROWS: tl.constexpr = N // EACH
     r, column = tl.arange(0, 16), tl.arange(0, N)
@@ -176,11 +176,11 @@ def store_part(
     for i in tl.static_range(0, WIDE, TOGETHER):
         which = i + _numbers(TOGETHER)
         b_o = _over_warps(_joined(out, i, TOGETHER, fade[:, None, :]), NW)
-        channel = _value_channels(
+        channel = value_channels(
             which, r[:, None, None, None], column[None, :, None, None] % EACH, PAIRED, VALUES.quads
         )
         if LAID != PAIRED:  # exact tokens' outputs are never rotated, and have programs of their own
-            packed = _value_channels(
+            packed = value_channels(
                 which, r[:, None, None, None], column[None, :, None, None] % EACH, LAID, VALUES.quads
             )
             channel = tl.where(is_exact, channel, packed)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...layout.form import field_number, together
+from ...layout import form
 from ...triton import half
 
 TOKENS = tl.constexpr(32)  # a block
 TILE = tl.constexpr(256)  # words of a tile: 16 x 16
 LOW = tl.constexpr(-1e30)  # below every score; not infinity, whose differences are NaN
-_field_number, _together = triton.constexpr_function(field_number), triton.constexpr_function(together)
+field_number, side_by_side = triton.constexpr_function(form.field_number), triton.constexpr_function(form.together)
 
 
 @triton.constexpr_function
-def _word(width):
+def word_type(width):
     """Integer of so many float16."""
     return {4: tl.int64, 2: tl.int32, 1: tl.int16}[width]
 
 
 @triton.jit
-def _four(x, ASM: tl.constexpr):
+def four_floats(x, ASM: tl.constexpr):
     """int64 -> its four float16 as float32."""
     if ASM:
         return tl.inline_asm_elementwise(
@@ -41,7 +41,7 @@ def _four(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _two(x, ASM: tl.constexpr):
+def two_floats(x, ASM: tl.constexpr):
     if ASM:
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
@@ -51,7 +51,7 @@ def _two(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _transposed(x, NW: tl.constexpr, N: tl.constexpr):
+def transposed(x, NW: tl.constexpr, N: tl.constexpr):
     """[NW, ROWS, 16] -> the transpose of its first N rows [NW, 16, N]: no moves, it is how a lane has a second operand."""
     if N == 8:
         x, _ = tl.split(tl.permute(tl.reshape(x, [NW, 2, 8, 16]), [0, 2, 3, 1]))
@@ -59,7 +59,7 @@ def _transposed(x, NW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, NW: tl.constexpr, N: tl.constexpr):
+def padded_rows(x, NW: tl.constexpr, N: tl.constexpr):
     """[NW, 16, 16], every row alike, as at least N rows."""
     if N == 32:
         x = tl.reshape(tl.broadcast_to(x[:, None, :, :], [NW, 2, 16, 16]), [NW, 32, 16])
@@ -67,7 +67,7 @@ def _rows(x, NW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
+def cast(x, TYPE: tl.constexpr, ASM: tl.constexpr):
     """float32 -> TYPE, to nearest, ties to even: the interpreter cuts bfloat16 off, so it is given what is exact."""
     if TYPE == tl.bfloat16 and not ASM:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
@@ -77,7 +77,7 @@ def _as(x, TYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _times(a, b, c, ASM: tl.constexpr):
+def multiply_add(a, b, c, ASM: tl.constexpr):
     """c + a b: the interpreter's products of bfloat16 are wrong."""
     if ASM:
         return tl.dot(a, b, c)

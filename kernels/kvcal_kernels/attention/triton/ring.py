@@ -50,11 +50,11 @@ def _constraints(sizes):
     return "=r,r,r,r" + ",r,l" * len(sizes)
 
 
-_beyond = triton.constexpr_function(plain_beyond)
+ring_lies_behind = triton.constexpr_function(plain_beyond)
 
 
 @triton.constexpr_function
-def _ring(size, beyond):
+def ring_address(size, beyond):
     """Where the ring begins. beyond: behind what Triton manages, see `_examine`; of several warps, or beside tables, it would
     not fit the 48 KB of shared memory that assembly may declare.
     """
@@ -70,7 +70,7 @@ def _arrived(pending):
 
 
 @triton.jit
-def _arrive(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
+def wait_for_blocks(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
     """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else all wait
     for one another, as Triton may read scales of integers in a layout in which a warp has those of others' blocks.
     """
@@ -114,7 +114,7 @@ def _pieces(keys, values):
 
 
 @triton.jit
-def _fetch(
+def fetch_blocks(
     origins, first, last, slot, lane, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
     """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
@@ -134,7 +134,7 @@ def _fetch(
 
 
 @triton.jit
-def _open_ring(
+def open_ring(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, KEYS: tl.constexpr,
     VALUES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _open_ring(
         p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS, VALUES,
     )  # fmt: skip
     base = tl.inline_asm_elementwise(
-        _ring(SLOT * SLOTS * NW, _beyond(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
+        ring_address(SLOT * SLOTS * NW, ring_lies_behind(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
         "=r,r",
         [zero],
         dtype=tl.int32,
@@ -153,7 +153,7 @@ def _open_ring(
     )
     to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
     for ahead in tl.static_range(SLOTS - 1):
-        _fetch(
+        fetch_blocks(
             origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, KEYS, VALUES, NW,
         )  # fmt: skip
     return origins, base

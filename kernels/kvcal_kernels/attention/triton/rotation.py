@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _sign(p_sign, at):
+def sign_at(p_sign, at):
     """Number `at` of int8 as float32. Not loaded as a byte: Triton lays out a product's operands by the narrowest load that
     they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers, not 16 (`check_layouts`).
     """
@@ -18,7 +18,7 @@ def _sign(p_sign, at):
 
 
 @triton.jit
-def _hadamard(NW: tl.constexpr, TYPE: tl.constexpr):
+def hadamard_tile(NW: tl.constexpr, TYPE: tl.constexpr):
     r = tl.arange(0, 16)
     v = r[:, None] & r[None, :]
     v = v ^ (v >> 2)
@@ -35,7 +35,7 @@ def _butterfly(x, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
+def butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
     """Of every SPAN of a tuple's COUNT tensors."""
     if SPAN > 1:
         x = _butterfly(x, COUNT, 1)
@@ -60,7 +60,7 @@ def _across_weight(row, column, back):
 
 
 @triton.jit
-def _across(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BACK: tl.constexpr):
+def across_factor(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BACK: tl.constexpr):
     """Cosine transforms of FACTOR across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate` has them; BACK: the
     inverse.
     """
@@ -78,37 +78,37 @@ def _across(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BA
 
 
 @triton.jit
-def _of_parity(x, NW: tl.constexpr, N: tl.constexpr):
+def parity_step(x, NW: tl.constexpr, N: tl.constexpr):
     """The step between even and odd channels, which are neighbouring columns."""
     even, odd = tl.split(tl.reshape(x, [NW, 16, N // 2, 2]))
     return tl.reshape(tl.join(even + odd, even - odd), [NW, 16, N])
 
 
 @triton.jit
-def _rotated(
+def rotated_queries(
     p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
     FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
     rotated = ()
     for i in tl.static_range(SLICES):
-        channel = _query_channels(i, FOUR)
+        channel = query_channels(i, FOUR)
         b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :], other=0.0)
-        sign = _sign(p_sign, i_kv * D + channel)
+        sign = sign_at(p_sign, i_kv * D + channel)
         b_q = (b_q.to(tl.float32) * b_down[None, :] * sign[:, None]).to(tl.float16)
-        rotated = rotated + (tl.dot(_hadamard(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
-    return _across(_butterflies(rotated, SLICES, WIDTH // 16), SLICES, WIDTH // 16, FACTOR, False)
+        rotated = rotated + (tl.dot(hadamard_tile(NW, tl.float16), tl.broadcast_to(b_q[None], [NW, 16, N])),)
+    return across_factor(butterflies(rotated, SLICES, WIDTH // 16), SLICES, WIDTH // 16, FACTOR, False)
 
 
 @triton.jit
-def _query_channels(i: tl.constexpr, FOUR: tl.constexpr):
+def query_channels(i: tl.constexpr, FOUR: tl.constexpr):
     """Channels of slice i of queries (16,). FOUR: a code stands for four of them."""
     r = tl.arange(0, 16)
     return i // 2 * 32 + r // 2 * 4 + i % 2 * 2 + r % 2 if FOUR else i * 16 + r
 
 
 @triton.jit
-def _value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
+def value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
     """Channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, PAIRED 2, of slices; other layouts
     have none.
     """

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from ...triton import half
-from .numbers import _four, _rows, _together, _transposed, _two, _word
-from .tiles import _mixed, _spot
+from .numbers import four_floats, padded_rows, side_by_side, transposed, two_floats, word_type
+from .tiles import interleaved_row, lane_zeros
 
 
 @triton.jit
-def _loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
+def loaded_pairs(p, b_at, b_live, NW: tl.constexpr):
     """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16] float16 each, stored as
     [8][scale, scale, zero, zero]: as a register of an operand holds them.
     """
@@ -50,36 +50,36 @@ def _from_shared(at, BITS: tl.constexpr, BYTE: tl.constexpr):
 
 
 @triton.jit
-def _columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM: tl.constexpr):
-    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = _together(COUNT), from byte BYTE of a slot
-    of the ring on; or in memory at b_at [NW, 1] int64.
+def scale_columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM: tl.constexpr):
+    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = side_by_side(COUNT), from byte BYTE of a
+    slot of the ring on; or in memory at b_at [NW, 1] int64.
     """
-    WIDTH: tl.constexpr = _together(COUNT)
+    WIDTH: tl.constexpr = side_by_side(COUNT)
     r = tl.arange(0, 16)[None, :]
     columns = ()
     for i in tl.static_range(COUNT // WIDTH):
         if ASM:
             x = _from_shared(ring + r * (2 * WIDTH), 16 * WIDTH, BYTE + i * 32 * WIDTH)
         else:
-            at = (p + b_at + i * 16 * WIDTH).to(tl.pointer_type(_word(WIDTH))) + r
+            at = (p + b_at + i * 16 * WIDTH).to(tl.pointer_type(word_type(WIDTH))) + r
             x = tl.load(at, mask=b_live, other=0)
         if WIDTH == 4:
-            columns = columns + _four(x, ASM)
+            columns = columns + four_floats(x, ASM)
         elif WIDTH == 2:
-            columns = columns + _two(x, ASM)
+            columns = columns + two_floats(x, ASM)
         else:
             columns = columns + (x.to(tl.float16, bitcast=True).to(tl.float32),)
     return columns
 
 
 @triton.jit
-def _pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
+def scale_pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
     """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16, 16] float16 each, every row alike,
     stored as [8][scale, scale, zero, zero].
     """
     r = tl.arange(0, 16)[None, None, :]
     if ASM:
-        at = ring[:, :, None] + (r % 8 // 2 * 8 + _spot(NW))
+        at = ring[:, :, None] + (r % 8 // 2 * 8 + lane_zeros(NW))
         scale, zero = tl.inline_asm_elementwise(
             _pair(BYTE), "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at],
             dtype=(tl.float16, tl.float16), is_pure=False, pack=8,
@@ -92,8 +92,8 @@ def _pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM: tl.
 
 
 @triton.jit
-def _row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """The scales of `_pairs` by rows: [NW, 16, 1] float16."""
+def row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
+    """The scales of `scale_pairs` by rows: [NW, 16, 1] float16."""
     r = tl.arange(0, 16)[None, :]
     if ASM:
         scale = _from_shared(ring + (r // 2 * 8 + r % 2 * 2), 16, BYTE).to(tl.float16, bitcast=True)
@@ -103,13 +103,13 @@ def _row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _token_scales(
+def token_scales(
     p_scale, live, COUNT: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
     """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no zero
-    points, scales in their place. Stored as `_columns` has them.
+    points, scales in their place. Stored as `scale_columns` has them.
     """
-    WIDTH: tl.constexpr = _together(COUNT * SIDE.columns)
+    WIDTH: tl.constexpr = side_by_side(COUNT * SIDE.columns)
     kind: tl.constexpr = tl.int64 if WIDTH == 4 else tl.int32 if WIDTH == 2 else tl.int16
     r = tl.arange(0, 16)[None, :]
     column = ()
@@ -125,9 +125,9 @@ def _token_scales(
 
 
 @triton.jit
-def _scaled(q, scale, NW: tl.constexpr, N: tl.constexpr):
+def scaled_queries(q, scale, NW: tl.constexpr, N: tl.constexpr):
     """Queries by rows [NW, 16 or 32, 16] times scales of channels, as a second operand [NW, 16, N]."""
-    return _transposed(q * _rows(scale, NW, N), NW, N)
+    return transposed(q * padded_rows(scale, NW, N), NW, N)
 
 
 @triton.constexpr_function
@@ -139,7 +139,7 @@ def _rows_of_halves(byte):
 
 
 @triton.jit
-def _norms(
+def token_norms(
     p, b_at, b_live, ring, BYTE: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a slot of the
@@ -147,8 +147,8 @@ def _norms(
     """
     r = tl.arange(0, 16)[None, :]
     if ASM:
-        row = (_mixed(r) if MIXED else r)[:, :, None]
-        at = ring[:, :, None] + (row * 2 + _spot(NW, N))
+        row = (interleaved_row(r) if MIXED else r)[:, :, None]
+        at = ring[:, :, None] + (row * 2 + lane_zeros(NW, N))
         norm = tl.inline_asm_elementwise(
             _rows_of_halves(BYTE), "=&f,=&f,=&f,=&f,r,r,r,r", [at], dtype=tl.float32, is_pure=False, pack=4
         )

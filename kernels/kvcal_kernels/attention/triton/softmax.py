@@ -7,9 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _spread(b_p, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+def by_parity(b_p, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     """Probabilities of 16 tokens [NW, 16, N] as operands of 8 tokens each, row 2 token + parity: 0 in columns of the other.
-    MIXED: tokens are in the order of `_mixed`.
+    MIXED: tokens are in the order of `interleaved_row`.
     """
     if MIXED:
         first, second = tl.inline_asm_elementwise(
@@ -38,7 +38,7 @@ def _movmatrix(mixed):
 
 
 @triton.jit
-def _parities():
+def declare_parities():
     """Registers that `_movmatrix` knows by name: where a lane's column takes numbers of even or of odd channels."""
     tl.inline_asm_elementwise(
         """.reg .b32 kvcal_low, kvcal_high; .reg .pred kvcal_parity;
@@ -56,7 +56,7 @@ def _second(x, NW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
+def second_operand(b_p, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
     """Probabilities of 16 tokens [NW, 16, N] float16 as a second operand. Triton's own way takes two shuffles and twelve
     instructions where this takes two.
     """
@@ -102,12 +102,12 @@ def _rising_constraints(count):
 
 
 @triton.constexpr_function
-def _kinds(kind, count):
+def dtypes(kind, count):
     return (kind,) * count
 
 
 @triton.jit
-def _faded(acc, fade):
+def faded(acc, fade):
     """Every tensor of a tuple times fade."""
     scaled = ()
     for i in tl.static_range(len(acc)):
@@ -124,7 +124,7 @@ def _slack(values):
 
 
 @triton.jit
-def _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexpr):
+def raised(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexpr):
     """Maxima b_m [NW, 16, N], rows alike, and sums and outputs of them, after scores b_0, b_1 times unit: as they were while
     no score of a warp passes its column's maximum by more than `_slack` says.
     """
@@ -133,7 +133,7 @@ def _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexp
         COUNT: tl.constexpr = 1 + len(acc)
         changed = tl.inline_asm_elementwise(
             _rising(COUNT, SLACK[0], SLACK[1]), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
-            dtype=_kinds(tl.float32, 1 + COUNT), is_pure=False, pack=4,
+            dtype=dtypes(tl.float32, 1 + COUNT), is_pure=False, pack=4,
         )  # fmt: skip
         b_m, b_l = changed[0], changed[1]
         acc = changed[2:]
@@ -142,5 +142,5 @@ def _risen(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexp
         if tl.max(b_top - b_m) > SLACK[0]:
             b_new = tl.maximum(b_m, b_top + SLACK[1])
             fade = tl.exp2(b_m - b_new)
-            b_m, b_l, acc = b_new, b_l * fade, _faded(acc, fade)
+            b_m, b_l, acc = b_new, b_l * fade, faded(acc, fade)
     return b_m, b_l, acc

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from .integers import _and
-from .numbers import _transposed
-from .scales import _pairs, _scaled
-from .tiles import _half_tile, _halved, _spot, _tile
+from .numbers import transposed
+from .scales import scale_pairs, scaled_queries
+from .tiles import ends_with_half, half_tile, lane_zeros, tile
 
 
 @triton.constexpr_function
@@ -40,11 +40,11 @@ def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.co
 
 
 @triton.jit
-def _tier_scores(
+def scores_of(
     p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_scores` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
+    """As `scores_of` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
     from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see `_gathered`.
     """
     EACH: tl.constexpr = KEYS.group // 32
@@ -56,25 +56,25 @@ def _tier_scores(
     TILES: tl.constexpr = KEYS.tiles
     tiles = ()
     for u in tl.static_range(TILES):
-        if _halved(KEYS.words) and u == TILES - 1:
-            tiles = tiles + (_half_tile(p_k, at, live, ring, 0, 2 * KEYS.full + u, 8, NW, ASM),)
+        if ends_with_half(KEYS.words) and u == TILES - 1:
+            tiles = tiles + (half_tile(p_k, at, live, ring, 0, 2 * KEYS.full + u, 8, NW, ASM),)
         else:
-            tiles = tiles + (_tile(p_k, at, live, ring, 0, 2 * KEYS.full + u, False, NW, ASM),)
+            tiles = tiles + (tile(p_k, at, live, ring, 0, 2 * KEYS.full + u, False, NW, ASM),)
     b_plain = tl.zeros([NW, 16, N], tl.float32)  # zero points
     b_0, b_1, b_exact0, b_exact1 = b_plain, b_plain, b_plain, b_plain
     for i in tl.static_range(SLICES):
         b_t = _gathered(p_order + at_group * (SLICES * 16) + i * 16, p_fit, live, ring, ORDER + i * 16, fit, NW, N, ASM)
-        b_q = _transposed(b_t, NW, N)
+        b_q = transposed(b_t, NW, N)
         if i < KEYS.full:
-            w = _tile(p_k, at, live, ring, 0, i, False, NW, ASM).to(tl.float16, bitcast=True)
+            w = tile(p_k, at, live, ring, 0, i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact0 = tl.dot(w, b_q, b_exact0)
-            w = _tile(p_k, at, live, ring, 0, KEYS.full + i, False, NW, ASM).to(tl.float16, bitcast=True)
+            w = tile(p_k, at, live, ring, 0, KEYS.full + i, False, NW, ASM).to(tl.float16, bitcast=True)
             b_exact1 = tl.dot(w, b_q, b_exact1)
         else:
             at_scale = at_group * ((SLICES - KEYS.full) * 32) + (i - KEYS.full) * 32
-            scale, zero = _pairs(p_ks, at_scale, live, ring, BEHIND + (i - KEYS.full) * 64, NW, ASM)
+            scale, zero = scale_pairs(p_ks, at_scale, live, ring, BEHIND + (i - KEYS.full) * 64, NW, ASM)
             b_plain = tl.dot(zero, b_q, b_plain)
-            b_q = _scaled(b_t, scale, NW, N)
+            b_q = scaled_queries(b_t, scale, NW, N)
             b_0 = _lower(tiles, _first(i - KEYS.full, KEYS.four), 4 if i < KEYS.full + KEYS.four else 2, b_q, b_0, ASM)
             b_1 = _lower(
                 tiles,
@@ -107,7 +107,7 @@ def _gathering(byte, columns):
 def _gathered(
     p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `_transposed` takes it.
+    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `transposed` takes it.
     The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
     """
     TALL: tl.constexpr = max(N, 16)
@@ -153,7 +153,7 @@ def _fitting(size):
 
 @triton.jit
 def query_of(p_q, p_fit, o_q, b_row, b_down, D: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr):
-    """Queries into the table from which `_tier_scores` reads them: float16 [D][N]."""
+    """Queries into the table from which `scores_of` reads them: float16 [D][N]."""
     channel, column = tl.arange(0, triton.next_power_of_2(D)), tl.arange(0, N)
     b_q = tl.load(p_q + o_q[None, :] + channel[:, None], mask=b_row[None, :] & (channel < D)[:, None], other=0.0)
     b_q = (b_q.to(tl.float32) * b_down[None, :]).to(tl.float16)
@@ -166,4 +166,4 @@ def query_of(p_q, p_fit, o_q, b_row, b_down, D: tl.constexpr, N: tl.constexpr, A
 def row_bytes(NW: tl.constexpr, N: tl.constexpr):
     """Of `_gathered`'s rows, [1, 16 or 32, 1] in the layout of a product: 2 n for row n, in a table of float16."""
     TALL: tl.constexpr = max(N, 16)
-    return tl.arange(0, TALL)[None, :, None] * 2 + _spot(NW, 16, TALL)
+    return tl.arange(0, TALL)[None, :, None] * 2 + lane_zeros(NW, 16, TALL)

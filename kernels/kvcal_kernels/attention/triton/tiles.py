@@ -12,7 +12,7 @@ from .numbers import TILE
 
 
 @triton.jit
-def _words(b_at):
+def word_offsets(b_at):
     """Where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in memory, which Triton
     does not see: without the hint a warp loads four rows of each of four blocks, and their places share banks.
     """
@@ -26,7 +26,7 @@ def _matrix(byte):
 
 
 @triton.constexpr_function
-def _halved(words):
+def ends_with_half(words):
     """Whether a block's words end with half a tile."""
     return words % 256 > 0
 
@@ -52,58 +52,58 @@ def _half_units(byte):
 
 
 @triton.jit
-def _spot(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
+def lane_zeros(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
     """Zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
     return tl.dot(tl.zeros([NW, ROWS, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16)).to(tl.int32)
 
 
 @triton.jit
-def _mixed(row):
-    """Rows 0, 4, 1, 5, 2, 6, 3, 7 of each eight. Scores in this order are, once transposed, what `_spread` needs."""
+def interleaved_row(row):
+    """Rows 0, 4, 1, 5, 2, 6, 3, 7 of each eight. Scores in this order are, once transposed, what `by_parity` needs."""
     return row & 8 | row >> 1 & 3 | (row & 1) << 2
 
 
 @triton.jit
-def _tile(
+def tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32,
-    MIXED with rows as `_mixed` says; or in memory at b_at [NW, 1] int64.
+    MIXED with rows as `interleaved_row` says; or in memory at b_at [NW, 1] int64.
     """
     r = tl.arange(0, 16)
     if ASM:
-        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
-        row = _mixed(lane & 15) if MIXED else lane & 15
+        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + lane_zeros(NW)
+        row = interleaved_row(lane & 15) if MIXED else lane & 15
         at = ring[:, :, None] + (row * 32 + ((lane >> 4) ^ (row >> 2 & 1)) * 16)
         w = tl.inline_asm_elementwise(
             _matrix(BYTE + U * 512), "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
         )
     else:
-        w = tl.load(p_words + _words(b_at) + U * TILE, mask=b_live[:, :, None], other=0)
+        w = tl.load(p_words + word_offsets(b_at) + U * TILE, mask=b_live[:, :, None], other=0)
     return w
 
 
 @triton.jit
-def _half_rows(ring, MIXED: tl.constexpr, NW: tl.constexpr):
+def half_row_addresses(ring, MIXED: tl.constexpr, NW: tl.constexpr):
     """Where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows here."""
     r = tl.arange(0, 16)
-    lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
-    row = _mixed(lane & 15) if MIXED else lane & 15
+    lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + lane_zeros(NW)
+    row = interleaved_row(lane & 15) if MIXED else lane & 15
     return ring[:, :, None] + (row ^ row >> 3) * 16
 
 
 @triton.jit
-def _half_tile(
+def half_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, FURTHER: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may be
+    """As `tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may be
     anything.
     """
     if ASM:
         w = tl.inline_asm_elementwise(
-            _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, False, NW)],
+            _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [half_row_addresses(ring, False, NW)],
             dtype=tl.int16, is_pure=False, pack=8,
         )  # fmt: skip
     else:
@@ -117,14 +117,14 @@ def _half_tile(
 
 
 @triton.jit
-def _half_unit_tile(
+def half_unit_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile` of units of which there is half a tile: what is a unit's own is its lower half, not turned."""
+    """As `tile` of units of which there is half a tile: what is a unit's own is its lower half, not turned."""
     if ASM:
         w = tl.inline_asm_elementwise(
-            _half_units(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [_half_rows(ring, MIXED, NW)],
+            _half_units(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [half_row_addresses(ring, MIXED, NW)],
             dtype=tl.int16, is_pure=False, pack=8,
         )  # fmt: skip
     else:
@@ -136,20 +136,20 @@ def _half_unit_tile(
 
 
 @triton.jit
-def _upper_tile(
+def upper_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `_tile` of which there are the first 8 rows."""
+    """As `tile` of which there are the first 8 rows."""
     r = tl.arange(0, 16)
     if ASM:
-        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + _spot(NW)
-        row = _mixed(lane & 7) if MIXED else lane & 7
+        lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + lane_zeros(NW)
+        row = interleaved_row(lane & 7) if MIXED else lane & 7
         at = ring[:, :, None] + (row * 32 + ((lane >> 3 & 1) ^ (row >> 2)) * 16)
         w = tl.inline_asm_elementwise(
             _upper_matrix(BYTE + U * 512), "=&r,=r,=&r,=r,r,r,r,r,r,r,r,r", [at], dtype=tl.int16, is_pure=False, pack=8
         )
     else:
         upper = b_live[:, :, None] & (r < 8)[None, :, None]
-        w = tl.load(p_words + _words(b_at) + U * TILE, mask=upper, other=0)
+        w = tl.load(p_words + word_offsets(b_at) + U * TILE, mask=upper, other=0)
     return w

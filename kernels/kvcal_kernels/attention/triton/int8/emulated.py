@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..integers import _codes, _key_place, _place
-from ..scales import _columns
-from .queries import FULL_PROBABILITY, FULL_QUERY, _byte_place
+from ..integers import bit_weight, codes_of, key_bit_weight
+from ..scales import scale_columns
+from .queries import FULL_PROBABILITY, FULL_QUERY, slice_weight
 
 
 @triton.jit
-def _plain_scores(
+def emulated_scores(
     p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -20,7 +20,7 @@ def _plain_scores(
     live = at >= 0
     scores = ()
     if not KEYS.points:
-        parts = _codes(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, False)
+        parts = codes_of(p_k, at * KEYS.words, live, at, KEYS, 0, False, NW, False, False)
     if KEYS.points:
         r = tl.arange(0, 16)
         for h in tl.static_range(2):
@@ -46,18 +46,18 @@ def _plain_scores(
         for h in tl.static_range(2):
             b_s = tl.zeros([NW, 16, N], tl.float32)
             for i in tl.static_range(SLICES):
-                x = _counted(parts[h * KEYS.pieces + i], _key_place(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
+                x = _counted(parts[h * KEYS.pieces + i], key_bit_weight(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
                 b_s += tl.dot(x, tl.floor(scaled[i] / b_step[:, None, :] + 0.5), input_precision="ieee")
             scores = scores + ((b_s * b_step[:, None, :] + b_zero[:, None, :]) * unit[:, None, :],)
     else:
         BOTH: tl.constexpr = KEYS.columns
         COLUMNS: tl.constexpr = SLICES * 16 // KEYS.group * BOTH
         for h in tl.static_range(2):
-            scale = _columns(p_ks, (at * 2 + h) * COLUMNS * 16, live, at, 0, COLUMNS, False)
+            scale = scale_columns(p_ks, (at * 2 + h) * COLUMNS * 16, live, at, 0, COLUMNS, False)
             b_s = tl.zeros([NW, 16, N], tl.float32)
             for i in tl.static_range(SLICES):
                 g: tl.constexpr = i * 16 // KEYS.group * BOTH
-                x = _counted(parts[h * KEYS.pieces + i], _key_place(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
+                x = _counted(parts[h * KEYS.pieces + i], key_bit_weight(h, i, KEYS.bits, KEYS.mode, KEYS.pieces), KEYS)
                 b_s += tl.dot(x, queries[i], input_precision="ieee") * scale[g][:, :, None]
                 if KEYS.zeros:
                     b_s += tl.sum(queries[i], 1)[:, None, :] * scale[g + 1][:, :, None]
@@ -124,7 +124,7 @@ def _byte_entry(p_table, code, number, BITS: tl.constexpr):
 
 
 @triton.jit
-def _value_sizes(
+def value_exponents(
     p_vs, at, HALF: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr
 ):  # fmt: skip
     """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids; else 0."""
@@ -140,17 +140,17 @@ def _value_sizes(
 
 
 @triton.jit
-def _plain_added(
+def emulated_added(
     p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, room, VALUES: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as
-    ptx.py does. s_0, s_1: `_value_sizes`.
+    ptx.py does. s_0, s_1: `value_exponents`.
     """
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
     if not VALUES.points:
-        parts = _codes(p_v, at * VALUES.words, live, at, VALUES, 0, True, NW, False, False)
+        parts = codes_of(p_v, at * VALUES.words, live, at, VALUES, 0, True, NW, False, False)
     p_0 = tl.floor(tl.exp2(b_0 + s_0) * FULL_PROBABILITY + 0.5)
     p_1 = tl.floor(tl.exp2(b_1 + s_1) * FULL_PROBABILITY + 0.5)
     b_sum = tl.sum(p_0 + p_1, 1)[:, None, :]
@@ -158,7 +158,7 @@ def _plain_added(
         BOTH: tl.constexpr = VALUES.columns
         PER: tl.constexpr = VALUES.group // 32
         at_scale = (i_head * (room // PER) + block_at // PER)[:, None] * (SLICES * BOTH * 16)
-        scale = _columns(p_vs, at_scale, live, at, 0, SLICES * BOTH, False)
+        scale = scale_columns(p_vs, at_scale, live, at, 0, SLICES * BOTH, False)
     elif VALUES.outer:  # what zero points add to all channels
         r = tl.arange(0, 16)[None, :]
         p = p_vs + at * 64 + (r // 2 * 4 + r % 2 + 2)
@@ -172,8 +172,8 @@ def _plain_added(
             x_0 = _byte_points(p_words, r[:, None], r[None, :], p_table, 0, i, True, SLICES, VALUES.bits, VALUES.group)
             x_1 = _byte_points(p_words, r[:, None], r[None, :], p_table, 1, i, True, SLICES, VALUES.bits, VALUES.group)
         else:
-            x_0 = _counted(parts[i], _place(i, VALUES.bits), VALUES)
-            x_1 = _counted(parts[VALUES.pieces + i], _place(i, VALUES.bits), VALUES)
+            x_0 = _counted(parts[i], bit_weight(i, VALUES.bits), VALUES)
+            x_1 = _counted(parts[VALUES.pieces + i], bit_weight(i, VALUES.bits), VALUES)
         b_dot = tl.dot(x_0, p_0, input_precision="ieee") + tl.dot(x_1, p_1, input_precision="ieee")
         if VALUES.inner:
             b_dot = b_dot * scale[i * BOTH][:, :, None]
@@ -182,7 +182,7 @@ def _plain_added(
         b_dot = b_dot * fade
         if VALUES.outer:
             b_dot += b_zero
-        slices = slices + (b_dot * _byte_place(i, VALUES.bits, VALUES.mode),)
+        slices = slices + (b_dot * slice_weight(i, VALUES.bits, VALUES.mode),)
     odd = (tl.arange(0, N) % 2 == 1)[None, None, :]
     outputs = ()
     for i in tl.static_range(SLICES // 2):
@@ -194,7 +194,7 @@ def _plain_added(
 def _counted(
     part, PLACE: tl.constexpr, SIDE: tl.constexpr
 ):  # fmt: skip
-    """Codes as `_codes` leaves them -> numbers, of symmetric forms with their sign."""
+    """Codes as `codes_of` leaves them -> numbers, of symmetric forms with their sign."""
     x = part.to(tl.float32) * (2.0**24 / PLACE)
     if SIDE.symmetric:
         x -= 2.0 ** (SIDE.bits - 1)

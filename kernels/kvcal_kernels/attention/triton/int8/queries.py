@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from ....layout.form import POINTS
-from ..numbers import LOW, _together
+from ..numbers import LOW, side_by_side
 from ..queries import row_offset
-from ..rotation import _rotated
-from ..softmax import _kinds
-from ..tiles import _spot
+from ..rotation import rotated_queries
+from ..softmax import dtypes
+from ..tiles import lane_zeros
 from .ptx import JUMP, MAGIC_FLOAT, PROBABILITY, QUERY, SLACK, field_place, pairs_of_word
 from .scores import beginning, beginning_constraints, beginning_tensors, spreading
 
@@ -19,7 +19,7 @@ BLOCK_SLACK, BLOCK_JUMP = tl.constexpr(SLACK), tl.constexpr(JUMP)
 
 
 @triton.constexpr_function
-def _byte_place(i, bits, mode):
+def slice_weight(i, bits, mode):
     return 1.0 if mode == POINTS else float(field_place(i % pairs_of_word(bits), bits))
 
 
@@ -64,7 +64,9 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
         x2, x3 = _two_numbers(tl.load(p_own + 8, mask=further, other=0), p_q.dtype.element_ty)
         first = _bytes_of(_fixed(x0, inverse, rounded), _fixed(x2, inverse, rounded), which)
         second = _bytes_of(_fixed(x1, inverse, rounded), _fixed(x3, inverse, rounded), which)
-        registers = registers + (_bytes_of(first, second, tl.full([16, 8], 0x5410, tl.int32))[None] + _spot(NW, 8),)
+        registers = registers + (
+            _bytes_of(first, second, tl.full([16, 8], 0x5410, tl.int32))[None] + lane_zeros(NW, 8),
+        )
     return registers
 
 
@@ -91,12 +93,12 @@ def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl
         )
         four = _bytes_of(first, second, tl.full([NW, 16, N], 0x5410, tl.int32))
         turned = tl.permute(tl.reshape(four, [NW, 8, 2, 8]), [0, 2, 3, 1])  # parity, row of the query, pair of channels
-        registers = registers + (tl.reshape(turned, [NW, 16, 8]) + _spot(NW, 8),)
+        registers = registers + (tl.reshape(turned, [NW, 16, 8]) + lane_zeros(NW, 8),)
     return registers
 
 
 @triton.jit
-def _byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+def byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     """COUNT tensors of `Grid.table` of a grid in bytes, four registers each."""
     number, _ = _lanes(NW, N)
     tables = ()
@@ -106,17 +108,17 @@ def _byte_tables(p_table, COUNT: tl.constexpr, NW: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
-def _begun(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
+def product_starts(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr):
     COUNT: tl.constexpr = beginning_tensors(SLICES, PIECES, BITS, MODE)
     KIND: tl.constexpr = tl.int32 if MODE == 0 else tl.float32
     return tl.inline_asm_elementwise(
         beginning(SLICES, PIECES, BITS, MODE), beginning_constraints(SLICES, PIECES, BITS, MODE), queries,
-        dtype=_kinds(KIND, COUNT), is_pure=True, pack=4,
+        dtype=dtypes(KIND, COUNT), is_pure=True, pack=4,
     )  # fmt: skip
 
 
 @triton.jit
-def _spread_state(state, WHICH: tl.constexpr):
+def spread_state(state, WHICH: tl.constexpr):
     return tl.inline_asm_elementwise(
         spreading(WHICH), "=&f,=&f,=&f,=&f,f,f,f,f", [state], dtype=tl.float32, is_pure=True, pack=4
     )
@@ -125,13 +127,13 @@ def _spread_state(state, WHICH: tl.constexpr):
 @triton.jit
 def _lanes(NW: tl.constexpr, N: tl.constexpr):
     """Of the four numbers that a lane has of a product's result [NW, 16, N]: which one it is, the lane."""
-    b_none = _spot(NW, N)
+    b_none = lane_zeros(NW, N)
     r, column = tl.arange(0, 16)[None, :, None] + b_none, tl.arange(0, N)[None, None, :] + b_none
     return r // 8 * 2 + column % 2, r % 8 * 4 + column // 2
 
 
 @triton.jit
-def _byte_state(
+def first_state(
     unit, at, KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -147,9 +149,9 @@ def _byte_state(
     if VALUES.points:
         values = lane // 4 * 2
     if KEYS.inner:
-        keys = lane // 4 * (2 * _together(D // KEYS.group * KEYS.columns))
+        keys = lane // 4 * (2 * side_by_side(D // KEYS.group * KEYS.columns))
     if VALUES.inner:
-        values = lane // 4 * (2 * _together(D // 16 * VALUES.columns))
+        values = lane // 4 * (2 * side_by_side(D // 16 * VALUES.columns))
     state = tl.where(number == 0, LOW, tl.where(number == 2, unit[:, None, :], 0.0))
     places = tl.where(number == 0, words, tl.where(number == 1, keys, values))
     if HALVES:
@@ -158,7 +160,7 @@ def _byte_state(
 
 
 @triton.jit
-def _byte_base(unit, NW: tl.constexpr, N: tl.constexpr):
+def first_base(unit, NW: tl.constexpr, N: tl.constexpr):
     """`base` of ptx.py, int32."""
     number, lane = _lanes(NW, N)
     low = lane // 4 % 2
@@ -168,7 +170,7 @@ def _byte_base(unit, NW: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
+def float16_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
     """Queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two slices. o_t, there,
     shrink as `_bytes_of_queries` has them.
     """
@@ -181,16 +183,16 @@ def _plain_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
             x = tl.load(p_q + o_t[:, None] + channel + i, mask=there[:, None], other=0.0).to(tl.float32)
             x = x * shrink[:, None]
             word = word | (x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (16 * i)
-        registers = registers + (word[None] + _spot(NW, 8),)
+        registers = registers + (word[None] + lane_zeros(NW, 8),)
     return registers
 
 
 @triton.jit
-def _constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
+def hidden_constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
     """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew for every
     product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
     """
-    b_none = _spot(NW, N)
+    b_none = lane_zeros(NW, N)
     number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
     hidden = (room >> 31) * (number + 1) + b_none
     numbers = ()
@@ -205,7 +207,7 @@ def query_of_points(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up times a step."""
-    plain = _rotated(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
+    plain = rotated_queries(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
     b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
     for i in tl.static_range(SLICES):
         b_high = tl.maximum(b_high, tl.abs(plain[i]))
@@ -241,11 +243,11 @@ def query_of(
     if KEYS.outer:  # powers of two: below 1
         b_up = (b_up.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0
         b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROWS, 2]), [16])
-        plain_q = _plain_queries(p_q, o_t, there, b_down, SLICES * 16, NW)
+        plain_q = float16_queries(p_q, o_t, there, b_down, SLICES * 16, NW)
         if ASM:
             for _ in tl.static_range((SLICES + 3) // 4):
-                q = q + (_spot(NW, 8),)
-            q = q + (_spot(NW, 8).to(tl.float32),)
+                q = q + (lane_zeros(NW, 8),)
+            q = q + (lane_zeros(NW, 8).to(tl.float32),)
     else:
         b_up = b_up * (1 / FULL_QUERY)
         b_down = tl.reshape(tl.broadcast_to((1 / b_up)[None, :, None], [2, ROWS, 2]), [16])
@@ -259,5 +261,5 @@ def query_of(
             b_q = b_q.to(tl.float16).to(tl.float32) if KEYS.outer else tl.floor(b_q + 0.5)
             q = q + (tl.broadcast_to(b_q[None], [NW, 16, N]),)
     if ASM and KEYS.inner:
-        sums = _begun(q, SLICES, KEYS.pieces, KEYS.bits, KEYS.mode)
+        sums = product_starts(q, SLICES, KEYS.pieces, KEYS.bits, KEYS.mode)
     return q, sums, plain_q, b_up

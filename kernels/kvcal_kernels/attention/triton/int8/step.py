@@ -5,21 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..softmax import _faded
-from ..tiles import _halved
+from ..softmax import faded
+from ..tiles import ends_with_half
 from .block import block, block_constraints
-from .emulated import _plain_added, _plain_scores, _value_sizes
+from .emulated import emulated_added, emulated_scores, value_exponents
 from .ptx import points_tensors
 from .queries import (
     BLOCK_JUMP,
     BLOCK_SLACK,
     FULL_PROBABILITY,
-    _byte_base,
-    _byte_place,
-    _byte_state,
-    _byte_tables,
-    _constants,
-    _spread_state,
+    byte_tables,
+    first_base,
+    first_state,
+    hidden_constants,
+    slice_weight,
+    spread_state,
 )
 from .values import constants
 
@@ -32,7 +32,7 @@ def _changed(slices, k_mode):
 
 
 @triton.jit
-def _byte_step(
+def step_of_bytes(
     p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt, p_vt,
     unit, b_m, b_l, acc, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
@@ -67,12 +67,12 @@ def _byte_step(
     else:
         live = first + tl.arange(0, NW) < stop
         block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)
-        b_0, b_1 = _plain_scores(
+        b_0, b_1 = emulated_scores(
             p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt, room, KEYS, SLICES, NW, N
         )  # fmt: skip
         at_size = (norms[1] if VALUES.points else i_head) * room + block_at
-        s_0 = _value_sizes(p_vs, at_size, 0, VALUES, NW)
-        s_1 = _value_sizes(p_vs, at_size, 1, VALUES, NW)
+        s_0 = value_exponents(p_vs, at_size, 0, VALUES, NW)
+        s_1 = value_exponents(p_vs, at_size, 1, VALUES, NW)
         b_top = tl.max(tl.maximum(b_0 + s_0, b_1 + s_1), 1)[:, None, :]
         b_e = tl.ceil(b_top + tl.abs(b_top) * 2.0**-22) + tl.zeros([NW, 16, N], tl.float32)
         b_e = tl.where(live[:, None, None], b_e, float("-inf"))  # a warp without a block left adds nothing
@@ -82,13 +82,13 @@ def _byte_step(
         b_0 = tl.where(live[:, None, None], b_0 - b_e, 0.0)
         b_1 = tl.where(live[:, None, None], b_1 - b_e, 0.0)
         b_l += (tl.exp2(b_0) + tl.exp2(b_1)) * fade
-        acc = _plain_added(
+        acc = emulated_added(
             p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt, room, VALUES, SLICES, NW, N
         )  # fmt: skip
         if tl.max(b_d) > BLOCK_SLACK:
             b_new = tl.maximum(b_m, b_e)
             fade = tl.exp2(b_m - b_new)
-            b_m, b_l, acc = b_new, b_l * fade, _faded(acc, fade)
+            b_m, b_l, acc = b_new, b_l * fade, faded(acc, fade)
     return b_m, b_l, acc, queries
 
 
@@ -97,17 +97,17 @@ def state_of(
     p_kt, p_vt, unit, at, sums, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What `_byte_step` changes and reads, before the first block: its state, places, what products begin with (of outer
+    """What `step_of_bytes` changes and reads, before the first block: its state, places, what products begin with (of outer
     groups the base), constants and tables of grids. at [NW]: where each warp's ring begins.
     """
-    HALVES: tl.constexpr = _halved(KEYS.words) or _halved(VALUES.words)
-    b_m, places = _byte_state(unit, at, KEYS, VALUES, SLICES * 16, HALVES, NW, N)
+    HALVES: tl.constexpr = ends_with_half(KEYS.words) or ends_with_half(VALUES.words)
+    b_m, places = first_state(unit, at, KEYS, VALUES, SLICES * 16, HALVES, NW, N)
     if KEYS.outer:
-        sums = (_byte_base(unit, NW, N),)
-    fixed = _constants(room, constants(SLICES, VALUES.tiles, VALUES.bits, VALUES.mode), NW, N)
-    tables = _byte_tables(p_kt, points_tensors(KEYS.mode, KEYS.group), NW, N)
+        sums = (first_base(unit, NW, N),)
+    fixed = hidden_constants(room, constants(SLICES, VALUES.tiles, VALUES.bits, VALUES.mode), NW, N)
+    tables = byte_tables(p_kt, points_tensors(KEYS.mode, KEYS.group), NW, N)
     if not SAME:
-        tables = tables + _byte_tables(p_vt, points_tensors(VALUES.mode, VALUES.group), NW, N)
+        tables = tables + byte_tables(p_vt, points_tensors(VALUES.mode, VALUES.group), NW, N)
     return b_m, places, sums, fixed, tables
 
 
@@ -116,16 +116,16 @@ def output_of(acc, b_m, b_l, VALUES: tl.constexpr, WIDE: tl.constexpr, N: tl.con
     """Outputs in units of the values', two slices each in columns of either parity; maxima and sums [NW, N]."""
     if ASM:
         if VALUES.outer:
-            shift = tl.sum(_spread_state(b_m, (3, 3, -1, -1)), 1)
-        b_l = _spread_state(b_m, (1, 1, -1, -1))
-        b_m = _spread_state(b_m, (0, 0, 0, 0))
+            shift = tl.sum(spread_state(b_m, (3, 3, -1, -1)), 1)
+        b_l = spread_state(b_m, (1, 1, -1, -1))
+        b_m = spread_state(b_m, (0, 0, 0, 0))
     b_m = tl.max(b_m, 1)
     b_l = tl.sum(b_l, 1)
     odd = tl.arange(0, N) % 2 == 1
     out = ()
     for i in tl.static_range(WIDE):
-        of_odd = 1 / _byte_place(2 * i + 1, VALUES.bits, VALUES.mode)
-        b_unit = tl.where(odd, of_odd, 1 / _byte_place(2 * i, VALUES.bits, VALUES.mode)) * (1 / FULL_PROBABILITY)
+        of_odd = 1 / slice_weight(2 * i + 1, VALUES.bits, VALUES.mode)
+        b_unit = tl.where(odd, of_odd, 1 / slice_weight(2 * i, VALUES.bits, VALUES.mode)) * (1 / FULL_PROBABILITY)
         # sums show what integers do not
         b_o = acc[i] * b_unit[None, None, :] + (b_l - b_l)[:, None, :]
         if VALUES.outer and ASM:
