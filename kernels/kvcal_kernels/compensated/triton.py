@@ -65,7 +65,7 @@ def _step(
     p_from, p_to, p_weight, p_unit, i_head, live, plane,
     DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+):
     """Round channels from START on of the keys at p_from, and store at p_to those that change, with START 0 all; pointers
     [BLOCK * BLOCKS, 1] of channel 0. i_head: of the weights.
     """
@@ -102,7 +102,7 @@ def correct_kernel(
     p_x, p_out, p_weight, p_unit, tokens, plane, batch_stride, head_stride, token_stride, batch_of_weights,
     HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tokens / (BLOCK * BLOCKS), HEADS, batch). Rounds channels from START on; with START 0 `p_out` gets all
     channels, else it is `p_x` and those behind change. plane: numbers of a digit of all weights. batch_of_weights: 0 if
     all rows share them, else 1.
@@ -116,7 +116,7 @@ def correct_kernel(
     i_head = (i_batch * batch_of_weights) * HEADS + i_kv
     _step(
         p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP, BITS,
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=["batch", "queries", "batch_of_weights"])
@@ -125,7 +125,7 @@ def due_kernel(
     token_stride, batch_of_weights,
     HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
+):
     """correct_kernel of the block that a row packs now; grid (HEADS, batch). With START 0 keys come from the ring or are new,
     else from p_out. BLOCKS: 1.
     """
@@ -148,12 +148,12 @@ def due_kernel(
             _step(
                 p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
                 BITS,
-            )  # fmt: skip
+            )
         else:
             _step(
                 p_to, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
                 BITS,
-            )  # fmt: skip
+            )
 
 
 def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: int) -> Tensor:
@@ -171,7 +171,7 @@ def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: in
             correct_kernel[(-(-tokens // (block * fixed["BLOCKS"])), heads, batch)](
                 source, out, weight, unit, tokens, weight[0].numel(), *source.stride()[:3], int(len(unit) > 1),
                 **fixed, num_warps=warps(block), num_stages=1, enable_fp_fusion=False,
-            )  # fmt: skip
+            )
     return out
 
 
@@ -196,7 +196,7 @@ def due(
             fixed = settings(i, moves.channels, heads, dim, bits, group, block) | {"BLOCKS": 1}
             numbers = (
                 batch, queries, weight[0].numel(), ring.shape[2], *new.stride()[:3], int(len(unit) > 1),
-            )  # fmt: skip
+            )
             options = fixed | {"num_warps": warps(block), "num_stages": 1, "enable_fp_fusion": False}
             _PREPARED[name] = Ready(due_kernel, (heads, batch), options), numbers
         ready, numbers = _PREPARED[name]

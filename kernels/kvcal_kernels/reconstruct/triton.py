@@ -126,7 +126,7 @@ def _points(
     p_codes, p_grid, o_code, b_place, b_live, first, s_head,
     H: tl.constexpr, D: tl.constexpr, d: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, KEY: tl.constexpr,
     BYTES: tl.constexpr, WORDWISE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+):
     """Grid points [BM, BN] float16 of BN channels from `first` on, channels in the order of `places`. o_code: where codes
     of a token (keys) or a block (values) begin, b_place, b_live: which code of a run it is, whether it exists; for values
     word by word, for each word instead.
@@ -180,7 +180,7 @@ def _parity(x):
 @triton.jit
 def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first, steps,
               H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, FULL: tl.constexpr,
-              STAGES: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+              STAGES: tl.constexpr, ASM: tl.constexpr):
     """acc plus one input's share of the predictor; `first`: its first row of the weights."""
     k = tl.arange(0, BK)
     for step in tl.range(0, steps, num_stages=STAGES):  # known at compile time, all would be unrolled
@@ -200,7 +200,7 @@ def _multiply(p_x, p_weight, o_row, b_live, columns, b_known, acc, s_head, first
 def _turn(
     p_out, p_turned, p_table, acc, o_out, o_turn, b_live, i_n, s_head,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """BM rows stored as they are and turned by RoPE."""
     TYPE: tl.constexpr = p_out.dtype.element_ty
     low, high = tl.split(tl.reshape(acc, [BM, BN // 2, 2]))
@@ -231,7 +231,7 @@ def reconstruct_kernel(
     BLOCK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, INPUTS: tl.constexpr,
     WORDWISE: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, DENSE: tl.constexpr, FACTORS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
     DENSE: the rotation ends with a cosine transform, and p_matrix has all of it: (tiles, tiles, BN, BN).
     FULL: BM divides the tokens of all rows, BN divides C.
@@ -272,7 +272,7 @@ def reconstruct_kernel(
     points = _points(
         p_codes, p_grid, o_code, b_place, b_some, base * BN, s_code_head,
         H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
-    )  # fmt: skip
+    )
     # without a predictor, whose rounding hides it, the sum of 8 points is kept whole: in float16 it was 5.4e-4 off, 2.1e-4 is
     # what rounding the output costs (H200)
     WHOLE: tl.constexpr = MIX > 1 and INPUTS == 0 and not DENSE
@@ -282,7 +282,7 @@ def reconstruct_kernel(
         more = _points(
             p_codes, p_grid, o_code, b_place, b_some, (base + other) * BN, s_code_head,
             H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
-        )  # fmt: skip
+        )
         points += more.to(points.dtype) * (1 - 2 * _parity(i_mix & other)).to(points.dtype)
     o_matrix = (i_n * BN + tl.arange(0, BN))[:, None] * BN + tl.arange(0, BN)[None, :]
     if DENSE:
@@ -294,7 +294,7 @@ def reconstruct_kernel(
             points = _points(
                 p_codes, p_grid, o_code, b_place, b_some, other * BN, s_code_head,
                 H, D, d, BITS, COUNT, KEY, BYTES, WORDWISE, BM, BN,
-            )  # fmt: skip
+            )
             matrix = tl.load(p_matrix + o_matrix + other * (BN * BN))
             acc = _dot(points.to(tl.float16), matrix, acc, ASM)
     if WHOLE:
@@ -515,7 +515,7 @@ def reconstruct(
     strides = (
         *coded.codes.stride()[:2], *coded.norm.stride()[:2], *x[0].stride()[:2], *out.stride()[:2],
         table.stride(0) if len(table) > 1 else 0,
-    )  # fmt: skip
+    )
     kind = launch, rows, strides, out.dtype
     if (ready := prepared.launches.get(kind)) is None:
         grid = (prepared.matrix.shape[0] * -(-rows // launch.tokens),)
@@ -532,7 +532,7 @@ def reconstruct(
         prepared.matrix if prepared.factors is None else prepared.factors,
         prepared.matrix if prepared.bias is None else prepared.bias,
         prepared.matrix if prepared.weight is None else prepared.weight, *x, table,
-    )  # fmt: skip
+    )
     ready(tensors, rows, tokens, heads * dim // ready.options["BK"], *strides)
     return out, turned
 
@@ -550,7 +550,7 @@ def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: L
         "FULL": rows % launch.tokens == 0 and whole,
         "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
         "DENSE": coded.factor > 1, "FACTORS": coded.factors is not None,
-    }  # fmt: skip
+    }
 
 
 def _check(
@@ -610,7 +610,7 @@ def place_kernel(
     p_key, p_value, p_sink_key, p_sink_value, p_window_key, p_window_value, p_new_key, p_new_value, p_cos, p_sin,
     sink, window, new, behind, s_row, s_head, s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_turn, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value. DP: a power of two >= D."""
     i_head = tl.program_id(1).to(tl.int64)
     row, head = i_head // H, i_head % H
@@ -695,7 +695,7 @@ def place(
     strides = (
         *keys.stride()[:2], *new[0].stride()[:3], *new[1].stride()[:3],
         cos.stride(0) if turn is not None and len(cos) > 1 else 0,
-    )  # fmt: skip
+    )
     kind = grid, strides, heads, dim, turned, keys.dtype, cos.dtype, keys.device
     if (ready := _PLACES.get(kind)) is None:
         fixed = {"H": heads, "D": dim, "DP": triton.next_power_of_2(dim), "R": turned, "BT": PLACED}

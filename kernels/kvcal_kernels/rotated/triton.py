@@ -114,7 +114,7 @@ def _nearer_there(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: 
         return tl.inline_asm_elementwise(
             _gathering(POINTS, D), KINDS, (code, p_table.to(tl.int64), best, nearest) + parts,
             dtype=(tl.float32, tl.uint32), is_pure=True, pack=1,
-        )  # fmt: skip
+        )
     else:  # noqa: RET505 (both are compiled otherwise)
         return _nearer(parts, code, best, nearest, p_table, POINTS, D, ASM)
 
@@ -123,7 +123,7 @@ def _nearer_there(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: 
 def _nearest_of_cells(
     parts, p_table, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Of the candidates of a vector's cell (lattice/raster.py): a word has the first four, which most cells do with."""
     p_reach = p_table + POINTS * (1 + D)
     p_words = (p_reach + 1).to(tl.pointer_type(tl.uint32), bitcast=True)
@@ -170,7 +170,7 @@ def units_of(stored, gain, ROWS: tl.constexpr, ASM: tl.constexpr):
 def nearest_points(
     x, p_table, ROWS: tl.constexpr, N: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
     FEW: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Codes int32 [ROWS, N / D] of [ROWS, N]: the first of the nearest points. p_table: Rotated.table; SIDE, FEW, MOST: of its
     raster, 0 without.
     """
@@ -278,7 +278,7 @@ def _together(x, GROUPS: tl.constexpr, COUNT: tl.constexpr, LOG: tl.constexpr):
 @triton.jit
 def _store_byte_words(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
-):  # fmt: skip
+):
     """As `store_words`, grids.byte_words of a grid in bytes."""
     CODE: tl.constexpr = BITS * D
     TOGETHER: tl.constexpr = min(8, DIM // 16 // D) if CODE == 3 else 8 // CODE  # sets of as many tiles as they fill
@@ -307,7 +307,7 @@ def _store_byte_words(
 def store_words(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr,
     IN_BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """The words of layout.pack for codes int32 [32, DIM / D] of a block, where `live`. p_words: int32, of the block."""
     if IN_BYTES:
         _store_byte_words(p_words, code, live, DIM, BITS, D, VALUE)
@@ -318,7 +318,7 @@ def store_words(
 @triton.jit
 def _store_units(
     p_words, code, live, DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr
-):  # fmt: skip
+):
     """As `store_words`, grids.units of a grid that is looked up."""
     TOGETHER: tl.constexpr = 16 if BITS == 3 else 16 // BITS
     EACH: tl.constexpr = min(TOGETHER, DIM // 8)  # pieces of a unit; of 3 bits of three
@@ -346,7 +346,7 @@ def _decoded(
     code, stored, p_table, sign, scale,
     ROWS: tl.constexpr, N: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr,
     LOG_WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """[ROWS, N] float32 of codes [ROWS, N / D] and norms [ROWS * NORMS] float16, as the codec decodes them."""
     p_point = p_table + POINTS + code
     x = tl.load(p_point)
@@ -368,7 +368,7 @@ def encode_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr,
     D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tokens / ROWS, batch). scale: WIDTH^-0.5. DECODE: p_made takes what is decoded."""
     N: tl.constexpr = HEADS * DIM
     i_batch = tl.program_id(1).to(tl.int64)
@@ -378,7 +378,7 @@ def encode_kernel(
     o_x = i_batch * batch_stride + (at // DIM).to(tl.int64) * head_stride + at % DIM
     x = tl.load(
         p_x + o_x[None, :] + token.to(tl.int64)[:, None] * token_stride, mask=live[:, None], other=0.0
-    ).to(tl.float32)  # fmt: skip
+    ).to(tl.float32)
     nothing = x * 0.0
     sign = tl.load(p_sign + at)
     x = rotate_rows(x, sign, scale, ROWS, N, LOG_WIDTH)
@@ -440,7 +440,7 @@ def encode(
             x, how.sign, how.table, codes, norm, flags, norm if out is None else out, tokens,
             *x.stride()[:3], fixed["WIDTH"] ** -0.5, how.gain, **fixed, DECODE=out is not None, ASM=not interpreted(),
             num_warps=4, num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return codes, norm, flags
 
 
@@ -449,7 +449,7 @@ def pack_kernel(
     p_codes, p_words, blocks,
     DIM: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, WORDS: tl.constexpr, VALUE: tl.constexpr,
     IN_BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (blocks, rows * heads)."""
     block = tl.program_id(1).to(tl.int64) * blocks + tl.program_id(0)
     o = tl.arange(0, 32)[:, None] * (DIM // D) + tl.arange(0, DIM // D)[None, :]
@@ -474,7 +474,7 @@ def pack(codes: Tensor, form: Form) -> Tensor:
             codes, words.view(torch.int32), words.shape[2],
             DIM=form.dim, BITS=form.bits, D=form.vector, WORDS=form.words, VALUE=form.role == "value",
             IN_BYTES=form.in_bytes, num_warps=4,
-        )  # fmt: skip
+        )
     return words
 
 

@@ -23,7 +23,7 @@ def select_kernel(
     importance_batch, importance_head, importance_block, low, high,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ROUND: tl.constexpr, FULL: tl.constexpr,
     FOUR: tl.constexpr, FIXED: tl.constexpr, MEDIAN: tl.constexpr, WEIGHED: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (blocks, batch)."""
     N: tl.constexpr = HEADS * DIM
     i_block, i_batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -105,5 +105,5 @@ def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tupl
             *strides, how.low, how.high, HEADS=heads, DIM=dim, BLOCK=block, ROUND=how.round_up, FULL=how.full or 0,
             FOUR=how.four or 0, FIXED=how.full is not None, MEDIAN=how.median and how.full is None,
             WEIGHED=importance is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return perm, first, second

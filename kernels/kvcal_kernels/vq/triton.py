@@ -64,7 +64,7 @@ def propose_kernel(
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, TILES: tl.constexpr, INDEX: tl.constexpr,
     EVEN: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
+):
     """The CANDIDATES best codes of BM vectors, best first, vectors as scale_kernel leaves them. D0 to D3: chunks of d.
     TILES of BN codewords; columns j, j + BN / FOLD, … share what is kept of them. INDEX: ones where a score's bits hold
     tile and part; EVEN: BN divides k.
@@ -112,7 +112,7 @@ def propose_kernel(
 def settle_kernel(
     p_x, p_book, p_found, p_codes, n, k,
     d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
+):
     """Of each vector's candidates the one with the smallest |x - c|^2 in float32, the lowest code on a tie."""
     i_rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     live, cols = i_rows < n, tl.arange(0, BD)

@@ -37,7 +37,7 @@ AT_ONCE = 16  # dimensions of vectors and codewords that lie in registers beside
 def _moved(
     p_new, p_sink, p_ring, i_head, o_row, new, token, before, taken, sink_before, window, sink_room, ring_room, token_stride,
     D: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+):
     """Real token number `token` of a call to its place in sink or ring."""
     cols = tl.arange(0, BD)
     inside = (cols < D) & (token >= 0) & (token < new)
@@ -53,7 +53,7 @@ def _moved(
 def windows_kernel(
     p_k, p_v, p_sink_k, p_sink_v, p_ring_k, p_ring_v, p_counts, batch, queries, sink_room, ring_room,
     k_batch, k_head, k_token, v_batch, v_head, v_token, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (queries, H, batch): a new token's key and value."""
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     i_head = (i_row * H + i_kv).to(tl.int64)
@@ -67,11 +67,11 @@ def windows_kernel(
     _moved(
         p_k, p_sink_k, p_ring_k, i_head, o_k, new, token, before, sink - sink_before, sink_before, window, sink_room,
         ring_room, k_token, D, BD,
-    )  # fmt: skip
+    )
     _moved(
         p_v, p_sink_v, p_ring_v, i_head, o_v, new, token, before, sink - sink_before, sink_before, window, sink_room,
         ring_room, v_token, D, BD,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def encode_kernel(
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, TILES: tl.constexpr, INDEX: tl.constexpr,
     EVEN: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of BM tokens, H, batch). A band's codes (B, H, S, BLOCK) int32 of the oldest block in the ring, where due.
     rest (B, H, BLOCK, d) float32: what stages left. The search is vq/triton.py's propose_kernel and settle_kernel.
     """
@@ -200,7 +200,7 @@ def encode_kernel(
 def pack_kernel(
     p_codes, p_packed, p_counts, batch, room,
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (S, H, batch). Codes (B, H, S, BLOCK) to the slot (B, H, N, S, BYTES) of the block that is due."""
     i_stage, i_row = tl.program_id(0), tl.program_id(2)
     before = tl.load(p_counts + 2 * batch + i_row)
@@ -278,7 +278,7 @@ def _encode(
     tensors = (
         ring, coded.scale if coded.scale is not None else ring, band.dims, band.books, band.halves, rest, codes, counts.data,
         flags,
-    )  # fmt: skip
+    )
     name = (shift, scaled, coded.block, band.bits, launch_key(band.codes), *map(launch_key, tensors))
     if name not in _PREPARED:
         batch, heads, room, stages, size = band.codes.shape

@@ -37,7 +37,7 @@ def tables_kernel(
     p_q, p_scale, p_dims, p_book, p_reach, p_table, p_unit, groups, count, factor,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, d: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
     BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, TURNS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of codewords, groups of G kv heads). Table (B H, S k, RP) int16: scores to base two, in units
     of what |query| times the stage's longest codeword makes 32767; unit (B H, RP): of a codeword of length 1.
     """
@@ -81,7 +81,7 @@ def _looked_up(
     p_codes, p_table, p_unit, p_reach, i_head, b_block, b_place, b_live, b_sum, room,
     S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
     RP: tl.constexpr, UNROLL: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
+):
     """b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory, where 32 lanes
     read 32 places in a few cycles; it must have no more than four rows.
     """
@@ -129,7 +129,7 @@ def scores_kernel(
     H: tl.constexpr, BLOCK: tl.constexpr, S0: tl.constexpr, K0: tl.constexpr, BITS0: tl.constexpr,
     BYTES0: tl.constexpr, SHARED0: tl.constexpr, S1: tl.constexpr, K1: tl.constexpr, BITS1: tl.constexpr,
     BYTES1: tl.constexpr, SHARED1: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP)."""
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -145,12 +145,12 @@ def scores_kernel(
     b_sum = _looked_up(
         p_codes0, p_table0, p_unit0, p_reach0, i_head, b_block, b_place, b_live, b_sum, room,
         S0, K0, BITS0, BYTES0, BLOCK, RP, UNROLL, SHARED0,
-    )  # fmt: skip
+    )
     if S1 > 0:
         b_sum = _looked_up(
             p_codes1, p_table1, p_unit1, p_reach1, i_head, b_block, b_place, b_live, b_sum, room,
             S1, K1, BITS1, BYTES1, BLOCK, RP, UNROLL, SHARED1,
-        )  # fmt: skip
+        )
     r = tl.arange(0, RP)
     tl.store(p_scores + (i_head * room * BLOCK + token)[:, None] * RP + r[None, :], b_sum, mask=b_live[:, None])
     b_sum = tl.where(b_live[:, None], b_sum, LOW)
@@ -188,7 +188,7 @@ def scatter_kernel(
     p_codes, p_blocks, p_scores, p_total, p_weights, room,
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of BT tokens, B H). weights (B H, S k, RP) int32 plus the probabilities of each code's tokens. Neighbouring
     lanes take the rows of one token, so that a warp's additions meet in a quarter of the sectors (RP = 4).
     """
@@ -215,7 +215,7 @@ def scatter_kernel(
 def product_kernel(
     p_weights, p_book, p_part, groups, count, steps,
     d: tl.constexpr, BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (splits, groups of G kv heads). part (splits, B H, RP, d): weights times codewords, over 2^-15; weights are left at
     zero for the next call.
     """
@@ -245,7 +245,7 @@ def finish_kernel(
     p_part, p_scale, p_dims, p_out, groups, splits,
     H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr,
     BD: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (B H * R,). Splits added up in their order, put where the band's channels lie."""
     i_head, i_row = tl.program_id(0).to(tl.int64) // R, tl.program_id(0) % R
     j = tl.arange(0, BD)
@@ -265,7 +265,7 @@ def decode_kernel(
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     D: tl.constexpr, d: tl.constexpr, SCALED: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (tiles of BT tokens, B H). A band's channels of out (B, H, tokens, D)."""
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -378,7 +378,7 @@ def attend(
         scores_kernel[(tiles, groups)](
             first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat, room, tiles,
             H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
-        )  # fmt: skip
+        )
         total_kernel[(groups,)](stat, total, log, tiles, R=rows, RP=wide, AT_ONCE=64, num_warps=4)
         for number, band in enumerate(values.bands):
             _weighted(out, values, band, blocks, scores, total, (groups, rows, wide), launch, space, number)
@@ -409,7 +409,7 @@ def _table(
         scaling * LOG2E, H=keys.bands[0].codes.shape[1], R=rows, D=keys.dim, d=width, K=size, SCALED=keys.scale is not None,
         BD=max(16, triton.next_power_of_2(width)), RP=wide, G=together, BC=tile, TURNS=turns, ASM=not interpreted(),
         num_warps=4,
-    )  # fmt: skip
+    )
     return table, unit
 
 
@@ -435,7 +435,7 @@ def _weighted(
         band.codes, blocks, scores, total, weights, room,
         H=heads, BLOCK=values.block, **band_settings(band), R=rows, RP=wide, BT=tile, UNROLL=launch.unroll,
         num_warps=4,
-    )  # fmt: skip
+    )
     together, depth = _columns(wide), 64
     columns, steps = triton.cdiv(groups, together), triton.cdiv(stages * size, depth)
     splits = max(1, min(steps, 512 // columns))
@@ -446,12 +446,12 @@ def _weighted(
     product_kernel[(splits, columns)](
         weights, band.books, part, groups, stages * size, each,
         d=width, BD=channels, RP=wide, G=together, BK=depth, STAGES=2, num_warps=4,
-    )  # fmt: skip
+    )
     finish_kernel[(groups * rows,)](
         part, out if values.scale is None else values.scale, band.dims, out, groups, splits,
         H=heads, R=rows, RP=wide, D=values.dim, d=width, SCALED=values.scale is not None, BD=channels,
         ASM=not interpreted(), num_warps=1,
-    )  # fmt: skip
+    )
 
 
 def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None = None) -> Tensor:
@@ -468,7 +468,7 @@ def decode(coded: Coded, dtype: torch.dtype = torch.float16, out: Tensor | None 
                 band.codes, band.books, out if coded.scale is None else coded.scale, band.dims, out, room,
                 H=heads, BLOCK=coded.block, **band_settings(band), D=coded.dim, d=width, SCALED=coded.scale is not None,
                 BD=channels, BT=tile, UNROLL=4, ASM=not interpreted(), num_warps=4,
-            )  # fmt: skip
+            )
     return out
 
 

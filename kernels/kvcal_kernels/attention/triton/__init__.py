@@ -14,4 +14,4 @@ from .launch import Workspace, attend, chosen, programs_at_once, reserve
 __all__ = [
     "Launch", "Workspace", "attend", "attend_kernel", "check_layouts", "chosen", "launches", "programs_at_once", "reserve",
     "settings", "usual",
-]  # fmt: skip
+]

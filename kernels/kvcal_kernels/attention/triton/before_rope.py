@@ -99,7 +99,7 @@ def _rotated_pair(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAI
         halves = tl.inline_asm_elementwise(
             _rotation_text(HALF, PAIR, PAIRS), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", [low, high],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=8,
-        )  # fmt: skip
+        )
     else:
         r = tl.arange(0, 16)
         p = p_near + near_offset(HALF * 16 + r[:, None], PAIR * 16 + r[None, :], PAIRS)
@@ -129,7 +129,7 @@ def _rotated_back(low, high, p_run, live, NW: tl.constexpr):
 @triton.jit
 def _value(
     part, scale, zero, BIT: tl.constexpr, KEYS: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+):
     """A piece of numbers from codes at bit BIT. scale, zero: float16, as wide as the piece; MODE 0 has no zero."""
     ZERO: tl.constexpr = (1 << KEYS.bits - 1) if KEYS.symmetric else 0
     x = _number(part, BIT, ZERO, ASM) * scale
@@ -142,7 +142,7 @@ def _value(
 def _both_halves(
     parts, p_scale, tokens, live, PIECE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `token_scales` of each half, of
     EACH pieces.
     """
@@ -162,7 +162,7 @@ def _both_halves(
 def scores_of(
     p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `scores_of` of integers stored before RoPE, in units of the query's. b_run: number of each block's first position in
     p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
     """
@@ -203,7 +203,7 @@ def scores_of(
 def query_of(
     p_q, p_near, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     r = tl.arange(0, 16)
     q = ()

@@ -22,7 +22,7 @@ def _slot(token, first, room, RING: tl.constexpr):
 def _exact_turned(
     p_k, o_token, live, place, p_first, p_near, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Piece PAIR of keys and its partner [NW, 16, 16], turned in float32, in the dtype in which they are stored."""
     r = tl.arange(0, 16)
     channel = (PAIR * 16 + r)[None, None, :]
@@ -32,7 +32,7 @@ def _exact_turned(
     p_run = p_first + place // 32 * (PAIRS * 32) + PAIR * 32 + r[None, None, :] // 2 * 4 + r[None, None, :] % 2
     p_own = p_near + near_offset(place % 32, channel, PAIRS)
     cos0, sin0 = (tl.load(p_run, mask=live[:, :, None], other=0.0).to(tl.float32),
-                  tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))  # fmt: skip
+                  tl.load(p_run + 2, mask=live[:, :, None], other=0.0).to(tl.float32))
     cos1, sin1 = tl.load(p_own).to(tl.float32), tl.load(p_own + 256).to(tl.float32)
     cos, sin = cos0 * cos1 - sin0 * sin1, sin0 * cos1 + cos0 * sin1
     kind: tl.constexpr = p_k.dtype.element_ty
@@ -45,7 +45,7 @@ def _window_tokens(
     SLICES: tl.constexpr, PAIRED: tl.constexpr, FOUR: tl.constexpr, STAGES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
     p_first, p_near, run, gap, shift, PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
     limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these being `own`
     places further from there, where PAIRS says that keys are turned.
@@ -103,7 +103,7 @@ def exact_tokens(
     blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES: tl.constexpr,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
+):
     """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. own: the first of them.
     n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other lies what
     is not read.
@@ -119,7 +119,7 @@ def exact_tokens(
             p_sink_k, p_sink_v, p_q, o_q, b_row, i_head, sink_room, 0, sink + tl.minimum(recent - behind, 0),
             begin, tl.minimum(begin + share, sink), factor, b_m, b_l, exact,
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, False, p_first, p_near, i_batch * runs, 0, 0, PAIRS,
-        )  # fmt: skip
+        )
     else:
         begin -= sink_parts * share
         b_m, b_l, exact = _window_tokens(
@@ -128,7 +128,7 @@ def exact_tokens(
             SLICES, PAIRED == 1, VALUES.quads, STAGES, NW, N, ASM, RING,
             p_first, p_near, run + blocks, tl.where(blocks > 0, 0, sink_room - sink),
             sink - tl.cdiv(sink_room, 32) * 32, PAIRS,
-        )  # fmt: skip
+        )
     out = exact
     if PAIRED == 2:
         column = tl.arange(0, N)

@@ -103,7 +103,7 @@ def _table(p_table, base, ENTRIES: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.c
 @triton.jit
 def load_tables(
     p_kt, p_vt, zero, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, STEP: tl.constexpr
-):  # fmt: skip
+):
     """Tables of keys and of values into shared memory, where all threads see them afterwards. zero: 0."""
     OWN: tl.constexpr = 0 if SAME else VALUES.entries
     base = tl.inline_asm_elementwise(
@@ -143,7 +143,7 @@ def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr,
             [w],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=4,
-        )  # fmt: skip
+        )
     else:
         top, bottom = tl.split(tl.permute(tl.reshape(_units(w, NW), [NW, 2, 8, 8]), [0, 2, 3, 1]))
         parts = ()
@@ -165,7 +165,7 @@ def look2_four(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.const
             _look_up(2, STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     else:
         unit = _units(w, NW)
         parts = ()
@@ -181,7 +181,7 @@ def look4(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr,
         parts = tl.inline_asm_elementwise(
             _look_up(4, STEP, FIRST), "=&r,=&r,=&r,=&r,r", [w],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     else:
         unit = _units(w, NW)
         parts = ()
@@ -199,7 +199,7 @@ def look3(w, u, v, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.cons
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16,
                    tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     else:
         units = (_units(w, NW), _units(u, NW), _units(v, NW))
         parts = ()
@@ -218,7 +218,7 @@ def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.co
             _look_up_eight(STEP, FIRST), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     else:
         whole, half_ = _units(w, NW), _units(u, NW)
         parts = ()
@@ -234,7 +234,7 @@ def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.co
 def _points(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, p_table, STEP: tl.constexpr, FOUR: tl.constexpr,
     MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `codes_of`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
     code stands for four channels. MIXED: rows as `interleaved_row` says.
     """
@@ -270,7 +270,7 @@ def _points(
 def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `scores_of`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `interleaved_row`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * KEYS.words
@@ -290,7 +290,7 @@ def add_values(
     p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_table, i_norm, VALUES: tl.constexpr,
     BYTE: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr, MIXED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `add_values`, of points of a grid; b_0 and b_1 are float32, MIXED in the order of `interleaved_row`."""
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * VALUES.words
@@ -318,11 +318,11 @@ def add_values(
 def query_of(
     p_q, p_sign, o_q, b_row, b_down, i_kv, KEYS: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr,
-):  # fmt: skip
+):
     """Rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     plain = rotated_queries(
         p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, KEYS.factor, KEYS.quads, NW, N
-    )  # fmt: skip
+    )
     q = ()
     for i in tl.static_range(SLICES):
         q = q + (plain[i].to(tl.float16),)
@@ -333,7 +333,7 @@ def query_of(
 def output_of(
     out, p_sign, i_kv, unit, VALUES: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr,
     LAID: tl.constexpr, D: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """Outputs of rotated values, rotated back, with their signs and times `unit`. LAID: how channels lie in them, of
     `value_channels`.
     """

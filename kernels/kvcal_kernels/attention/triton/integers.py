@@ -28,7 +28,7 @@ def unpack8(w, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "and.b32 $0, $2, 0x00FF00FF; prmt.b32 $1, $2, 0, 0x4341;",
             "=&r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     return _and(w, 0, 255), _and(w, 8, 255)
 
 
@@ -45,7 +45,7 @@ def unpack4(w, ASM: tl.constexpr):
             and.b32 $3, t, 0x00F000F0;
             }""",
             "=&r,=&r,=&r,=&r,r", [w], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     return _and(w, 0, 15), _and(w, 0, 240), _and(w, 8, 15), _and(w, 8, 240)
 
 
@@ -68,11 +68,11 @@ def unpack2(w, ASM: tl.constexpr):
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [w],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     return (
         _and(w, 0, 3), _and(w, 0, 12), _and(w, 0, 48), _and(w, 0, 192),
         _and(w, 8, 3), _and(w, 8, 12), _and(w, 8, 48), _and(w, 8, 192),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
                 "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
                 dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
                 is_pure=True, pack=2,
-            )  # fmt: skip
+            )
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 t, a, b, e;
@@ -125,13 +125,13 @@ def unpack3(w, u, ODD: tl.constexpr, ASM: tl.constexpr):
             "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w, u],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True, pack=2,
-        )  # fmt: skip
+        )
     w, u = w.to(tl.int32) & 0xFFFF, (u.to(tl.int32) & 0xFFFF) >> (1 if ODD else 0)
     a, t, b = u << 2, w >> 8, u >> 6
     return (
         _join(w, a, 3, 4), _join(w, a, 12, 16), _join(w, a, 48, 64), _join(w, a, 192, 256),
         _join(t, b, 3, 4), _join(t, b, 12, 16), _join(t, b, 48, 64), _join(t, b, 192, 256),
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _join(w, a, TWO: tl.constexpr, ONE: tl.constexpr):
 def codes_of(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr,
     HELD: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `tile`. TILES: tiles
     of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
@@ -206,7 +206,7 @@ def group_unit(bits, mode):
 def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Scores of both halves of NW blocks, [NW, 16, N] float32 each, of integers in units of 2^-24 of the query's."""
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
@@ -258,7 +258,7 @@ def scores_of(
 def add_values(
     p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES: tl.constexpr, BYTE: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16, N],
     every row the same. BYTE: of a slot of the ring at which values begin.
     """
@@ -308,7 +308,7 @@ def add_values(
 def query_of(
     p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr,
     LOWEST: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """Queries for `scores_of`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups slices that
     meet zero points; of inner groups what a group's sum adds. EACH: columns of a query row.
     """

@@ -40,7 +40,7 @@ def _step(
     p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS: tl.constexpr, VALUES: tl.constexpr,
     PAIRS: tl.constexpr, SLICES: tl.constexpr, STEP: tl.constexpr, PAIRED: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+):
     """NW blocks more: the new maxima, sums and outputs of each warp. MASK: some lie beyond `stop`."""
     MIXED: tl.constexpr = ASM and PAIRED and KEYS.grid
     b_block = first + tl.arange(0, NW)
@@ -48,21 +48,21 @@ def _step(
     if KEYS.tiers:
         b_0, b_1 = tiers.scores_of(
             p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS, SLICES, NW, N, ASM
-        )  # fmt: skip
+        )
     elif KEYS.grid:
         b_0, b_1 = grids.scores_of(
             p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_kt, norms[0], KEYS, SLICES, STEP, MIXED,
             NW, N, ASM,
-        )  # fmt: skip
+        )
     elif PAIRS > 0:
         b_0, b_1 = before_rope.scores_of(
             p_k, p_ks, p_first, p_near, i_head, b_block, run + b_block, b_live, q, room, KEYS, SLICES, PAIRS, NW, N,
             ASM,
-        )  # fmt: skip
+        )
     else:
         b_0, b_1 = integers.scores_of(
             p_k, p_ks, i_head, b_block, b_live, ring, q, plain, sums, room, KEYS, SLICES, NW, N, ASM
-        )  # fmt: skip
+        )
     if MASK:
         b_0 = tl.where(b_live[:, None, None], b_0, LOW)
         b_1 = tl.where(b_live[:, None, None], b_1, LOW)
@@ -78,7 +78,7 @@ def _step(
         acc = grids.add_values(
             p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, acc, room, p_vt, norms[1], VALUES, KEYS.slot,
             SLICES, STEP, PAIRED, MIXED, NW, N, ASM,
-        )  # fmt: skip
+        )
     else:
         ones = tl.full([NW, 16, 16], 1.0, tl.float16)
         b_0 = second_operand(b_0.to(tl.float16), NW, N, ASM)
@@ -87,7 +87,7 @@ def _step(
         acc = integers.add_values(
             p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES, KEYS.slot, SLICES,
             NW, N, ASM,
-        )  # fmt: skip
+        )
     return b_m, b_l + b_sum, acc
 
 
@@ -102,7 +102,7 @@ def _query_of(
     p_q, p_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS: tl.constexpr,
     SLICES: tl.constexpr, WIDTH: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr, PAIRED: tl.constexpr,
     PAIRS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Queries as the decoder of keys takes them: what meets codes, what meets zero points, sums of groups, queries that are
     renewed; and b_up, by which a row is larger.
     """
@@ -110,11 +110,11 @@ def _query_of(
     if KEYS.points:
         q, b_up = int8_queries.query_of_points(
             p_q, p_sign, o_q, b_row, b_down, b_up, i_kv, SLICES, WIDTH, NW, N, ASM
-        )  # fmt: skip
+        )
     elif PAIRED == 2:
         q, sums, plain_q, b_up = int8_queries.query_of(
             p_q, b_q, i_head, i_chunk, o_q, b_row, KEYS, SLICES, RATIO, QUERIES, NW, N, ASM
-        )  # fmt: skip
+        )
     elif KEYS.tiers:
         tiers.query_of(p_q, p_fit, o_q, b_row, b_down, SLICES * 16, N, ASM)
     elif KEYS.grid:
@@ -124,7 +124,7 @@ def _query_of(
     else:
         q, plain, sums = integers.query_of(
             p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS, SLICES, PEAK, LOWEST, 2 if PAIRED else 1, RATIO, QUERIES, NW, N
-        )  # fmt: skip
+        )
     return q, plain, sums, plain_q, b_up
 
 
@@ -132,7 +132,7 @@ def _query_of(
 def _output_of(
     acc, b_m, b_l, p_sign, i_kv, v_unit, VALUES: tl.constexpr, SLICES: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
     PAIRED: tl.constexpr, LAID: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """What the decoder of values has added up, as numbers: outputs, and maxima and sums of each warp [NW, N]."""
     if PAIRED == 2:
         out, b_m, b_l = int8_step.output_of(acc, b_m, b_l, VALUES, WIDE, N, ASM)
@@ -146,8 +146,61 @@ def _output_of(
     if VALUES.grid or VALUES.points:
         out = grids.output_of(
             out, p_sign, i_kv, v_unit, VALUES, WIDE, WIDTH, PAIRED, LAID, SLICES * 16, 2 if PAIRED else 1, NW, N
-        )  # fmt: skip
+        )
     return out, b_m, b_l
+
+
+@triton.jit
+def _all_blocks(
+    pointers, origins, base, i_head, norms, start, stop, last, lane, swapped, queries, prepared, unit, b_m, b_l, acc, room,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, PAIRS: tl.constexpr, SLICES: tl.constexpr,
+    STEP: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+):
+    """A program's blocks, NW at a time, each warp its own. origins, base: of the ring, where FETCH. queries: of `_query_of`;
+    prepared: what decoders need besides.
+    """
+    p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near = pointers
+    q, plain, sums, plain_q = queries
+    places, tables, fit, run = prepared
+    SLOT: tl.constexpr = KEYS.slot + VALUES.slot
+    BYTES: tl.constexpr = PAIRED == 2
+    OWN: tl.constexpr = NW == 1 or BYTES or (KEYS.grid and VALUES.grid)
+    middle = start + (stop - start) // NW * NW
+    b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
+    if FETCH:
+        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
+        to = base + tl.arange(0, 32 * NW) // 32 * (SLOT * SLOTS)
+    for first in tl.range(start, stop if BYTES else middle, NW, num_stages=STAGES):
+        if FETCH:
+            wait_for_blocks(SLOTS - 2, OWN, NW)
+            behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
+            fetch_blocks(origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW)
+        if BYTES:
+            b_m, b_l, acc, q = int8_step.step_of_bytes(
+                p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q, tables,
+                p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
+            )
+        else:
+            b_m, b_l, acc = _step(
+                p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
+                PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, False,
+            )
+        if FETCH:
+            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
+    if NW > 1 and not BYTES:
+        for first in tl.range(middle, stop, NW, num_stages=1):
+            if FETCH:
+                wait_for_blocks(0, OWN, NW)
+            b_m, b_l, acc = _step(
+                p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
+                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
+                PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
+            )
+    if FETCH:
+        wait_for_blocks(0, OWN, NW)
+    return b_m, b_l, acc
 
 
 @triton.jit(
@@ -177,7 +230,7 @@ def attend_kernel(
     STEP: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
     N: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (batch, HEADS * CHUNKS, parts): programs of one part begin together, see `plan`. A row's blocks and `extra` ones
     are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind them `share`
     exact tokens each, `sink_parts` of the sink, the rest of recent ones. The last program of each `fan` parts merges them,
@@ -203,25 +256,22 @@ def attend_kernel(
     sink, recent = tl.load(p_sink + i_batch), tl.load(p_recent + i_batch)
     blocks = tl.minimum(tl.load(p_blocks + i_batch), room)  # a graph may be replayed once too often
     start, stop = share_of(i_split, blocks, splits, early, less, extra, NW, LONG)
-    middle = start + (stop - start) // NW * NW
 
     # the ring
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     FETCH: tl.constexpr = ASM and SLOT > 0
-    OWN: tl.constexpr = NW == 1 or BYTES or (KEYS.grid and VALUES.grid)
     # what waits longest comes first, 0.5 to 1 us earlier (H200); not where the query is rotated meanwhile: that spills
     EARLY: tl.constexpr = FETCH and (not (KEYS.tiers or KEYS.grid)) and PAIRS == 0
-    b_ring, o_slot = tl.zeros([NW, 1], tl.int32), 0
-    thread, last = tl.arange(0, 32 * NW), tl.maximum(stop, 1) - 1
-    lane = thread % 32
+    lane, last = tl.arange(0, 32 * NW) % 32, tl.maximum(stop, 1) - 1
     swapped = lane * 16 ^ lane // 8 % 2 * 16
     # ahead of the ring, which waits for the count of blocks: the compiler would begin the ring behind the query's use
     b_q = whole_rows(p_q, i_head, i_chunk, ROOM, RATIO, QUERIES, D) if BYTES and not KEYS.points else 0
+    origins, base = (), 0
     if EARLY:
         origins, base = open_ring(
             p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
             SLOTS, NW,
-        )  # fmt: skip
+        )
 
     # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
     # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
@@ -235,7 +285,7 @@ def attend_kernel(
     q, plain, sums, plain_q, b_up = _query_of(
         p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK, LOWEST,
         PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
-    )  # fmt: skip
+    )
     SCALE: tl.constexpr = WIDTH**-0.5 if KEYS.grid or KEYS.points else 1.0 if PAIRS > 0 or BYTES else 2.0**24
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
     unit = tl.broadcast_to((b_up * (factor * k_unit * SCALE))[None, :], [NW, N])
@@ -251,7 +301,7 @@ def attend_kernel(
         at = base + tl.arange(0, NW) * (SLOT * SLOTS)
         b_m, places, sums, plain, tables = int8_step.state_of(
             p_kt, p_vt, unit, at, sums, room, KEYS, VALUES, SAME, SLICES, NW, N
-        )  # fmt: skip
+        )
     b_l = tl.zeros([NW, 16, N], tl.float32)  # rows alike, except where values are of a grid
     acc = zeros(WIDE + ZEROS, NW, N)
     fit = tiers.row_bytes(NW, N) if KEYS.tiers else 0
@@ -259,48 +309,16 @@ def attend_kernel(
         origins, base = open_ring(
             p_k, p_ks, p_order, p_v, p_vs, i_head, norms, room, lane, i_split * 0, start, last, swapped, KEYS, VALUES,
             SLOTS, NW,
-        )  # fmt: skip
-    if FETCH:
-        b_ring += (base + tl.arange(0, NW) * (SLOT * SLOTS))[:, None]
-        to = base + thread // 32 * (SLOT * SLOTS)
-
-    # blocks, NW at a time, each warp its own
-    for first in tl.range(start, stop if BYTES else middle, NW, num_stages=STAGES):
-        if FETCH:
-            wait_for_blocks(SLOTS - 2, OWN, NW)
-            behind = tl.where(o_slot == 0, SLOT * (SLOTS - 1), o_slot - SLOT)
-            fetch_blocks(
-                origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW,
-            )  # fmt: skip
-        if BYTES:
-            b_m, b_l, acc, q = int8_step.step_of_bytes(
-                p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q, tables,
-                p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
-            )  # fmt: skip
-        else:
-            b_m, b_l, acc = _step(
-                p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
-                PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, False,
-            )  # fmt: skip
-        if FETCH:
-            o_slot = tl.where(o_slot == SLOT * (SLOTS - 1), 0, o_slot + SLOT)
-    if NW > 1 and not BYTES:
-        for first in tl.range(middle, stop, NW, num_stages=1):
-            if FETCH:
-                wait_for_blocks(0, OWN, NW)
-            b_m, b_l, acc = _step(
-                p_k, p_ks, p_v, p_vs, i_head, first, stop, b_ring + o_slot, q, plain, sums, unit, b_m, b_l, acc,
-                p_kt, p_vt, norms, p_order, p_fit, fit, p_first, p_near, run, room, KEYS, VALUES,
-                PAIRS, SLICES, STEP, PAIRED, NW, N, ASM, True,
-            )  # fmt: skip
-    if FETCH:
-        wait_for_blocks(0, OWN, NW)
-
+        )
+    b_m, b_l, acc = _all_blocks(
+        (p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near), origins, base, i_head, norms, start, stop, last,
+        lane, swapped, (q, plain, sums, plain_q), (places, tables, fit, run), unit, b_m, b_l, acc, room, KEYS, VALUES, SAME,
+        PAIRS, SLICES, STEP, PAIRED, SLOTS, STAGES, FETCH, NW, N, ASM,
+    )
     LAID: tl.constexpr = 1 if VALUES.points and VALUES.group > 1 else PAIRED  # how channels of values lie in outputs
     out, b_m, b_l = _output_of(
         acc, b_m, b_l, p_v_sign, i_kv, v_unit, VALUES, SLICES, WIDE, WIDTH, PAIRED, LAID, NW, N, ASM
-    )  # fmt: skip
+    )
 
     # what tables and tiers leave of shared memory
     FEW: tl.constexpr = 2 if KEYS.entries + VALUES.entries + PAIRS == 0 and not (KEYS.tiers or KEYS.points) else 1
@@ -309,7 +327,7 @@ def attend_kernel(
             p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_exact_q, o_q, b_row, n, i_head, i_batch, (i_split - early) * share,
             share, sink_parts, sink, recent, blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs,
             VALUES, SLICES, PAIRED, FEW, RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
-        )  # fmt: skip
+        )
     store_part(
         p_part, p_stat, out, b_m, b_l, i_part, b_row, i_split >= early, VALUES, WIDE, PAIRED, LAID, EACH, D, NW, N
     )
@@ -317,4 +335,4 @@ def attend_kernel(
     merge_parts(
         p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
         RATIO, QUERIES, D, AT_ONCE, ROWS, ROOM, ASM,
-    )  # fmt: skip
+    )

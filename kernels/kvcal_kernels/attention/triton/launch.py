@@ -76,7 +76,7 @@ def attend(
     key = (
         keys.launch_key, values.launch_key, *map(_ABOUT, inputs), packed_q is q, same, launch, ring,
         None if rope is None else rope.launch_key,
-    )  # fmt: skip
+    )
     prepared = _PREPARED.get(key)
     if reusable := prepared is not None and all(map(Tensor.is_contiguous, inputs)):
         ready, take, numbers = prepared
@@ -86,10 +86,10 @@ def attend(
     before = (
         packed_q, q, out, keys.words, keys.scale, values.words, values.scale, *sink[:2], *recent[:2],
         blocks, sink[2], recent[2],
-    )  # fmt: skip
+    )
     behind = (
         k_table, v_table, k_sign, v_sign, keys.words if keys.order is None else keys.order, *_turns(rope, keys.scale),
-    )  # fmt: skip
+    )
     if not reusable:
         fresh = _prepared(q, keys, values, sink, recent, launch, same, ring, rope, before, behind)
         ready, take, numbers = _PREPARED[key] = fresh
@@ -107,7 +107,7 @@ _AT_ONCE: dict[int, int] = {}  # of compiled kernels that were examined, which s
 def _prepared(
     q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
     rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
-) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
     """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers. before,
     behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is known how many
     programs run at a time.
@@ -189,7 +189,7 @@ def _carried(fixed: dict[str, Any]) -> bool:
 def reserve(
     space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
     queries: int = 1, pairs: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time: under a
     CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent tokens. pairs:
     `Rope.pairs` of keys before RoPE.

@@ -86,7 +86,7 @@ def merge_parts(
     p_out, p_part, p_stat, p_count, i_head, i_group, i_chunk, i_split, parts, fan, fans,
     RATIO: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """What the last programs to arrive do. Counters of a group: of its fans, and of the parts of each; left at zero."""
     i_fan = floor_divide(i_split, fan)
     p_arrived = p_count + i_group * (fans + 1)
@@ -124,7 +124,7 @@ def merge_parts(
 def _merged(
     p_part, p_stat, first, stride, count,
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
     are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an
     instruction for each number, and no weight NaN where its output is infinite.
@@ -163,7 +163,7 @@ def _merged(
 def store_part(
     p_part, p_stat, out, b_m, b_l, i_part, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
     LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in outputs
     of packed tokens, of `value_channels`; is_exact: whether the part is of exact tokens alone.
     """

@@ -34,10 +34,10 @@ def four_floats(x, ASM: tl.constexpr):
             cvt.f32.f16 $3, d;
             }""",
             "=f,=f,=f,=f,l", [x], dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+        )
     return (
         half(x, 0).to(tl.float32), half(x, 1).to(tl.float32), half(x, 2).to(tl.float32), half(x, 3).to(tl.float32)
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def two_floats(x, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
             "=f,=f,r", [x], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+        )
     return half(x, 0).to(tl.float32), half(x, 1).to(tl.float32)
 
 

@@ -82,7 +82,7 @@ def wait_for_blocks(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
 @triton.jit
 def _origins(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
-):  # fmt: skip
+):
     """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring. i_scales:
     the heads of keys' and of values' scales, which may be of all heads.
     """
@@ -116,7 +116,7 @@ def _pieces(keys, values):
 @triton.jit
 def fetch_blocks(
     origins, first, last, slot, lane, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr,
-):  # fmt: skip
+):
     """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
     int32 [32 NW].
     """
@@ -137,12 +137,12 @@ def fetch_blocks(
 def open_ring(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, zero, start, last, swapped, KEYS: tl.constexpr,
     VALUES: tl.constexpr, SLOTS: tl.constexpr, NW: tl.constexpr,
-):  # fmt: skip
+):
     """`_origins`, and where the ring lies; all of its slots but one begin to fill."""
     SLOT: tl.constexpr = KEYS.slot + VALUES.slot
     origins = _origins(
         p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS, VALUES,
-    )  # fmt: skip
+    )
     base = tl.inline_asm_elementwise(
         ring_address(SLOT * SLOTS * NW, ring_lies_behind(NW, KEYS.entries + VALUES.entries, SLOT * SLOTS)),
         "=r,r",
@@ -155,5 +155,5 @@ def open_ring(
     for ahead in tl.static_range(SLOTS - 1):
         fetch_blocks(
             origins, start + ahead * NW, last, to + ahead * SLOT, lane, swapped, KEYS, VALUES, NW,
-        )  # fmt: skip
+        )
     return origins, base

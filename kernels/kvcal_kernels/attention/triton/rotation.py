@@ -88,7 +88,7 @@ def parity_step(x, NW: tl.constexpr, N: tl.constexpr):
 def rotated_queries(
     p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
     FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
     rotated = ()
     for i in tl.static_range(SLICES):

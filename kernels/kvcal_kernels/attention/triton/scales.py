@@ -83,7 +83,7 @@ def scale_pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM
         scale, zero = tl.inline_asm_elementwise(
             _pair(BYTE), "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [at],
             dtype=(tl.float16, tl.float16), is_pure=False, pack=8,
-        )  # fmt: skip
+        )
     else:
         at = p + b_at[:, :, None] + (r // 2 * 4 + r % 2 + tl.zeros([NW, 16, 16], tl.int32))
         scale = tl.load(at, mask=b_live[:, :, None], other=0.0)
@@ -105,7 +105,7 @@ def row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def token_scales(
     p_scale, live, COUNT: tl.constexpr, SIDE: tl.constexpr
-):  # fmt: skip
+):
     """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no zero
     points, scales in their place. Stored as `scale_columns` has them.
     """
@@ -141,7 +141,7 @@ def _rows_of_halves(byte):
 @triton.jit
 def token_norms(
     p, b_at, b_live, ring, BYTE: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+):
     """Norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a slot of the
     ring on; or [NW, 16, 1] in memory at b_at [NW, 1].
     """

@@ -46,7 +46,7 @@ def declare_parities():
         selp.b32 kvcal_low, 0x1044, 0x4410, kvcal_parity; selp.b32 kvcal_high, 0x3244, 0x4432, kvcal_parity;
         mov.b32 $0, 0;""",
         "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def raised(b_0, b_1, b_m, b_l, unit, acc, VALUES: tl.constexpr, ASM: tl.constexp
         changed = tl.inline_asm_elementwise(
             _rising(COUNT, SLACK[0], SLACK[1]), _rising_constraints(COUNT), (b_0, b_1, unit, b_m, b_l) + acc,
             dtype=dtypes(tl.float32, 1 + COUNT), is_pure=False, pack=4,
-        )  # fmt: skip
+        )
         b_m, b_l = changed[0], changed[1]
         acc = changed[2:]
     else:

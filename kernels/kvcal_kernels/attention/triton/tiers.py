@@ -43,7 +43,7 @@ def _lower(tiles, FIELD: tl.constexpr, WIDTH: tl.constexpr, b_q, b_s, ASM: tl.co
 def scores_of(
     p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `scores_of` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
     from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see `_gathered`.
     """
@@ -106,7 +106,7 @@ def _gathering(byte, columns):
 @triton.jit
 def _gathered(
     p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+):
     """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `transposed` takes it.
     The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
     """
@@ -117,7 +117,7 @@ def _gathered(
         gathered = tl.inline_asm_elementwise(
             _gathering(BYTE, N), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [at, fit],
             dtype=tl.float16, is_pure=False, pack=8,
-        )  # fmt: skip
+        )
     else:
         channel = tl.load(p_order + tl.arange(0, 16)[None, :], mask=live, other=0).to(tl.int32)[:, None, :]
         n = tl.arange(0, TALL)[None, :, None]

@@ -67,7 +67,7 @@ def interleaved_row(row):
 def tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32,
     MIXED with rows as `interleaved_row` says; or in memory at b_at [NW, 1] int64.
     """
@@ -97,7 +97,7 @@ def half_row_addresses(ring, MIXED: tl.constexpr, NW: tl.constexpr):
 def half_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, FURTHER: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `tile` of which there is half: columns from 8 on lie FURTHER bits beyond the others. Bits of no field may be
     anything.
     """
@@ -105,7 +105,7 @@ def half_tile(
         w = tl.inline_asm_elementwise(
             _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [half_row_addresses(ring, False, NW)],
             dtype=tl.int16, is_pure=False, pack=8,
-        )  # fmt: skip
+        )
     else:
         r = tl.arange(0, 16)
         # two loads: a shift that depends on the column keeps Triton from the layout that a product wants
@@ -120,13 +120,13 @@ def half_tile(
 def half_unit_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `tile` of units of which there is half a tile: what is a unit's own is its lower half, not turned."""
     if ASM:
         w = tl.inline_asm_elementwise(
             _half_units(BYTE + U * 512), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [half_row_addresses(ring, MIXED, NW)],
             dtype=tl.int16, is_pure=False, pack=8,
-        )  # fmt: skip
+        )
     else:
         r = tl.arange(0, 16)
         column = r % 8 ^ r // 8
@@ -139,7 +139,7 @@ def half_unit_tile(
 def upper_tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `tile` of which there are the first 8 rows."""
     r = tl.arange(0, 16)
     if ASM:

@@ -10,4 +10,4 @@ from .launch import GRID_STEP, Launch, advance, append, launch_of, observe, quan
 __all__ = [
     "GRID_STEP", "Launch", "advance", "advance_kernel", "append", "append_kernel", "launch_of", "observe", "observe_kernel",
     "quantise", "settings",
-]  # fmt: skip
+]

@@ -21,7 +21,7 @@ def _role(
     batch_stride, head_stride, token_stride, factor_stride, SIDE: tl.constexpr, DUE: tl.constexpr, HEADS: tl.constexpr,
     SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs is; 0: it
     packs what the ring has.
     """
@@ -39,7 +39,7 @@ def _role(
             nothing = _write(
                 p_new, p_sink, p_ring, o_new, i_head, token, sink_before, taken, sink_room, window, waiting, new,
                 before * 32, ring_room, token_stride, SLICES, NW,
-            )  # fmt: skip
+            )
             faults = tl.max(tl.max(tl.max(nothing, 2), 1), 0)
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
@@ -52,7 +52,7 @@ def _role(
             faults = _encode(
                 p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
                 room, ring_room, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE, FACTOR, STORED, ASM,
-            )  # fmt: skip
+            )
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
     elif PACK:
@@ -62,13 +62,13 @@ def _role(
                     p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first, flush,
                     0, before, room, ring_room, SLICES * 16,
                     SIDE, SLICES, VALUE, FACTOR, False, NW, ASM,
-                )  # fmt: skip
+                )
             else:
                 bad = _pack(
                     p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
                     window, before, room, ring_room, token_stride,
                     SIDE, SLICES, VALUE, FACTOR, STORED, NW, ASM,
-                )  # fmt: skip
+                )
             faults = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
@@ -81,7 +81,7 @@ def append_kernel(
     k_batch, k_head, k_token, v_batch, v_head, v_token, factor_stride, DUE: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr,
     FACTOR: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
     is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch, HEADS,
     DUE, D); 0: the ring's.
@@ -94,14 +94,14 @@ def append_kernel(
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             k_batch, k_head, k_token, factor_stride, KEYS, DUE, HEADS, D // 16, WRITE, PACK, STORED, False,
             FACTOR, NW, ASM,
-        )  # fmt: skip
+        )
     else:
         _role(
             p_v, p_sink_v, p_ring_v, p_vw, p_vs, p_factor, p_v_table, p_counts, p_flags, p_due,
             i_batch, i_kv, i_program, programs, batch, queries, room, sink_room, ring_room,
             v_batch, v_head, v_token, factor_stride, VALUES, 0, HEADS, D // 16, WRITE, PACK, STORED, True,
             False, NW, ASM,
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -132,7 +132,7 @@ def advance_kernel(
 def observe_kernel(
     p_k, p_peak, p_fixed, p_counts, p_factor, p_wide, batch, queries, until,
     HEADS: tl.constexpr, RATIO: tl.constexpr, D: tl.constexpr, H_WIDE: tl.constexpr, D_WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (batch,): a program takes all heads of its row, so that none reads `fixed` behind another's store."""
     i_row = tl.program_id(0).to(tl.int64)
     head, channel = tl.arange(0, H_WIDE)[:, None], tl.arange(0, D_WIDE)[None, :]

@@ -138,7 +138,7 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
         observe_kernel[(batch,)](
             keys.contiguous(), peak, fixed.view(torch.uint8), counts.data, factor, wide,
             batch, queries, windows.sink + windows.recent + windows.block, *sizes, num_warps=4,
-        )  # fmt: skip
+        )
     return factor[:, :, None], wide[:, :, None]
 
 
@@ -277,12 +277,12 @@ def _prepared(
         "HEADS": heads, "WRITE": write, "PACK": pack, "STORED": stored, "FACTOR": factor is not None,
         "DUE": 0 if due is None else due.shape[2], "NW": launch.warps,
         "ASM": not interpreted(), "num_warps": launch.warps, "num_stages": 1, "enable_fp_fusion": False,
-    }  # fmt: skip
+    }
     options |= {"maxnreg": launch.registers} if launch.registers else {}
     numbers = (
         programs, batch, queries, layer.keys.words.shape[2], layer.sink[0].shape[2], layer.recent[0].shape[2],
         *k.stride()[:3], *v.stride()[:3], heads * dim if factor is not None and factor.ndim == 4 else 0,
-    )  # fmt: skip
+    )
     return Ready(append_kernel, (programs, heads, 2 * batch), options), numbers
 
 

@@ -86,7 +86,7 @@ def _fold(parts):
 def _error(
     xs, scale, base, low, high,
     NW: tl.constexpr, ALONG: tl.constexpr, SHIFTED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Squared error of a group [NW, 16]; low, high: of its integers."""
     b_s, b_base = _along(scale, ALONG), _along(base, ALONG)
     inverse = _along(_reciprocal(scale, ASM), ALONG)
@@ -105,7 +105,7 @@ def _error(
 @triton.jit
 def _choose(
     xs, p_table, worst, lows, SIDE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+):
     """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded); then what
     must fit float16, the largest so far: plain scales, magnitudes of minima.
 
@@ -178,7 +178,7 @@ def _choose(
 @triton.jit
 def _coded(
     xs, best, base, shifted, SIDE: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
+):
     """Codes of a group's pieces plus ROUND: float32 [NW, 16, 16], the code in the low 16 bits."""
     HALF: tl.constexpr = 2.0 ** (SIDE.bits - 1)
     TOP: tl.constexpr = 2.0**SIDE.bits - 1

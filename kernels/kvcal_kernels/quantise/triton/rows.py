@@ -18,7 +18,7 @@ from .words import GRID_IN_BYTES, NONFINITE, ROOM, SCALE
 def _write(
     p_new, p_sink, p_ring, o_new, i_head, start, sink_before, taken, sink_room, window, waiting, new, first, ring_room,
     token_stride, SLICES: tl.constexpr, NW: tl.constexpr,
-):  # fmt: skip
+):
     """16 * NW new tokens from number `start` on to sink and ring; 1 where one is not finite, [NW, 16, 16]."""
     r = tl.arange(0, 16)
     token = start + tl.arange(0, NW)[:, None] * 16 + r[None, :]
@@ -53,7 +53,7 @@ def _rows(width):
 def _waiting(
     p_new, p_ring, p_factor, o_new, i_row, first_head, token, live, window, before, ring_room, head_stride, token_stride,
     N: tl.constexpr, DIM: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Numbers [tokens, N] float32 of N / DIM heads from `first_head` on, of `token`s that a row packs now; divided by the
     factor. o_new: of the first new token that waits, in head 0. i_row: heads of the rows before.
     """
@@ -77,7 +77,7 @@ def _encode(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room, ring_room,
     head_stride, token_stride, SIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
     LOG: tl.constexpr = _log(DIM)
     SIGNS: tl.constexpr = HEADS * DIM
@@ -94,7 +94,7 @@ def _encode(
             y = _waiting(
                 p_new, p_ring, p_factor, o_new, i_row, 0, unit * 32 + token, tl.broadcast_to(fits, [ROWS]), window, before,
                 ring_room, head_stride, token_stride, HEADS * DIM, DIM, FACTOR, STORED, ASM,
-            )  # fmt: skip
+            )
             y = rotate_rows(y, sign, DIM**-0.5, ROWS, HEADS * DIM, LOG)
             some = norms_of(y, gain, ROWS, HEADS * DIM, _log(HEADS * DIM), ASM)
             wide = tl.reshape(tl.broadcast_to(some[None, :], [32 // ROWS, ROWS]), [32])
@@ -102,7 +102,7 @@ def _encode(
     x = _waiting(
         p_new, p_ring, p_factor, o_new, i_row, i_kv, unit * 32 + r, live, window, before, ring_room, head_stride,
         token_stride, DIM, DIM, FACTOR, STORED, ASM,
-    )  # fmt: skip
+    )
     bad = tl.where(tl.min(tl.min((x * 0.0 == 0.0).to(tl.int32), 1), 0) == 0, NONFINITE, 0)
     x = rotate_rows(x, tl.load(p_table + i_kv * DIM + tl.arange(0, DIM)), DIM**-0.5, 32, DIM, LOG)
     if SIDE.norm_heads == 1:

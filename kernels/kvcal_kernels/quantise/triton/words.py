@@ -47,7 +47,7 @@ def _bits(block, number, i, tiles, extra, bits):
 def _put(
     words, code, further, BLOCK_: tl.constexpr, NUMBER: tl.constexpr, TILES: tl.constexpr, EXTRA: tl.constexpr,
     BITS: tl.constexpr,
-):  # fmt: skip
+):
     """Words of a unit with the code of a piece put into its fields (layout/form.py): `further` fields beyond field
     NUMBER.
     """
@@ -130,7 +130,7 @@ def _store_scales(
 def _load(
     p_new, p_ring, news, rings, olds, live, piece,
     HALVES: tl.constexpr, EACH: tl.constexpr, SLICES: tl.constexpr, STORED: tl.constexpr,
-):  # fmt: skip
+):
     """Slices `piece` to piece + EACH - 1 of every half block, half after half; nothing beyond the last."""
     r = tl.arange(0, 16)
     inside = live[:, :, None] & (piece < SLICES)
@@ -150,7 +150,7 @@ def _pack(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room, ring_room,
     token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
     STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
 
     o_new: of the first new token that waits. before: how many wait in the ring. slot: of the first block packed now.
@@ -201,23 +201,23 @@ def _pack(
                     group = group + (xs[g * EACH + i],)
                 best, base, shifted, codes, worst, lows = _choose(
                     group, p_table, worst, lows, SIDE, NW, ASM
-                )  # fmt: skip
+                )
                 for i in tl.static_range(HALVES if SIDE.along else EACH):
                     further = _further(piece - start, 0 if SIDE.along else i, EACH, SIDE.bits, PAIRED, VALUE)
                     words = _put(
                         words, codes[i].to(tl.int32, bitcast=True), further, i // 2 if SIDE.along else 0,
                         _field_of(i % 2 if SIDE.along else g, start + (0 if SIDE.along else i), SIDE, VALUE),
                         SIDE.tiles, EXTRA, SIDE.bits,
-                    )  # fmt: skip
+                    )
                 if SIDE.mode == 2:
                     base = tl.where(shifted, base, best * (-(2.0 ** (SIDE.bits - 1))))
                 _store_scales(
                     p_scale, o_scale + g * (SIDE.columns * 16), fits, best.to(tl.float16), base.to(tl.float16),
                     piece // EACH * (1 + BOTH), SIDE.together, SIDE.inner, BOTH,
-                )  # fmt: skip
+                )
         _store_words(
             p_words, words, block * SIDE.words, fits, start, SPAN, SLICES, ALL_TILES, SIDE, VALUE,
-        )  # fmt: skip
+        )
     bad = tl.where(worst <= HALF_MAX, 0, SCALE) | tl.where(lows <= HALF_MAX, 0, MINIMUM)
     bad = bad | tl.where(tl.min((nothing == 0).to(tl.int32), 2) > 0, 0, NONFINITE)
     return tl.where(live, bad, tl.where((unit * UNIT < flush)[:, None], ROOM, 0))
@@ -227,7 +227,7 @@ def _pack(
 def _store_words(
     p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, ALL_TILES: tl.constexpr,
     SIDE: tl.constexpr, VALUE: tl.constexpr,
-):  # fmt: skip
+):
     """Those tiles that are complete after the slices from START on."""
     BEYOND: tl.constexpr = _beyond(SIDE.words, SIDE.bits, 0)
     r = tl.arange(0, 16)

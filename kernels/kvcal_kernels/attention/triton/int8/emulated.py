@@ -14,7 +14,7 @@ from .queries import FULL_PROBABILITY, FULL_QUERY, slice_weight
 def emulated_scores(
     p_k, p_ks, i_head, i_norm, block_at, queries, unit, p_table, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """For the interpreter: scores of both halves in powers of two, of queries that are rounded as ptx.py does."""
     at = (i_head * room + block_at)[:, None]
     live = at >= 0
@@ -69,7 +69,7 @@ def emulated_scores(
 def _byte_points(
     p_words, row, k, p_table, HALF: tl.constexpr, SLICE: tl.constexpr, VALUE: tl.constexpr, SLICES: tl.constexpr,
     BITS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
+):
     """For the interpreter: points of a grid in bytes in steps, as float32. Of half block HALF token `row` and channel `k` of
     slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or odd channels of
     32.
@@ -126,7 +126,7 @@ def _byte_entry(p_table, code, number, BITS: tl.constexpr):
 @triton.jit
 def value_exponents(
     p_vs, at, HALF: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr
-):  # fmt: skip
+):
     """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids; else 0."""
     size = tl.zeros([NW, 16], tl.float32)
     if VALUES.points:
@@ -143,7 +143,7 @@ def value_exponents(
 def emulated_added(
     p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_table, room, VALUES: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """For the interpreter: acc, and times fade what a block adds, of probabilities 2^b_0 and 2^b_1, rounded as
     ptx.py does. s_0, s_1: `value_exponents`.
     """
@@ -193,7 +193,7 @@ def emulated_added(
 @triton.jit
 def _counted(
     part, PLACE: tl.constexpr, SIDE: tl.constexpr
-):  # fmt: skip
+):
     """Codes as `codes_of` leaves them -> numbers, of symmetric forms with their sign."""
     x = part.to(tl.float32) * (2.0**24 / PLACE)
     if SIDE.symmetric:

@@ -143,7 +143,7 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
         text += [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
         text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
         codes = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
-                for u in range(tiles) for kind in "sn"]  # fmt: skip
+                for u in range(tiles) for kind in "sn"]
     elif further:
         text += [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
         for i in range(4):

@@ -114,7 +114,7 @@ def product_starts(queries, SLICES: tl.constexpr, PIECES: tl.constexpr, BITS: tl
     return tl.inline_asm_elementwise(
         beginning(SLICES, PIECES, BITS, MODE), beginning_constraints(SLICES, PIECES, BITS, MODE), queries,
         dtype=dtypes(KIND, COUNT), is_pure=True, pack=4,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _lanes(NW: tl.constexpr, N: tl.constexpr):
 def first_state(
     unit, at, KEYS: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """State and places of ptx.py. unit [NW, N]; at [NW]: where each warp's ring begins. HALVES: whether keys or
     values have half tiles.
     """
@@ -205,7 +205,7 @@ def hidden_constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.conste
 def query_of_points(
     p_q, p_sign, o_q, b_row, b_down, b_up, i_kv, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
     ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up times a step."""
     plain = rotated_queries(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
     b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
@@ -226,7 +226,7 @@ def query_of_points(
 def query_of(
     p_q, b_q, i_head, i_chunk, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, RATIO: tl.constexpr,
     QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """Queries for keys of integers: q in two bytes, of outer groups what the assembly renews; sums with which products begin;
     plain_q, of outer groups, in float16; and b_up, by which a row is larger than what is multiplied. b_q: `whole_rows`.
     """

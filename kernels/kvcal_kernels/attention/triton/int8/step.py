@@ -36,7 +36,7 @@ def step_of_bytes(
     p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt, p_vt,
     unit, b_m, b_l, acc, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+):
     """As `_step`, by products of bytes (ptx.py): under ASM b_m is its state, and of keys in outer groups queries
     are its queries and their unit, which change, begins its base.
     """
@@ -59,7 +59,7 @@ def step_of_bytes(
             block(SLICES, KEYS.codes, VALUES.codes, NW > 1, SAME),
             block_constraints(SLICES, KEYS.codes, VALUES.codes, NW > 1, SAME),
             inputs + changed, dtype=_changed(SLICES, KEYS.mode), is_pure=False, pack=4,
-        )  # fmt: skip
+        )
         b_m = changed_to[0]
         acc = changed_to[1 : 1 + SLICES // 2]
         if KEYS.outer:
@@ -69,7 +69,7 @@ def step_of_bytes(
         block_at = tl.minimum(first + tl.arange(0, NW), stop - 1)
         b_0, b_1 = emulated_scores(
             p_k, p_ks, i_head, norms[0], block_at, queries, unit, p_kt, room, KEYS, SLICES, NW, N
-        )  # fmt: skip
+        )
         at_size = (norms[1] if VALUES.points else i_head) * room + block_at
         s_0 = value_exponents(p_vs, at_size, 0, VALUES, NW)
         s_1 = value_exponents(p_vs, at_size, 1, VALUES, NW)
@@ -84,7 +84,7 @@ def step_of_bytes(
         b_l += (tl.exp2(b_0) + tl.exp2(b_1)) * fade
         acc = emulated_added(
             p_v, p_vs, i_head, block_at, b_0, b_1, s_0, s_1, fade, acc, p_vt, room, VALUES, SLICES, NW, N
-        )  # fmt: skip
+        )
         if tl.max(b_d) > BLOCK_SLACK:
             b_new = tl.maximum(b_m, b_e)
             fade = tl.exp2(b_m - b_new)
@@ -96,7 +96,7 @@ def step_of_bytes(
 def state_of(
     p_kt, p_vt, unit, at, sums, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+):
     """What `step_of_bytes` changes and reads, before the first block: its state, places, what products begin with (of outer
     groups the base), constants and tables of grids. at [NW]: where each warp's ring begins.
     """
