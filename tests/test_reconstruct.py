@@ -178,7 +178,7 @@ def built(key: bool, rotation: int, inputs: int, rotary: int, kind: str, capabil
     launch = kernel.Launch(128) if not inputs else kernel.launch_for(torch.device("cpu"))
     if inputs and capability >= 90:
         launch = kernel.Launch(256)
-    constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 2, "ASM": True}
+    constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "ASM": True}
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     types, aligned = arguments(kind)
     return compiled(kernel.reconstruct_kernel, types, constants, aligned, capability, **options)
@@ -195,8 +195,8 @@ def test_a_rotation_of_an_odd_factor_fits_into_shared_memory(inputs: int) -> Non
     nothing = torch.empty(0)
     prepared = kernel.Prepared(nothing, torch.empty(3, 3, 128, 128), nothing, nothing, 0)
     launch = kernel.Launch(256 if inputs else 128)
-    constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "d": 4, "ASM": True}
-    assert constants["DENSE"]
+    constants = {**kernel.settings(blocks, prepared, inputs, 256, launch), "ASM": True}
+    assert constants["CODES"].dense
     types, aligned = arguments("fp16")
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     made = compiled(kernel.reconstruct_kernel, types, constants, aligned, 90, **options)

@@ -1,0 +1,26 @@
+"""`reconstruct` and `place` of reference.py for NVIDIA GPUs. Rooms: points, kernel, prepare, launch; exact, apart."""
+
+from __future__ import annotations
+
+from .exact import PLACED, place, place_kernel
+from .kernel import reconstruct_kernel
+from .launch import reconstruct
+from .prepare import CHANNELS, MOST_INPUTS, Launch, Prepared, columns_of, launch_for, places, prepare, refuses, settings
+
+__all__ = [
+    "CHANNELS",
+    "MOST_INPUTS",
+    "PLACED",
+    "Launch",
+    "Prepared",
+    "columns_of",
+    "launch_for",
+    "place",
+    "place_kernel",
+    "places",
+    "prepare",
+    "reconstruct",
+    "reconstruct_kernel",
+    "refuses",
+    "settings",
+]

@@ -1,0 +1,207 @@
+"""What a layer's launches share: its rotation as a matrix, weights and biases in the kernel's order of channels."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import triton as shared
+from ...hadamard import hadamard, unrotate
+from ..reference import Coded
+from .points import fields
+
+MOST_INPUTS = 4
+CHANNELS = 128  # of a program
+
+
+@dataclass(frozen=True)
+class Launch:
+    """tokens: of a program. depth: rows of the weights a step. stages: of loads in flight."""
+
+    tokens: int
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@functools.cache
+def launch_for(device: torch.device) -> Launch:
+    """On Hopper 256 tokens: 85 operations for a byte that comes through L2 (128 tokens: 64), 176 KiB of shared memory."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return Launch(256) if hopper else Launch(128, 32)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """What the kernel must know of stored codes when it is compiled. heads, dim; vector: channels of a grid point; bits: of a
+    code; count: codes of a packed run. key: runs go along channels. block: tokens. bytes: of a run. width: channels that a
+    rotation mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation ends with a cosine
+    transform. factors: channels are multiplied by factors.
+    """
+
+    heads: int
+    dim: int
+    vector: int
+    bits: int
+    count: int
+    key: bool
+    block: int
+    bytes: int
+    width: int
+    norms: int
+    wordwise: bool
+    dense: bool
+    factors: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Constants of a layer's keys or values as the kernel reads them. grid: int32 words of two float16, or float16.
+    matrix: (tiles, channels, channels) float16, the rotation and the signs; of one with a cosine transform (tiles of
+    columns, tiles of codes, channels, channels). factors: (C,) float32, in the order of columns. turned: channels of a
+    head that RoPE turns. launches: of the kernel, by what they are made for.
+    """
+
+    grid: Tensor
+    matrix: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    turned: int
+    factors: Tensor | None = None
+    launches: shared.Prepared = field(default_factory=shared.Prepared, compare=False, repr=False)
+
+    @property
+    def channels(self) -> int:
+        return int(self.matrix.shape[-1])
+
+
+def refuses(dim: int, d: int, width: int, norms: int, inputs: int, turned: int, channels: int = CHANNELS) -> str | None:
+    """Why there is no kernel for this shape; None if there is one. width: channels that the rotation mixes."""
+    if inputs > MOST_INPUTS:
+        return f"{inputs} predictor inputs: {MOST_INPUTS} at most"
+    if inputs and dim % 16:
+        return f"head_dim {dim}: a predictor's kernel needs a multiple of 16"
+    if dim % (2 * d) or d not in (1, 2, 4):
+        return f"head_dim {dim}, grid of {d} dimensions: needs 1, 2 or 4 that divide half of it"
+    if norms > 1 and width > dim:
+        return "a norm a head under a rotation over the token"
+    if turned % 2 or turned > dim or (turned and channels % dim):
+        return f"RoPE of {turned} of {dim} channels: needs an even number, and heads that divide {channels}"
+    return None
+
+
+def columns_of(heads: int, dim: int, turned: int) -> Tensor:
+    """Channel of each column of the product, int64 (C,): pairs of RoPE are neighbours."""
+    every = torch.arange(heads * dim)
+    if not turned:
+        return every
+    half = every // 2 % (dim // 2)
+    low = torch.where(half < turned // 2, half, turned // 2 + half)
+    apart = torch.where(half < turned // 2, turned // 2, (dim - turned) // 2)
+    return every // dim * dim + low + every % 2 * apart
+
+
+def prepare(
+    coded: Coded,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    turned: int = 0,
+    dtype: torch.dtype = torch.float16,
+    channels: int = CHANNELS,
+) -> Prepared:
+    """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side."""
+    inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
+    heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
+    if why := refuses(dim, d, coded.width * coded.factor, coded.norm.shape[1], inputs, turned, channels):
+        raise ValueError(f"reconstruct: {why}")
+    device = coded.grid.device
+    order = columns_of(heads, dim, turned).to(device)
+    grid = coded.grid.half().contiguous()
+    matrix = (_matrix if coded.factor == 1 else _dense_matrix)(coded, order, channels)
+    if weight is not None:
+        weight = (weight[:, order] if turned else weight).to(dtype).contiguous()
+        bias = (torch.zeros(weight.shape[1], device=device) if bias is None else bias[order].float()).contiguous()
+    words = grid if d == 1 else grid.view(torch.int32)
+    factors = None if coded.factors is None else coded.factors[order].float().contiguous()
+    return Prepared(words, matrix, weight, None if weight is None else bias, turned, factors)
+
+
+def _wordwise(coded: Coded, channels: int) -> bool:
+    """Whether programs can take codes a word at a time."""
+    per = fields(coded.bits, coded.packed_count)
+    if not per or not coded.key:
+        return bool(per)
+    words = coded.packed_count // per
+    return channels % coded.dim == 0 and words & (words - 1) == 0
+
+
+def places(coded: Coded, channels: int) -> Tensor:
+    """Channel of each of the columns of `_points` within its program's, int64 (channels,)."""
+    every = torch.arange(channels)
+    if not (coded.key and _wordwise(coded, channels)):
+        return every
+    d, per = coded.grid.shape[1], fields(coded.bits, coded.packed_count)
+    words = coded.packed_count // per
+    word, field, axis = every // (per * d), every // d % per, every % d
+    channel_of: Tensor = word // words * coded.dim + (field * words + word % words) * d + axis
+    return channel_of
+
+
+def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
+    """What points of `channels` channels are multiplied by, for each tile of columns: +1, -1 and 0, so exact."""
+    device, count = coded.grid.device, coded.sign.numel()
+    tiles, width = -(-count // channels), min(coded.width, channels)
+    matrix = torch.zeros(tiles, channels, channels, dtype=torch.float16, device=device)
+    rows = (hadamard(torch.eye(channels, device=device), width) * width**0.5).round()[
+        places(coded, channels).to(device)
+    ]
+    for tile in range(tiles):
+        columns = order[tile * channels : (tile + 1) * channels]
+        matrix[tile, :, : len(columns)] = rows[:, columns - tile * channels] * coded.sign[columns].to(device)
+    return matrix
+
+
+def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
+    """As `_matrix` of all codes of a token for each tile of columns, where a cosine transform mixes the tiles. Rounded to
+    float16.
+    """
+    device, count = coded.grid.device, coded.sign.numel()
+    rows = unrotate(
+        torch.eye(count, dtype=torch.float64), coded.sign.cpu(), coded.width, coded.factor, coded.interleaved
+    )
+    tiles, at = -(-count // channels), places(coded, channels)
+    matrix = torch.zeros(tiles * channels, tiles * channels, dtype=torch.float16)
+    matrix[:count, :count] = (rows * coded.width**0.5)[:, order.cpu()]
+    wide = matrix.reshape(tiles, channels, tiles, channels).permute(2, 0, 1, 3)
+    return wide[:, :, at].contiguous().to(device)
+
+
+def settings(coded: Coded, prepared: Prepared, inputs: int, rows: int, launch: Launch) -> dict[str, Any]:
+    """Compile-time constants of reconstruct_kernel but ASM; none follows from the number of tokens, except that BM
+    divides it.
+    """
+    channels, whole = prepared.channels, coded.heads * coded.dim % prepared.channels == 0
+    depth = min(launch.depth, coded.dim & -coded.dim)
+    codes = Codes(
+        coded.heads,
+        coded.dim,
+        coded.grid.shape[1],
+        coded.bits,
+        coded.packed_count,
+        coded.key,
+        coded.block,
+        coded.codes.shape[-1],
+        coded.width,
+        coded.norm.shape[1],
+        _wordwise(coded, channels),
+        coded.factor > 1,
+        coded.factors is not None,
+    )
+    return {
+        "CODES": codes, "INPUTS": inputs, "R": prepared.turned, "FULL": rows % launch.tokens == 0 and whole,
+        "BM": launch.tokens, "BN": channels, "BK": depth, "STAGES": launch.stages,
+    }
