@@ -47,6 +47,22 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
     return min(max(wide, 8), most)
 
 
+def _merged_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
+    """Parts that a program merges in one wait for memory, in so many registers a thread: 128 spill of many rows or channels,
+    of grids, which have that many in all, and before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took
+    359 us instead of 329 (H200).
+    """
+    registers = 128 if plain and rows <= 4 and dim <= 128 else 64
+    at_once = max(1, registers * 32 * warps // (rows * power_of_two(dim)))
+    return 1 << (at_once.bit_length() - 1)
+
+
+def _of_one_grid(keys: Form, values: Form) -> bool:
+    """Whether keys and values may be points of one grid."""
+    alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
+    return alike and bool(keys.vector) and bool(values.vector)
+
+
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, Any]:
@@ -63,17 +79,12 @@ def settings(
     each = 2 if values.paired or in_bytes else 1  # columns of a query row
     wide = columns(keys, values, rows, in_bytes)
     merged = min(power_of_two(rows), wide // each)
-    # merged in so many registers a thread; 128 spill of many rows or channels, of grids, which have that many in all, and
-    # before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took 359 us in place of 329 (H200)
     plain = in_bytes or not (keys.vector or values.vector or keys.tiered or pairs)
-    registers = 128 if plain and merged <= 4 and keys.dim <= 128 else 64
-    at_once = max(1, registers * 32 * warps // (merged * power_of_two(keys.dim)))
     key_side, value_side = side_of(keys), side_of(values)
     if pairs:  # codes are numbers before they meet the query: their own way from memory
         key_side = replace(key_side, slot=0)
     slot, ring = key_side.slot + value_side.slot, RING_OF_FEW if in_bytes and warps > 1 else RING
-    alike = keys.bits == values.bits and keys.in_bytes == values.in_bytes
-    same = same and alike and bool(keys.vector) and bool(values.vector)
+    same = same and _of_one_grid(keys, values)
     step = ALIGNED if key_side.entries + (0 if same else value_side.entries) <= 320 else ALIGNED - 1  # at most 40 KB
     return {
         "HEADS": heads,
@@ -86,7 +97,7 @@ def settings(
         "ROWS": merged,
         "WIDTH": rotation_width(keys.dim),
         "PAIRED": 2 if in_bytes else int(values.paired),
-        "AT_ONCE": 1 << (at_once.bit_length() - 1),
+        "AT_ONCE": _merged_at_once(merged, keys.dim, warps, plain),
         "KEYS": key_side,
         "VALUES": replace(value_side, first=0 if same else key_side.entries << step),
         "PAIRS": pairs,

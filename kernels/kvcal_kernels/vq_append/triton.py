@@ -98,6 +98,34 @@ def _left(p_rest, o_rest, p_book, code, live, cols, d):
     return tl.load(p_rest + o_rest[:, None] + cols[None, :], mask=inside, other=0.0) - b_c
 
 
+@triton.jit
+def _nearest_of(
+    p_rest, o_rest, p_book, b_best, live, K: tl.constexpr, d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    KEPT: tl.constexpr, FOLD: tl.constexpr, INDEX: tl.constexpr, CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
+):
+    """The nearest codeword of each of BM vectors, int32, in float32 and of equals the first, among CANDIDATES of the columns'
+    best, whose numbers lie in the low bits of b_best [BM, KEPT].
+    """
+    places, cols = tl.arange(0, KEPT), tl.arange(0, AT_ONCE)
+    b_code = tl.full([BM], 0, tl.int32)
+    b_least = tl.full([BM], 3.4e38, tl.float32)
+    for _ in tl.static_range(CANDIDATES):
+        low, column = tl.min(b_best, 1, return_indices=True)
+        b_best = tl.where(places[None, :] == column[:, None], FAR, b_best)
+        at = low.to(tl.int32, bitcast=True) & INDEX
+        code = at // FOLD * BN + at % FOLD * KEPT + column
+        there = live & (code < K)  # a column that never saw a codeword names none
+        distance = tl.zeros([BM], tl.float32)
+        for start in tl.static_range(0, d, AT_ONCE):
+            off = _left(p_rest, o_rest, p_book, code, there, start + cols, d)
+            distance += tl.sum(off * off, 1)
+        nearer = (distance < b_least) | ((distance == b_least) & (code < b_code))
+        nearer = nearer & (code < K)
+        b_code = tl.where(nearer, code, b_code)
+        b_least = tl.where(nearer, distance, b_least)
+    return b_code
+
+
 @triton.jit(do_not_specialize=["batch", "room", "ring_room"])
 def encode_kernel(
     p_ring, p_scale, p_dims, p_book, p_half, p_rest, p_codes, p_counts, p_flags, batch, room, ring_room,
@@ -135,7 +163,7 @@ def encode_kernel(
             tl.atomic_or(p_flags + i_kv, NONFINITE << SHIFT)
         tl.store(p_rest + o_rest[:, None] + (start + cols)[None, :], tl.where(fits, b_x, 0.0), mask=inside)
     KEPT: tl.constexpr = BN // FOLD
-    columns, places = tl.arange(0, BN), tl.arange(0, KEPT)
+    columns = tl.arange(0, BN)
     part = columns // KEPT
     for s in range(S):
         tl.debug_barrier()  # what other threads left of the vectors
@@ -172,22 +200,9 @@ def encode_kernel(
             if FOLD > 1:
                 marked = tl.min(tl.reshape(marked, [BM, FOLD, KEPT]), 1)
             b_best = tl.minimum(b_best, marked)
-        b_code = tl.full([BM], 0, tl.int32)
-        b_least = tl.full([BM], 3.4e38, tl.float32)
-        for _ in tl.static_range(CANDIDATES):
-            low, column = tl.min(b_best, 1, return_indices=True)
-            b_best = tl.where(places[None, :] == column[:, None], FAR, b_best)
-            at = low.to(tl.int32, bitcast=True) & INDEX
-            code = at // FOLD * BN + at % FOLD * KEPT + column
-            there = live & (code < K)  # a column that never saw a codeword names none
-            distance = tl.zeros([BM], tl.float32)
-            for start in tl.static_range(0, d, AT_ONCE):
-                off = _left(p_rest, o_rest, p_own, code, there, start + cols, d)
-                distance += tl.sum(off * off, 1)
-            nearer = (distance < b_least) | ((distance == b_least) & (code < b_code))
-            nearer = nearer & (code < K)
-            b_code = tl.where(nearer, code, b_code)
-            b_least = tl.where(nearer, distance, b_least)
+        b_code = _nearest_of(
+            p_rest, o_rest, p_own, b_best, live, K, d, BM, BN, KEPT, FOLD, INDEX, CANDIDATES, AT_ONCE
+        )
         tl.store(p_codes + (i_head * S + s) * BLOCK + token, b_code, mask=live)
         tl.debug_barrier()  # others have read what is left
         for start in tl.static_range(0, d, AT_ONCE):
@@ -317,18 +332,22 @@ def _check(
             raise ValueError(f"{shape}: must be {tuple(k.shape)} {k.dtype} as keys, sink and ring, channels contiguous")
         if coded.block != windows.block or coded.dim != dim:
             raise ValueError(f"{name} of blocks of {coded.block} x {coded.dim}: must be {windows.block} x {dim}")
-        for band in coded.bands:
-            if band.codes.shape[:2] != (batch, heads) or not band.codes.is_contiguous():
-                raise ValueError(
-                    f"{name}, codes {tuple(band.codes.shape)}: must be ({batch}, {heads}, ...), contiguous"
-                )
-            if band.books.dtype != torch.float16 or not band.books.is_contiguous() or band.books.shape[2] > WIDEST:
-                shape = f"codebooks {tuple(band.books.shape)} {band.books.dtype}"
-                raise ValueError(f"{name}, {shape}: must be contiguous float16, at most {WIDEST} dimensions")
+        _check_bands(name, coded, batch, heads)
     if counts.data.shape[1] != batch or flags.shape != (heads,) or flags.dtype != torch.int32:
         raise ValueError(
             f"counts of {counts.data.shape[1]} rows, flags {tuple(flags.shape)}: {batch} and int32 ({heads},)"
         )
+
+
+def _check_bands(name: str, coded: Coded, batch: int, heads: int) -> None:
+    for band in coded.bands:
+        if band.codes.shape[:2] != (batch, heads) or not band.codes.is_contiguous():
+            raise ValueError(
+                f"{name}, codes {tuple(band.codes.shape)}: must be ({batch}, {heads}, ...), contiguous"
+            )
+        if band.books.dtype != torch.float16 or not band.books.is_contiguous() or band.books.shape[2] > WIDEST:
+            shape = f"codebooks {tuple(band.books.shape)} {band.books.dtype}"
+            raise ValueError(f"{name}, {shape}: must be contiguous float16, at most {WIDEST} dimensions")
 
 
 def _first(sink: Pair, ring: Pair, role: int) -> Pair:

@@ -146,6 +146,27 @@ def _load(
 
 
 @triton.jit
+def _divided(
+    raw, nothing, p_factor, HALVES: tl.constexpr, EACH: tl.constexpr, FACTOR: tl.constexpr, NW: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Slices of every half block as float32, divided by their channels' factors; and `nothing` plus 0 times all of them, a NaN
+    where any is not finite.
+    """
+    r = tl.arange(0, 16)
+    xs = ()
+    for i in tl.static_range(HALVES * EACH):
+        x = raw[i].to(tl.float32)
+        if FACTOR:
+            divisor = tl.load(p_factor + i % EACH * 16 + r).to(tl.float32)
+            divisor = tl.broadcast_to(divisor[None, None, :], [NW, 16, 16])
+            x = tl.div_rn(x, divisor) if ASM else x / divisor
+        nothing = tl.fma(x, 0.0, nothing) if ASM else nothing + x * 0.0
+        xs = xs + (x,)
+    return xs, nothing
+
+
+@triton.jit
 def _pack(
     p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room, ring_room,
     token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
@@ -185,15 +206,7 @@ def _pack(
     raw = _load(p_new, p_ring, news, rings, olds, live, 0, HALVES, EACH, SLICES, STORED)
     for start in tl.static_range(0, SLICES, SPAN):
         for piece in range(start, min(start + SPAN, SLICES), EACH):
-            xs = ()
-            for i in tl.static_range(HALVES * EACH):
-                x = raw[i].to(tl.float32)
-                if FACTOR:
-                    divisor = tl.load(p_factor + i_kv * (SLICES * 16) + (piece + i % EACH) * 16 + r).to(tl.float32)
-                    divisor = tl.broadcast_to(divisor[None, None, :], [NW, 16, 16])
-                    x = tl.div_rn(x, divisor) if ASM else x / divisor
-                nothing = tl.fma(x, 0.0, nothing) if ASM else nothing + x * 0.0  # a NaN where any is not finite
-                xs = xs + (x,)
+            xs, nothing = _divided(raw, nothing, p_factor + i_kv * (SLICES * 16) + piece * 16, HALVES, EACH, FACTOR, NW, ASM)
             raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
             for g in tl.static_range(1 if SIDE.along else HALVES):
                 group = ()

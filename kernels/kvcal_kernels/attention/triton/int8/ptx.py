@@ -126,6 +126,64 @@ def _half_matrix(name: str, byte: int, further: int) -> str:
     return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
 
 
+# Of each kind of code: assembly, and (kind, set in the lower half of its registers, those registers); the upper half is the
+# next set.
+_Codes = tuple[list[str], list[tuple[str, int, list[str]]]]
+
+
+@constexpr_function
+def _codes_of_four_bits(name: str, tiles: int) -> _Codes:
+    text = [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
+    text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
+    codes = [
+        (kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
+        for u in range(tiles)
+        for kind in "sn"
+    ]
+    return text, codes
+
+
+@constexpr_function
+def _codes_of_half_tiles(name: str) -> _Codes:
+    """Of 3 bits at 64 channels."""
+    text = [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
+    for i in range(4):
+        text += [f"and.b32 {name}0_l{i}, {name}0_{i}, 0x77777777;"]
+        text += [f"shr.u32 t, {name}0_{i}, 1; and.b32 t, t, 0x44444444;"]
+        text += [f"lop3.b32 {name}1_l{i}, {name}1_{i}, 0x33333333, t, 0xEA;"]
+    return text, [("s", 2 * u, [f"{name}{u}_l{i}" for i in range(4)]) for u in range(2)]
+
+
+@constexpr_function
+def _codes_of_three_bits(name: str, tiles: int) -> _Codes:
+    text, codes = list[str](), list[tuple[str, int, list[str]]]()
+    for u in range(tiles):
+        text += [f".reg .b32 {name}{u}_l<4>;"]
+        text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x77777777;" for i in range(4)]
+        codes += [("s", u // 3 * 8 + u % 3 * 2, [f"{name}{u}_l{i}" for i in range(4)])]
+    for u in range(0, tiles - 2, 3):
+        text += [f".reg .b32 {name}{u}_f<4>;"]
+        for i in range(4):
+            f = f"{name}{u}_f{i}"
+            text += [f"shr.u32 t, {name}{u}_{i}, 3; and.b32 {f}, t, 0x11111111;"]
+            for j in (1, 2):
+                text += [f"shr.u32 t, {name}{u + j}_{i}, {3 - j}; lop3.b32 {f}, t, {0x11111111 << j}, {f}, 0xEA;"]
+        codes += [("s", u // 3 * 8 + 6, [f"{name}{u}_f{i}" for i in range(4)])]
+    return text, codes
+
+
+@constexpr_function
+def _codes_of_two_bits(name: str, tiles: int) -> _Codes:
+    text, codes = list[str](), list[tuple[str, int, list[str]]]()
+    for u in range(tiles):
+        text += [f".reg .b32 {name}{u}_l<4>, {name}{u}_h<4>;"]
+        for i in range(4):
+            text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x33333333;"]
+            text += [f"shr.u32 t, {name}{u}_{i}, 2; and.b32 {name}{u}_h{i}, t, 0x33333333;"]
+        codes += [("s", 4 * u + 2 * f, [f"{name}{u}_{'lh'[f]}{i}" for i in range(4)]) for f in range(2)]
+    return text, codes
+
+
 @constexpr_function
 def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str]:
     """Registers {name}s{set}_ 0..3 of each set of codes of `bits` bits, whose lower 16 bits are four codes; of 4 bits
@@ -136,41 +194,15 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
         register, at = f"{name}{u}_", byte + 512 * u
         half = further and u + 1 == tiles
         text += [f".reg .b32 {register}<4>;", _half_matrix(register, at, further) if half else _matrix(register, at)]
-    codes: list[
-        tuple[str, int, list[str]]
-    ] = []  # kind, set in the lower half (the next one is in the upper), its registers
     if bits == 4:
-        text += [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
-        text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
-        codes = [(kind, 2 * u, [f"{name}{u}_{kind if kind == 'n' else ''}{i}" for i in range(4)])
-                for u in range(tiles) for kind in "sn"]
+        more, codes = _codes_of_four_bits(name, tiles)
     elif further:
-        text += [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
-        for i in range(4):
-            text += [f"and.b32 {name}0_l{i}, {name}0_{i}, 0x77777777;"]
-            text += [f"shr.u32 t, {name}0_{i}, 1; and.b32 t, t, 0x44444444;"]
-            text += [f"lop3.b32 {name}1_l{i}, {name}1_{i}, 0x33333333, t, 0xEA;"]
-        codes = [("s", 2 * u, [f"{name}{u}_l{i}" for i in range(4)]) for u in range(2)]
+        more, codes = _codes_of_half_tiles(name)
     elif bits == 3:
-        for u in range(tiles):
-            text += [f".reg .b32 {name}{u}_l<4>;"]
-            text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x77777777;" for i in range(4)]
-            codes += [("s", u // 3 * 8 + u % 3 * 2, [f"{name}{u}_l{i}" for i in range(4)])]
-        for u in range(0, tiles - 2, 3):
-            text += [f".reg .b32 {name}{u}_f<4>;"]
-            for i in range(4):
-                f = f"{name}{u}_f{i}"
-                text += [f"shr.u32 t, {name}{u}_{i}, 3; and.b32 {f}, t, 0x11111111;"]
-                for j in (1, 2):
-                    text += [f"shr.u32 t, {name}{u + j}_{i}, {3 - j}; lop3.b32 {f}, t, {0x11111111 << j}, {f}, 0xEA;"]
-            codes += [("s", u // 3 * 8 + 6, [f"{name}{u}_f{i}" for i in range(4)])]
+        more, codes = _codes_of_three_bits(name, tiles)
     else:
-        for u in range(tiles):
-            text += [f".reg .b32 {name}{u}_l<4>, {name}{u}_h<4>;"]
-            for i in range(4):
-                text += [f"and.b32 {name}{u}_l{i}, {name}{u}_{i}, 0x33333333;"]
-                text += [f"shr.u32 t, {name}{u}_{i}, 2; and.b32 {name}{u}_h{i}, t, 0x33333333;"]
-            codes += [("s", 4 * u + 2 * f, [f"{name}{u}_{'lh'[f]}{i}" for i in range(4)]) for f in range(2)]
+        more, codes = _codes_of_two_bits(name, tiles)
+    text += more
     for kind, first, registers in codes:
         text += [f".reg .b32 {name}{kind}{first}_<4>, {name}{kind}{first + 1}_<4>;"]
         for i in range(4):

@@ -158,6 +158,20 @@ def _summed(into: str, d: str, row: int, place: int) -> list[str]:
 
 
 @constexpr_function
+def _added_up(begun: set[tuple[int, int]]) -> list[str]:
+    """Scores of both half blocks' rows: sums over products (half, place) of codes that count differently."""
+    text = list[str]()
+    for h in range(2):
+        places = sorted(place for half, place in begun if half == h)
+        for row in range(2):
+            for place in places:
+                first = place == places[0]
+                text += _summed(f"s{2 * h + row}" if first else "y", f"kd{h}_{place}_", row, place)
+                text += [] if first else [f"add.f32 s{2 * h + row}, s{2 * h + row}, y;"]
+    return text
+
+
+@constexpr_function
 def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str], magic: list[str]) -> list[str]:
     """Scores of outer groups, whose scales are the queries': products of all channels whose codes count alike add up as
     integers, 4 products of 32 numbers and 255 * 128 at most: below 2^22 (`by_bytes` leaves 8 bits of 256 channels out). Of 2
@@ -179,14 +193,7 @@ def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str]
         text += [_mma(d, [f"ka{i}" for i in range(4)], queries[2 * g : 2 * g + 2],
                       [f"{d}{i}" for i in range(4)] if (h, place) in begun else magic, "u8.s8")]
         begun.add((h, place))
-    for h in range(2):
-        places = sorted(place for half, place in begun if half == h)
-        for row in range(2):
-            for place in places:
-                first = place == places[0]
-                text += _summed(f"s{2 * h + row}" if first else "y", f"kd{h}_{place}_", row, place)
-                text += [] if first else [f"add.f32 s{2 * h + row}, s{2 * h + row}, y;"]
-    return text
+    return text + _added_up(begun)
 
 
 @constexpr_function
