@@ -9,8 +9,8 @@ import torch
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one meanwhile. Triton launches there, and CUDA's events, streams and graphs are of it,
-    wherever the tensors are: a model on cuda:1, or spread over several GPUs, does not change it.
+    """Makes a CUDA device the current one meanwhile. Triton launches there, and CUDA's events, streams and graphs are
+    of it, wherever the tensors are: a model on cuda:1, or spread over several GPUs, does not change it.
     """
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _THERE

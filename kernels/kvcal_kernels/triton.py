@@ -20,7 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constexpr_function(function: F) -> F:
-    """Triton's, with the function's types: it may be called as kernels are compiled, and calls others of its kind only."""
+    """Triton's, with the function's types: it may be called as kernels are compiled, and calls others of its kind only.
+    """
     compiled: F = triton.constexpr_function(function)
     return compiled
 
@@ -39,8 +40,8 @@ def half(x, J: tl.constexpr):
 
 @triton.jit
 def rounded_product(x, y, ASM: tl.constexpr):
-    """Lanes add what the others have to what they have: were a product of their own not rounded before, as when it is one
-    instruction with the sum, their sums would differ in the last bit, and they write them to one place.
+    """Lanes add what the others have to what they have: were a product of their own not rounded before, as when it is
+    one instruction with the sum, their sums would differ in the last bit, and they write them to one place.
     """
     if ASM:
         product = tl.inline_asm_elementwise(
@@ -52,13 +53,14 @@ def rounded_product(x, y, ASM: tl.constexpr):
 
 
 class Ready:
-    """Launches of a kernel whose grid, compile-time constants and numbers are settled: they start the compiled kernel itself.
-    Triton's own way binds and specialises every argument each time: 44 us of the host's for 80 of them, in place of 5.
+    """Launches of a kernel whose grid, compile-time constants and numbers are settled: they start the compiled kernel
+    itself. Triton's own way binds and specialises every argument each time: 44 us of the host's for 80 of them, in
+    place of 5.
 
-    kernel: its tensors come first, then numbers, then constants. options: the constants by name, and num_warps and the like.
-    examine: called once with each compiled kernel before it is launched. Made for tensors of one device, one dtype each, and
-    for numbers of one specialisation (Triton's: 1, a multiple of 16, or neither); who calls it answers for that. It launches
-    on the tensors' device, whichever is the current one.
+    kernel: its tensors come first, then numbers, then constants. options: the constants by name, and num_warps and the
+    like. examine: called once with each compiled kernel before it is launched. Made for tensors of one device, one
+    dtype each, and for numbers of one specialisation (Triton's: 1, a multiple of 16, or neither); who calls it answers
+    for that. It launches on the tensors' device, whichever is the current one.
     """
 
     def __init__(

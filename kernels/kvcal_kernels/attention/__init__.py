@@ -8,7 +8,7 @@ from types import ModuleType
 
 @cache
 def fast() -> ModuleType:
-    """The Triton kernel's `attend`, `Launch` and `Workspace`, as `reference` has the first; ImportError without triton."""
+    """The Triton kernel's `attend`, `Launch` and `Workspace`, as `reference` has the first. ImportError: no triton."""
     from . import triton
 
     return triton

@@ -1,4 +1,6 @@
-"""What the attention kernel relies on and cannot see: shapes, dtypes and devices of its arguments, and Triton's layouts."""
+"""What the attention kernel relies on and cannot see: shapes, dtypes and devices of its arguments, and Triton's
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +48,19 @@ def _check_rope(rope: Rope, keys: Blocks, q: Tensor, packed_q: Tensor, windows: 
 
 
 def check_layouts(ttgir: str) -> None:
-    """RuntimeError where a look-up of several rows, or a turn by RoPE, is not in the layout of a product's first operand that
-    it counts on, where a read of the ring is not in that of a product's result, or where a product over 16 numbers has the
-    layout of one over 32.
+    """RuntimeError where a look-up of several rows, or a turn by RoPE, is not in the layout of a product's first
+    operand that it counts on, where a read of the ring is not in that of a product's result, or where a product over 16
+    numbers has the layout of one over 32.
     """
-    result = r"#ttg.nvidia_mma<\{versionMajor = 2, versionMinor = 0, warpsPerCTA = \[\d+, 1, 1\], instrShape = \[1, 16, 8\]\}>"
+    mma = r"versionMajor = 2, versionMinor = 0, warpsPerCTA = \[\d+, 1, 1\], instrShape = \[1, 16, 8\]"
+    result = rf"#ttg.nvidia_mma<\{{{mma}\}}>"
     for line in ttgir.splitlines():
         if re.search(r"tt\.dot.*x16xf16, .*kWidth = (8|16)", line):
             raise RuntimeError(f"this Triton contracts 32 numbers where there are 16: {line.strip()[:200]}")
         packed = re.search(r"elementwise_inline_asm.*packed_element = ([48]) ", line)
         if packed and re.search(
-            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync|mov\.f32 \$0",
+            r"ldmatrix|ld\.shared\.(v2\.b32 \{a, b\}|b16 a)|kvcal_table|movmatrix|KVCAL_LOW|kvcal_fit|mma\.sync|"
+            r"mov\.f32 \$0",
             line,
         ):
             if not re.search(rf"-> \(?tensor<[\dx]*x[if](16|32), ({_aliases(result, ttgir)})>", line):

@@ -1,5 +1,5 @@
-"""How a launch of decode attention is laid out: shapes, warps, programs and how their results are merged. Plain numbers; no
-Triton.
+"""How a launch of decode attention is laid out: shapes, warps, programs and how their results are merged. Plain
+numbers; no Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .side import side_of
 
 
 def plain_beyond(warps: int, tables: int, slots: int) -> bool:
-    """Whether the ring lies behind what Triton manages: of several warps, beside tables, or where it is most of 48 KB."""
+    """Whether the ring lies behind what Triton manages: with several warps, with tables, or if it is most of 48 KB."""
     return warps > 1 or tables > 0 or slots > 24 * 1024
 
 
@@ -26,8 +26,8 @@ def power_of_two(count: int) -> int:
 
 
 def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) -> bool:
-    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are columns
-    of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
+    """Whether a kernel takes products of 8-bit integers: of what `fits_bytes`, where both parts of all query rows are
+    columns of one product. Of grids in bytes, which nothing else reads, more rows are taken four at a time.
     """
     if pairs or (rows > 4 and not (keys.in_bytes or values.in_bytes)):
         return False
@@ -36,9 +36,9 @@ def by_bytes(keys: Form, values: Form, rows: int, warps: int, pairs: int = 0) ->
 
 
 def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
-    """Of a product, for so many query rows; more rows are programs of their own, which read blocks that others have just read.
-    As many as compiled code holds in registers: 32 of integers at D = 128 spilled 808 bytes and took 7.9 instructions a number
-    in place of 2 times 2.7 (sm_90, Triton 3.6).
+    """Of a product, for so many query rows; more rows are programs of their own, which read blocks that others have
+    just read. As many as compiled code holds in registers: 32 of integers at D = 128 spilled 808 bytes and took 7.9
+    instructions a number in place of 2 times 2.7 (sm_90, Triton 3.6).
     """
     if in_bytes or (keys.dim > 128 and not looked_up(keys, values)):
         return 8
@@ -48,9 +48,9 @@ def columns(keys: Form, values: Form, rows: int, in_bytes: bool) -> int:
 
 
 def _merged_at_once(rows: int, dim: int, warps: int, plain: bool) -> int:
-    """Parts that a program merges in one wait for memory, in so many registers a thread: 128 spill of many rows or channels,
-    of grids, which have that many in all, and before RoPE, and leave room for a program less of tiers: MixKVQ at G = 32 took
-    359 us instead of 329 (H200).
+    """Parts that a program merges in one wait for memory, in so many registers a thread: 128 spill of many rows or
+    channels, of grids, which have that many in all, and before RoPE, and leave room for a program less of tiers: MixKVQ
+    at G = 32 took 359 us instead of 329 (H200).
     """
     registers = 128 if plain and rows <= 4 and dim <= 128 else 64
     at_once = max(1, registers * 32 * warps // (rows * power_of_two(dim)))
@@ -66,15 +66,16 @@ def _of_one_grid(keys: Form, values: Form) -> bool:
 def settings(
     keys: Form, values: Form, heads: int, ratio: int, queries: int, warps: int, same: bool = True, pairs: int = 0
 ) -> dict[str, Any]:
-    """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch, the
-    length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`). same: keys and values of
-    one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
+    """Compile-time constants of attend_kernel that follow from the shapes and the warps. None follows from the batch,
+    the length or the splits, so that a model's decode steps share one compiled kernel, or two (`chosen`). same: keys
+    and values of one bit width are of one grid. pairs: Rope.pairs of keys before RoPE.
     """
     rows = ratio * queries
     in_bytes = by_bytes(keys, values, rows, warps, pairs)
     if (keys.in_bytes or values.in_bytes) and not in_bytes:
         raise ValueError(
-            f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them otherwise"
+            f"{keys} and {values}, {warps} warps a program: only products of bytes read grids in bytes; pack them "
+            "otherwise",
         )
     each = 2 if values.paired or in_bytes else 1  # columns of a query row
     wide = columns(keys, values, rows, in_bytes)
@@ -119,8 +120,8 @@ ALONE = 1 << 20  # `less` of exact tokens with programs of their own
 
 
 class Plan(NamedTuple):
-    """How a group's tokens are shared out. parts: programs, the last `exact` of which have `share` tokens of sink or window
-    each, and `less` turns over packed tokens fewer than the others, or none (ALONE).
+    """How a group's tokens are shared out. parts: programs, the last `exact` of which have `share` tokens of sink or
+    window each, and `less` turns over packed tokens fewer than the others, or none (ALONE).
     """
 
     parts: int
@@ -140,15 +141,15 @@ class Plan(NamedTuple):
 def plan(
     groups: int, blocks: int, windows: tuple[int, int], warps: int, slots: int, carried: bool, launch: Launch
 ) -> Plan:
-    """For `groups` of query rows on a GPU that runs `slots` programs at a time. All take about equally long, so that it counts
-    in how many rounds they run, the last of which takes as long as the others, however few programs it has. carried: whether
-    programs of packed tokens may have exact ones, too.
+    """For `groups` of query rows on a GPU that runs `slots` programs at a time. All take about equally long, so that it
+    counts in how many rounds they run, the last of which takes as long as the others, however few programs it has.
+    carried: whether programs of packed tokens may have exact ones, too.
 
-    A multiprocessor gives programs of one warp to its four schedulers in turn, and waits for the one whose turn it is: short
-    programs among long ones leave room that nobody takes (10.2 of 12 programs at a time in the mean, Base at 32 x 32768). So
-    programs of a round begin together (all groups' first parts, then their second ones) and take equally long. H200, us, with
-    11 parts and exact tokens' programs between them, with 6 and those behind, with 6 that have exact tokens, too: Base 239,
-    233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
+    A multiprocessor gives programs of one warp to its four schedulers in turn, and waits for the one whose turn it is:
+    short programs among long ones leave room that nobody takes (10.2 of 12 programs at a time in the mean, Base at 32 x
+    32768). So programs of a round begin together (all groups' first parts, then their second ones) and take equally
+    long. H200, us, with 11 parts and exact tokens' programs between them, with 6 and those behind, with 6 that have
+    exact tokens, too: Base 239, 233, 229; 2/2 183, 172, 168; KIVI at G = 32 245, 229, 228, G = 128 190, 171, 172.
     """
     several = warps > 1
     start, merging = (24, launch.merging or 4) if several else (10, launch.merging or 15)
@@ -184,7 +185,8 @@ def plan(
     least = min(PARTS, -(-turns // launch.length)) if launch.length else 1
     most = max(least, min(PARTS, turns, math.isqrt(merging * turns)))
     counts = [launch.parts] if launch.parts else range(least, most + 1)
-    # tables in shared memory are busy all the time, also while others have exact tokens: only where those are most of the work
+    # tables in shared memory are busy all the time, also while others have exact tokens: only where those are most of
+    # the work
     pays = not several or (turns < 150 and 9 * groups > slots)
     both = carried and (pays if launch.less is None else launch.less != ALONE)
     ways = [(count, False) for count in counts if count > 1] if both else []
@@ -200,8 +202,8 @@ def plan(
 
 @functools.lru_cache(4096)
 def fan_of(parts: int, at_once: int) -> int:
-    """How many parts are merged first; all of them where a second round takes longer: reading `at_once` parts is a wait for
-    memory, another round, which writes and counts, about two.
+    """How many parts are merged first; all of them where a second round takes longer: reading `at_once` parts is a wait
+    for memory, another round, which writes and counts, about two.
     """
 
     def waits(fan: int) -> int:
@@ -213,8 +215,9 @@ def fan_of(parts: int, at_once: int) -> int:
 
 
 def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int, int]:
-    """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few where
-    multiprocessors have enough to do, else as many as finish before those of packed tokens, a turn of a warp if one is alone.
+    """Sink or recent tokens of a program, and how many programs windows of so many tokens take, at most about 16: few
+    where multiprocessors have enough to do, else as many as finish before those of packed tokens, a turn of a warp if
+    one is alone.
     """
     least = 128 if crowded else 16 if warps == 1 else 32
     share = max(1, -(-sum(windows) // (16 * least))) * least
@@ -223,9 +226,10 @@ def shares(windows: tuple[int, int], crowded: bool, warps: int = 1) -> tuple[int
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. registers: a thread
-    at most, 0: as the compiler likes. In the place of what `plan` chooses, 0 or None: its own: length: turns of a program at
-    most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`. merging: parts that are merged in a turn.
+    """warps: blocks at a time a program. stages: of the loads in flight that do not go through the ring. registers: a
+    thread at most, 0: as the compiler likes. In the place of what `plan` chooses, 0 or None: its own: length: turns of
+    a program at most; parts: programs of packed tokens; less: `Plan.less`. fan: of `fan_of`. merging: parts that are
+    merged in a turn.
     """
 
     warps: int = 1
@@ -239,9 +243,10 @@ class Launch:
 
 
 def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Launch:
-    """For so many query rows a kv head; turned: keys before RoPE. A warp alone waits for no other: 2/2 took 257 us in place of
-    318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share one. At 168
-    registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in place of 232.
+    """For so many query rows a kv head; turned: keys before RoPE. A warp alone waits for no other: 2/2 took 257 us in
+    place of 318 with four (H200). Tables of grids lie in shared memory once a program, so that there four warps share
+    one. At 168 registers a multiprocessor runs 12 warps and nothing is spilled; at 144 it is, and 2/2 took 258 us in
+    place of 232.
     """
     # outputs of values without pairs, or of more rows, are as many more, and spill with 128 registers
     if looked_up(keys, values):
@@ -251,13 +256,16 @@ def usual(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> Laun
     if keys.dim > 128 or (rows > 8 and not (keys.in_bytes or values.in_bytes)):
         return Launch()
     if turned:
-        # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with 208.
+        # At 176 and more KIVI took 505 to 528 us in place of 431 (H200); of 3 bits they spill with 192, outer ones with
+        # 208.
         return Launch(registers=168 if keys.bits != 3 else 200 if keys.inner else 216)
     return Launch(registers=176 if keys.tiered else 168)
 
 
 def launches(keys: Form, values: Form, rows: int = 1, turned: bool = False) -> tuple[Launch, ...]:
-    """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a program."""
+    """All that `chosen` takes: the usual one and, of integers that are multiplied as bytes, one of four warps a
+    program.
+    """
     launch = usual(keys, values, rows, turned)
     other = turned or keys.vector or values.vector or keys.dim > 128
     if launch.warps > 1 or other or not by_bytes(keys, values, rows, 4):

@@ -21,14 +21,14 @@ def attend(
     ring: bool = False,
     rope: Rope | None = None,
 ) -> Tensor:
-    """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last up to
-    the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is packed.
-    packed_q: queries for the packed keys, where these are stored divided by a factor of their channel.
+    """Attention of the newest tokens over a row's sink, packed blocks and recent tokens: the first two wholly, the last
+    up to the query itself. The newest tokens are the last of `recent`, or of sink and recent together where nothing is
+    packed. packed_q: queries for the packed keys, where these are stored divided by a factor of their channel.
 
-    q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how many
-    count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype; computed
-    in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it. rope: what turns
-    keys that are all stored before RoPE; queries are after it.
+    q (B, Hq, Q, D), Hq a multiple of H, Q <= the recent tokens of each row with packed blocks. blocks (B,) int32: how
+    many count. sink, recent: keys (B, H, room, D), values alike, and counts (B,) int32. -> (B, Hq, Q, D) of q's dtype;
+    computed in float32. ring: token j of `recent` is in slot (32 * blocks + j) mod room, as quantise.append puts it.
+    rope: what turns keys that are all stored before RoPE; queries are after it.
     """
     if ring:
         index = ring_slots(blocks, recent[0].shape[2])[:, None, :, None].expand_as(recent[0])

@@ -11,13 +11,13 @@ from ..layout.grids import ENTRIES
 
 @dataclass(frozen=True)
 class Side:
-    """bits: of a code. mode: of layout.form.mode_of. group: numbers that share a scale; of a grid in bytes, numbers that a
-    code stands for. pieces: of half a block, 16 x 16 numbers each; of tiers, fields. tiles, words: of a block. scales: float16
-    of the blocks that share them; scale_blocks: how many do. slot: bytes of a block in the ring, 0 where codes do not go
-    through it. full, four: pieces of 16 channels in the two upper tiers. order: bytes of a group's order of channels.
-    quads: a code of a grid stands for four channels. shared_norm: a token's norm is that of all kv heads. entries, pairs: of
-    the grid's table, and pairs of float16 of an entry; first: byte at which it lies in shared memory. factor: odd factor of
-    head_dim that the rotation mixes.
+    """bits: of a code. mode: of layout.form.mode_of. group: numbers that share a scale; of a grid in bytes, numbers
+    that a code stands for. pieces: of half a block, 16 x 16 numbers each; of tiers, fields. tiles, words: of a block.
+    scales: float16 of the blocks that share them; scale_blocks: how many do. slot: bytes of a block in the ring, 0
+    where codes do not go through it. full, four: pieces of 16 channels in the two upper tiers. order: bytes of a
+    group's order of channels. quads: a code of a grid stands for four channels. shared_norm: a token's norm is that of
+    all kv heads. entries, pairs: of the grid's table, and pairs of float16 of an entry; first: byte at which it lies in
+    shared memory. factor: odd factor of head_dim that the rotation mixes.
 
     A frozen dataclass, not a NamedTuple: the interpreter of Triton 3.6 hands tuples on as plain ones.
     """

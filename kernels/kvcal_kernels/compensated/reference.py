@@ -57,7 +57,7 @@ class Digits:
         return cls(moves.channels, [x.clone() for x in moves.digits], [x.clone() for x in moves.units])
 
     def renew(self, moves: Moves) -> bool:
-        """Hold these in place of what was held; False where they are of another shape or device, and nothing is done."""
+        """Hold these instead. False, and nothing is done, where they are of another shape or device."""
         new, before = [*moves.digits, *moves.units], self.tensors
         if [(x.shape, x.device) for x in new] != [(x.shape, x.device) for x in before]:
             return False
@@ -76,7 +76,9 @@ class Digits:
 
 
 def moves(responses: list[Tensor], channels: int) -> Moves:
-    """responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as codecs.squat.responses makes them."""
+    """responses: M_br M_rr^-1 of each step (B or 1, H, channels, D - stop) float64, as codecs.squat.responses makes
+    them.
+    """
     integers = [_integers(response, _bits(channels)) for response in responses]
     return Moves(channels, [weight for weight, _ in integers], [unit.flatten(1) for _, unit in integers])
 
@@ -99,11 +101,11 @@ def corrected(x: Tensor, moves: Moves | Digits, bits: int, group: int, block: in
 def due(
     ring: Tensor, counts: Counts, new: Tensor, moves: Moves | Digits, bits: int, group: int, out: Tensor | None = None
 ) -> Tensor:
-    """`corrected` of the one block of counts.windows.block tokens that a call of at most as many packs, before `append` puts
-    its tokens away; operations of fixed shape, no value is looked at.
+    """`corrected` of the one block of counts.windows.block tokens that a call of at most as many packs, before `append`
+    puts its tokens away; operations of fixed shape, no value is looked at.
 
-    ring (B, H, room, D): keys of the window, as of quantise.Layer.recent. new (B, H, Q, D), a row's real tokens last; counts:
-    behind the call. -> (B, H, block, D) float32, anything in rows of which no block is due; out: where to.
+    ring (B, H, room, D): keys of the window, as of quantise.Layer.recent. new (B, H, Q, D), a row's real tokens last;
+    counts: behind the call. -> (B, H, block, D) float32, anything in rows of which no block is due; out: where to.
     """
     block, queries, room = counts.windows.block, new.shape[2], ring.shape[2]
     check_due(ring, counts, new)

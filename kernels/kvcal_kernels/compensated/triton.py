@@ -1,8 +1,9 @@
 """`corrected` and `due` of reference.py for NVIDIA GPUs: one launch for each step of channels, a block's error and what
 it moves in registers.
 
-Both factors of the product are integers of at most 25 bits, in three digits of 8 bits each: float16 tensor-core products of
-digits add up to less than 2^24, which float32 holds exactly in any order, and float64 puts the digits' sums together.
+Both factors of the product are integers of at most 25 bits, in three digits of 8 bits each: float16 tensor-core
+products of digits add up to less than 2^24, which float32 holds exactly in any order, and float64 puts the digits' sums
+together.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _step(
     DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
 ):
-    """Round channels from START on of the keys at p_from, and store at p_to those that change, with START 0 all; pointers
-    [BLOCK * BLOCKS, 1] of channel 0. i_head: of the weights.
+    """Round channels from START on of the keys at p_from, and store at p_to those that change, with START 0 all;
+    pointers [BLOCK * BLOCKS, 1] of channel 0. i_head: of the weights.
     """
     channel = START + tl.arange(0, CHANNELS)[None, :]
     x = tl.load(p_from + channel, mask=live, other=0.0).to(tl.float32)
@@ -115,7 +116,8 @@ def correct_kernel(
     p_to = p_out + ((i_batch * HEADS + i_kv) * tokens + token)[:, None] * DIM
     i_head = (i_batch * batch_of_weights) * HEADS + i_kv
     _step(
-        p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP, BITS,
+        p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
+        BITS,
     )
 
 
@@ -126,8 +128,8 @@ def due_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, START: tl.constexpr, CHANNELS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr, TOP: tl.constexpr, BITS: tl.constexpr,
 ):
-    """correct_kernel of the block that a row packs now; grid (HEADS, batch). With START 0 keys come from the ring or are new,
-    else from p_out. BLOCKS: 1.
+    """correct_kernel of the block that a row packs now; grid (HEADS, batch). With START 0 keys come from the ring or
+    are new, else from p_out. BLOCKS: 1.
     """
     i_kv, i_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     p_row = p_counts + i_batch
@@ -146,13 +148,13 @@ def due_kernel(
             p_fresh = p_new + i_batch * batch_stride + i_kv * head_stride + new[:, None]
             p_from = tl.where((token < window)[:, None], p_old, p_fresh)
             _step(
-                p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
-                BITS,
+                p_from, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP,
+                TOP, BITS,
             )
         else:
             _step(
-                p_to, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP, TOP,
-                BITS,
+                p_to, p_to, p_weight, p_unit, i_head, live, plane, DIM, START, CHANNELS, CHUNK, BLOCK, BLOCKS, GROUP,
+                TOP, BITS,
             )
 
 
@@ -220,7 +222,9 @@ def _check(x: Tensor, moves: Moves | Digits, group: int, block: int) -> None:
         shape = (heads, moves.channels, dim - (i + 1) * moves.channels)
         if tuple(weight.shape[2:]) != shape or weight.shape[1] not in (1, batch) or unit.shape != weight.shape[1:3]:
             raise ValueError(
-                f"step {i}: weight {tuple(weight.shape[1:])}, units {tuple(unit.shape)}; must be (1 or {batch}, *{shape})"
+
+                f"step {i}: weight {tuple(weight.shape[1:])}, units {tuple(unit.shape)}; must be (1 or {batch}, "
+                f"*{shape})",
             )
 
 

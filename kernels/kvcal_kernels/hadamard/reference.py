@@ -1,13 +1,13 @@
 """Sign-Hadamard rotation, a sum and a square root whose bits do not depend on batch, chunk or device.
 
-The first two are made of element-wise additions in a fixed order: a token's packed bytes may not depend on which other tokens
-were encoded in the same call, which a matrix product or a library reduction does not promise.
+The first two are made of element-wise additions in a fixed order: a token's packed bytes may not depend on which other
+tokens were encoded in the same call, which a matrix product or a library reduction does not promise.
 
-A Hadamard transform mixes a power of two of numbers. Where a norm spans `width * factor` numbers with an odd factor (3 kv
-heads of 64 channels: 64 * 3), transforms of `width` numbers alone leave parts of the span with variances of their own, and
-one norm fits none of them. So an orthonormal cosine transform of `factor` numbers follows, across the Hadamard blocks. Its
-rows do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers in turn from all parts of the
-span, which evens out heads of unequal size before it.
+A Hadamard transform mixes a power of two of numbers. Where a norm spans `width * factor` numbers with an odd factor (3
+kv heads of 64 channels: 64 * 3), transforms of `width` numbers alone leave parts of the span with variances of their
+own, and one norm fits none of them. So an orthonormal cosine transform of `factor` numbers follows, across the Hadamard
+blocks. Its rows do not weigh all blocks alike; where `interleaved`, each Hadamard block takes its numbers in turn from
+all parts of the span, which evens out heads of unequal size before it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """Square root of float32 x, correctly rounded as CUDA's and Triton's are. torch's on a CPU with MKL is one unit in the
-    last place off in 17 of 100 numbers (torch 2.13, AVX-512), which moves a stored norm now and then.
+    """Square root of float32 x, correctly rounded as CUDA's and Triton's are. torch's on a CPU with MKL is one unit in
+    the last place off in 17 of 100 numbers (torch 2.13, AVX-512), which moves a stored norm now and then.
     """
     return x.double().sqrt().float()

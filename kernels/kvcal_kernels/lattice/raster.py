@@ -1,9 +1,9 @@
 """Which points of a grid can be nearest in each cell of a raster: a search then looks at these few in place of all.
 
 Cells are squares (intervals, d = 1) of side 2 SPAN / side about multiples of it, those at the border without an end. A
-point is left out of a cell where one other is nearer by more than rounding all over the cell, so that `nearest` finds the
-first of the nearest, bit for bit, among those that are left. The difference of two scores less what rounding may add is
-concave in x: it is least at a corner, or towards infinity.
+point is left out of a cell where one other is nearer by more than rounding all over the cell, so that `nearest` finds
+the first of the nearest, bit for bit, among those that are left. The difference of two scores less what rounding may
+add is concave in x: it is least at a corner, or towards infinity.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ ROUNDING = 2.0**-20  # three roundings of 2^-24 in each of two scores, and more 
 
 @dataclass(frozen=True)
 class Raster:
-    """words int32 (1 or 2, side^d): the codes of a cell's candidates, ascending, the last one repeated, a byte each from the
-    lowest on. A cell has at most `most` of them, and at most `few` where a coordinate's magnitude is below `reach`.
+    """words int32 (1 or 2, side^d): the codes of a cell's candidates, ascending, the last one repeated, a byte each
+    from the lowest on. A cell has at most `most` of them, and at most `few` where a coordinate's magnitude is below
+    `reach`.
     """
 
     side: int
@@ -36,7 +37,9 @@ class Raster:
 
 
 def raster_of(points: Tensor) -> Raster | None:
-    """Of a grid (n, d) float32, n <= 256; None where all points are to be looked at. One for all that have these points."""
+    """Of a grid (n, d) float32, n <= 256; None where all points are to be looked at. One for all that have these
+    points.
+    """
     return _raster(tuple(points.flatten().tolist()), points.shape[1])
 
 

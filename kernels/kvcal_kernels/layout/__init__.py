@@ -1,4 +1,6 @@
-"""How packed keys and values lie in memory: the order of codes and scales in a block, grids, and RoPE by runs of positions."""
+"""How packed keys and values lie in memory: the order of codes and scales in a block, grids, and RoPE by runs of
+positions.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from .grids import Grid
 
 @dataclass(frozen=True)
 class Blocks:
-    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16, of grids
-    (B, H / form.norm_heads, N, 32); grid of forms that have one; order uint8 (B, H, N / form.scale_blocks, D) of tiers: the
+    """words (B, H, N, form.words) int16; scale (B, H, N / form.scale_blocks, form.scales) float16, of grids (B, H /
+    form.norm_heads, N, 32); grid of forms that have one; order uint8 (B, H, N / form.scale_blocks, D) of tiers: the
     channels, tier by tier.
     """
 
@@ -90,8 +90,8 @@ def _decode_tiers(blocks: Blocks) -> Tensor:
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, form: Form, grid: Grid | None = None) -> Blocks:
-    """codes (B, H, T, D) integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where groups lie
-    along channels, (B, H, T / group, D) along tokens; zero None where symmetric.
+    """codes (B, H, T, D) integers in [0, 2^bits), T whole blocks. scale, zero float16: (B, H, T, D / group) where
+    groups lie along channels, (B, H, T / group, D) along tokens; zero None where symmetric.
 
     Of a grid: codes (B, H, T, D / vector) in [0, n), scale (B, H / norm_heads, T, 1) the norms, zero None.
     """
@@ -165,7 +165,9 @@ def _gather(fields: Tensor, width: int) -> Tensor:
 
 
 def _folded(words: Tensor, beyond: int) -> Tensor:
-    """Words (..., n) of which the last tile becomes half of one: columns from 8 on, `beyond` bits further, in the others."""
+    """Words (..., n) of which the last tile becomes half of one: columns from 8 on, `beyond` bits further, in the
+    others.
+    """
     whole, last = words.tensor_split((-2 * HALF_TILE,), -1)
     low, right = last.unflatten(-1, (PIECE, 2, -1)).unbind(-2)
     return torch.cat([whole, (low | right << beyond).flatten(-2)], -1)

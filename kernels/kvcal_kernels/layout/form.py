@@ -1,29 +1,31 @@
 """How the codes and scales of a block lie in memory.
 
-A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half block; W
-= 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same place of W pieces.
-Key words lie [token][channel], value words [channel][token]: neighbours along what attention contracts share a 32-bit
-register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose bit 2 f + o belongs to field f of
-the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the rest is zero; where they fill half of the
-last one, that is half a tile, 16 rows of 8 words, with columns from 8 on in the bits that the others leave: one bit further
-of third bits (3 bits at head_dim 64), four further of 2 bits (at 96: fields 0, 1, 4, 5), eight further of tiers.
+A block is 32 tokens of one kv head. Its codes are cut into pieces of 16 tokens by 16 channels, half block after half
+block; W = 16 / bits pieces share a tile of 16 x 16 words of 16 bits, a field each, so that one word holds the same
+place of W pieces. Key words lie [token][channel], value words [channel][token]: neighbours along what attention
+contracts share a 32-bit register. 3 bits are two planes: tiles of the lower two bits, then tiles of the third, whose
+bit 2 f + o belongs to field f of the even (o = 0) or odd tile of the first plane. Where pieces do not fill tiles, the
+rest is zero; where they fill half of the last one, that is half a tile, 16 rows of 8 words, with columns from 8 on in
+the bits that the others leave: one bit further of third bits (3 bits at head_dim 64), four further of 2 bits (at 96:
+fields 0, 1, 4, 5), eight further of tiers.
 
-Keys in outer groups (not of 2 bits at 96): piece m is field m % W of tile m / W. Others: pieces that a product over 32 8-bit
-numbers contracts together are a pair, the first of which lies in the low byte of a word, the second at the same place of the
-high byte. Of a key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half * pairs + g; of a value
-the two half blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of tile P / (W / 2). Where a
-key's half block has an odd number of pairs to tiles of two or four (4 and 2 bits at head_dim 96), half blocks take turns, P =
-2 g + half: fields of the second lie as many bits beyond those of the first for all g, 4 and 2 there, 4 at head_dim 64 in 2 or
-3 bits too, else none.
+Keys in outer groups (not of 2 bits at 96): piece m is field m % W of tile m / W. Others: pieces that a product over 32
+8-bit numbers contracts together are a pair, the first of which lies in the low byte of a word, the second at the same
+place of the high byte. Of a key a pair is slices 2 g and 2 g + 1 (of 16 channels) of a half block, number P = half *
+pairs + g; of a value the two half blocks of a slice, P = slice. Pair P is fields P % (W / 2) and P % (W / 2) + W / 2 of
+tile P / (W / 2). Where a key's half block has an odd number of pairs to tiles of two or four (4 and 2 bits at head_dim
+96), half blocks take turns, P = 2 g + half: fields of the second lie as many bits beyond those of the first for all g,
+4 and 2 there, 4 at head_dim 64 in 2 or 3 bits too, else none.
 
 Scales and zero points are float16, x = code * scale + zero point; symmetric forms have none, their codes count from
--2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a value),
-w = 4, 2 or 1 of them side by side: [columns / w][16][w]; of others as [columns / 2][8][scale, scale, zero point, zero point],
-the 16 being neighbours along the contracted dimension.
+-2^(bits - 1). Of groups along the contracted dimension they lie as columns of 16 (tokens of a key, channels of a
+value), w = 4, 2 or 1 of them side by side: [columns / w][16][w]; of others as [columns / 2][8][scale, scale, zero
+point, zero point], the 16 being neighbours along the contracted dimension.
 
-Keys in tiers (MixKVQ): `full` channels in float16, `four` of 4 bits, the rest of 2, which ones a permutation of a group of
-tokens says. Pieces of the first as they are [2 halves][pieces][16 tokens][16 channels], then tiles of 2-bit fields: half block
-by half block two fields a piece of 4 bits (the lower bits in the first), then one a piece of 2 bits, an even number.
+Keys in tiers (MixKVQ): `full` channels in float16, `four` of 4 bits, the rest of 2, which ones a permutation of a group
+of tokens says. Pieces of the first as they are [2 halves][pieces][16 tokens][16 channels], then tiles of 2-bit fields:
+half block by half block two fields a piece of 4 bits (the lower bits in the first), then one a piece of 2 bits, an even
+number.
 
 Grids (HIGGS, TurboQuant): see grids.py. Their scale is one float16 norm of a token, of its head or of all of them.
 
@@ -47,16 +49,17 @@ BYTE_DIMS = (64, 128, 256)  # of grids in bytes, whose words are of 64 channels
 
 @dataclass(frozen=True)
 class Form:
-    """How the keys or values of a layer are stored. inner: groups lie along what attention contracts (channels of a key,
-    tokens of a value: InnerQ), else along the other (tokens of a key's channel, channels of a value's token: KIVI). group:
-    numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
+    """How the keys or values of a layer are stored. inner: groups lie along what attention contracts (channels of a
+    key, tokens of a value: InnerQ), else along the other (tokens of a key's channel, channels of a value's token:
+    KIVI). group: numbers that share a scale. symmetric: without zero points. ValueError names what cannot be stored.
 
-    vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token has one
-    norm, over `norm_heads` kv heads, which is 1 or all of them. in_bytes: points are bytes times one step, and codes lie as
-    products of bytes take them (grids.py). mixed: of a head_dim that is no power of two, the rotation ends with a cosine
-    transform of its odd factor (hadamard.rotate), so that it mixes all channels of the head.
+    vector: 0, or how many numbers a code of a grid stands for; group, inner and symmetric then do not count: a token
+    has one norm, over `norm_heads` kv heads, which is 1 or all of them. in_bytes: points are bytes times one step, and
+    codes lie as products of bytes take them (grids.py). mixed: of a head_dim that is no power of two, the rotation ends
+    with a cosine transform of its odd factor (hadamard.rotate), so that it mixes all channels of the head.
 
-    full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups only.
+    full, four: channels of a key in the tiers above its 2 bits, multiples of 16, the same in every block; outer groups
+    only.
     """
 
     role: Literal["key", "value"]
@@ -75,7 +78,8 @@ class Form:
     def __post_init__(self) -> None:
         if self.in_bytes and ((self.bits, self.vector) not in grids.IN_BYTES or self.dim not in BYTE_DIMS):
             raise ValueError(
-                f"grid in bytes of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, numbers may "
+                f"grid in bytes of {self.bits} bits, {self.vector} numbers a code, at head_dim {self.dim}: bits, "
+                "numbers may "
                 f"be {grids.IN_BYTES}, head_dim {BYTE_DIMS}"
             )
         if self.full or self.four:
@@ -219,9 +223,9 @@ def looked_up(keys: Form, values: Form) -> bool:
 
 
 def fits_bytes(keys: Form, values: Form) -> bool:
-    """Whether products of 8-bit integers (attention/triton/int8) take both: integers in inner groups (16 key channels are half
-    of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for each, and of all
-    channels of values, as probabilities have one power of two; grids in bytes.
+    """Whether products of 8-bit integers (attention/triton/int8) take both: integers in inner groups (16 key channels
+    are half of what one contracts), in outer ones of four blocks and more of keys, as queries are rounded anew for
+    each, and of all channels of values, as probabilities have one power of two; grids in bytes.
     """
     if keys.tiered or looked_up(keys, values):
         return False
@@ -253,8 +257,8 @@ class _Fields(Form):
 
 
 def field_number(half: Any, piece: Any, bits: int, pieces: int, inner: bool, value: bool) -> Any:
-    """tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers, whose half blocks
-    have `pieces`. Kernels compute it, too, as they are compiled.
+    """tile * W + field of piece number `piece` of half block `half` (int, or a tensor of them) of integers, whose half
+    blocks have `pieces`. Kernels compute it, too, as they are compiled.
     """
     across = 8 // (2 if bits == 3 else bits)  # pairs of a tile
     if not (inner or value) and (bits >= 4 or pieces // 2 % across % 2 == 0):
@@ -273,8 +277,8 @@ def together(count: int) -> int:
     return 4 if count % 4 == 0 else 2 if count % 2 == 0 else 1
 
 
-# Modes: how codes are read. Integers in groups along what attention contracts, without zero points or with them, or along the
-# other dimension; points of a grid that is looked up; three tiers of precision; points of a grid in bytes.
+# Modes: how codes are read. Integers in groups along what attention contracts, without zero points or with them, or
+# along the other dimension; points of a grid that is looked up; three tiers of precision; points of a grid in bytes.
 INNER_SYMMETRIC, INNER, OUTER, GRID, TIERS, POINTS = range(6)
 
 
@@ -289,8 +293,8 @@ def mode_of(form: Form) -> int:
 
 
 def columns_apart(words: int, bits: int, mode: int) -> int:
-    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one is
-    whole.
+    """How many bits columns from 8 on lie beyond the others in the half tile with which words end; 0 where the last one
+    is whole.
     """
     if words % 256 == 0:
         return 0

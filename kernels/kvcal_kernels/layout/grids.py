@@ -1,34 +1,36 @@
 """The order in which codes of a grid lie in a block, and the table that the kernel reads them by.
 
-A grid gives d = `vector` neighbouring channels one code of bits * d bits; n = 2^(bits * d) points. Whatever d is, a register
-of a tensor core's operand holds two numbers, a pair: 2 * bits bits of code. Units of 32 bits hold the same place of several
-pieces:
+A grid gives d = `vector` neighbouring channels one code of bits * d bits; n = 2^(bits * d) points. Whatever d is, a
+register of a tensor core's operand holds two numbers, a pair: 2 * bits bits of code. Units of 32 bits hold the same
+place of several pieces:
 
-2 bits: 8 pieces, a byte two pairs; a look-up by the byte gives both (4 numbers). Byte j of row r < 8 is of rows r and r + 8 of
-piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1. Of the last 4 of 12 pieces
-(head_dim 96) there are the first 8 rows, but for such keys.
-4 bits: 4 pieces, a byte a pair. Bytes of 2 and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel
-wants it, as a multiple of 128.
-3 bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair is
-bits 5 and 6 of the three. 8 pieces (head_dim 64) are one unit and half of one: five pairs from bit 7 on, and the second
-unit, 16 rows of 4, has in its lower half from bit 7 on the sixth, the seventh and the higher 4 bits of the eighth of column c,
-in its higher half those of column c + 4; the eighth's lower 2 bits are bits 5 and 6 of the first unit.
+2 bits: 8 pieces, a byte two pairs; a look-up by the byte gives both (4 numbers). Byte j of row r < 8 is of rows r and r
++ 8 of piece j, of row r + 8 those of piece j + 4; only of keys with d = 4 it is of pieces 2 j and 2 j + 1. Of the last
+4 of 12 pieces (head_dim 96) there are the first 8 rows, but for such keys. 4 bits: 4 pieces, a byte a pair. Bytes of 2
+and 4 bits are rotated to the left by 7 in their unit: byte 0 lies where the kernel wants it, as a multiple of 128. 3
+bits: 16 pieces in 3 units, five pairs of 6 bits in each from bit 7 on, around the end of the unit; the sixteenth pair
+is bits 5 and 6 of the three. 8 pieces (head_dim 64) are one unit and half of one: five pairs from bit 7 on, and the
+second unit, 16 rows of 4, has in its lower half from bit 7 on the sixth, the seventh and the higher 4 bits of the
+eighth of column c, in its higher half those of column c + 4; the eighth's lower 2 bits are bits 5 and 6 of the first
+unit.
 
-A pair is: with d = 1 two numbers, neighbours along the contracted dimension; with d = 2 a code, two channels; with d = 4 half
-a code; the other half is in the same byte.
+A pair is: with d = 1 two numbers, neighbours along the contracted dimension; with d = 2 a code, two channels; with d =
+4 half a code; the other half is in the same byte.
 
-Pieces: 16 x 8 pairs. Of keys and of values with d = 1 as of integers. Of values with d > 1 a piece is 16 pairs of channels of
-8 tokens: [half block][8 tokens][32 channels], and token and channel parity are contracted together (see triton.py).
+Pieces: 16 x 8 pairs. Of keys and of values with d = 1 as of integers. Of values with d > 1 a piece is 16 pairs of
+channels of 8 tokens: [half block][8 tokens][32 channels], and token and channel parity are contracted together (see
+triton.py).
 
-Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes (attention/triton/int8), and
-codes lie in another order. A set is what the first operand of a product holds, 16 rows of 32 codes, four codes in a word of
-16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of 16 x 16 words, word 8 i + 2 q + s of a
-row is of set s of two: codes of lane q of four, in its register i of the row, the first in the lowest 4 bits (`byte_order`).
-Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the lower 3 bits of each four; the highest bits are two
-sets more, bit j of their codes in tile j. Four sets (head_dim 64) lie in a tile and half of one: two in the lower 3 bits; the
-highest bit of each four is bit 2 of a code of the other two, whose lower bits are in 16 rows of 8 words: word 2 q + s has in
-the lower 2 bits of each four those of register 0, in the higher 2 those of register 1. Of 2 bits a tile holds two sets in the
-lower and two in the higher 2 bits of each four.
+Grids in bytes (`IN_BYTES`): points are integers of 8 bits times one step, for products of bytes
+(attention/triton/int8), and codes lie in another order. A set is what the first operand of a product holds, 16 rows of
+32 codes, four codes in a word of 16 bits; rows are tokens of a key, neighbouring codes of a value's token. In a tile of
+16 x 16 words, word 8 i + 2 q + s of a row is of set s of two: codes of lane q of four, in its register i of the row,
+the first in the lowest 4 bits (`byte_order`). Codes of 4 bits fill them. Of 3 bits six sets lie in three tiles, in the
+lower 3 bits of each four; the highest bits are two sets more, bit j of their codes in tile j. Four sets (head_dim 64)
+lie in a tile and half of one: two in the lower 3 bits; the highest bit of each four is bit 2 of a code of the other
+two, whose lower bits are in 16 rows of 8 words: word 2 q + s has in the lower 2 bits of each four those of register 0,
+in the higher 2 those of register 1. Of 2 bits a tile holds two sets in the lower and two in the higher 2 bits of each
+four.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ ALIGNED = 7  # bit at which a code is a multiple of 128, the bytes that an entry
 
 @dataclass(frozen=True)
 class Grid:
-    """points (n, d) float32: numbers are points times norm. sign (H, D) int8, +1 or -1: a head's numbers are multiplied by it,
-    then rotated by Hadamard transforms of `rotation_width(D)` neighbours. table, unit: what `table_of` makes of points, on
-    their device; share one Grid's table between keys and values of the same grid, and the kernel keeps it once. Of a grid in
-    bytes they are of `byte_table`: int32, and the step.
+    """points (n, d) float32: numbers are points times norm. sign (H, D) int8, +1 or -1: a head's numbers are multiplied
+    by it, then rotated by Hadamard transforms of `rotation_width(D)` neighbours. table, unit: what `table_of` makes of
+    points, on their device; share one Grid's table between keys and values of the same grid, and the kernel keeps it
+    once. Of a grid in bytes they are of `byte_table`: int32, and the step.
     """
 
     points: Tensor
@@ -76,8 +78,8 @@ def rotation_width(dim: int) -> int:
 
 
 def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None, in_bytes: bool = False) -> Grid:
-    """points (n, d), sign (H, D). twin: another Grid that has the same table, if it does: the tensor is shared then. in_bytes:
-    for blocks in bytes.
+    """points (n, d), sign (H, D). twin: another Grid that has the same table, if it does: the tensor is shared then.
+    in_bytes: for blocks in bytes.
     """
     table, unit = byte_table(points, bits) if in_bytes else table_of(points, bits)
     if (
@@ -91,8 +93,8 @@ def grid_of(points: Tensor, sign: Tensor, bits: int, twin: Grid | None = None, i
 
 
 def table_of(points: Tensor, bits: int) -> tuple[Tensor, float]:
-    """Numbers by a byte (2 and 4 bits) or 6 bits (3 bits) of code: float16 (256, 4), (64, 2), (256, 2). Times the unit beside
-    it they are the points. ValueError where points (n, d) are not 2^(bits * d).
+    """Numbers by a byte (2 and 4 bits) or 6 bits (3 bits) of code: float16 (256, 4), (64, 2), (256, 2). Times the unit
+    beside it they are the points. ValueError where points (n, d) are not 2^(bits * d).
     """
     n, d = points.shape
     if (bits, d) not in GRIDS or n != 1 << bits * d:
@@ -121,16 +123,18 @@ def are_bytes(points: Tensor, bits: int) -> bool:
 
 
 def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
-    """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four registers,
-    those of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or not 2^(bits * d).
+    """What `prmt` selects points (n, d) by: int32 (4 d,), of each number of a point its entries' bytes in four
+    registers, those of codes below 8 first; and the step that they are multiples of. ValueError where they are not, or
+    not 2^(bits * d).
 
-    Of 16 points both halves are selected from and what they give is added up: a code of the other half gives there the sign of
-    the entry with the same lower bits, 0 or -1, by which the entry that counts is stored larger.
+    Of 16 points both halves are selected from and what they give is added up: a code of the other half gives there the
+    sign of the entry with the same lower bits, 0 or -1, by which the entry that counts is stored larger.
     """
     n, d = points.shape
     if (bits, d) not in IN_BYTES or n != 1 << bits * d:
         raise ValueError(
-            f"grid of {n} points of {d} numbers at {bits} bits: in bytes are allowed bits, d = {IN_BYTES}, 2^(bits d) points"
+            f"grid of {n} points of {d} numbers at {bits} bits: in bytes are allowed bits, d = {IN_BYTES}, 2^(bits d) "
+            "points",
         )
     step = _step(points)
     if step is None:
@@ -141,7 +145,8 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
     whole[:n] = (points.cpu().double() / step).round().int()
     low, high = whole[:8], whole[8:]
     if n == 16:
-        # a high entry is negative, once stored, wherever it is so by itself: where it is -1, too, beside a low one that is not
+        # a high entry is negative, once stored, wherever it is so by itself: where it is -1, too, beside a low one that
+        # is not
         falls = (high < -1) | (high == -1) & (low >= 0)
         low = low + falls.int()
         high = high + (low < 0).int()
@@ -150,8 +155,8 @@ def byte_table(points: Tensor, bits: int) -> tuple[Tensor, float]:
 
 
 def in_bytes(points: Tensor) -> Tensor:
-    """Points (n, d) float32 of a grid for Gaussian numbers, rounded to multiples of a step: the one, of those that put the
-    largest at LARGEST of it, by which points move least, weighed by how many numbers each stands for.
+    """Points (n, d) float32 of a grid for Gaussian numbers, rounded to multiples of a step: the one, of those that put
+    the largest at LARGEST of it, by which points move least, weighed by how many numbers each stands for.
     """
     exact = points.cpu().double()
     numbers = torch.randn(1 << 16, points.shape[1], generator=torch.Generator().manual_seed(0))
@@ -167,9 +172,9 @@ def in_bytes(points: Tensor) -> Tensor:
 
 
 def _times(points: Tensor) -> float:
-    """Factor in [1, 2) with which float16 rounds the points best. A point's rounding is the same in every token, so that it
-    does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one weight 64 points of
-    2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.
+    """Factor in [1, 2) with which float16 rounds the points best. A point's rounding is the same in every token, so
+    that it does not average out: what counts is its mean over Gaussian numbers. Over 32000 tokens of one weight 64
+    points of 2 numbers as they are are off by 4.8e-3 of the output, times this factor by 2.4e-4.
     """
     steps = 1 + torch.arange(1024, dtype=torch.float64)[:, None, None] / 1024
     error = (points * steps).half().double() / steps - points

@@ -1,7 +1,7 @@
 """RoPE of keys that are stored before it, as the fused kernel and its reference apply it.
 
-RoPE by halves turns channels i and i + R/2 of the first R by an angle that grows by the same for each position. So tokens
-whose positions follow one another, a run of 32, differ by a factor that is the same for every run:
+RoPE by halves turns channels i and i + R/2 of the first R by an angle that grows by the same for each position. So
+tokens whose positions follow one another, a run of 32, differ by a factor that is the same for every run:
 
     turn(p + j) = turn(p) near(j),  near(j) = turn(j) / turn(0)
 
@@ -23,10 +23,10 @@ PIECE = 16
 
 @dataclass(frozen=True)
 class Rope:
-    """first: cosine and sine (B or 1, runs, 2, R/2) float32 of each run's first position, with what the model scales them by.
-    Runs of the sink's room, of all blocks that there is room for, then of recent tokens, which follow a row's last block:
-    token j of a row's window is in run ceil(sink room / 32) + its blocks + j // 32. Rows with blocks have full sinks; where
-    there are none, recent tokens follow those of the sink. near: (32, 2, R/2) float32.
+    """first: cosine and sine (B or 1, runs, 2, R/2) float32 of each run's first position, with what the model scales
+    them by. Runs of the sink's room, of all blocks that there is room for, then of recent tokens, which follow a row's
+    last block: token j of a row's window is in run ceil(sink room / 32) + its blocks + j // 32. Rows with blocks have
+    full sinks; where there are none, recent tokens follow those of the sink. near: (32, 2, R/2) float32.
 
     ValueError where R / 2 is no multiple of 16: pieces of codes then hold both channels of a pair.
     """
@@ -40,7 +40,8 @@ class Rope:
             raise ValueError(why)
         if self.near.shape != (RUN, 2, half) or self.first.ndim != 4 or self.first.shape[2:] != (2, half):
             raise ValueError(
-                f"turns {tuple(self.first.shape)} of runs, {tuple(self.near.shape)} within them: must be (B or 1, runs, 2, h) "
+                f"turns {tuple(self.first.shape)} of runs, {tuple(self.near.shape)} within them: must be (B or 1, "
+                "runs, 2, h) "
                 f"and ({RUN}, 2, h)"
             )
 
@@ -69,7 +70,9 @@ class Rope:
         return words
 
     def renew(self, first: Tensor) -> None:
-        """Other first positions in the place of these, where a recorded graph reads them; all that it reads is there then."""
+        """Other first positions in the place of these, where a recorded graph reads them; all that it reads is there
+        then.
+        """
         self.first.copy_(first)
         self.first_words.copy_(_words(first))
         self.near_words  # noqa: B018
@@ -78,7 +81,9 @@ class Rope:
         return Rope(self.first.to(device), self.near.to(device))
 
     def tables(self, place: Tensor) -> Tensor:
-        """Cosines and sines of tokens, token j of run i being at place 32 i + j: place (B or 1, T) -> (B or 1, T, 2, R/2)."""
+        """Cosines and sines of tokens, token j of run i being at place 32 i + j: place (B or 1, T) -> (B or 1, T, 2,
+        R/2).
+        """
         rows = torch.arange(len(self.first), device=place.device)[:, None]
         c0, s0 = self.first[rows, (place // RUN).clamp(0, self.first.shape[1] - 1)].unbind(-2)
         c1, s1 = self.near[place % RUN].unbind(-2)

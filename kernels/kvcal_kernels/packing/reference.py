@@ -1,10 +1,10 @@
 """Bit packing of b-bit codes, 1 to 16 bits, without waste: the layout that the fused kernels read.
 
 A b-bit code is cut into planes of 8, 4, 2 and 1 bits (3 = 2 + 1, 6 = 4 + 2), most significant plane first; above 8 bits
-the first plane is the upper byte and the rest follows as before (12 = 8 + 4, 16 = 8 + 8). A plane of w bits is stored in
-words of 16 bits; field j of word i holds element j * W + i of the packed dimension, W being the number of words ("split"
-order: unpacking field j yields W consecutive elements, so no permute is needed). Words are little-endian bytes. Where
-16-bit words would leave padding, 8-bit words are used.
+the first plane is the upper byte and the rest follows as before (12 = 8 + 4, 16 = 8 + 8). A plane of w bits is stored
+in words of 16 bits; field j of word i holds element j * W + i of the packed dimension, W being the number of words
+("split" order: unpacking field j yields W consecutive elements, so no permute is needed). Words are little-endian
+bytes. Where 16-bit words would leave padding, 8-bit words are used.
 """
 
 from __future__ import annotations

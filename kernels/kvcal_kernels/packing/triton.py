@@ -44,7 +44,8 @@ def _field(p, b_place, b_live, START: tl.constexpr, WIDTH: tl.constexpr, COUNT: 
 
 @triton.jit
 def code_at(p, b_place, b_live, BITS: tl.constexpr, COUNT: tl.constexpr):
-    """Codes at b_place (int32) of runs of COUNT codes of BITS bits that start at the bytes p, which broadcast: int32."""
+    """Codes at b_place (int32) of runs of COUNT codes of BITS bits that start at the bytes p, which broadcast: int32.
+    """
     REST: tl.constexpr = BITS - 8 if BITS > 8 else BITS
     b_code = b_place * 0
     if BITS > 8:

@@ -5,13 +5,13 @@ float32, halves to even, scale and minimum rounded to float16 before codes. Hybr
 stored as asymmetric ones: a symmetric group's zero point is what its lowest code stands for, as in layout.Blocks. Grids
 (HIGGS, TurboQuant) are those of the codec `higgs` rotated per kv head, likewise (rotated/reference.py).
 
-A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags are
-only ever set; blocks of a head with one are not to be used.
+A kernel cannot raise: what the codec refuses becomes bits of an int32 per kv head, read when the caller likes. Flags
+are only ever set; blocks of a head with one are not to be used.
 
-A row's tokens lie, in order, in its sink, its packed blocks and its recent window, a ring: token j of the window is in slot
-(32 * blocks + j) mod room, blocks being the packed blocks of the row. So neither packing nor cropping moves anything. Counts
-of all rows are on the device (`Counts`); one `advance` a forward moves them, every layer then carries it out (`append`).
-Letters: docs/architecture.md.
+A row's tokens lie, in order, in its sink, its packed blocks and its recent window, a ring: token j of the window is in
+slot (32 * blocks + j) mod room, blocks being the packed blocks of the row. So neither packing nor cropping moves
+anything. Counts of all rows are on the device (`Counts`); one `advance` a forward moves them, every layer then carries
+it out (`append`). Letters: docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class GridRule:
-    """How numbers become codes of a grid's form: rotated per kv head, divided by a norm, the nearest point. grid: the signs
-    are of each head, (H, D). gain: of rotated.Rotated. ValueError where a head, or what a norm spans, is no power of two.
+    """How numbers become codes of a grid's form: rotated per kv head, divided by a norm, the nearest point. grid: the
+    signs are of each head, (H, D). gain: of rotated.Rotated. ValueError where a head, or what a norm spans, is no power
+    of two.
     """
 
     form: Form
@@ -121,8 +122,8 @@ class GridRule:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph must find
-        it where it was.
+        """What the kernel reads, float32: signs (H * D,), gain, `rotated.Rotated.table`; made once, as a CUDA graph
+        must find it where it was.
         """
         how = self.how
         return torch.cat([how.sign.float(), how.table.new_full((1,), self.gain), how.table])
@@ -133,7 +134,7 @@ AnyRule: TypeAlias = Rule | GridRule
 
 @dataclass(frozen=True)
 class _Coded:
-    """Groups (..., g): codes float32 in [0, 2^bits), scale and zero point float16 (...), error: sum of squares (...)."""
+    """Groups (..., g): codes float32 in [0, 2^bits), scale and zero float16 (...), error: sum of squares (...)."""
 
     codes: Tensor
     scale: Tensor
@@ -142,7 +143,8 @@ class _Coded:
 
 
 def quantise(x: Tensor, rule: AnyRule, factor: Tensor | None = None) -> tuple[Blocks, Tensor]:
-    """x (B, H, T, D) float16, bfloat16 or float32, T whole blocks and groups -> its blocks, and flags int32 (H,), not shifted.
+    """x (B, H, T, D) float16, bfloat16 or float32, T whole blocks and groups -> its blocks, and flags int32 (H,), not
+    shifted.
 
     factor (H, 1, D) or (B, H, 1, D): x is divided by it first, in float32 (InnerQ section 4.3, codecs/scaled.py).
     """
@@ -185,7 +187,9 @@ def _candidates(x: Tensor, rule: Rule) -> Iterator[_Coded]:
 
 
 def _like(x: Tensor, number: float) -> Tensor:
-    """On x's device: CUDA divides by a number of the host as it multiplies with the reciprocal, which is another last bit."""
+    """On x's device: CUDA divides by a number of the host as it multiplies with the reciprocal, which is another last
+    bit.
+    """
     return torch.full((), number, device=x.device)
 
 
@@ -218,8 +222,8 @@ def _flags(x: Tensor, rule: Rule) -> Tensor:
 
 
 def check(flags: Tensor, layer: int) -> str | None:
-    """What flags (H,) int32 say, in one line naming layer and head, one that is not finite before others: a norm over all
-    heads is none then; None where they say nothing. Waits for the device.
+    """What flags (H,) int32 say, in one line naming layer and head, one that is not finite before others: a norm over
+    all heads is none then; None where they say nothing. Waits for the device.
     """
     faults = [
         (not bits & NONFINITE, head, role, bits)
@@ -262,8 +266,8 @@ class Counts:
     before and after the current call; `new`: its real tokens, the last ones of its columns; `seen`: window_before and
     the new tokens that the sink did not take, packed or not.
 
-    Attention over (sink, blocks_before, seen) gives what the cache gives, new tokens exact; (sink, blocks, window) what is
-    stored. Both may run after `append`: a ring keeps what was just packed.
+    Attention over (sink, blocks_before, seen) gives what the cache gives, new tokens exact; (sink, blocks, window) what
+    is stored. Both may run after `append`: a ring keeps what was just packed.
     """
 
     def __init__(self, batch: int, windows: Windows, device: torch.device | str = "cpu") -> None:
@@ -287,7 +291,9 @@ class Counts:
 
 
 def advance(counts: Counts, new: Tensor) -> None:
-    """Move `counts` by a call that brings new (B,) int32 real tokens: Ledger._after of kvcal_artifacts, in blocks of 32."""
+    """Move `counts` by a call that brings new (B,) int32 real tokens: Ledger._after of kvcal_artifacts, in blocks of
+    32.
+    """
     windows = counts.windows
     sink, window, blocks = (counts.data[i].clone() for i in (4, 6, 7))
     after = (sink + new).clamp_max(windows.sink)
@@ -298,11 +304,12 @@ def advance(counts: Counts, new: Tensor) -> None:
 
 
 def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """InnerQ's key factors (section 4.3) of a call, `counts` being those behind it: `factors_of` the largest magnitude of each
-    channel up to the token with which a row's first block is due.
+    """InnerQ's key factors (section 4.3) of a call, `counts` being those behind it: `factors_of` the largest magnitude
+    of each channel up to the token with which a row's first block is due.
 
-    peak (B, H, D) float32 and fixed (B,) bool, rows whose factors stay, are changed in place. keys (B, H, Q, D): of Q real
-    tokens in every row. -> factors of kv heads (B, H, 1, D) and of query heads (B, ratio * H, 1, D), float32, contiguous.
+    peak (B, H, D) float32 and fixed (B,) bool, rows whose factors stay, are changed in place. keys (B, H, Q, D): of Q
+    real tokens in every row. -> factors of kv heads (B, H, 1, D) and of query heads (B, ratio * H, 1, D), float32,
+    contiguous.
     """
     windows = counts.windows
     rank = (counts.sink_before + counts.window_before)[:, None] + torch.arange(keys.shape[2], device=keys.device)
@@ -314,7 +321,9 @@ def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: in
 
 
 def factors_of(peak: Tensor) -> Tensor:
-    """max |K_c| -> the factor that keys are divided by, float32: its square root in float16, 1 for channels that are zero."""
+    """max |K_c| -> the factor that keys are divided by, float32: its square root in float16, 1 for channels that are
+    zero.
+    """
     factor = root(peak.float()).to(torch.float16).float()
     return torch.where(factor > 0, factor, 1.0)
 
@@ -364,8 +373,8 @@ def blocks_for(
 
 
 def keep(sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], counts: Counts, new: tuple[Tensor, Tensor]) -> None:
-    """What `append` does with new tokens (B, H, Q, D) before any is packed, in operations of fixed shape. What the sink takes
-    lands in slots of the ring behind the window, too, as pads do, which nobody reads.
+    """What `append` does with new tokens (B, H, Q, D) before any is packed, in operations of fixed shape. What the sink
+    takes lands in slots of the ring behind the window, too, as pads do, which nobody reads.
     """
     queries, device = new[0].shape[2], counts.data.device
     pads = (queries - counts.new)[:, None].long()
@@ -396,7 +405,8 @@ def append(
 ) -> None:
     """Carry out in one layer what `advance` found: k, v (B, H, Q, D), a row's real tokens last, go to its sink and its
     window, and the window's oldest blocks, if they are due, are packed behind the row's others. factor: of keys, as of
-    `quantise`. due (B, H, block, D) float32, contiguous: in the place of these keys, as they are rounded (compensated.due).
+    `quantise`. due (B, H, block, D) float32, contiguous: in the place of these keys, as they are rounded
+    (compensated.due).
     """
     if due is not None:
         check_due(counts, k, key, due, factor)
@@ -418,7 +428,8 @@ def check_due(counts: Counts, k: Tensor, key: AnyRule, due: Tensor, factor: Tens
         raise ValueError(f"keys due {got}: must be {shape} torch.float32 on {k.device}, contiguous")
     if k.shape[2] > block or factor is not None or isinstance(key, GridRule):
         raise ValueError(
-            f"keys due with {k.shape[2]} new tokens, {'a' if factor is not None else 'no'} factor, {type(key).__name__}: "
+            f"keys due with {k.shape[2]} new tokens, {'a' if factor is not None else 'no'} factor, "
+            f"{type(key).__name__}: "
             f"must be at most {block}, without factor, of integers"
         )
 

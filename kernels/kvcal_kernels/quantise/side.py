@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Side:
-    """bits: of a code. mode: of integers 0 symmetric, 1 asymmetric, 2 hybrid; of a grid 1 where it lies in bytes, else 0.
-    along: groups lie along tokens. inner: along what attention contracts. group, pieces, tiles, words, columns: of
-    layout.Form. together: columns of scales side by side. symmetric, candidates: how many factors of scales are tried of
-    symmetric groups, and of all. vector: numbers that a code of a grid stands for, 0 of integers. norm_heads: kv heads that
-    share a norm. points, cells, few, most: of the grid's raster (rotated.searched).
+    """bits: of a code. mode: of integers 0 symmetric, 1 asymmetric, 2 hybrid; of a grid 1 where it lies in bytes, else
+    0. along: groups lie along tokens. inner: along what attention contracts. group, pieces, tiles, words, columns: of
+    layout.Form. together: columns of scales side by side. symmetric, candidates: how many factors of scales are tried
+    of symmetric groups, and of all. vector: numbers that a code of a grid stands for, 0 of integers. norm_heads: kv
+    heads that share a norm. points, cells, few, most: of the grid's raster (rotated.searched).
     """
 
     bits: int

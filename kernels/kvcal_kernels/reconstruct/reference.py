@@ -1,4 +1,5 @@
-"""Keys or values of one layer from what is stored: HIGGS codes, and what a linear predictor says (AQUA-KV, Algorithm 3).
+"""Keys or values of one layer from what is stored: HIGGS codes, and what a linear predictor says (AQUA-KV, Algorithm
+3).
 
 out = f * Q^-1(codes) + inputs W + bias;  Q^-1(codes) = sign * Hadamard(norm * grid[codes]) / sqrt(width)
 
@@ -21,10 +22,10 @@ from ..packing import unpack
 
 @dataclass(frozen=True)
 class Coded:
-    """HIGGS blocks as codecs/higgs.py stores them. codes: uint8, keys (B, H, N, b, bytes), packed along channels, values
-    (B, H, N, D / d, bytes), packed along tokens. norm: (B, 1 or H, N, b) float16. grid (n, d) float, sign (C,) of +1 and -1.
-    width: of the rotation, a power of two that divides C. bits: of a code. dim: D. factor, interleaved: of hadamard.rotate.
-    factors: (C,) float, f of the channels, or None: all 1.
+    """HIGGS blocks as codecs/higgs.py stores them. codes: uint8, keys (B, H, N, b, bytes), packed along channels,
+    values (B, H, N, D / d, bytes), packed along tokens. norm: (B, 1 or H, N, b) float16. grid (n, d) float, sign (C,)
+    of +1 and -1. width: of the rotation, a power of two that divides C. bits: of a code. dim: D. factor, interleaved:
+    of hadamard.rotate. factors: (C,) float, f of the channels, or None: all 1.
     """
 
     codes: Tensor

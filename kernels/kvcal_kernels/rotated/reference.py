@@ -1,8 +1,8 @@
 """HIGGS and TurboQuant: rotate each kv head, divide by the norm, take the nearest point of a grid.
 
 Or rotate a token's kv heads together. Numbers are those of the codec `higgs` (kvcal_artifacts/codecs/higgs.py) along
-channels, bit for bit as it gives them on a CPU: butterflies in the order of `hadamard`, squares added as `tree_sum` adds
-them, the first of equally near points.
+channels, bit for bit as it gives them on a CPU: butterflies in the order of `hadamard`, squares added as `tree_sum`
+adds them, the first of equally near points.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Rotated:
 
     @functools.cached_property
     def table(self) -> Tensor:
-        """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points (d, n);
-        of a raster also its reach and the bits of its words. Made once, as a CUDA graph must find it where it was.
+        """What kernels find the nearest point by, float32: |g|^2 / 2 (n,) as lattice.nearest has it on a CPU, points
+        (d, n); of a raster also its reach and the bits of its words. Made once, as a CUDA graph must find it where it
+        was.
         """
         points = self.points.cpu()
         parts = [0.5 * (points * points).sum(-1), points.T.flatten()]
@@ -56,7 +57,8 @@ class Rotated:
 
 def encode(x: Tensor, how: Rotated, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x (B, H, T, D) float16, bfloat16 or float32 -> codes uint8 (B, H, T, D / d), norms float16 (B, how.norms, T), and
-    flags int32 (H,), with one norm a token the same for all heads. made: (B, H, T, D) float32 takes what these decode to.
+    flags int32 (H,), with one norm a token the same for all heads. made: (B, H, T, D) float32 takes what these decode
+    to.
     """
     heads, dim = x.shape[1], x.shape[3]
     vectors = x.float().movedim(1, 2).flatten(2)

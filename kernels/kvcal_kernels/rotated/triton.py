@@ -2,9 +2,9 @@
 tokens. `pack` lays their codes out for attention. Their parts are also what quantise packs grids by.
 
 Nothing is fused but what the reference's addcmul fuses (enable_fp_fusion=False): scores are half |g|^2 - x_0 g_0, then
-one fused operation for each further number, and the first of the lowest is taken. Where a raster has been made for the grid
-(lattice/raster.py) the few points that can be nearest in a vector's cell are looked at in place of all: gathered one by one,
-as lanes have different cells.
+one fused operation for each further number, and the first of the lowest is taken. Where a raster has been made for the
+grid (lattice/raster.py) the few points that can be nearest in a vector's cell are looked at in place of all: gathered
+one by one, as lanes have different cells.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def _butterfly(x, ROWS: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def _tree(x, ROWS: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr):
-    """tree_sum of [ROWS, N], N = 2^LOG -> [ROWS]. Halves that several warps may share are split, so that a thread has both:
-    `tl.sum` across warps puts all numbers into two banks of shared memory (an append of HIGGS 2: 7 times as many cycles).
+    """tree_sum of [ROWS, N], N = 2^LOG -> [ROWS]. Halves that several warps may share are split, so that a thread has
+    both: `tl.sum` across warps puts all numbers into two banks of shared memory (an append of HIGGS 2: 7 times as many
+    cycles).
     """
     for i in tl.static_range(LOG):
         if (N >> i) > 32:
@@ -93,7 +94,9 @@ def _place(parts, D: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.constexpr_function
 def _gathering(points, d):
-    """Assembly of `_nearer` for one vector: $0, $1 new, $4, $5 old best and nearest; $2 code, $3 table, then the vector."""
+    """Assembly of `_nearer` for one vector: $0, $1 new, $4, $5 old best and nearest; $2 code, $3 table, then the
+    vector.
+    """
     text = "{ .reg .b64 p; .reg .f32 s, g, x; .reg .pred q; mad.wide.u32 p, $2, 4, $3; ld.global.nc.f32 s, [p];"
     for axis in range(d):
         text += f" ld.global.nc.f32 g, [p + {4 * (1 + axis) * points}];"
@@ -106,8 +109,8 @@ def _gathering(points, d):
 
 @triton.jit
 def _nearer_there(parts, code, best, nearest, p_table, POINTS: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
-    """`_nearer` of codes that differ. In assembly one vector follows another; Triton has the loads of all before the first
-    is used, whose addresses alone would take two registers a vector.
+    """`_nearer` of codes that differ. In assembly one vector follows another; Triton has the loads of all before the
+    first is used, whose addresses alone would take two registers a vector.
     """
     if ASM:
         KINDS: tl.constexpr = "=f,=r,r,l,f,r,f" + (D - 1) * ",f"
@@ -171,8 +174,8 @@ def nearest_points(
     x, p_table, ROWS: tl.constexpr, N: tl.constexpr, POINTS: tl.constexpr, D: tl.constexpr, SIDE: tl.constexpr,
     FEW: tl.constexpr, MOST: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Codes int32 [ROWS, N / D] of [ROWS, N]: the first of the nearest points. p_table: Rotated.table; SIDE, FEW, MOST: of its
-    raster, 0 without.
+    """Codes int32 [ROWS, N / D] of [ROWS, N]: the first of the nearest points. p_table: Rotated.table; SIDE, FEW, MOST:
+    of its raster, 0 without.
     """
     if D == 1:
         parts = (x,)
@@ -266,8 +269,8 @@ def _sets(code, DIM: tl.constexpr, D: tl.constexpr, VALUE: tl.constexpr):
 
 @triton.jit
 def _together(x, GROUPS: tl.constexpr, COUNT: tl.constexpr, LOG: tl.constexpr):
-    """Bits of [GROUPS, COUNT, 16, 8], COUNT = 2^LOG, in one: [GROUPS, 16, 8]. Not `tl.sum`, by which warps wrote different
-    numbers to one place where numbers of a sum lie in lanes apart (Triton 3.6 and 3.7.1, values of 4 bits).
+    """Bits of [GROUPS, COUNT, 16, 8], COUNT = 2^LOG, in one: [GROUPS, 16, 8]. Not `tl.sum`, by which warps wrote
+    different numbers to one place where numbers of a sum lie in lanes apart (Triton 3.6 and 3.7.1, values of 4 bits).
     """
     for i in tl.static_range(LOG):
         low, high = tl.split(tl.permute(tl.reshape(x, [GROUPS, 2, COUNT >> (i + 1), 128]), (0, 2, 3, 1)))
@@ -364,8 +367,8 @@ def _decoded(
 
 @triton.jit(do_not_specialize=["tokens"])
 def encode_kernel(
-    p_x, p_sign, p_table, p_codes, p_norm, p_flags, p_made, tokens, batch_stride, head_stride, token_stride, scale, gain,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr,
+    p_x, p_sign, p_table, p_codes, p_norm, p_flags, p_made, tokens, batch_stride, head_stride, token_stride, scale,
+    gain, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, NORMS: tl.constexpr, POINTS: tl.constexpr,
     D: tl.constexpr, SIDE: tl.constexpr, FEW: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr,
     LOG_WIDTH: tl.constexpr, LOG_NORM: tl.constexpr, DECODE: tl.constexpr, ASM: tl.constexpr,
 ):
@@ -422,7 +425,8 @@ def encode(
         )
     if how.sign.shape != (heads * dim,) or how.norms not in (1, heads) or d not in (1, 2, 4) or n > 256:
         raise ValueError(
-            f"signs {tuple(how.sign.shape)}, {how.norms} norms, {n} points of {d}: must be ({heads * dim},), 1 or {heads}, "
+            f"signs {tuple(how.sign.shape)}, {how.norms} norms, {n} points of {d}: must be ({heads * dim},), 1 or "
+            f"{heads}, "
             "at most 256 points of 1, 2 or 4"
         )
     width = how.rotation(dim)
@@ -464,7 +468,9 @@ def pack(codes: Tensor, form: Form) -> Tensor:
     batch, heads, tokens, count = codes.shape
     if codes.dtype != torch.uint8 or not codes.is_contiguous() or tokens % BLOCK or count * form.vector != form.dim:
         raise ValueError(
-            f"codes {tuple(codes.shape)} {codes.dtype}: must be contiguous uint8, whole blocks of {BLOCK} tokens of {form}"
+
+            f"codes {tuple(codes.shape)} {codes.dtype}: must be contiguous uint8, whole blocks of {BLOCK} tokens of "
+            f"{form}",
         )
     if form.dim & (form.dim - 1):
         raise ValueError(f"head_dim {form.dim}: must be a power of two")

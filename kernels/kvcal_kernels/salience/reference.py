@@ -15,8 +15,8 @@ STEPS = 3.0  # of the lowest tier, 2 bits
 
 @dataclass(frozen=True)
 class Tiers:
-    """By thresholds over the median of the block's positive saliences (median False: over 1), counts rounded up to multiples
-    of `round_up`; or, with full and four, so many channels of each kv head.
+    """By thresholds over the median of the block's positive saliences (median False: over 1), counts rounded up to
+    multiples of `round_up`; or, with full and four, so many channels of each kv head.
     """
 
     low: float = 2.0
@@ -28,8 +28,8 @@ class Tiers:
 
 
 def select(x: Tensor, importance: Tensor | None, how: Tiers, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (B, H, T, D) floats, T whole blocks; importance float32 (B, H, N or 1, D), None: 1 -> channels tier by tier, ascending
-    in each, uint8 (B, H, N, D); where the second and the third tier begin, int32 (B, H, N).
+    """x (B, H, T, D) floats, T whole blocks; importance float32 (B, H, N or 1, D), None: 1 -> channels tier by tier,
+    ascending in each, uint8 (B, H, N, D); where the second and the third tier begin, int32 (B, H, N).
     """
     blocks = x.float().unflatten(2, (-1, block))
     salience = (blocks.amax(3) - blocks.amin(3)) / torch.full((), STEPS, device=x.device)

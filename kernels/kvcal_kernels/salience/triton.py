@@ -1,4 +1,5 @@
-"""`select` of reference.py for NVIDIA GPUs: a program takes a block of one row, all its kv heads, and reads each key once.
+"""`select` of reference.py for NVIDIA GPUs: a program takes a block of one row, all its kv heads, and reads each key
+once.
 
 A channel's rank is the number of channels before it: D comparisons a channel, 4 a key at D = 128 and 32 tokens a block.
 """

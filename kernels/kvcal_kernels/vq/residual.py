@@ -32,7 +32,9 @@ def nearest(x: Tensor, codebook: Tensor) -> Tensor:
 
 
 def sums(x: Tensor, codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Vectors by code: counts int64 (k,) and sums float32 (k, d) of x (n, d) float, codes (n,); the same bits every time."""
+    """Vectors by code: counts int64 (k,) and sums float32 (k, d) of x (n, d) float, codes (n,); the same bits every
+    time.
+    """
     if x.is_cuda and find_spec("triton"):
         from .triton import sums as fused
 
@@ -51,7 +53,9 @@ def residual_codes(x: Tensor, codebooks: Tensor) -> Tensor:
 
 
 def residual_sum(codes: Tensor, codebooks: Tensor) -> Tensor:
-    """Sum of the codewords (VQKV Eq. 3), stage after stage: codes (S, n) integers, codebooks (S, k, d) -> float32 (n, d)."""
+    """Sum of the codewords (VQKV Eq. 3), stage after stage: codes (S, n) integers, codebooks (S, k, d) -> float32 (n,
+    d).
+    """
     out = codebooks.new_zeros(codes.shape[1], codebooks.shape[2], dtype=torch.float32)
     for part, book in zip(codes, codebooks, strict=True):
         out += book[part.int()]  # bytes would be taken for a mask

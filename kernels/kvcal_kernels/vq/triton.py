@@ -1,14 +1,16 @@
 """`nearest` and `sums` of reference.py for NVIDIA GPUs: distance and arg-min in one kernel, nothing of (n, k) written.
 
 Accuracy. Codewords are float16 and enter the tensor cores as they are; a vector is scaled by a power of two of its own
-and rounded to float16 (2^-12 of its largest element); products are exact, sums float32. In this first pass every column of
-the tile (FOLD columns together) keeps the best codeword it has seen, score and tile number in one 32-bit word: the number
-replaces the score's last log2(FOLD k / BN) mantissa bits (10 of 23 at k = 65536). The best CANDIDATES columns are then
-compared by their true distance in float32. So a code differs from the reference's only where two codewords are equally near
-to about 2^-12 of the score, or share a column and agree to 13 bits. A vector's code does not depend on the other vectors.
+and rounded to float16 (2^-12 of its largest element); products are exact, sums float32. In this first pass every column
+of the tile (FOLD columns together) keeps the best codeword it has seen, score and tile number in one 32-bit word: the
+number replaces the score's last log2(FOLD k / BN) mantissa bits (10 of 23 at k = 65536). The best CANDIDATES columns
+are then compared by their true distance in float32. So a code differs from the reference's only where two codewords are
+equally near to about 2^-12 of the score, or share a column and agree to 13 bits. A vector's code does not depend on the
+other vectors.
 
-Speed. A step of 128 x 128 x 128 is 1024 cycles of a Hopper tensor core and 570 instructions a warp, three of them for each
-score (scaled, marked, compared). Two programs fit on a multiprocessor, so that one compares while the other multiplies.
+Speed. A step of 128 x 128 x 128 is 1024 cycles of a Hopper tensor core and 570 instructions a warp, three of them for
+each score (scaled, marked, compared). Two programs fit on a multiprocessor, so that one compares while the other
+multiplies.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def chunks(d: int) -> tuple[int, int, int, int]:
 
 @triton.jit
 def scale_kernel(p_x, p_half, p_unit, n, d: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
-    """Vectors times a power of two each, which brings the largest element into [1, 2), as float16; one over that power."""
+    """Vectors times a power of two each, which brings the largest element into [1, 2), as float16; one over that power.
+    """
     i_rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     cols = tl.arange(0, BD)
     inside = (i_rows < n)[:, None] & (cols < d)[None, :]

@@ -1,11 +1,12 @@
-"""`append` of reference.py for NVIDIA GPUs. The grid follows from shapes alone, programs read on the device whether a block is
-due and return at once where none is: one launch for the windows, two for each band.
+"""`append` of reference.py for NVIDIA GPUs. The grid follows from shapes alone, programs read on the device whether a
+block is due and return at once where none is: one launch for the windows, two for each band.
 
-A code depends on nothing but its vector. So a program takes as many vectors of a band as a step of vq/triton.py's search and
-runs all stages, with that search's numbers: what is left of the vectors lies in a workspace in between, a program's own part.
-Codes of a block are packed by a second launch, as bytes hold codes of tokens that lie far apart.
+A code depends on nothing but its vector. So a program takes as many vectors of a band as a step of vq/triton.py's
+search and runs all stages, with that search's numbers: what is left of the vectors lies in a workspace in between, a
+program's own part. Codes of a block are packed by a second launch, as bytes hold codes of tokens that lie far apart.
 
-Once in `block` steps a row has a block due; 26 GFLOP a layer and row for 1024 tokens of 8 heads, 3 stages of 4096 codewords.
+Once in `block` steps a row has a block due; 26 GFLOP a layer and row for 1024 tokens of 8 heads, 3 stages of 4096
+codewords.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ AT_ONCE = 16  # dimensions of vectors and codewords that lie in registers beside
 
 @triton.jit
 def _moved(
-    p_new, p_sink, p_ring, i_head, o_row, new, token, before, taken, sink_before, window, sink_room, ring_room, token_stride,
-    D: tl.constexpr, BD: tl.constexpr,
+    p_new, p_sink, p_ring, i_head, o_row, new, token, before, taken, sink_before, window, sink_room, ring_room,
+    token_stride, D: tl.constexpr, BD: tl.constexpr,
 ):
     """Real token number `token` of a call to its place in sink or ring."""
     cols = tl.arange(0, BD)
@@ -103,8 +104,8 @@ def _nearest_of(
     p_rest, o_rest, p_book, b_best, live, K: tl.constexpr, d: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     KEPT: tl.constexpr, FOLD: tl.constexpr, INDEX: tl.constexpr, CANDIDATES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
-    """The nearest codeword of each of BM vectors, int32, in float32 and of equals the first, among CANDIDATES of the columns'
-    best, whose numbers lie in the low bits of b_best [BM, KEPT].
+    """The nearest codeword of each of BM vectors, int32, in float32 and of equals the first, among CANDIDATES of the
+    columns' best, whose numbers lie in the low bits of b_best [BM, KEPT].
     """
     places, cols = tl.arange(0, KEPT), tl.arange(0, AT_ONCE)
     b_code = tl.full([BM], 0, tl.int32)
@@ -135,8 +136,8 @@ def encode_kernel(
     BM: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, TILES: tl.constexpr, INDEX: tl.constexpr,
     EVEN: tl.constexpr, CANDIDATES: tl.constexpr,
 ):
-    """Grid (tiles of BM tokens, H, batch). A band's codes (B, H, S, BLOCK) int32 of the oldest block in the ring, where due.
-    rest (B, H, BLOCK, d) float32: what stages left. The search is vq/triton.py's propose_kernel and settle_kernel.
+    """Grid (tiles of BM tokens, H, batch). A band's codes (B, H, S, BLOCK) int32 of the oldest block in the ring, where
+    due. rest (B, H, BLOCK, d) float32: what stages left. The search is vq/triton.py's propose_kernel and settle_kernel.
     """
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     before = tl.load(p_counts + 2 * batch + i_row)
@@ -239,8 +240,8 @@ def append(
     v: Tensor,
     workspace: Workspace | None = None,
 ) -> None:
-    """As reference.append; codes as near as vq/triton.py says. A `workspace` of its own is needed where launches overlap, and
-    under a CUDA graph.
+    """As reference.append; codes as near as vq/triton.py says. A `workspace` of its own is needed where launches
+    overlap, and under a CUDA graph.
     """
     _check(keys, values, sink, ring, counts, flags, k, v)
     batch, heads, queries, dim = k.shape
@@ -291,8 +292,8 @@ def _encode(
     rest, codes = _scratch(coded, band, space)
     scaled = coded.scale is not None
     tensors = (
-        ring, coded.scale if coded.scale is not None else ring, band.dims, band.books, band.halves, rest, codes, counts.data,
-        flags,
+        ring, coded.scale if coded.scale is not None else ring, band.dims, band.books, band.halves, rest, codes,
+        counts.data, flags,
     )
     name = (shift, scaled, coded.block, band.bits, launch_key(band.codes), *map(launch_key, tensors))
     if name not in _PREPARED:

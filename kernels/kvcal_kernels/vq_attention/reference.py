@@ -1,7 +1,7 @@
 """Decode attention over residual vector codes (VQKV), written out: what the Triton kernels are held to.
 
-Letters: B rows, H kv heads, N blocks of b tokens, D head_dim; a band of d dimensions has S stages of k codewords. R = query
-heads a kv head times new tokens: query rows that see the same keys.
+Letters: B rows, H kv heads, N blocks of b tokens, D head_dim; a band of d dimensions has S stages of k codewords. R =
+query heads a kv head times new tokens: query rows that see the same keys.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def halves(books: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Band:
-    """codes: uint8 (B, H, N, S, bytes), packed along a block's tokens. books (S, k, d) float16, k a power of two. dims: int
-    (d,), the channels of a head that the band has. lengths: longest(books), half: halves(books), if they are known.
+    """codes: uint8 (B, H, N, S, bytes), packed along a block's tokens. books (S, k, d) float16, k a power of two. dims:
+    int (d,), the channels of a head that the band has. lengths: longest(books), half: halves(books), if they are known.
     """
 
     codes: Tensor
@@ -41,7 +41,9 @@ class Band:
 
     @cached_property
     def reach(self) -> Tensor:
-        """Length of each stage's longest codeword, float32 (S,): `lengths` where given, which saves reading all of them."""
+        """Length of each stage's longest codeword, float32 (S,): `lengths` where given, which saves reading all of
+        them.
+        """
         if self.lengths is not None:
             return self.lengths
         return longest(self.books)
@@ -58,8 +60,8 @@ class Band:
 
 @dataclass(frozen=True)
 class Coded:
-    """Keys or values of one layer: bands that have each of the D channels once. block: tokens. scale: (H, D) float16 that
-    multiplies what is decoded, or None.
+    """Keys or values of one layer: bands that have each of the D channels once. block: tokens. scale: (H, D) float16
+    that multiplies what is decoded, or None.
     """
 
     bands: tuple[Band, ...]
@@ -114,9 +116,9 @@ def attend_exact(
     scaling: float,
     first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a row's sink, wholly, and its recent tokens up to the query itself, which are as attention.reference has
-    them: keys, values (B, H, room, D), counts (B,) int32; the newest tokens are the last of `recent`. first (B,): where these
-    lie in a ring, token j of a row in slot (first + j) mod room; None: in slot j.
+    """Attention to a row's sink, wholly, and its recent tokens up to the query itself, which are as attention.reference
+    has them: keys, values (B, H, room, D), counts (B,) int32; the newest tokens are the last of `recent`. first (B,):
+    where these lie in a ring, token j of a row in slot (first + j) mod room; None: in slot j.
 
     q (B, Hq, Q, D) -> out (B, Hq, Q, D) and logarithms (B, Hq, Q), float32, as of `attend`.
     """

@@ -1,14 +1,15 @@
-"""`attend` and `decode` of reference.py for NVIDIA GPUs. No key and no value is ever made: attention needs only what a query
-gives with each codeword, and how much probability falls on each.
+"""`attend` and `decode` of reference.py for NVIDIA GPUs. No key and no value is ever made: attention needs only what a
+query gives with each codeword, and how much probability falls on each.
 
-1. tables: query times every codeword of every stage; 2. scores: a token's is a sum of look-ups, one a stage, of R numbers
-side by side; 3. the softmax's sum; 4. probabilities are added up by code, as integers in units of 2^-30, so the order of
-adding does not show and the same input gives the same bits; 5. one product of those sums with the codebooks.
+1. tables: query times every codeword of every stage; 2. scores: a token's is a sum of look-ups, one a stage, of R
+  numbers side by side; 3. the softmax's sum; 4. probabilities are added up by code, as integers in units of 2^-30, so
+  the order of adding does not show and the same input gives the same bits; 5. one product of those sums with the
+  codebooks.
 
 A token and kv head reads S tables' entries of 2 R bytes where decoding reads S codewords of 2 d: at R = 4, 80 + 48
-dimensions, 8 bytes instead of 128 for each code. What is paid for it does not depend on the length: tables of S k R numbers
-a row and kv head are written and read. Tables are int16 in units of a stage and a query: of what float16 has, five bits more
-for the largest scores, which count most. reference.py's letters.
+dimensions, 8 bytes instead of 128 for each code. What is paid for it does not depend on the length: tables of S k R
+numbers a row and kv head are written and read. Tables are int16 in units of a stage and a query: of what float16 has,
+five bits more for the largest scores, which count most. reference.py's letters.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def _looked_up(
     S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, BLOCK: tl.constexpr,
     RP: tl.constexpr, UNROLL: tl.constexpr, SHARED: tl.constexpr,
 ):
-    """b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory, where 32 lanes
-    read 32 places in a few cycles; it must have no more than four rows.
+    """b_sum [BT, RP] plus a band's entries of its codes. SHARED: a stage's table goes through shared memory, where 32
+    lanes read 32 places in a few cycles; it must have no more than four rows.
     """
     p = p_codes + (i_head * room + b_block) * (S * BYTES)
     r = tl.arange(0, RP)
@@ -125,12 +126,13 @@ def _word(rows):
 
 @triton.jit(do_not_specialize=["room", "tiles"])
 def scores_kernel(
-    p_codes0, p_table0, p_unit0, p_reach0, p_codes1, p_table1, p_unit1, p_reach1, p_blocks, p_scores, p_stat, room, tiles,
-    H: tl.constexpr, BLOCK: tl.constexpr, S0: tl.constexpr, K0: tl.constexpr, BITS0: tl.constexpr,
+    p_codes0, p_table0, p_unit0, p_reach0, p_codes1, p_table1, p_unit1, p_reach1, p_blocks, p_scores, p_stat, room,
+    tiles, H: tl.constexpr, BLOCK: tl.constexpr, S0: tl.constexpr, K0: tl.constexpr, BITS0: tl.constexpr,
     BYTES0: tl.constexpr, SHARED0: tl.constexpr, S1: tl.constexpr, K1: tl.constexpr, BITS1: tl.constexpr,
     BYTES1: tl.constexpr, SHARED1: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
 ):
-    """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP)."""
+    """Grid (tiles of BT tokens, B H). Scores (B H, tokens, RP), their maximum and sum of each tile (B H, tiles, 2, RP).
+    """
     i_head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     tokens = tl.load(p_blocks + i_head // H) * BLOCK
@@ -189,8 +191,8 @@ def scatter_kernel(
     H: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     R: tl.constexpr, RP: tl.constexpr, BT: tl.constexpr, UNROLL: tl.constexpr,
 ):
-    """Grid (tiles of BT tokens, B H). weights (B H, S k, RP) int32 plus the probabilities of each code's tokens. Neighbouring
-    lanes take the rows of one token, so that a warp's additions meet in a quarter of the sectors (RP = 4).
+    """Grid (tiles of BT tokens, B H). weights (B H, S k, RP) int32 plus the probabilities of each code's tokens.
+    Neighbouring lanes take the rows of one token, so that a warp's additions meet in a quarter of the sectors (RP = 4).
     """
     i_head = tl.program_id(1).to(tl.int64)
     f = tl.arange(0, BT * RP)
@@ -216,8 +218,8 @@ def product_kernel(
     p_weights, p_book, p_part, groups, count, steps,
     d: tl.constexpr, BD: tl.constexpr, RP: tl.constexpr, G: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Grid (splits, groups of G kv heads). part (splits, B H, RP, d): weights times codewords, over 2^-15; weights are left at
-    zero for the next call.
+    """Grid (splits, groups of G kv heads). part (splits, B H, RP, d): weights times codewords, over 2^-15; weights are
+    left at zero for the next call.
     """
     b_group = tl.program_id(1) * G + tl.arange(0, G)
     j, r = tl.arange(0, BD), tl.arange(0, RP)
@@ -287,8 +289,8 @@ def decode_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """tokens: of a program that looks up through shared memory, of one that looks up in L2, of one that adds up by code.
-    unroll: stages in flight of the last two. shared: bytes of a stage's table that go through shared memory.
+    """tokens: of a program that looks up through shared memory, of one that looks up in L2, of one that adds up by
+    code. unroll: stages in flight of the last two. shared: bytes of a stage's table that go through shared memory.
     """
 
     tokens: int = 2048
@@ -299,8 +301,8 @@ class Launch:
 
 
 class Workspace:
-    """Memory of one call, reused by the next: tables, scores, and weights, which every call leaves at zero. keeps: what was
-    outgrown stays, as graphs recorded with it read and write it.
+    """Memory of one call, reused by the next: tables, scores, and weights, which every call leaves at zero. keeps: what
+    was outgrown stays, as graphs recorded with it read and write it.
     """
 
     def __init__(self, device: torch.device, keeps: bool = False) -> None:
@@ -309,15 +311,17 @@ class Workspace:
         self._outgrown: list[Tensor] = []
 
     def take(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is: zeros
-        would be written by its replays only.
+        """`size` numbers; of weights zeros. RuntimeError where a graph that is recorded asks for more than there is:
+        zeros would be written by its replays only.
         """
         tensor = self._held.get(name)
         if tensor is None or tensor.numel() < size:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 have = 0 if tensor is None else tensor.numel()
                 raise RuntimeError(
-                    f"vector codes: {have} numbers of {name} held, {size} needed in a CUDA graph: run such a step before"
+
+                    f"vector codes: {have} numbers of {name} held, {size} needed in a CUDA graph: run such a step "
+                    "before",
                 )
             if tensor is not None and self._keeps:
                 self._outgrown.append(tensor)
@@ -376,8 +380,8 @@ def attend(
         fixed |= {"S1": 0} if len(keys.bands) == 1 else {}
         fixed |= {"SHARED0": all(shared), "SHARED1": all(shared)}
         scores_kernel[(tiles, groups)](
-            first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat, room, tiles,
-            H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
+            first.codes, *tables[0], first.reach, second.codes, *tables[-1], second.reach, blocks, scores, stat, room,
+            tiles, H=heads, BLOCK=keys.block, **fixed, RP=wide, BT=tile, UNROLL=launch.unroll, num_warps=warps,
         )
         total_kernel[(groups,)](stat, total, log, tiles, R=rows, RP=wide, AT_ONCE=64, num_warps=4)
         for number, band in enumerate(values.bands):
@@ -405,10 +409,10 @@ def _table(
     turns = 4 if stages * size >= 1 << 15 else 1
     grid = (triton.cdiv(stages * size, tile * turns), triton.cdiv(groups, together))
     tables_kernel[grid](
-        q, q if keys.scale is None else keys.scale, band.dims, band.books, band.reach, table, unit, groups, stages * size,
-        scaling * LOG2E, H=keys.bands[0].codes.shape[1], R=rows, D=keys.dim, d=width, K=size, SCALED=keys.scale is not None,
-        BD=max(16, triton.next_power_of_2(width)), RP=wide, G=together, BC=tile, TURNS=turns, ASM=not interpreted(),
-        num_warps=4,
+        q, q if keys.scale is None else keys.scale, band.dims, band.books, band.reach, table, unit, groups,
+        stages * size, scaling * LOG2E, H=keys.bands[0].codes.shape[1], R=rows, D=keys.dim, d=width, K=size,
+        SCALED=keys.scale is not None, BD=max(16, triton.next_power_of_2(width)), RP=wide, G=together, BC=tile,
+        TURNS=turns, ASM=not interpreted(), num_warps=4,
     )
     return table, unit
 

@@ -1,7 +1,8 @@
 """`attend` of reference.py for NVIDIA GPUs: one launch that reads packed codes and nothing else.
 
-From the ground up, each room knows only those named before it: numbers, tiles, ring, scales, softmax, rotation; the decoders
-integers, grids, tiers and before_rope; int8, products of 8-bit integers; exact and merge; the kernel; its launch.
+From the ground up, each room knows only those named before it: numbers, tiles, ring, scales, softmax, rotation; the
+decoders integers, grids, tiers and before_rope; int8, products of 8-bit integers; exact and merge; the kernel; its
+launch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,6 @@ from .kernel import attend_kernel
 from .launch import Workspace, attend, chosen, programs_at_once, reserve
 
 __all__ = [
-    "Launch", "Workspace", "attend", "attend_kernel", "check_layouts", "chosen", "launches", "programs_at_once", "reserve",
-    "settings", "usual",
+    "Launch", "Workspace", "attend", "attend_kernel", "check_layouts", "chosen", "launches", "programs_at_once",
+    "reserve", "settings", "usual",
 ]

@@ -9,10 +9,10 @@ from .integers import codes_of
 from .numbers import field_number
 from .scales import loaded_pairs, token_scales
 
-# Keys before RoPE. A block's 32 positions follow one another: the query is turned back to the first of them, once a block,
-# and what is left, j positions of token j, is one table for all blocks, 8 KB at 128 channels that stay in the first-level
-# cache. Assembly reads it through a register known by name, as an address that is an operand keeps Triton from loading words
-# in the layout that a product wants.
+# Keys before RoPE. A block's 32 positions follow one another: the query is turned back to the first of them, once a
+# block, and what is left, j positions of token j, is one table for all blocks, 8 KB at 128 channels that stay in the
+# first-level cache. Assembly reads it through a register known by name, as an address that is an operand keeps Triton
+# from loading words in the layout that a product wants.
 
 
 @triton.constexpr_function
@@ -68,16 +68,16 @@ def _naming(bits):
 
 @triton.jit
 def _names(p_near, BITS: tl.constexpr):
-    """Registers that assembly knows by name: where a lane's part of the table begins; what makes fields of BITS bits numbers,
-    which the compiler must not see to be constant: one operand of an instruction may be, and the mask is.
+    """Registers that assembly knows by name: where a lane's part of the table begins; what makes fields of BITS bits
+    numbers, which the compiler must not see to be constant: one operand of an instruction may be, and the mask is.
     """
     tl.inline_asm_elementwise(_naming(BITS), "=r,l", [p_near.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def near_offset(token, channel, PAIRS: tl.constexpr):
-    """Where the cosine of a block's token and a channel below PAIRS * 16 lies in the table; the sine is 256 behind. In the
-    order in which a lane holds pieces: [half][pair][cosine, sine][lane][row / 8][column % 4].
+    """Where the cosine of a block's token and a channel below PAIRS * 16 lies in the table; the sine is 256 behind. In
+    the order in which a lane holds pieces: [half][pair][cosine, sine][lane][row / 8][column % 4].
     """
     row, column = token % 16, channel % 16
     return (token // 16 * PAIRS + channel // 16) * 512 + (row % 8 * 4 + column // 4) * 8 + row // 8 * 4 + column % 4
@@ -92,8 +92,8 @@ def _by_angle(x, y, cos, sin, SIGN: tl.constexpr):
 
 @triton.jit
 def _rotated_pair(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, ASM: tl.constexpr):
-    """Pieces of channels and of their partners, turned by as many positions as each token is behind its block's first. Counts
-    on the order of a lane's numbers in a product's first operand (`check_layouts`).
+    """Pieces of channels and of their partners, turned by as many positions as each token is behind its block's first.
+    Counts on the order of a lane's numbers in a product's first operand (`check_layouts`).
     """
     if ASM:
         halves = tl.inline_asm_elementwise(
@@ -110,8 +110,9 @@ def _rotated_pair(low, high, p_near, HALF: tl.constexpr, PAIR: tl.constexpr, PAI
 
 @triton.jit
 def _joined_queries(p, live, N: tl.constexpr):
-    """16 channels of the query, [16, N], in pairs that are joined as the cosines of those are which are turned. Triton takes
-    four numbers at a time of whatever meets what was joined, two of others, and finds no layout for one word of both.
+    """16 channels of the query, [16, N], in pairs that are joined as the cosines of those are which are turned. Triton
+    takes four numbers at a time of whatever meets what was joined, two of others, and finds no layout for one word of
+    both.
     """
     pair = 2 * tl.arange(0, 8)[:, None]
     joined = tl.join(tl.load(p + pair, mask=live, other=0.0), tl.load(p + pair + 1, mask=live, other=0.0))
@@ -143,8 +144,8 @@ def _both_halves(
     parts, p_scale, tokens, live, PIECE: tl.constexpr, KEYS: tl.constexpr, EACH: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `token_scales` of each half, of
-    EACH pieces.
+    """Numbers of piece PIECE of both half blocks. Their scales: of MODE 2 at p_scale, else `token_scales` of each half,
+    of EACH pieces.
     """
     BIT_0: tl.constexpr = _bit(field_number(0, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
     BIT_1: tl.constexpr = _bit(field_number(1, PIECE, KEYS.bits, KEYS.pieces, KEYS.inner, False), KEYS.bits)
@@ -163,8 +164,8 @@ def scores_of(
     p_k, p_ks, p_first, p_near, i_head, b_block, b_run, b_live, q, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `scores_of` of integers stored before RoPE, in units of the query's. b_run: number of each block's first position in
-    p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
+    """As `scores_of` of integers stored before RoPE, in units of the query's. b_run: number of each block's first
+    position in p_first. PAIRS: pairs of pieces that are turned, the others are as they are.
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
@@ -184,7 +185,8 @@ def scores_of(
     BYTES: tl.constexpr = 2 if KEYS.inner else 1  # all that lies in words' low bytes first: fewer registers wait
     for byte in tl.static_range(BYTES):
         for i in tl.static_range(byte, PAIRS, BYTES):
-            # partners first: the other way KIVI of 2 and 4 bits spilled 16 and 8 bytes of bfloat16 programs (sm_90, 168)
+            # partners first: the other way KIVI of 2 and 4 bits spilled 16 and 8 bytes of bfloat16 programs (sm_90,
+            # 168)
             y_0, y_1 = _both_halves(parts, p_scale, tokens, live, i + PAIRS, KEYS, EACH, NW, ASM)
             x_0, x_1 = _both_halves(parts, p_scale, tokens, live, i, KEYS, EACH, NW, ASM)
             x_0, y_0 = _rotated_pair(x_0, y_0, p_near, 0, i, PAIRS, ASM)

@@ -46,9 +46,9 @@ def _window_tokens(
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
     p_first, p_near, run, gap, shift, PAIRS: tl.constexpr,
 ):
-    """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and around.
-    limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these being `own`
-    places further from there, where PAIRS says that keys are turned.
+    """Tokens `begin` to `end` as they are; token 0 is in slot 0, with RING in slot `first`, others behind it and
+    around. limit (N,): the first token that a row does not see. run: of the tokens behind the first `gap` ones, these
+    being `own` places further from there, where PAIRS says that keys are turned.
     """
     D: tl.constexpr = SLICES * 16
     r = tl.arange(0, 16)
@@ -99,14 +99,14 @@ def _window_tokens(
 
 @triton.jit
 def exact_tokens(
-    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, share, sink_parts, sink, recent,
-    blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES: tl.constexpr,
+    p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_q, o_q, b_row, n, i_head, i_batch, begin, share, sink_parts, sink,
+    recent, blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs, VALUES: tl.constexpr,
     SLICES: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr,
     PAIRS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr,
 ):
-    """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. own: the first of them.
-    n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other lies what
-    is not read.
+    """A program's `share` of the sink, in the first `sink_parts` programs, or of the recent tokens. own: the first of
+    them. n [N]: the query rows. PAIRED 2: outputs are of int8, slices of one parity each, in whose columns of the other
+    lies what is not read.
     """
     behind = QUERIES - 1 - n // RATIO
     exact = out

@@ -11,16 +11,16 @@ from .scales import token_norms
 from .softmax import by_parity, second_operand
 from .tiles import ends_with_half, half_unit_tile, tile, upper_tile
 
-# Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16 times,
-# 128 = 2^STEP bytes altogether, so that lanes of a warp never meet in a bank. With STEP 6, where two tables of 256 entries
-# must fit, they meet in pairs.
+# Look-ups of grids. A table lies in shared memory once for every bank: an entry of 4 bytes 32 times, one of 8 bytes 16
+# times, 128 = 2^STEP bytes altogether, so that lanes of a warp never meet in a bank. With STEP 6, where two tables of
+# 256 entries must fit, they meet in pairs.
 
 
 @triton.constexpr_function
 def _look_up(bits, step, first, pack=2):
-    """Assembly of a look-up: the units of `pack` words (times three at 3 bits) as operands, pairs of numbers as results, piece
-    by piece. grids.py says where codes lie. first: byte of kvcal_table at which the table begins. It is known by name: an
-    address as an operand keeps Triton from loading words in the layout that a product wants.
+    """Assembly of a look-up: the units of `pack` words (times three at 3 bits) as operands, pairs of numbers as
+    results, piece by piece. grids.py says where codes lie. first: byte of kvcal_table at which the table begins. It is
+    known by name: an address as an operand keeps Triton from loading words in the layout that a product wants.
     """
     pieces, units, codes = {2: (8, pack // 2, 4), 3: (16, 3, 5), 4: (4, 1, 4)}[bits]
     outputs = pieces * pack // 2
@@ -132,8 +132,9 @@ def _entry(p_table, index, PAIR: tl.constexpr, PAIRS: tl.constexpr, NW: tl.const
 def look2(w, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
     """p_table: read without assembly. FIRST: byte of the table in shared memory. Here as below.
 
-    A byte is of rows r and r + 8, registers side by side, as a load of 8 bytes writes them. So this counts on the order of a
-    thread's numbers of a piece, that of a product's result (`check_layouts`): (r, k), (r, k + 1), (r + 8, k), (r + 8, k + 1).
+    A byte is of rows r and r + 8, registers side by side, as a load of 8 bytes writes them. So this counts on the order
+    of a thread's numbers of a piece, that of a product's result (`check_layouts`): (r, k), (r, k + 1), (r + 8, k), (r +
+    8, k + 1).
     """
     if ASM:
         parts = tl.inline_asm_elementwise(
@@ -232,11 +233,11 @@ def look3_half(w, u, p_table, STEP: tl.constexpr, FIRST: tl.constexpr, NW: tl.co
 
 @triton.jit
 def _points(
-    p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, p_table, STEP: tl.constexpr, FOUR: tl.constexpr,
-    MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
+    p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, p_table, STEP: tl.constexpr,
+    FOUR: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `codes_of`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of which a
-    code stands for four channels. MIXED: rows as `interleaved_row` says.
+    """As `codes_of`, of a grid: the points that codes stand for. HALVED: the last tile is half of one. FOUR: keys of
+    which a code stands for four channels. MIXED: rows as `interleaved_row` says.
     """
     HALVED: tl.constexpr = ends_with_half(SIDE.words)
     TILES: tl.constexpr = SIDE.tiles
@@ -271,7 +272,8 @@ def scores_of(
     p_k, p_ks, i_head, b_block, b_live, ring, q, room, p_table, i_norm, KEYS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `scores_of`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `interleaved_row`."""
+    """As `scores_of`, of points of a grid, with a norm for each token. MIXED: tokens in the order of `interleaved_row`.
+    """
     live = b_live[:, None]
     at = (i_head * room + b_block)[:, None] * KEYS.words
     parts = _points(p_k, at, live, ring, KEYS, 0, p_table, STEP, KEYS.quads, MIXED, NW, ASM)
@@ -316,8 +318,8 @@ def add_values(
 
 @triton.jit
 def query_of(
-    p_q, p_sign, o_q, b_row, b_down, i_kv, KEYS: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr,
-    N: tl.constexpr,
+    p_q, p_sign, o_q, b_row, b_down, i_kv, KEYS: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
+    NW: tl.constexpr, N: tl.constexpr,
 ):
     """Rotated queries for `scores_of`: SLICES of [NW, 16, N] float16."""
     plain = rotated_queries(

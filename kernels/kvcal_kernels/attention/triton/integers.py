@@ -1,8 +1,8 @@
 """Keys and values of integers in groups: codes to float16, scores, and what values add to the outputs.
 
 A field is left where it is: an integer c at bit p, p <= 6, is the subnormal float16 c * 2^(p - 24). Tensor cores take
-subnormals exactly, so nothing is added that would have to be subtracted again. 2^-p goes into the query, 2^(24 - p) into
-the scores' factor and the output.
+subnormals exactly, so nothing is added that would have to be subtracted again. 2^-p goes into the query, 2^(24 - p)
+into the scores' factor and the output.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def codes_of(
     p_words, b_at, b_live, ring, SIDE: tl.constexpr, BYTE: tl.constexpr, VALUE: tl.constexpr, NW: tl.constexpr,
     HELD: tl.constexpr, ASM: tl.constexpr,
 ):
-    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `tile`. TILES: tiles
-    of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
+    """The 16 x 16 pieces of NW blocks as float16 [NW, 16, 16], half block by half block of STRIDE; see `tile`. TILES:
+    tiles of the first plane. INNER, VALUE: whose order of fields it is. HELD: whether the ring has them.
     """
     FURTHER: tl.constexpr = beyond(SIDE.words, SIDE.bits, 0)
     TILES: tl.constexpr = SIDE.tiles
@@ -259,8 +259,8 @@ def add_values(
     p_v, p_vs, i_head, b_block, b_live, ring, b_0, b_1, b_sum, acc, room, VALUES: tl.constexpr, BYTE: tl.constexpr,
     SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16, N],
-    every row the same. BYTE: of a slot of the ring at which values begin.
+    """acc plus probabilities b_0, b_1 (halves of NW blocks) times values; b_sum: the sum of the probabilities [NW, 16,
+    N], every row the same. BYTE: of a slot of the ring at which values begin.
     """
     at = (i_head * room + b_block)[:, None]
     live = b_live[:, None]
@@ -307,10 +307,11 @@ def add_values(
 @triton.jit
 def query_of(
     p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr,
-    LOWEST: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    LOWEST: tl.constexpr, EACH: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """Queries for `scores_of`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups slices that
-    meet zero points; of inner groups what a group's sum adds. EACH: columns of a query row.
+    """Queries for `scores_of`: slices that meet codes, of outer groups by rows (see `transposed`); of outer groups
+    slices that meet zero points; of inner groups what a group's sum adds. EACH: columns of a query row.
     """
     r = tl.arange(0, 16)
     q, plain, sums = (), (), ()

@@ -1,15 +1,15 @@
 """`attend` of reference.py for NVIDIA GPUs: decode attention that reads packed codes and nothing else, in one launch.
 
-A warp takes a block of 32 tokens; a program NW consecutive ones, every warp with a softmax of its own until the end. All
-query rows of a kv head are the N = 8, 16 or 32 columns of one tensor-core product, whose 16 rows are tokens (keys) or
-channels (values): that order of storage (see reference.py) makes a 32-bit register hold the same field of two neighbours
-along the contracted dimension, so one AND unpacks two codes.
+A warp takes a block of 32 tokens; a program NW consecutive ones, every warp with a softmax of its own until the end.
+All query rows of a kv head are the N = 8, 16 or 32 columns of one tensor-core product, whose 16 rows are tokens (keys)
+or channels (values): that order of storage (see reference.py) makes a 32-bit register hold the same field of two
+neighbours along the contracted dimension, so one AND unpacks two codes.
 
-Queries enter as float16 whatever their dtype: each row is scaled by a power of two. Scales along the contracted dimension
-multiply partial products, others the query (keys) or the probabilities (values).
-Grids are looked up in a table in shared memory, a pair of numbers, or two, by one load (`_look_up`); queries are rotated as
-they are read, outputs before they are merged. Where a code stands for channels, the pair in a register is of two channels of
-a value: rows of the product are then pairs of channels, what is contracted is (token, parity), and every query row takes two
+Queries enter as float16 whatever their dtype: each row is scaled by a power of two. Scales along the contracted
+dimension multiply partial products, others the query (keys) or the probabilities (values). Grids are looked up in a
+table in shared memory, a pair of numbers, or two, by one load (`_look_up`); queries are rotated as they are read,
+outputs before they are merged. Where a code stands for channels, the pair in a register is of two channels of a value:
+rows of the product are then pairs of channels, what is contracted is (token, parity), and every query row takes two
 columns, one of which meets the even channels, the other the odd ones (PAIRED).
 
 Keys before RoPE are decoded and turned in registers (`scores_of`), sink and recent ones where they are read.
@@ -101,10 +101,11 @@ def _norm_head(i_batch, i_head, SIDE: tl.constexpr):
 def _query_of(
     p_q, p_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS: tl.constexpr,
     SLICES: tl.constexpr, WIDTH: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr, PAIRED: tl.constexpr,
-    PAIRS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    PAIRS: tl.constexpr, RATIO: tl.constexpr, QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """Queries as the decoder of keys takes them: what meets codes, what meets zero points, sums of groups, queries that are
-    renewed; and b_up, by which a row is larger.
+    """Queries as the decoder of keys takes them: what meets codes, what meets zero points, sums of groups, queries that
+    are renewed; and b_up, by which a row is larger.
     """
     q, plain, sums, plain_q = (), (), (), ()
     if KEYS.points:
@@ -123,15 +124,16 @@ def _query_of(
         q = before_rope.query_of(p_q, p_near, o_q, b_row, b_down, KEYS, SLICES, PAIRS, NW, N, ASM)
     else:
         q, plain, sums = integers.query_of(
-            p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS, SLICES, PEAK, LOWEST, 2 if PAIRED else 1, RATIO, QUERIES, NW, N
+            p_q, i_head, i_chunk, o_q, b_row, b_down, KEYS, SLICES, PEAK, LOWEST, 2 if PAIRED else 1, RATIO, QUERIES,
+            NW, N,
         )
     return q, plain, sums, plain_q, b_up
 
 
 @triton.jit
 def _output_of(
-    acc, b_m, b_l, p_sign, i_kv, v_unit, VALUES: tl.constexpr, SLICES: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRED: tl.constexpr, LAID: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
+    acc, b_m, b_l, p_sign, i_kv, v_unit, VALUES: tl.constexpr, SLICES: tl.constexpr, WIDE: tl.constexpr,
+    WIDTH: tl.constexpr, PAIRED: tl.constexpr, LAID: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """What the decoder of values has added up, as numbers: outputs, and maxima and sums of each warp [NW, N]."""
     if PAIRED == 2:
@@ -152,13 +154,13 @@ def _output_of(
 
 @triton.jit
 def _all_blocks(
-    pointers, origins, base, i_head, norms, start, stop, last, lane, swapped, queries, prepared, unit, b_m, b_l, acc, room,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, PAIRS: tl.constexpr, SLICES: tl.constexpr,
+    pointers, origins, base, i_head, norms, start, stop, last, lane, swapped, queries, prepared, unit, b_m, b_l, acc,
+    room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, PAIRS: tl.constexpr, SLICES: tl.constexpr,
     STEP: tl.constexpr, PAIRED: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """A program's blocks, NW at a time, each warp its own. origins, base: of the ring, where FETCH. queries: of `_query_of`;
-    prepared: what decoders need besides.
+    """A program's blocks, NW at a time, each warp its own. origins, base: of the ring, where FETCH. queries: of
+    `_query_of`; prepared: what decoders need besides.
     """
     p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near = pointers
     q, plain, sums, plain_q = queries
@@ -178,8 +180,8 @@ def _all_blocks(
             fetch_blocks(origins, first + (SLOTS - 1) * NW, last, to + behind, lane, swapped, KEYS, VALUES, NW)
         if BYTES:
             b_m, b_l, acc, q = int8_step.step_of_bytes(
-                p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q, tables,
-                p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
+                p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, o_slot, places, q, sums, plain, plain_q,
+                tables, p_kt, p_vt, unit, b_m, b_l, acc, room, KEYS, VALUES, SAME, SLICES, NW, N, ASM,
             )
         else:
             b_m, b_l, acc = _step(
@@ -231,14 +233,14 @@ def attend_kernel(
     N: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, RING: tl.constexpr, LONG: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Grid (batch, HEADS * CHUNKS, parts): programs of one part begin together, see `plan`. A row's blocks and `extra` ones
-    are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind them `share`
-    exact tokens each, `sink_parts` of the sink, the rest of recent ones. The last program of each `fan` parts merges them,
-    the last of those `fans` what they merged (docs/benchmarks/decode_attention.md).
-    factor: softmax scale times log2(e). p_exact_q: of sink and recent. k_unit, v_unit: of tables. LONG: of `floor_divide`.
+    """Grid (batch, HEADS * CHUNKS, parts): programs of one part begin together, see `plan`. A row's blocks and `extra`
+    ones are divided by `splits`; parts from `early` on have `less` of them fewer than the others, or none, and behind
+    them `share` exact tokens each, `sink_parts` of the sink, the rest of recent ones. The last program of each `fan`
+    parts merges them, the last of those `fans` what they merged (docs/benchmarks/decode_attention.md). factor: softmax
+    scale times log2(e). p_exact_q: of sink and recent. k_unit, v_unit: of tables. LONG: of `floor_divide`.
 
-    Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`, runs
-    how many runs of positions a row has in p_first, 0 where all rows share them.
+    Keys before RoPE, PAIRS pairs of pieces of which it turns: p_first, p_near are `Rope.first_words` and `near_words`,
+    runs how many runs of positions a row has in p_first, 0 where all rows share them.
     """
     SLICES: tl.constexpr = D // 16
     WIDE: tl.constexpr = D // 32 if PAIRED else SLICES  # slices of outputs
@@ -273,8 +275,8 @@ def attend_kernel(
             SLOTS, NW,
         )
 
-    # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups multiply it
-    # in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
+    # each row's query times a power of two, so that its largest element lies in [16, 32); scales of outer groups
+    # multiply it in float16 and may be 43669 (2 bits, keys of +-65504): in [0.5, 1) there
     PEAK: tl.constexpr = 0.5 if (KEYS.outer and PAIRS == 0) or KEYS.tiers else 16.0
     # at least 2^-100, of grids and before RoPE 2^-76: LOW times `unit` must stay far below every score
     LOWEST: tl.constexpr = (51 if KEYS.grid or PAIRS > 0 else 27) << 23
@@ -283,8 +285,8 @@ def attend_kernel(
     i_part = i_group * parts + i_split
     p_fit = p_part.to(tl.pointer_type(tl.float16)) + i_part * (2 * ROOM * D)  # where this program's output will lie
     q, plain, sums, plain_q, b_up = _query_of(
-        p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK, LOWEST,
-        PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
+        p_q, p_k_sign, p_near, p_fit, b_q, b_down, b_up, i_head, i_kv, i_chunk, o_q, b_row, KEYS, SLICES, WIDTH, PEAK,
+        LOWEST, PAIRED, PAIRS, RATIO, QUERIES, NW, N, ASM,
     )
     SCALE: tl.constexpr = WIDTH**-0.5 if KEYS.grid or KEYS.points else 1.0 if PAIRS > 0 or BYTES else 2.0**24
     run = i_batch * runs + tl.cdiv(sink_room, 32)  # of the first block
@@ -311,9 +313,9 @@ def attend_kernel(
             SLOTS, NW,
         )
     b_m, b_l, acc = _all_blocks(
-        (p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near), origins, base, i_head, norms, start, stop, last,
-        lane, swapped, (q, plain, sums, plain_q), (places, tables, fit, run), unit, b_m, b_l, acc, room, KEYS, VALUES, SAME,
-        PAIRS, SLICES, STEP, PAIRED, SLOTS, STAGES, FETCH, NW, N, ASM,
+        (p_k, p_ks, p_v, p_vs, p_kt, p_vt, p_order, p_fit, p_first, p_near), origins, base, i_head, norms, start, stop,
+        last, lane, swapped, (q, plain, sums, plain_q), (places, tables, fit, run), unit, b_m, b_l, acc, room, KEYS,
+        VALUES, SAME, PAIRS, SLICES, STEP, PAIRED, SLOTS, STAGES, FETCH, NW, N, ASM,
     )
     LAID: tl.constexpr = 1 if VALUES.points and VALUES.group > 1 else PAIRED  # how channels of values lie in outputs
     out, b_m, b_l = _output_of(
@@ -324,9 +326,9 @@ def attend_kernel(
     FEW: tl.constexpr = 2 if KEYS.entries + VALUES.entries + PAIRS == 0 and not (KEYS.tiers or KEYS.points) else 1
     if i_split >= early:
         b_m, b_l, out = exact_tokens(
-            p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_exact_q, o_q, b_row, n, i_head, i_batch, (i_split - early) * share,
-            share, sink_parts, sink, recent, blocks, sink_room, recent_room, factor, b_m, b_l, out, p_first, p_near, run, runs,
-            VALUES, SLICES, PAIRED, FEW, RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
+            p_sink_k, p_sink_v, p_recent_k, p_recent_v, p_exact_q, o_q, b_row, n, i_head, i_batch,
+            (i_split - early) * share, share, sink_parts, sink, recent, blocks, sink_room, recent_room, factor, b_m,
+            b_l, out, p_first, p_near, run, runs, VALUES, SLICES, PAIRED, FEW, RATIO, QUERIES, PAIRS, NW, N, ASM, RING,
         )
     store_part(
         p_part, p_stat, out, b_m, b_l, i_part, b_row, i_split >= early, VALUES, WIDE, PAIRED, LAID, EACH, D, NW, N

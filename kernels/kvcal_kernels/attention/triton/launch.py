@@ -1,4 +1,6 @@
-"""Launches of the attention kernel: checked arguments, compiled kernels, and the memory in which programs leave results."""
+"""Launches of the attention kernel: checked arguments, compiled kernels, and the memory in which programs leave
+results.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,14 @@ from .kernel import attend_kernel
 
 
 def chosen(keys: Form, values: Form, rows: int, turned: bool, groups: int, room: int, device: torch.device) -> Launch:
-    """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes before and
-    behind them: four warps leave their program one part, and those of a group are merged in one wait for memory in place of
-    two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps, uniform 4/4 (2/2):
-    1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536 33.5, 32.6; 2 x 32768 32.6,
-    31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes: TurboQuant 4/3 at 1 x 4096 18.2,
-    19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. Limits of other GPUs follow by their count of multiprocessors, untimed. A room that
-    grows into these limits, or out of them, takes another compiled kernel from there on.
+    """For `groups` of query rows with room for so many blocks each. Few blocks leave most of the time to what comes
+    before and behind them: four warps leave their program one part, and those of a group are merged in one wait for
+    memory in place of two or three. Many groups have few parts anyway. H200, us with programs of 1 and of 4 warps,
+    uniform 4/4 (2/2): 1 x 512 8.7, 9.2; 1 x 4096 10.9, 10.0 (10.2, 9.5); 1 x 32768 22.3, 20.4 (16.7, 15.3); 1 x 65536
+    33.5, 32.6; 2 x 32768 32.6, 31.6; 1 x 131072 52.1, 51.8; 8 x 4096 21.8, 22.3; 32 x 512 19.8, 26.9. Points in bytes:
+    TurboQuant 4/3 at 1 x 4096 18.2, 19.0, HIGGS 2 at 1 x 32768 21.4, 21.6. Limits of other GPUs follow by their count
+    of multiprocessors, untimed. A room that grows into these limits, or out of them, takes another compiled kernel from
+    there on.
     """
     choices, processors = launches(keys, values, rows, turned), _processors(device)
     few = 4 * groups <= processors and room >= 64 and groups * room < FEW * processors
@@ -61,9 +64,9 @@ def attend(
     ring: bool = False,
     rope: Rope | None = None,
 ) -> Tensor:
-    """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous: ValueError
-    says what is not. The room of blocks must be whole groups of tokens; scales of values in outer groups are not negative. A
-    `workspace` of its own is needed where launches overlap, and under a CUDA graph.
+    """As reference.attend, for q, sink and recent of one dtype, float16 or bfloat16, and every tensor contiguous:
+    ValueError says what is not. The room of blocks must be whole groups of tokens; scales of values in outer groups are
+    not negative. A `workspace` of its own is needed where launches overlap, and under a CUDA graph.
     """
     packed_q = q if packed_q is None else packed_q
     if packed_q.data_ptr() % 4:  # two numbers are read at a time
@@ -108,9 +111,9 @@ def _prepared(
     q: Tensor, keys: Blocks, values: Blocks, sink: Exact, recent: Exact, launch: Launch | None, same: bool, ring: bool,
     rope: Rope | None, before: tuple[Tensor, ...], behind: tuple[Tensor, ...],
 ) -> tuple[Ready, tuple[int, ...], tuple[int, ...]]:
-    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers. before,
-    behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is known how many
-    programs run at a time.
+    """All of a launch that follows from shapes: what starts it, what it takes of a workspace, and whole numbers.
+    before, behind: the launch's tensors but for the workspace's; the kernel is compiled for them, as only then it is
+    known how many programs run at a time.
     """
     batch, heads, room = keys.words.shape[:3]
     ratio, queries, windows = q.shape[1] // heads, q.shape[2], (sink[0].shape[2], recent[0].shape[2])
@@ -148,8 +151,8 @@ def _by_registers(launch: Launch) -> int:
 
 
 def programs_at_once(kernel: Any) -> int:
-    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count; for a thread that has the kernel's context:
-    one that launched nothing yet has none.
+    """Of a compiled and loaded kernel, a multiprocessor's, by the driver's count; for a thread that has the kernel's
+    context: one that launched nothing yet has none.
     """
     count, threads = ctypes.c_int(), 32 * kernel.metadata.num_warps
     error = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -178,8 +181,9 @@ def _plan(
 
 
 def _carried(fixed: dict[str, Any]) -> bool:
-    """Whether packed tokens' programs may have exact tokens, too: not where outputs' channels lie otherwise. Before RoPE and
-    of tiers they could, but take longer (H200, MixKVQ at G = 128, 32 x 32768: 268 in place of 263 us; KIVI 413 of 412).
+    """Whether packed tokens' programs may have exact tokens, too: not where outputs' channels lie otherwise. Before
+    RoPE and of tiers they could, but take longer (H200, MixKVQ at G = 128, 32 x 32768: 268 in place of 263 us; KIVI 413
+    of 412).
     """
     keys, values = fixed["KEYS"], fixed["VALUES"]
     mixed = values.points and values.group > 1
@@ -190,9 +194,9 @@ def reserve(
     space: Workspace, keys: Form, values: Form, batch: int, heads: int, ratio: int, room: int, windows: tuple[int, int],
     queries: int = 1, pairs: int = 0,
 ) -> None:
-    """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time: under a
-    CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent tokens. pairs:
-    `Rope.pairs` of keys before RoPE.
+    """Let `space` have what a launch over exactly so many blocks of room needs, however many programs run at a time:
+    under a CUDA graph it must not grow. A smaller room may need more (`chosen`). windows: rooms of sink and recent
+    tokens. pairs: `Rope.pairs` of keys before RoPE.
     """
     launch = chosen(keys, values, ratio * queries, pairs > 0, batch * heads, room, space.counter.device)
     fixed = settings(keys, values, heads, ratio, queries, launch.warps, pairs=pairs)
@@ -204,9 +208,9 @@ def reserve(
 
 
 def _examine(ring: int, kernel: Any) -> None:
-    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room: launches of the
-    kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in which
-    tables of grids leave no room for a ring.
+    """Of each compiled kernel its layouts are checked, and a ring behind what Triton manages gets its room: launches of
+    the kernel, not yet loaded, have so many bytes of shared memory more. What assembly declares is limited to 48 KB, in
+    which tables of grids leave no room for a ring.
     """
     check_layouts(kernel.asm["ttgir"])
     before = kernel.metadata, kernel.packed_metadata
@@ -226,9 +230,9 @@ def _examine(ring: int, kernel: Any) -> None:
 
 
 def _allow(kernel: Any) -> None:
-    """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count what
-    assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it is read
-    once.
+    """The driver must allow more than 48 KB. Triton asks it where what Triton counts is that much; it does not count
+    what assembly declares. And of a multiprocessor's memory as much as can be is to be shared: what is cached beside it
+    is read once.
     """
     cuda, function = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(kernel.function)
     declared, dynamic = ctypes.c_int(), kernel.metadata.shared
@@ -253,7 +257,9 @@ def _processors(device: torch.device) -> int:
 
 
 class Workspace:
-    """Memory in which programs of one launch leave what they found; grows, and every launch leaves its counters at zero."""
+    """Memory in which programs of one launch leave what they found; grows, and every launch leaves its counters at
+    zero.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.part = torch.empty(0, dtype=torch.float32, device=device)
@@ -261,8 +267,8 @@ class Workspace:
         self.counter = torch.zeros(0, dtype=torch.int32, device=device)
 
     def take(self, groups: int, parts: int, rows: int, dim: int, fan: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group and of
-        each `fan` of its parts, (groups, 1 + parts / fan).
+        """Outputs (groups, parts, rows, dim) and statistics (groups, parts, 2, rows) float32; counters int32 of a group
+        and of each `fan` of its parts, (groups, 1 + parts / fan).
         """
         counters = groups * (1 + -(-parts // fan))
         if self.part.numel() < groups * parts * rows * dim:

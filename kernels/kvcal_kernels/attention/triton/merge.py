@@ -12,7 +12,9 @@ from .rotation import value_channels
 
 @triton.constexpr_function
 def _at_a_time(count, columns):
-    """Slices of outputs that warps add up together: each time costs three barriers, and shared memory as large as they are."""
+    """Slices of outputs that warps add up together: each time costs three barriers, and shared memory as large as they
+    are.
+    """
     most = 32 // columns
     return 4 if most >= 4 and count % 4 == 0 else 2 if most >= 2 and count % 2 == 0 else 1
 
@@ -45,8 +47,8 @@ def _log2(count):
 
 @triton.jit
 def _over_warps(x, NW: tl.constexpr):
-    """Sum over the first of five dimensions, the program's warps: numbers go to threads that have them of two warps. `tl.sum`
-    would write them 64 bytes apart, into two banks of shared memory: 8 to 16 times as long.
+    """Sum over the first of five dimensions, the program's warps: numbers go to threads that have them of two warps.
+    `tl.sum` would write them 64 bytes apart, into two banks of shared memory: 8 to 16 times as long.
     """
     if NW > 1:
         x = tl.permute(x, (1, 2, 3, 4, 0))
@@ -73,7 +75,8 @@ def share_of(i_split, blocks, splits, early, less, extra, NW: tl.constexpr, LONG
 
 @triton.jit
 def floor_divide(a, b, LONG: tl.constexpr = False):
-    """a // b, exact: LONG for any a, else for those below SHORT: 9 instructions, of which 4 wait for a, in place of 25."""
+    """a // b, exact: LONG for any a, else for those below SHORT: 9 instructions, of which 4 wait for a, in place of 25.
+    """
     if LONG:
         out = a // b
     else:
@@ -125,9 +128,9 @@ def _merged(
     p_part, p_stat, first, stride, count,
     D: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no query has
-    are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would be an
-    instruction for each number, and no weight NaN where its output is infinite.
+    """Maxima and sums [ROWS], outputs [ROWS, D] of `count` parts, each `stride` behind the one before. Rows that no
+    query has are what lies in memory. Parts behind the last are it once more, and copies share its weight: a mask would
+    be an instruction for each number, and no weight NaN where its output is infinite.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(D)
     row, number = tl.arange(0, ROWS), tl.arange(0, ROWS * WIDE)
@@ -146,8 +149,8 @@ def _merged(
             o = tl.load(p_part + o_part, mask=(column < D)[None, :] & (o_part >= 0), other=0.0, cache_modifier=".cg")
         else:
             o = tl.load(p_part + o_part, cache_modifier=".cg")
-        # rows and channels as one while they are read: lanes left over by 64 channels then take another row, not another part,
-        # with which both would hold, and write, the same sum
+        # rows and channels as one while they are read: lanes left over by 64 channels then take another row, not
+        # another part, with which both would hold, and write, the same sum
         o = tl.reshape(o, [AT_ONCE, ROWS, WIDE])
         b_new = tl.maximum(b_m, tl.max(m, 0))
         copies = tl.maximum(begin + AT_ONCE - count + 1, 1).to(tl.float32)
@@ -161,11 +164,11 @@ def _merged(
 
 @triton.jit
 def store_part(
-    p_part, p_stat, out, b_m, b_l, i_part, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr, PAIRED: tl.constexpr,
-    LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    p_part, p_stat, out, b_m, b_l, i_part, b_row, is_exact, VALUES: tl.constexpr, WIDE: tl.constexpr,
+    PAIRED: tl.constexpr, LAID: tl.constexpr, EACH: tl.constexpr, D: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in outputs
-    of packed tokens, of `value_channels`; is_exact: whether the part is of exact tokens alone.
+    """The program's warps into one, then to memory: outputs and statistics of part i_part. LAID: how channels lie in
+    outputs of packed tokens, of `value_channels`; is_exact: whether the part is of exact tokens alone.
     """
     ROWS: tl.constexpr = N // EACH
     r, column = tl.arange(0, 16), tl.arange(0, N)

@@ -52,7 +52,8 @@ def two_floats(x, ASM: tl.constexpr):
 
 @triton.jit
 def transposed(x, NW: tl.constexpr, N: tl.constexpr):
-    """[NW, ROWS, 16] -> the transpose of its first N rows [NW, 16, N]: no moves, it is how a lane has a second operand."""
+    """[NW, ROWS, 16] -> the transpose of its first N rows [NW, 16, N]: no moves, it is how a lane has a second operand.
+    """
     if N == 8:
         x, _ = tl.split(tl.permute(tl.reshape(x, [NW, 2, 8, 16]), [0, 2, 3, 1]))
     return tl.permute(x, [0, 2, 1])

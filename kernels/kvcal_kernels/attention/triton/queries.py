@@ -24,11 +24,11 @@ def whole_rows(p_q, i_head, i_chunk, ROWS: tl.constexpr, RATIO: tl.constexpr, QU
 
 @triton.jit
 def powers(
-    p_q, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr, BYTES: tl.constexpr,
-    N: tl.constexpr,
+    p_q, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, PEAK: tl.constexpr, LOWEST: tl.constexpr,
+    BYTES: tl.constexpr, N: tl.constexpr,
 ):
-    """What each row's query is multiplied by, a power of two that brings its largest element into [PEAK, 2 PEAK), and one over
-    it. LOWEST: the least exponent, in a float32's place.
+    """What each row's query is multiplied by, a power of two that brings its largest element into [PEAK, 2 PEAK), and
+    one over it. LOWEST: the least exponent, in a float32's place.
     """
     r = tl.arange(0, 16)
     b_peak = tl.zeros([N], tl.float32)

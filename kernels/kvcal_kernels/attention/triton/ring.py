@@ -7,24 +7,25 @@ import triton.language as tl
 
 from ..plan import plain_beyond
 
-# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for nobody.
-# Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes that have nothing
-# to copy, commits every load by itself and reads scales through three layouts (H200: 541 instructions a block of 2/2, 268 us).
+# The ring. A warp copies the codes and scales of its next blocks to shared memory and, alone in a program, waits for
+# nobody. Triton's own pipeline of loads took half of the instructions around the products: it branches around lanes
+# that have nothing to copy, commits every load by itself and reads scales through three layouts (H200: 541 instructions
+# a block of 2/2, 268 us).
 
 
 @triton.constexpr_function
 def _width(size):
-    """Bytes that a lane copies at a time of a piece of this size: what is left of it after whole warps of 16 bytes, without a
-    branch where it is 256 or 128 bytes.
+    """Bytes that a lane copies at a time of a piece of this size: what is left of it after whole warps of 16 bytes,
+    without a branch where it is 256 or 128 bytes.
     """
     return {256: 8, 128: 4}.get(size, 16)
 
 
 @triton.constexpr_function
 def _copies(pieces):
-    """Assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. Of words the halves of rows
-    are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared address, lane, the lane's
-    place of words, then of each piece its block's number and the lane's pointer into the first block.
+    """Assembly that copies pieces (bytes, whether they are tiles of words) one behind the other. Of words the halves of
+    rows are swapped in every other four rows, so that `ldmatrix` meets every bank once. Operands: shared address, lane,
+    the lane's place of words, then of each piece its block's number and the lane's pointer into the first block.
     """
     text, at = ["{ .reg .b32 d; .reg .b64 a; .reg .pred q;"], 0
     for i in range(len(pieces)):
@@ -55,8 +56,8 @@ ring_lies_behind = triton.constexpr_function(plain_beyond)
 
 @triton.constexpr_function
 def ring_address(size, beyond):
-    """Where the ring begins. beyond: behind what Triton manages, see `_examine`; of several warps, or beside tables, it would
-    not fit the 48 KB of shared memory that assembly may declare.
+    """Where the ring begins. beyond: behind what Triton manages, see `_examine`; of several warps, or beside tables, it
+    would not fit the 48 KB of shared memory that assembly may declare.
     """
     if beyond:
         text = f"{{ .reg .b32 t; mov.u32 t, %dynamic_smem_size; add.u32 t, t, -{size};"
@@ -71,8 +72,9 @@ def _arrived(pending):
 
 @triton.jit
 def wait_for_blocks(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
-    """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else all wait
-    for one another, as Triton may read scales of integers in a layout in which a warp has those of others' blocks.
+    """Wait until at most PENDING of a warp's fetches are on their way. OWN: each warp reads its own blocks only; else
+    all wait for one another, as Triton may read scales of integers in a layout in which a warp has those of others'
+    blocks.
     """
     tl.inline_asm_elementwise(_arrived(PENDING), "=r,r", [tl.arange(0, 32 * NW)], dtype=tl.int32, is_pure=False, pack=1)
     if not OWN:
@@ -83,8 +85,8 @@ def wait_for_blocks(PENDING: tl.constexpr, OWN: tl.constexpr, NW: tl.constexpr):
 def _origins(
     p_k, p_ks, p_order, p_v, p_vs, i_head, i_scales, room, lane, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):
-    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring. i_scales:
-    the heads of keys' and of values' scales, which may be of all heads.
+    """Where each lane copies from in a head's first block: int64 [32 NW] for each piece that goes through the ring.
+    i_scales: the heads of keys' and of values' scales, which may be of all heads.
     """
     origins = ()
     if KEYS.slot > 0:
@@ -117,8 +119,8 @@ def _pieces(keys, values):
 def fetch_blocks(
     origins, first, last, slot, lane, swapped, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr,
 ):
-    """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane, swapped:
-    int32 [32 NW].
+    """Begin to copy the blocks from `first` on, one a warp, none behind `last`, to a slot of the ring. slot, lane,
+    swapped: int32 [32 NW].
     """
     PIECES: tl.constexpr = _pieces(KEYS, VALUES)
     block = tl.minimum(first + tl.arange(0, 32 * NW) // 32, last)

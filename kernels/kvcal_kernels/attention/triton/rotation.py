@@ -10,8 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def sign_at(p_sign, at):
-    """Number `at` of int8 as float32. Not loaded as a byte: Triton lays out a product's operands by the narrowest load that
-    they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers, not 16 (`check_layouts`).
+    """Number `at` of int8 as float32. Not loaded as a byte: Triton lays out a product's operands by the narrowest load
+    that they come from, and with bytes takes kWidth 4 or, behind a join, 8, which contracts 32 numbers, not 16
+    (`check_layouts`).
     """
     both = tl.load(p_sign.to(tl.pointer_type(tl.int16)) + at // 2).to(tl.int32)
     return (both << 24 - at % 2 * 8 >> 24).to(tl.float32)
@@ -50,8 +51,8 @@ def butterflies(x, COUNT: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.constexpr_function
 def _across_weight(row, column, back):
-    """Of the orthonormal cosine transform of three numbers, the odd factor of head_dim 96: hadamard.cosines(3), which Triton
-    3.6 lets no compiled function call. back: of its transpose.
+    """Of the orthonormal cosine transform of three numbers, the odd factor of head_dim 96: hadamard.cosines(3), which
+    Triton 3.6 lets no compiled function call. back: of its transpose.
     """
     row, column = (column, row) if back else (row, column)
     if row == 0:
@@ -61,8 +62,8 @@ def _across_weight(row, column, back):
 
 @triton.jit
 def across_factor(x, COUNT: tl.constexpr, SPAN: tl.constexpr, FACTOR: tl.constexpr, BACK: tl.constexpr):
-    """Cosine transforms of FACTOR across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate` has them; BACK: the
-    inverse.
+    """Cosine transforms of FACTOR across spans of SPAN of a tuple's COUNT tensors, as `hadamard.rotate` has them; BACK:
+    the inverse.
     """
     if FACTOR == 1:
         return x
@@ -86,8 +87,8 @@ def parity_step(x, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def rotated_queries(
-    p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, FACTOR: tl.constexpr,
-    FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
+    p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    FACTOR: tl.constexpr, FOUR: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
     """Queries times b_down [N] and their head's signs, rotated but for WIDTH^-0.5: SLICES of [NW, 16, N] float32."""
     rotated = ()
@@ -109,8 +110,8 @@ def query_channels(i: tl.constexpr, FOUR: tl.constexpr):
 
 @triton.jit
 def value_channels(i: tl.constexpr, r, odd, PAIRED: tl.constexpr, FOUR: tl.constexpr):
-    """Channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, PAIRED 2, of slices; other layouts
-    have none.
+    """Channels of rows r of slice i of values. odd: which one of a pair, of neighbours or, PAIRED 2, of slices; other
+    layouts have none.
     """
     if PAIRED == 0:
         return i * 16 + r + odd * 0

@@ -51,8 +51,8 @@ def _from_shared(at, BITS: tl.constexpr, BYTE: tl.constexpr):
 
 @triton.jit
 def scale_columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr, ASM: tl.constexpr):
-    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = side_by_side(COUNT), from byte BYTE of a
-    slot of the ring on; or in memory at b_at [NW, 1] int64.
+    """COUNT columns of float16 as float32 [NW, 16], stored [COUNT / w][16][w], w = side_by_side(COUNT), from byte BYTE
+    of a slot of the ring on; or in memory at b_at [NW, 1] int64.
     """
     WIDTH: tl.constexpr = side_by_side(COUNT)
     r = tl.arange(0, 16)[None, :]
@@ -74,8 +74,8 @@ def scale_columns(p, b_at, b_live, ring, BYTE: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def scale_pairs(p, b_at, b_live, ring, BYTE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr):
-    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16, 16] float16 each, every row alike,
-    stored as [8][scale, scale, zero, zero].
+    """Scales and zero points of 16 neighbours along the contracted dimension, [NW, 16, 16] float16 each, every row
+    alike, stored as [8][scale, scale, zero, zero].
     """
     r = tl.arange(0, 16)[None, None, :]
     if ASM:
@@ -106,8 +106,8 @@ def row_scales(p, b_at, b_live, ring, BYTE: tl.constexpr, ASM: tl.constexpr):
 def token_scales(
     p_scale, live, COUNT: tl.constexpr, SIDE: tl.constexpr
 ):
-    """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no zero
-    points, scales in their place. Stored as `scale_columns` has them.
+    """Scales and zero points of a half block's tokens, group after group, [NW, 16, 1] float16 each; where MODE has no
+    zero points, scales in their place. Stored as `scale_columns` has them.
     """
     WIDTH: tl.constexpr = side_by_side(COUNT * SIDE.columns)
     kind: tl.constexpr = tl.int64 if WIDTH == 4 else tl.int32 if WIDTH == 2 else tl.int16
@@ -142,8 +142,8 @@ def _rows_of_halves(byte):
 def token_norms(
     p, b_at, b_live, ring, BYTE: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):
-    """Norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a slot of the
-    ring on; or [NW, 16, 1] in memory at b_at [NW, 1].
+    """Norms of 16 tokens, [NW, 16, N] float32 in the layout of a product, every column alike, from byte BYTE of a slot
+    of the ring on; or [NW, 16, 1] in memory at b_at [NW, 1].
     """
     r = tl.arange(0, 16)[None, :]
     if ASM:

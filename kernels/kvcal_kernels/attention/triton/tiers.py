@@ -44,8 +44,9 @@ def scores_of(
     p_k, p_ks, p_order, p_fit, i_head, b_block, b_live, ring, fit, room, KEYS: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """As `scores_of` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel order
-    from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see `_gathered`.
+    """As `scores_of` for keys in tiers, FULL and FOUR pieces of the first two: queries are read in each group's channel
+    order from float16 [D][N], in shared memory at the register kvcal_fit or at p_fit. fit: 2 n for row n, see
+    `_gathered`.
     """
     EACH: tl.constexpr = KEYS.group // 32
     at = (i_head * room + b_block)[:, None] * KEYS.words
@@ -89,7 +90,8 @@ def scores_of(
 
 @triton.constexpr_function
 def _gathering(byte, columns):
-    """Two numbers of rows n and n + 8 of the query for each of two pairs of channels, whose bytes lie in shared memory."""
+    """Two numbers of rows n and n + 8 of the query for each of two pairs of channels, whose bytes lie in shared memory.
+    """
     size = 2 * columns
     text = ["{ .reg .b16 a, b; .reg .b32 o, x, y, f; add.u32 f, kvcal_fit, $12;"]
     for pair in range(2):
@@ -107,8 +109,8 @@ def _gathering(byte, columns):
 def _gathered(
     p_order, p_fit, live, ring, BYTE: tl.constexpr, fit, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr
 ):
-    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `transposed` takes it.
-    The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
+    """The query's 16 channels in the order that 16 bytes say, by rows [NW, 16 or 32, 16] float16 as `transposed` takes
+    it. The bytes are from byte BYTE of a slot of the ring on, or at p_order [NW, 1]. fit: int32 [NW, 16 or 32, 16].
     """
     TALL: tl.constexpr = max(N, 16)
     k = tl.arange(0, 16)[None, None, :]
@@ -127,7 +129,9 @@ def _gathered(
 
 @triton.jit
 def _fit_table(p_fit, b_q, at, inside, SIZE: tl.constexpr, ASM: tl.constexpr):
-    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes; in memory those that are inside."""
+    """Numbers b_q at places `at` of the table from which `_gathered` reads, of SIZE bytes; in memory those that are
+    inside.
+    """
     if ASM:
         base = tl.inline_asm_elementwise(
             _fitting(SIZE), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1

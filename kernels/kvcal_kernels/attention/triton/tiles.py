@@ -13,8 +13,8 @@ from .numbers import TILE
 
 @triton.jit
 def word_offsets(b_at):
-    """Where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in memory, which Triton
-    does not see: without the hint a warp loads four rows of each of four blocks, and their places share banks.
+    """Where the 16 x 16 words of a tile lie, [NW, 16, 16]; b_at [NW, 1] int64. Rows follow one another in memory, which
+    Triton does not see: without the hint a warp loads four rows of each of four blocks, and their places share banks.
     """
     r = tl.arange(0, 16)
     return tl.max_contiguous(b_at[:, :, None] + (r[None, :, None] * 16 + r[None, None, :]), [1, 2, 16])
@@ -53,7 +53,9 @@ def _half_units(byte):
 
 @triton.jit
 def lane_zeros(NW: tl.constexpr, N: tl.constexpr = 16, ROWS: tl.constexpr = 16):
-    """Zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first operand."""
+    """Zeros int32 [NW, ROWS, N] in the layout of a product, in which a lane has of a tile what it has of a first
+    operand.
+    """
     return tl.dot(tl.zeros([NW, ROWS, 16], tl.float16), tl.zeros([NW, 16, N], tl.float16)).to(tl.int32)
 
 
@@ -68,8 +70,8 @@ def tile(
     p_words, b_at, b_live, ring, BYTE: tl.constexpr, U: tl.constexpr, MIXED: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1] int32,
-    MIXED with rows as `interleaved_row` says; or in memory at b_at [NW, 1] int64.
+    """Tile U of NW blocks, [NW, 16, 16] int16: words that begin at byte BYTE of a slot of the ring, `ring` [NW, 1]
+    int32, MIXED with rows as `interleaved_row` says; or in memory at b_at [NW, 1] int64.
     """
     r = tl.arange(0, 16)
     if ASM:
@@ -86,7 +88,8 @@ def tile(
 
 @triton.jit
 def half_row_addresses(ring, MIXED: tl.constexpr, NW: tl.constexpr):
-    """Where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows here."""
+    """Where a lane's row of half a tile lies in a slot of the ring: `_copies` swaps halves of 32 bytes, two rows here.
+    """
     r = tl.arange(0, 16)
     lane = r[None, :, None] % 8 * 4 + r[None, None, :] % 8 // 2 + lane_zeros(NW)
     row = interleaved_row(lane & 15) if MIXED else lane & 15
@@ -103,8 +106,8 @@ def half_tile(
     """
     if ASM:
         w = tl.inline_asm_elementwise(
-            _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r", [half_row_addresses(ring, False, NW)],
-            dtype=tl.int16, is_pure=False, pack=8,
+            _half_matrix(BYTE + U * 512, FURTHER), "=&r,=&r,=r,=r,r,r,r,r,r,r,r,r",
+            [half_row_addresses(ring, False, NW)], dtype=tl.int16, is_pure=False, pack=8,
         )
     else:
         r = tl.arange(0, 16)

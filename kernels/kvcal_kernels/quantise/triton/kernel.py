@@ -22,8 +22,8 @@ def _role(
     SLICES: tl.constexpr, WRITE: tl.constexpr, PACK: tl.constexpr, STORED: tl.constexpr, VALUE: tl.constexpr,
     FACTOR: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
-    """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs is; 0: it
-    packs what the ring has.
+    """All that one program does for keys or values. DUE: tokens of a row's part of p_due, of which all that it packs
+    is; 0: it packs what the ring has.
     """
     i_head = (i_batch * HEADS + i_kv).to(tl.int64)
     p_row = p_counts + i_batch
@@ -50,8 +50,9 @@ def _role(
         o_row = o_new + taken * token_stride - i_kv.to(tl.int64) * head_stride
         for unit in tl.range(i_program, flush, programs, disable_licm=True):
             faults = _encode(
-                p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window, before,
-                room, ring_room, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE, FACTOR, STORED, ASM,
+                p_new, p_ring, p_words, p_scale, p_own, p_table, o_row, i_batch * HEADS, i_kv, unit, flush, window,
+                before, room, ring_room, head_stride, token_stride, SIDE, HEADS, SLICES * 16, VALUE, FACTOR, STORED,
+                ASM,
             )
             if faults != 0:
                 tl.atomic_or(p_flags + i_kv, faults << (VALUE_FLAGS if VALUE else 0))
@@ -59,15 +60,13 @@ def _role(
         for first in range(i_program * NW, tl.cdiv(flush, UNIT), programs * NW):
             if DUE > 0:
                 bad = _pack(
-                    p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first, flush,
-                    0, before, room, ring_room, SLICES * 16,
-                    SIDE, SLICES, VALUE, FACTOR, False, NW, ASM,
+                    p_due, p_due, p_words, p_scale, p_own, p_table, i_head * (DUE * SLICES * 16), i_head, i_kv, first,
+                    flush, 0, before, room, ring_room, SLICES * 16, SIDE, SLICES, VALUE, FACTOR, False, NW, ASM,
                 )
             else:
                 bad = _pack(
-                    p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first, flush,
-                    window, before, room, ring_room, token_stride,
-                    SIDE, SLICES, VALUE, FACTOR, STORED, NW, ASM,
+                    p_new, p_ring, p_words, p_scale, p_own, p_table, o_new + taken * token_stride, i_head, i_kv, first,
+                    flush, window, before, room, ring_room, token_stride, SIDE, SLICES, VALUE, FACTOR, STORED, NW, ASM,
                 )
             faults = _any(bad, NONFINITE) | _any(bad, SCALE) | _any(bad, MINIMUM) | _any(bad, ROOM)
             if faults != 0:
@@ -83,8 +82,8 @@ def append_kernel(
     FACTOR: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
     """Grid (programs, HEADS, 2 * batch): keys of every row, then values. WRITE: new tokens to sink and ring. PACK: what
-    is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch, HEADS,
-    DUE, D); 0: the ring's.
+    is due. STORED: there is a ring. DUE: keys of the block of so many tokens that is due are those of p_due (batch,
+    HEADS, DUE, D); 0: the ring's.
     """
     i_program, i_kv = tl.program_id(0), tl.program_id(1)
     i_batch = tl.program_id(2) // 2

@@ -1,5 +1,5 @@
-"""`quantise` and `append` of reference.py for NVIDIA GPUs: one read of keys and values, one write of words and scales, one
-launch.
+"""`quantise` and `append` of reference.py for NVIDIA GPUs: one read of keys and values, one write of words and scales,
+one launch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PROGRAMS = 8  # that write the windows of a long call
 
 @dataclass(frozen=True)
 class Launch:
-    """warps: units at a time of a program; of a grid it takes one at a time. registers: a thread at most, 0: as the compiler
-    likes.
+    """warps: units at a time of a program; of a grid it takes one at a time. registers: a thread at most, 0: as the
+    compiler likes.
     """
 
     warps: int = 4
@@ -39,11 +39,12 @@ class Launch:
 
 # A row packs one unit at most: of prompts, one warp took 0.70 of four warps' time at 4/4, 0.35 hybrid (H200).
 STEP = Launch(warps=1)
-# Registers of programs over grids, which left to the compiler take up to 239. GRID_STEP: of a decode step, in which most have
-# nothing to pack. With 128, four of 4 warps fit a multiprocessor of 65,536, so that the 512 of 32 rows and 8 kv heads run at
-# once on an H200, where 240 let two: an append takes 7.5 in place of 9.8 to 9.9 us with nothing due, and one with a block in
-# every row 16 to 28 % less (HIGGS 2 36.7 in place of 50.8); 160, which let three, 9.3. At head_dim 256 the 8192 numbers of a
-# block want 8 warps, and two programs fit: 64 registers, for four, would hold little more than the numbers themselves.
+# Registers of programs over grids, which left to the compiler take up to 239. GRID_STEP: of a decode step, in which
+# most have nothing to pack. With 128, four of 4 warps fit a multiprocessor of 65,536, so that the 512 of 32 rows and 8
+# kv heads run at once on an H200, where 240 let two: an append takes 7.5 in place of 9.8 to 9.9 us with nothing due,
+# and one with a block in every row 16 to 28 % less (HIGGS 2 36.7 in place of 50.8); 160, which let three, 9.3. At
+# head_dim 256 the 8192 numbers of a block want 8 warps, and two programs fit: 64 registers, for four, would hold little
+# more than the numbers themselves.
 GRID, GRID_STEP = 240, 128
 
 
@@ -123,7 +124,8 @@ def advance(counts: Counts, new: Tensor) -> None:
 
 
 def observe(peak: Tensor, fixed: Tensor, counts: Counts, keys: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
-    """As reference.observe, in one launch, where that takes about twenty: of each layer in every step of a CUDA graph."""
+    """As reference.observe, in one launch, where that takes about twenty: of each layer in every step of a CUDA graph.
+    """
     batch, heads, queries, dim = keys.shape
     expected = ((batch, heads, dim), torch.float32), ((batch,), torch.bool)
     for name, x, (shape, dtype) in zip(("peak", "fixed"), (peak, fixed), expected, strict=True):
@@ -152,8 +154,9 @@ def append(
     factor: Tensor | None = None,
     due: Tensor | None = None,
 ) -> None:
-    """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph of a
-    decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may hold.
+    """As reference.append, for k, v, sink and recent of one dtype. The grid follows from shapes alone, so a CUDA graph
+    of a decode step can be replayed. One launch; two where a call brings more than the ring takes beside what it may
+    hold.
     """
     shapes = (layer.launch_key, counts.windows, launch_key(counts.data), launch_key(k), launch_key(v))
     name = (*shapes, key, value, *(None if x is None else launch_key(x) for x in (factor, due)))
@@ -205,7 +208,8 @@ def quantise(
 ) -> tuple[Blocks, Blocks, Tensor]:
     """reference.quantise of keys and of values (B, H, T, D) in one launch -> blocks of both, and flags int32 (H,),
     those of values shifted by VALUES; given ones are added to. Any strides but that of channels, which is 1, and any
-    two dtypes. Two grids of which one has norms over all heads take two launches a side, so that each number is rotated once.
+    two dtypes. Two grids of which one has norms over all heads take two launches a side, so that each number is rotated
+    once.
     """
     batch, heads, tokens = k.shape[:3]
     for name, x, rule in (("keys", k, key), ("values", v, value)):
@@ -328,7 +332,8 @@ def _check_layer(layer: Layer, counts: Counts, k: Tensor, v: Tensor, key: AnyRul
             fits = x.ndim == 4 and x.shape == (batch, heads, pair[0].shape[2], dim) and x.shape[2] >= tokens
             if not fits or x.dtype != k.dtype or not x.is_contiguous():
                 raise ValueError(
-                    f"{name} {tuple(x.shape)} {x.dtype}: must be ({batch}, {heads}, at least {tokens}, {dim}) {k.dtype}, "
+                    f"{name} {tuple(x.shape)} {x.dtype}: must be ({batch}, {heads}, at least {tokens}, {dim}) "
+                    f"{k.dtype}, "
                     "contiguous"
                 )
     for x in (*layer.tensors, layer.flags, counts.data):

@@ -1,9 +1,10 @@
 """From numbers to codes and scales of integers, rounded as the codec rounds.
 
-x / s to nearest is q = x / s within 2 units of its last place, then q + (x - q s) / s in two fused operations. As s has 11
-bits, no quotient of a 24-bit x lies within 2^-12 units of a tie, so this is the IEEE quotient (Markstein 1990). Adding
-1.5 * 2^23 rounds it to an integer, halves to even, and leaves the code in the low bits of the sum. Sums of squares are added
-as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so choices between candidates are the codec's own.
+x / s to nearest is q = x / s within 2 units of its last place, then q + (x - q s) / s in two fused operations. As s has
+11 bits, no quotient of a 24-bit x lies within 2^-12 units of a tie, so this is the IEEE quotient (Markstein 1990).
+Adding 1.5 * 2^23 rounds it to an integer, halves to even, and leaves the code in the low bits of the sum. Sums of
+squares are added as tree_sum adds them, and nothing else is fused (enable_fp_fusion=False), so choices between
+candidates are the codec's own.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def _error(
 def _choose(
     xs, p_table, worst, lows, SIDE: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr
 ):
-    """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded); then what
-    must fit float16, the largest so far: plain scales, magnitudes of minima.
+    """Scale, zero point, whether it is asymmetric, of a group of pieces, [NW, 16] each, and its codes (see _coded);
+    then what must fit float16, the largest so far: plain scales, magnitudes of minima.
 
     MODE 0 symmetric, 1 asymmetric, 2 hybrid. p_table (ALL, 2): factors, the first FIRST of them of symmetric scales.
     """

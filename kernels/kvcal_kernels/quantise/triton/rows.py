@@ -1,7 +1,7 @@
 """New tokens of a decode step: written to the windows, and blocks of a grid that come due.
 
-Of a grid a program takes a head's block. Where norms span all heads it rotates those of the others too, which it needs for
-nothing else: H rotations in the place of one, in the steps in which a block is due, and no second launch.
+Of a grid a program takes a head's block. Where norms span all heads it rotates those of the others too, which it needs
+for nothing else: H rotations in the place of one, in the steps in which a block is due, and no second launch.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def _rows(width):
 
 @triton.jit
 def _waiting(
-    p_new, p_ring, p_factor, o_new, i_row, first_head, token, live, window, before, ring_room, head_stride, token_stride,
-    N: tl.constexpr, DIM: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
+    p_new, p_ring, p_factor, o_new, i_row, first_head, token, live, window, before, ring_room, head_stride,
+    token_stride, N: tl.constexpr, DIM: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Numbers [tokens, N] float32 of N / DIM heads from `first_head` on, of `token`s that a row packs now; divided by the
-    factor. o_new: of the first new token that waits, in head 0. i_row: heads of the rows before.
+    """Numbers [tokens, N] float32 of N / DIM heads from `first_head` on, of `token`s that a row packs now; divided by
+    the factor. o_new: of the first new token that waits, in head 0. i_row: heads of the rows before.
     """
     at = tl.arange(0, N)
     head, channel = first_head + at // DIM, at % DIM
@@ -74,9 +74,9 @@ def _waiting(
 
 @triton.jit
 def _encode(
-    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room, ring_room,
-    head_stride, token_stride, SIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, VALUE: tl.constexpr,
-    FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
+    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_row, i_kv, unit, flush, window, before, room,
+    ring_room, head_stride, token_stride, SIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    VALUE: tl.constexpr, FACTOR: tl.constexpr, STORED: tl.constexpr, ASM: tl.constexpr,
 ):
     """_pack of a grid: block `unit` of those that a row packs now; its flags. p_table: GridRule.table."""
     LOG: tl.constexpr = _log(DIM)
@@ -92,8 +92,8 @@ def _encode(
         for i in range(32 // ROWS):
             token = i * ROWS + tl.arange(0, ROWS)
             y = _waiting(
-                p_new, p_ring, p_factor, o_new, i_row, 0, unit * 32 + token, tl.broadcast_to(fits, [ROWS]), window, before,
-                ring_room, head_stride, token_stride, HEADS * DIM, DIM, FACTOR, STORED, ASM,
+                p_new, p_ring, p_factor, o_new, i_row, 0, unit * 32 + token, tl.broadcast_to(fits, [ROWS]), window,
+                before, ring_room, head_stride, token_stride, HEADS * DIM, DIM, FACTOR, STORED, ASM,
             )
             y = rotate_rows(y, sign, DIM**-0.5, ROWS, HEADS * DIM, LOG)
             some = norms_of(y, gain, ROWS, HEADS * DIM, _log(HEADS * DIM), ASM)

@@ -1,8 +1,8 @@
 """Codes into words, and words and scales into memory.
 
-A warp takes a unit: the blocks that share scales, 1, 2 or 4. It loads them piece by piece (16 tokens x 16 channels), so that
-a thread has the same place of every piece and a word is a sum of its own shifted codes: packing moves nothing between
-threads. Value words are transposed after packing, 16 / bits numbers at a time.
+A warp takes a unit: the blocks that share scales, 1, 2 or 4. It loads them piece by piece (16 tokens x 16 channels), so
+that a thread has the same place of every piece and a word is a sum of its own shifted codes: packing moves nothing
+between threads. Value words are transposed after packing, 16 / bits numbers at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _field_of(half, piece, side, value):
 
 @triton.constexpr_function
 def _bits(block, number, i, tiles, extra, bits):
-    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece, whose `field_number` it is, adds
-    to tile i of a unit's words; None where it adds nothing.
+    """(lowest bit of the code, mask or 0, shift, shift more a field further) of what a piece, whose `field_number` it
+    is, adds to tile i of a unit's words; None where it adds nothing.
     """
     plane = 2 if bits == 3 else bits
     tile, field = divmod(number, 16 // plane)
@@ -78,8 +78,8 @@ def _across(bits):
 def _further(
     done, FIRST: tl.constexpr, EACH: tl.constexpr, BITS: tl.constexpr, PAIRED: tl.constexpr, VALUE: tl.constexpr
 ):
-    """Fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the same tile. done: a
-    multiple of EACH. PAIRED: keys whose slices are pairs.
+    """Fields from that of the slice FIRST behind an even one to that of the slice `done` behind it in the same tile.
+    done: a multiple of EACH. PAIRED: keys whose slices are pairs.
     """
     if VALUE or not PAIRED:
         further = done
@@ -150,8 +150,8 @@ def _divided(
     raw, nothing, p_factor, HALVES: tl.constexpr, EACH: tl.constexpr, FACTOR: tl.constexpr, NW: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Slices of every half block as float32, divided by their channels' factors; and `nothing` plus 0 times all of them, a NaN
-    where any is not finite.
+    """Slices of every half block as float32, divided by their channels' factors; and `nothing` plus 0 times all of
+    them, a NaN where any is not finite.
     """
     r = tl.arange(0, 16)
     xs = ()
@@ -168,8 +168,8 @@ def _divided(
 
 @triton.jit
 def _pack(
-    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room, ring_room,
-    token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
+    p_new, p_ring, p_words, p_scale, p_factor, p_table, o_new, i_head, i_kv, first, flush, before, slot, room,
+    ring_room, token_stride, SIDE: tl.constexpr, SLICES: tl.constexpr, VALUE: tl.constexpr, FACTOR: tl.constexpr,
     STORED: tl.constexpr, NW: tl.constexpr, ASM: tl.constexpr,
 ):
     """Units first to first + NW - 1 of the blocks that a row packs now; flags [NW, 16].
@@ -206,7 +206,8 @@ def _pack(
     raw = _load(p_new, p_ring, news, rings, olds, live, 0, HALVES, EACH, SLICES, STORED)
     for start in tl.static_range(0, SLICES, SPAN):
         for piece in range(start, min(start + SPAN, SLICES), EACH):
-            xs, nothing = _divided(raw, nothing, p_factor + i_kv * (SLICES * 16) + piece * 16, HALVES, EACH, FACTOR, NW, ASM)
+            p_own = p_factor + (i_kv * SLICES + piece) * 16
+            xs, nothing = _divided(raw, nothing, p_own, HALVES, EACH, FACTOR, NW, ASM)
             raw = _load(p_new, p_ring, news, rings, olds, live, piece + EACH, HALVES, EACH, SLICES, STORED)
             for g in tl.static_range(1 if SIDE.along else HALVES):
                 group = ()
@@ -238,8 +239,8 @@ def _pack(
 
 @triton.jit
 def _store_words(
-    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, ALL_TILES: tl.constexpr,
-    SIDE: tl.constexpr, VALUE: tl.constexpr,
+    p_words, words, o_unit, fits, START: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
+    ALL_TILES: tl.constexpr, SIDE: tl.constexpr, VALUE: tl.constexpr,
 ):
     """Those tiles that are complete after the slices from START on."""
     BEYOND: tl.constexpr = _beyond(SIDE.words, SIDE.bits, 0)
@@ -261,7 +262,9 @@ def _store_words(
 
 @triton.constexpr_function
 def _complete(tile, start, span, slices, pieces, tiles, bits, inner, value):
-    """Whether a block's tile has its last code by the slices from `start` on. A tile of third bits belongs to two others."""
+    """Whether a block's tile has its last code by the slices from `start` on. A tile of third bits belongs to two
+    others.
+    """
     fields, last = 2 * _across(bits), 0
     for half in range(2):
         for i in range(slices):

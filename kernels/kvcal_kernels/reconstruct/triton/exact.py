@@ -31,11 +31,13 @@ def _exact(p_sink, p_window, p_new, token, channel, live, sink, window, s_token,
 
 @triton.jit(do_not_specialize=["sink", "window", "new", "behind"])
 def place_kernel(
-    p_key, p_value, p_sink_key, p_sink_value, p_window_key, p_window_value, p_new_key, p_new_value, p_cos, p_sin,
-    sink, window, new, behind, s_row, s_head, s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
+    p_key, p_value, p_sink_key, p_sink_value, p_window_key, p_window_value, p_new_key, p_new_value, p_cos, p_sin, sink,
+    window, new, behind, s_row, s_head, s_key_row, s_key_head, s_key_token, s_value_row, s_value_head, s_value_token,
     s_turn, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value. DP: a power of two >= D."""
+    """Grid (tiles of tokens, rows * heads, keys and values). s_row, s_head: of p_key and p_value. DP: a power of two >=
+    D.
+    """
     i_head = tl.program_id(1).to(tl.int64)
     row, head = i_head // H, i_head % H
     token, channel = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, DP)
@@ -113,8 +115,8 @@ def place(
     behind: int,
     turn: Turn | None = None,
 ) -> None:
-    """As reference.place, in one launch and bit by bit. All but turn of one dtype, float16 or bfloat16; whole: strides alike,
-    tokens and channels of a head contiguous; new: channels contiguous.
+    """As reference.place, in one launch and bit by bit. All but turn of one dtype, float16 or bfloat16; whole: strides
+    alike, tokens and channels of a head contiguous; new: channels contiguous.
     """
     keys = whole[0]
     batch, heads, _, dim = keys.shape

@@ -1,16 +1,16 @@
 """`reconstruct` of reference.py for NVIDIA GPUs: one kernel for keys or values of a layer.
 
-A program makes BM tokens of BN channels. Its accumulator begins as Q^-1(codes): grid points, read by code, times a matrix
-of +1 and -1 on tensor cores (the rotation of BN channels with the signs in it), times the norm, plus the bias; then come
-the predictor's products. So rotating costs BN / Cin of the predictor's work (6 to 12 % at C = 1024, BN = 128), nothing is
-written in between, and the predictor's weights stay those of the bundle. A rotation of more than BN channels is a sum of
-width / BN blocks' points with signs of the small Hadamard matrix, then the same product: it needs every block's codes once
-a program, which is less than a pass over the tokens to rotate them. Rotating the weights offline instead (the sum then
-happens in the rotated basis) saves the small product, but keys must come back before RoPE, which takes it again or, over
-the whole token, another pass.
+A program makes BM tokens of BN channels. Its accumulator begins as Q^-1(codes): grid points, read by code, times a
+matrix of +1 and -1 on tensor cores (the rotation of BN channels with the signs in it), times the norm, plus the bias;
+then come the predictor's products. So rotating costs BN / Cin of the predictor's work (6 to 12 % at C = 1024, BN =
+128), nothing is written in between, and the predictor's weights stay those of the bundle. A rotation of more than BN
+channels is a sum of width / BN blocks' points with signs of the small Hadamard matrix, then the same product: it needs
+every block's codes once a program, which is less than a pass over the tokens to rotate them. Rotating the weights
+offline instead (the sum then happens in the rotated basis) saves the small product, but keys must come back before
+RoPE, which takes it again or, over the whole token, another pass.
 
-For RoPE the columns of weights, bias and matrix are laid so that the channels of a pair are neighbours: both are then in
-one thread's registers.
+For RoPE the columns of weights, bias and matrix are laid so that the channels of a pair are neighbours: both are then
+in one thread's registers.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _turn(
 
 @triton.jit
 def _places_of(i_m, rows, tokens, s_code_row, CODES: tl.constexpr, BM: tl.constexpr):
-    """Of a tile of tokens: each row's batch row and token; then where its codes begin, their number within a run, and whether
-    there are any, word by word where values are read so.
+    """Of a tile of tokens: each row's batch row and token; then where its codes begin, their number within a run, and
+    whether there are any, word by word where values are read so.
     """
     PER: tl.constexpr = fields(CODES.bits, CODES.count)
     RUNS: tl.constexpr = CODES.dim // CODES.vector * CODES.bytes  # bytes of a block of values
@@ -125,8 +125,8 @@ def _decoded(
     MIX: tl.constexpr = CODES.width // BN if CODES.width > BN else 1
     base, i_mix = 0 if CODES.dense else i_n // MIX * MIX, i_n % MIX
     points = points_of(p_codes, p_grid, o_code, b_place, b_some, base * BN, s_code_head, CODES, BM, BN)
-    # without a predictor, whose rounding hides it, the sum of 8 points is kept whole: in float16 it was 5.4e-4 off, 2.1e-4 is
-    # what rounding the output costs (H200)
+    # without a predictor, whose rounding hides it, the sum of 8 points is kept whole: in float16 it was 5.4e-4 off,
+    # 2.1e-4 is what rounding the output costs (H200)
     WHOLE: tl.constexpr = MIX > 1 and INPUTS == 0 and not CODES.dense
     if WHOLE:
         points = points.to(tl.float32)
@@ -151,9 +151,9 @@ def _decoded(
 @triton.jit(do_not_specialize=["rows", "tokens", "steps"])
 def reconstruct_kernel(
     p_out, p_turned, p_codes, p_norm, p_grid, p_matrix, p_factor, p_bias, p_weight, p_x0, p_x1, p_x2, p_x3, p_table,
-    rows, tokens, steps, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head, s_turn,
-    CODES: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    rows, tokens, steps, s_code_row, s_code_head, s_norm_row, s_norm_head, s_x_row, s_x_head, s_out_row, s_out_head,
+    s_turn, CODES: tl.constexpr, INPUTS: tl.constexpr, R: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):
     """Grid (tiles of channels * tiles of tokens,). s_..._row: of a batch row. R: channels that RoPE turns, 0: no RoPE.
     FULL: BM divides the tokens of all rows, BN divides C. Where CODES.dense, p_matrix is (tiles, tiles, BN, BN).
@@ -187,8 +187,8 @@ def reconstruct_kernel(
         inputs = (p_x0, p_x1, p_x2, p_x3)
         for i in tl.static_range(INPUTS):
             acc = _multiply(
-                inputs[i], p_weight, o_x, b_live, columns, b_known, acc, s_x_head, i * C, steps, H, D, C, BK, FULL, STAGES,
-                ASM,
+                inputs[i], p_weight, o_x, b_live, columns, b_known, acc, s_x_head, i * C, steps, H, D, C, BK, FULL,
+                STAGES, ASM,
             )
 
     TYPE: tl.constexpr = p_out.dtype.element_ty

@@ -11,7 +11,8 @@ from ...triton import half
 
 @triton.jit
 def _joined(t, COUNT: tl.constexpr):
-    """COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything away."""
+    """COUNT tensors (1, 2, 4 or 8) side by side in last dimensions of 2 each, in order: no thread gives anything away.
+    """
     joined = t[0]
     if COUNT == 2:
         joined = tl.join(t[0], t[1])
@@ -92,9 +93,9 @@ def _gather(p_grid, b_code, d: tl.constexpr):
 def points_of(
     p_codes, p_grid, o_code, b_place, b_live, first, s_head, CODES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """Grid points [BM, BN] float16 of BN channels from `first` on, channels in the order of `places`. o_code: where codes
-    of a token (keys) or a block (values) begin, b_place, b_live: which code of a run it is, whether it exists; for values
-    word by word, for each word instead.
+    """Grid points [BM, BN] float16 of BN channels from `first` on, channels in the order of `places`. o_code: where
+    codes of a token (keys) or a block (values) begin, b_place, b_live: which code of a run it is, whether it exists;
+    for values word by word, for each word instead.
     """
     d: tl.constexpr = CODES.vector
     PER: tl.constexpr = fields(CODES.bits, CODES.count)

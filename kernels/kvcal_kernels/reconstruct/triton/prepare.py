@@ -30,17 +30,18 @@ class Launch:
 
 @functools.cache
 def launch_for(device: torch.device) -> Launch:
-    """On Hopper 256 tokens: 85 operations for a byte that comes through L2 (128 tokens: 64), 176 KiB of shared memory."""
+    """On Hopper 256 tokens: 85 operations for a byte that comes through L2 (128 tokens: 64), 176 KiB of shared memory.
+    """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return Launch(256) if hopper else Launch(128, 32)
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What the kernel must know of stored codes when it is compiled. heads, dim; vector: channels of a grid point; bits: of a
-    code; count: codes of a packed run. key: runs go along channels. block: tokens. bytes: of a run. width: channels that a
-    rotation mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation ends with a cosine
-    transform. factors: channels are multiplied by factors.
+    """What the kernel must know of stored codes when it is compiled. heads, dim; vector: channels of a grid point;
+    bits: of a code; count: codes of a packed run. key: runs go along channels. block: tokens. bytes: of a run. width:
+    channels that a rotation mixes; norms: of a token. wordwise: codes are read a word at a time. dense: the rotation
+    ends with a cosine transform. factors: channels are multiplied by factors.
     """
 
     heads: int
@@ -113,7 +114,8 @@ def prepare(
     dtype: torch.dtype = torch.float16,
     channels: int = CHANNELS,
 ) -> Prepared:
-    """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side."""
+    """For inputs and outputs of `dtype`; weight (inputs * C, C), bias (C,) of any float dtype. Once a layer and side.
+    """
     inputs = 0 if weight is None else weight.shape[0] // weight.shape[1]
     heads, dim, d = coded.heads, coded.dim, coded.grid.shape[1]
     if why := refuses(dim, d, coded.width * coded.factor, coded.norm.shape[1], inputs, turned, channels):
@@ -166,8 +168,8 @@ def _matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
 
 
 def _dense_matrix(coded: Coded, order: Tensor, channels: int) -> Tensor:
-    """As `_matrix` of all codes of a token for each tile of columns, where a cosine transform mixes the tiles. Rounded to
-    float16.
+    """As `_matrix` of all codes of a token for each tile of columns, where a cosine transform mixes the tiles. Rounded
+    to float16.
     """
     device, count = coded.grid.device, coded.sign.numel()
     rows = unrotate(

@@ -70,9 +70,9 @@ def _byte_points(
     p_words, row, k, p_table, HALF: tl.constexpr, SLICE: tl.constexpr, VALUE: tl.constexpr, SLICES: tl.constexpr,
     BITS: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    """For the interpreter: points of a grid in bytes in steps, as float32. Of half block HALF token `row` and channel `k` of
-    slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or odd channels of
-    32.
+    """For the interpreter: points of a grid in bytes in steps, as float32. Of half block HALF token `row` and channel
+    `k` of slice SLICE of keys, or VALUE: row `row` and token `k` of slice SLICE as outputs have it, of d = 2 even or
+    odd channels of 32.
     """
     CODE: tl.constexpr = BITS * VECTOR
     if VALUE:
@@ -127,7 +127,9 @@ def _byte_entry(p_table, code, number, BITS: tl.constexpr):
 def value_exponents(
     p_vs, at, HALF: tl.constexpr, VALUES: tl.constexpr, NW: tl.constexpr
 ):
-    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids; else 0."""
+    """Powers of two of the scales of half a block's values, [NW, 16, 1], of outer groups of all channels and grids;
+    else 0.
+    """
     size = tl.zeros([NW, 16], tl.float32)
     if VALUES.points:
         norm = tl.load(p_vs + (at * 32 + HALF * 16)[:, None] + tl.arange(0, 16)[None, :]).to(tl.float32)

@@ -1,34 +1,35 @@
 """Assembly of a block of codes that are bytes, products of 8-bit integers (m16n8k32).
 
 One AND separates the codes of four numbers, not of two, and a product contracts 32 numbers, not 16. What codes meet has
-16 bits in two parts, a column each: queries 256 high + low, signed, in steps of their row's largest / QUERY; probabilities
-256 high + low, unsigned, in steps of 1 / PROBABILITY of the power of two above the largest of the block's 32. So up to four
-query rows fill the eight columns, and a lane has both parts of one query.
+16 bits in two parts, a column each: queries 256 high + low, signed, in steps of their row's largest / QUERY;
+probabilities 256 high + low, unsigned, in steps of 1 / PROBABILITY of the power of two above the largest of the block's
+32. So up to four query rows fill the eight columns, and a lane has both parts of one query.
 
-Accumulators begin at MAGIC, the bits of 1.5 * 2^23: below 2^22 a sum added to them counts the last bits of that float, so
-that no integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact but for its last
-rounding.
+Accumulators begin at MAGIC, the bits of 1.5 * 2^23: below 2^22 a sum added to them counts the last bits of that float,
+so that no integer is converted. 256 (MAGIC + high) - 257 MAGIC + (MAGIC + low) is 256 high + low, exact but for its
+last rounding.
 
-Groups along what is contracted (inner: InnerQ) multiply what products give. Outer ones (KIVI, SQuat) multiply queries, which
-are rounded anew for each group (`_renewed`), and probabilities, before these are rounded.
+Groups along what is contracted (inner: InnerQ) multiply what products give. Outer ones (KIVI, SQuat) multiply queries,
+which are rounded anew for each group (`_renewed`), and probabilities, before these are rounded.
 
-Points of a grid (mode POINTS) are signed bytes times one step, which is part of the query's or the output's unit; grids.py has
-the order of their codes. A code of 4 bits is what `prmt` selects a byte by, so that points of four numbers are one instruction
-from a table of 8 entries in two registers. Of 16 entries its fourth bit makes it repeat the entry's sign instead, 0 or -1: one
-`prmt` has the points of the codes below 8, a second one, of codes with that bit turned over, those of the others, and two
-products add both up (`parted`). That costs less than to select. A token's norm multiplies its score, and its probabilities
-before these are rounded.
+Points of a grid (mode POINTS) are signed bytes times one step, which is part of the query's or the output's unit;
+grids.py has the order of their codes. A code of 4 bits is what `prmt` selects a byte by, so that points of four numbers
+are one instruction from a table of 8 entries in two registers. Of 16 entries its fourth bit makes it repeat the entry's
+sign instead, 0 or -1: one `prmt` has the points of the codes below 8, a second one, of codes with that bit turned over,
+those of the others, and two products add both up (`parted`). That costs less than to select. A token's norm multiplies
+its score, and its probabilities before these are rounded.
 
-Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane, with a meaning of their own:
+Operands are registers of tensors [warps, 16, 8] in the layout of a product's result, four a lane, with a meaning of
+their own:
 
-- state: the power of two that outputs are in, as an exponent; the lane's part of the sum; the query's unit, by which products
-  become scores in powers of two; of outer groups, what zero points add to all channels.
+- state: the power of two that outputs are in, as an exponent; the lane's part of the sum; the query's unit, by which
+  products become scores in powers of two; of outer groups, what zero points add to all channels.
 - acc, D / 32 of them: slices 2 c and 2 c + 1 of outputs, channel (2 c + column % 2) * 16 + row of query column / 2.
 - queries, a tensor for two groups of 32 channels: (group of the two, first or second register) of a second operand.
 - begins: what a group's accumulators begin with; asymmetric: sums of a group's queries, a number each.
 - points: a grid's table, four registers for each number of a point.
-- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for ldmatrix
-  of half tiles, where there are such (`beyond`).
+- places: shared addresses of a lane in slot 0 of the ring: for ldmatrix, of its key scales, of its value scales; for
+  ldmatrix of half tiles, where there are such (`beyond`).
 
 The interpreter does not run it: emulated.py computes the same there, tests/test_products.py runs the assembly.
 """
@@ -43,8 +44,8 @@ MAGIC_FLOAT = 12582912.0
 QUERY = 32639  # 127 * 256 + 127
 PROBABILITY = 65534  # a rounding below 2^16
 SLACK = 16  # powers of two by which a block may lie above the outputs before they are scaled anew
-# by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below 2^121:
-# 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
+# by which what was before is nothing beside a block: 2^17 tokens of 2^SLACK at most are 2^-43 of it. Outputs stay below
+# 2^121: 32 probabilities of 2^16, codes of 2^8, scales of 2^16, times 2^JUMP
 JUMP = 76
 _together, beyond = constexpr_function(together), constexpr_function(columns_apart)
 
@@ -121,13 +122,15 @@ def _matrix(name: str, byte: int) -> str:
 
 @constexpr_function
 def _half_matrix(name: str, byte: int, further: int) -> str:
-    """As `_matrix` of half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits are anything."""
+    """As `_matrix` of half a tile, whose columns from 8 on lie `further` bits beyond the others. Other bits are
+    anything.
+    """
     load = f"ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{{name}0, {name}1}}, [halves+{byte}];"
     return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
 
 
-# Of each kind of code: assembly, and (kind, set in the lower half of its registers, those registers); the upper half is the
-# next set.
+# Of each kind of code: assembly, and (kind, set in the lower half of its registers, those registers); the upper half is
+# the next set.
 _Codes = tuple[list[str], list[tuple[str, int, list[str]]]]
 
 
@@ -213,7 +216,8 @@ def _coded(name: str, byte: int, tiles: int, bits: int, behind: int) -> list[str
 
 @constexpr_function
 def _pointed(into: str, name: str, which: int, bits: int, points: list[str]) -> list[str]:
-    """Registers {into}{part}_ 0..3: points of set `which` as first operands, of 4 bits in two parts that are added up."""
+    """Registers {into}{part}_ 0..3: points of set `which` as first operands, of 4 bits in two parts that are added up.
+    """
     text = []
     for part in range(parts_of(bits)):
         table = points[2 * part : 2 * part + 2] if bits > 2 else points[:1] * 2
@@ -241,7 +245,9 @@ def _words(name: str, tile: int, pair: int, bits: int) -> list[str]:
 
 @constexpr_function
 def _stored(name: str, address: str, byte: int, count: int) -> list[str]:
-    """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a register."""
+    """Registers {name}{column}_{0, 1}w of rows r and r + 8: columns of float16, stored [count / w][16][w], w to a
+    register.
+    """
     width, text = _together(count), []
     for first in range(0, count, width):
         for row in range(2):

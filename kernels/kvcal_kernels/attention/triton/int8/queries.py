@@ -1,4 +1,6 @@
-"""Operands of products of 8-bit integers that are made once a program: queries in bytes, constants, states and addresses."""
+"""Operands of products of 8-bit integers that are made once a program: queries in bytes, constants, states and
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,8 @@ def _bytes_of_queries(p_q, o_t, there, inverse, D: tl.constexpr, NW: tl.constexp
 
 @triton.jit
 def _rotated_bytes(plain, inverse, SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """As `_bytes_of_queries` of rotated queries plain, SLICES of [NW, 16, N] float32, times inverse [NW, N]: a byte of the
-    register is of a slice, even channels of 64 neighbours come before odd ones. Compiled code alone.
+    """As `_bytes_of_queries` of rotated queries plain, SLICES of [NW, 16, N] float32, times inverse [NW, N]: a byte of
+    the register is of a slice, even channels of 64 neighbours come before odd ones. Compiled code alone.
     """
     high = (tl.arange(0, N) % 2 == 0)[None, None, :]
     factor = tl.broadcast_to(inverse[:, None, :], [NW, 16, N])
@@ -171,8 +173,8 @@ def first_base(unit, NW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def float16_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
-    """Queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two slices. o_t, there,
-    shrink as `_bytes_of_queries` has them.
+    """Queries times shrink as registers of second operands of 16 float16, int32 [NW, 16, 8] for every two slices. o_t,
+    there, shrink as `_bytes_of_queries` has them.
     """
     r, column = tl.arange(0, 16)[:, None], tl.arange(0, 8)[None, :]
     registers = ()
@@ -189,8 +191,8 @@ def float16_queries(p_q, o_t, there, shrink, D: tl.constexpr, NW: tl.constexpr):
 
 @triton.jit
 def hidden_constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.constexpr):
-    """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew for every
-    product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
+    """Tensors of a number each, in registers that the compiler does not know to be constant: it would move each anew
+    for every product, whose operands are four neighbouring registers. room: not negative, which is unknown to it too.
     """
     b_none = lane_zeros(NW, N)
     number = tl.arange(0, 16)[None, :, None] * N + tl.arange(0, N)[None, None, :]  # of lanes too: no uniform registers
@@ -203,10 +205,12 @@ def hidden_constants(room, NUMBERS: tl.constexpr, NW: tl.constexpr, N: tl.conste
 
 @triton.jit
 def query_of_points(
-    p_q, p_sign, o_q, b_row, b_down, b_up, i_kv, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
-    ASM: tl.constexpr,
+    p_q, p_sign, o_q, b_row, b_down, b_up, i_kv, SLICES: tl.constexpr, WIDTH: tl.constexpr, NW: tl.constexpr,
+    N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up times a step."""
+    """Rotated queries for keys of points in bytes, as `_rotated_bytes` or, interpreted, as integers; and b_up times a
+    step.
+    """
     plain = rotated_queries(p_q, p_sign, o_q, b_row, b_down, i_kv, SLICES, SLICES * 16, WIDTH, 1, False, NW, N)
     b_high = tl.full([NW, 16, N], 2.0**-24, tl.float32)
     for i in tl.static_range(SLICES):
@@ -227,8 +231,9 @@ def query_of(
     p_q, b_q, i_head, i_chunk, o_q, b_row, KEYS: tl.constexpr, SLICES: tl.constexpr, RATIO: tl.constexpr,
     QUERIES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
-    """Queries for keys of integers: q in two bytes, of outer groups what the assembly renews; sums with which products begin;
-    plain_q, of outer groups, in float16; and b_up, by which a row is larger than what is multiplied. b_q: `whole_rows`.
+    """Queries for keys of integers: q in two bytes, of outer groups what the assembly renews; sums with which products
+    begin; plain_q, of outer groups, in float16; and b_up, by which a row is larger than what is multiplied. b_q:
+    `whole_rows`.
     """
     r = tl.arange(0, 16)
     q, sums, plain_q = (), (), ()

@@ -37,8 +37,9 @@ def groups_begun(slices: int, pieces: int, bits: int) -> list[tuple[int, int]]:
 
 @constexpr_function
 def beginning(slices: int, pieces: int, bits: int, mode: int) -> str:
-    """begins of queries: a symmetric code c counts c - 2^(bits - 1), so that accumulators begin at MAGIC minus that much of
-    the queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's queries, four groups a tensor.
+    """begins of queries: a symmetric code c counts c - 2^(bits - 1), so that accumulators begin at MAGIC minus that
+    much of the queries' sum; outputs are tensors of `groups_begun`. Asymmetric: sums of a group's queries, four groups
+    a tensor.
     """
     begun = groups_begun(slices, pieces, bits) if mode == 0 else [(g, 1) for g in range(slices // 2)]
     outputs = 4 * len(begun) if mode == 0 else 4 * -(-len(begun) // 4)
@@ -72,7 +73,9 @@ def _scored(
     begins: list[str],
     magic: list[str],
 ) -> list[str]:
-    """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they begin."""
+    """Scores s0..s3 of tokens r and r + 8 of both halves, before the unit. scales: byte of the slot at which they
+    begin.
+    """
     groups, each, both = slices * 16 // group, group // 32, 1 + mode
     if mode == POINTS:
         return _scored_points(slices, tiles, bits, group, scales, queries, begins, magic)
@@ -174,8 +177,8 @@ def _added_up(begun: set[tuple[int, int]]) -> list[str]:
 @constexpr_function
 def _chained(slices: int, pieces: int, tiles: int, bits: int, queries: list[str], magic: list[str]) -> list[str]:
     """Scores of outer groups, whose scales are the queries': products of all channels whose codes count alike add up as
-    integers, 4 products of 32 numbers and 255 * 128 at most: below 2^22 (`by_bytes` leaves 8 bits of 256 channels out). Of 2
-    bits, words are shifted, so that codes count 1 or 16.
+    integers, 4 products of 32 numbers and 255 * 128 at most: below 2^22 (`by_bytes` leaves 8 bits of 256 channels out).
+    Of 2 bits, words are shifted, so that codes count 1 or 16.
     """
     text, begun = [".reg .b32 ka<4>;"], set[tuple[int, int]]()
     if bits == 2:
@@ -207,9 +210,10 @@ def _renewed(
     queries: list[str],
     renewed: list[str],
 ) -> list[str]:
-    """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what zero
-    points add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at which they
-    begin. base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it that is.
+    """Where `renew` is not 0: queries times their channels' scales (outer groups) as `queries`, their unit and what
+    zero points add to scores as the first two of `about`. plain: queries, float16 below 1; scales: byte of the slot at
+    which they begin. base: the unit of `plain`; what a lane's part of a number is rounded with, and which byte of it
+    that is.
     """
     text = [f"{{ .reg .pred again; setp.ne.s32 again, {renew}, 0; @!again bra KVCAL_SAME;"]
     text += [f".reg .b32 q<{2 * slices}>, a<4>, w; .reg .f32 n<4>, v<4>, top, x, y; .reg .b16 h0, h1;"]

@@ -33,8 +33,8 @@ def _changed(slices, k_mode):
 
 @triton.jit
 def step_of_bytes(
-    p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt, p_vt,
-    unit, b_m, b_l, acc, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
+    p_k, p_ks, p_v, p_vs, i_head, norms, first, start, stop, slot, places, queries, begins, fixed, plain, tables, p_kt,
+    p_vt, unit, b_m, b_l, acc, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
     NW: tl.constexpr, N: tl.constexpr, ASM: tl.constexpr,
 ):
     """As `_step`, by products of bytes (ptx.py): under ASM b_m is its state, and of keys in outer groups queries
@@ -94,11 +94,11 @@ def step_of_bytes(
 
 @triton.jit
 def state_of(
-    p_kt, p_vt, unit, at, sums, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr, SLICES: tl.constexpr,
-    NW: tl.constexpr, N: tl.constexpr,
+    p_kt, p_vt, unit, at, sums, room, KEYS: tl.constexpr, VALUES: tl.constexpr, SAME: tl.constexpr,
+    SLICES: tl.constexpr, NW: tl.constexpr, N: tl.constexpr,
 ):
-    """What `step_of_bytes` changes and reads, before the first block: its state, places, what products begin with (of outer
-    groups the base), constants and tables of grids. at [NW]: where each warp's ring begins.
+    """What `step_of_bytes` changes and reads, before the first block: its state, places, what products begin with (of
+    outer groups the base), constants and tables of grids. at [NW]: where each warp's ring begins.
     """
     HALVES: tl.constexpr = ends_with_half(KEYS.words) or ends_with_half(VALUES.words)
     b_m, places = first_state(unit, at, KEYS, VALUES, SLICES * 16, HALVES, NW, N)

@@ -27,8 +27,9 @@ from .ptx import (
 
 @constexpr_function
 def _leveled(unit: str, shift: str, scaled: bool) -> list[str]:
-    """The power of two e above a query's scores. shift: what all of them have more, or none. scaled: scales of values multiply
-    probabilities; e then is above those products, of which t0..t3 are the powers of two. With either s0..s3 become theirs.
+    """The power of two e above a query's scores. shift: what all of them have more, or none. scaled: scales of values
+    multiply probabilities; e then is above those products, of which t0..t3 are the powers of two. With either s0..s3
+    become theirs.
     """
     text = [".reg .f32 top, other, e, d, x, f, f_high, f_begin, t<4>; .reg .b32 p<2>, bits; .reg .pred rise;"]
     above = "t" if scaled else "s"
@@ -50,9 +51,9 @@ def _leveled(unit: str, shift: str, scaled: bool) -> list[str]:
 
 @constexpr_function
 def _weighed(unit: str, shift: str, v_mode: int) -> list[str]:
-    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high, f_begin. $0:
-    the outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of two may rise with
-    nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
+    """Probabilities as second operands p0, p1; the block's power of two above the outputs' as floats f, f_high,
+    f_begin. $0: the outputs', $1: the sum. What lies JUMP below a block counts nothing beside it, so that its power of
+    two may rise with nothing scaled; a block above SLACK is what outputs are scaled to afterwards (`_fallen`).
     """
     scaled = v_mode in (2, POINTS)
     text = _leveled(unit, shift, scaled)
@@ -103,8 +104,9 @@ def value_places(slices: int, tiles: int, bits: int) -> list[int]:
 
 @constexpr_function
 def constants(slices: int, tiles: int, bits: int, mode: int) -> tuple[int, ...]:
-    """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and first
-    operands, of symmetric codes minus what they count from at each place, of asymmetric ones in inner groups ones.
+    """Of values of `mode`, a tensor each of what products take four registers of: the beginning of accumulators, and
+    first operands, of symmetric codes minus what they count from at each place, of asymmetric ones in inner groups
+    ones.
     """
     if mode in (2, POINTS):
         return (MAGIC,)
