@@ -129,13 +129,11 @@ def _half_matrix(name: str, byte: int, further: int) -> str:
     return f"{load} shr.u32 {name}2, {name}0, {further}; shr.u32 {name}3, {name}1, {further};"
 
 
-# Of each kind of code: assembly, and (kind, set in the lower half of its registers, those registers); the upper half is
-# the next set.
-_Codes = tuple[list[str], list[tuple[str, int, list[str]]]]
-
+# Of each kind of code: assembly, then (kind, set in the lower half of its registers, those registers); the upper half
+# is the next set.
 
 @constexpr_function
-def _codes_of_four_bits(name: str, tiles: int) -> _Codes:
+def _codes_of_four_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
     text = [f".reg .b32 {name}{u}_n<4>;" for u in range(tiles)]
     text += [f"xor.b32 {name}{u}_n{i}, {name}{u}_{i}, 0x88888888;" for u in range(tiles) for i in range(4)]
     codes = [
@@ -147,7 +145,7 @@ def _codes_of_four_bits(name: str, tiles: int) -> _Codes:
 
 
 @constexpr_function
-def _codes_of_half_tiles(name: str) -> _Codes:
+def _codes_of_half_tiles(name: str) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
     """Of 3 bits at 64 channels."""
     text = [f".reg .b32 {name}0_l<4>, {name}1_l<4>;"]
     for i in range(4):
@@ -158,7 +156,7 @@ def _codes_of_half_tiles(name: str) -> _Codes:
 
 
 @constexpr_function
-def _codes_of_three_bits(name: str, tiles: int) -> _Codes:
+def _codes_of_three_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
     text, codes = list[str](), list[tuple[str, int, list[str]]]()
     for u in range(tiles):
         text += [f".reg .b32 {name}{u}_l<4>;"]
@@ -176,7 +174,7 @@ def _codes_of_three_bits(name: str, tiles: int) -> _Codes:
 
 
 @constexpr_function
-def _codes_of_two_bits(name: str, tiles: int) -> _Codes:
+def _codes_of_two_bits(name: str, tiles: int) -> tuple[list[str], list[tuple[str, int, list[str]]]]:
     text, codes = list[str](), list[tuple[str, int, list[str]]]()
     for u in range(tiles):
         text += [f".reg .b32 {name}{u}_l<4>, {name}{u}_h<4>;"]
