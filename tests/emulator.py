@@ -96,7 +96,7 @@ class Emulator(DriverBase):
         shared.Ready.__call__ = known  # type: ignore[method-assign]
         preflight.interpreted = lambda: True  # kernels run on the CPU
         attention.launch._allow = lambda made: None  # these ask the driver's library
-        attention.programs_at_once = lambda made: 1
+        attention.launch.programs_at_once = lambda made: 1
 
 
 def memory_of(tensors: Iterable[Tensor]) -> Memory:
