@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts import preflight
-from kvcal_artifacts.bundle import canonical, sha256_text, write_atomically
+from kvcal_artifacts.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import is_temporary, kind_of, read_text
+from kvcal_artifacts.files import is_temporary, kind_of, read_text, write_atomically
 from kvcal_artifacts.shown import message
 
 SETTINGS = "settings.json"

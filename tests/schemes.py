@@ -25,7 +25,8 @@ from kvcal.methods.plain import Preset
 from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 
 ALL = TINY | VARIANTS
 SINK, RECENT, BLOCK = 4, 16, 8

@@ -72,10 +72,12 @@ from kvcal_artifacts.codecs import (
     Squat,
     Transform,
     Uniform,
+    ragged,
 )  # fmt: skip
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
 from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
@@ -566,8 +568,8 @@ def test_an_append_that_stores_zeros_is_refused(name: str, old: bool, monkeypatc
     honest = store.append
 
     def zeros(stored: store.Stored) -> store.Stored:
-        if isinstance(stored, store.Ragged):
-            return store.Ragged(torch.zeros_like(stored.data), stored.counts)
+        if isinstance(stored, ragged.Ragged):
+            return ragged.Ragged(torch.zeros_like(stored.data), stored.counts)
         return torch.zeros_like(stored)
 
     def spoilt(was: store.Stored, more: store.Stored, plan: Plan) -> store.Stored:

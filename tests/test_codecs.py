@@ -41,6 +41,7 @@ from kvcal_artifacts.codecs import (
     Transform,
     Uniform,
     build,
+    ragged,
     state_of,
 )
 from kvcal_artifacts.codecs.base import check_finite, to_half
@@ -52,7 +53,8 @@ from kvcal_artifacts.codecs.transform import GRID_OF, MSE, ONE_BIT
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 from kvcal_kernels.packing import unpack
 
 Make = Callable[[Shape, Role], Codec]
@@ -471,7 +473,7 @@ def channels(shape: Shape, x: Tensor) -> Tensor:
 
 def items(stored: Any) -> Tensor:
     """Rows of each block: int64 (B, H, N)."""
-    if isinstance(stored, store.Ragged):
+    if isinstance(stored, ragged.Ragged):
         return stored.counts.long()
     return torch.full(stored.shape[:3], stored.shape[3])
 

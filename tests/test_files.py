@@ -21,8 +21,8 @@ from kvcal.folding import write_folded
 from kvcal.kept import beside
 from kvcal.models import resolve
 from kvcal_artifacts import files, preflight
-from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import write_atomically
 from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 

@@ -30,7 +30,9 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.paths import choose, notices, operator
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.layout import Form, decode
 from models_fixture import file_size_limit, kvcal
 from schemes import Fed, close_all, left_mask, numbers, opened, packed_row, token_ids
@@ -350,18 +352,18 @@ def test_shapes_without_a_kernel_are_warned_of_once(
             line.removesuffix("; packed blocks are decoded for the model's own attention instead") for line in found
         ]
 
-    monkeypatch.setattr(fused, "_WARNED", set())
+    monkeypatch.setattr(notices, "_WARNED", set())
     odd = LayerCodecs(Uniform(SHAPE, "key", 5, 32), PAIRS["inner-4"].value)
     if kernels == "auto":
         assert lines(odd) == []  # on a CPU
-        monkeypatch.setattr(fused, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(choose, "runs_kernels", lambda device: True)
         assert lines(PAIRS["inner-4"]) == ["fused kernel: the fused kernel takes float16 and bfloat16, not float32"]
     (line,) = lines(odd)
     assert line.startswith("fused kernel: keys: the fused kernel cannot read 5 bits at head_dim 64")
     many = build("Llama", head_dim=64, num_attention_heads=34, hidden_size=68, num_hidden_layers=1)
     assert lines(PAIRS["kivi-4"], many) == ["fused kernel: 17 query heads a kv head: the fused kernel takes 16 at most"]
     assert lines(PAIRS["kivi-4"], many) == []
-    monkeypatch.setattr(fused, "_WARNED", set())
+    monkeypatch.setattr(notices, "_WARNED", set())
     assert lines(odd, kernels="off") == []
     higgs = Preset("higgs-2", "higgs-2", "post_rope", 4, 32, 32).scheme(model()).layers[0]
     assert higgs is not None and lines(LayerCodecs(higgs.key, PAIRS["inner-4"].value)) == []
@@ -486,7 +488,7 @@ def test_what_is_changed_in_a_models_config_while_a_cache_is_open_stays_changed(
 def test_attention_weights_that_are_asked_for_are_the_models_own(
     longest: int | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_WARNED", set())
+    monkeypatch.setattr(notices, "_WARNED", set())
     served, ids = model(attn_implementation="eager"), token_ids(1, 84)
     own, plain = (
         opened(scheme(PAIRS["inner-4"]), served, kernels=kernels, max_length=n)
@@ -531,7 +533,7 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
             return q * scaling
 
     same = Same()
-    handle = fused.register(same)
+    handle = operator.register(same)
     x = torch.zeros(1, 4, 1, 64)
     torch.library.opcheck(
         torch.ops.kvcal.decode_attention.default, (x, x[:, :2], x[:, :2], 0.5, handle),
@@ -567,9 +569,9 @@ print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one
 print(t.preflight.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
 tiers = t.preflight.Form("key", 64, 2, 32, False, False, full=16, four=16)
 print(t.preflight.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
-rules = [t.fused.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
+rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
 print(t.preflight.append_trial(*rules, *place, flushes=1))
-grids = [t.fused.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
+grids = [t.choose.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
 print(t.preflight.append_trial(*grids, *place, flushes=1))
 own = t.preflight.quantise.append
 t.preflight.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
@@ -579,7 +581,7 @@ t.preflight.quantise.append, seen = own, t.preflight.quantise.observe
 t.preflight.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
 print(t.preflight.append_trial(*rules, *place, flushes=1))
 t.preflight.quantise.observe = seen
-kivi = [t.fused.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
+kivi = [t.choose.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
 print(t.preflight.append_trial(*kivi, *place, 32, 1))
 due = t.preflight.compensated.due
 t.preflight.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
@@ -636,7 +638,7 @@ keys = pairs["squat"].key, pairs["mixkvq"].key, t.MixKVQ(t.SHAPE, "key")
 print(*(t.preflight.encode_trial(key, *place, 2) for key in keys))
 t.Squat._moves = lambda self, basis, _own=t.Squat._moves: _own(self, basis * 1.5)
 print(t.preflight.encode_trial(pairs["squat"].key, *place, 1))
-rules = [t.fused.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
+rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
 given = (torch.float32, torch.float16), True, place[1]
 print(t.preflight.quantise_trial(*rules, *given))
 exact = t.preflight.quantise.quantise
@@ -761,7 +763,7 @@ class Card:
         monkeypatch.setattr(preflight, "trial", self._trial)
         monkeypatch.setattr(preflight, "append_trial", self._trial)
         monkeypatch.setattr(preflight, "quantise_trial", self._trial)
-        monkeypatch.setattr(fused, "_WARNED", set())
+        monkeypatch.setattr(notices, "_WARNED", set())
         self.tried: list[Any] = []
         self.says: Any = None
         self.file = folder / "preflight.json"
@@ -779,7 +781,7 @@ class Card:
         preflight._TRIED.clear()
 
     def ask(self, name: str = "inner-4", dtype: torch.dtype = torch.float16, ratio: int = 2) -> str | None:
-        return fused.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
+        return choose.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
 
 
 def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -850,18 +852,18 @@ def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(
 def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card(monkeypatch, tmp_path)
     place = torch.float16, torch.device("cuda", 0)
-    assert card.ask() is None and not isinstance(fused.rules("auto", PAIRS["innerq"], *place), str)
+    assert card.ask() is None and not isinstance(choose.rules("auto", PAIRS["innerq"], *place), str)
     assert len(card.tried) == 2 and len(json.loads(card.file.read_text())) == 2
-    assert fused.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
-    assert fused.rules("auto", PAIRS["mixkvq"], *place) == "keys: no kernel quantises for mixkvq"
-    assert not isinstance(fused.rules("auto", PAIRS["squat"], *place), str)
-    assert card.tried[-1][-1] == 32 and fused.rules("auto", PAIRS["squat"], *place) and len(card.tried) == 3
+    assert choose.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
+    assert choose.rules("auto", PAIRS["mixkvq"], *place) == "keys: no kernel quantises for mixkvq"
+    assert not isinstance(choose.rules("auto", PAIRS["squat"], *place), str)
+    assert card.tried[-1][-1] == 32 and choose.rules("auto", PAIRS["squat"], *place) and len(card.tried) == 3
     debiased = (Scaled(higgs(2, 256, gain="debiased").key, factor()), higgs(4, 256, gain="debiased").value)
     for pair in (
         PAIRS["higgs-4-debiased"],
         LayerCodecs(*debiased),
     ):  # of two layers, whose rules are not the same objects
-        keys, values = fused.rules("auto", pair, *place)
+        keys, values = choose.rules("auto", pair, *place)
         assert keys.gain != values.gain and len(card.tried) == 4  # type: ignore[union-attr]
     kept = [name for name in json.loads(card.file.read_text()) if "vector 4" in name]
     assert len(kept) == 1 and "append" in kept[0] and "grid of 256, h2" in kept[0]
@@ -869,10 +871,10 @@ def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytes
     with pytest.warns(
         UserWarning, match="append kernel: packed values differ; what decode steps pack is packed by torch"
     ):
-        found = fused.rules("auto", PAIRS["kivi-4"], *place)
+        found = choose.rules("auto", PAIRS["kivi-4"], *place)
     assert found == "the append kernel does not pass: packed values differ"
     card.forget()
-    assert fused.rules("auto", PAIRS["kivi-4"], *place) == found and len(card.tried) == 5
+    assert choose.rules("auto", PAIRS["kivi-4"], *place) == found and len(card.tried) == 5
 
 
 def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
@@ -883,7 +885,7 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     monkeypatch.setattr(preflight, "encode_trial", card._trial)
     place = torch.float16, torch.device("cuda", 0)
     for name, tried in (("higgs-2", 2), ("higgs-2", 2), ("higgs-4-debiased", 4)):
-        pair = fused.packing("auto", PAIRS[name], *place)
+        pair = choose.packing("auto", PAIRS[name], *place)
         assert pair.key is not PAIRS[name].key and pair.value._how is not None and len(card.tried) == tried  # type: ignore[attr-defined]
     assert card.tried[2][1] == torch.float32  # behind factors
     own = PAIRS["higgs-4-debiased"].key
@@ -891,16 +893,16 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     nothing = Linear({"weight": torch.zeros(wide, wide).half(), "bias": torch.zeros(wide)})
     behind_both = LayerCodecs(Predicted(own, nothing, ("k1",)), PAIRS["higgs-4-debiased"].value)
     # stored, and decoded at once, by other code than blocks that attention reads
-    assert fused.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
+    assert choose.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
     in_bytes = PAIRS["higgs-2-bytes"]  # their own; for look-ups as the papers' grids
     for pair, tried in ((in_bytes, 7), (in_bytes.read_by(8), 7), (PAIRS["higgs-2"], 7)):
-        assert fused.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
+        assert choose.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
     for kernels, name in (("torch", "higgs-2"), ("off", "higgs-2"), ("auto", "kivi-4")):
-        pair = fused.packing(kernels, PAIRS[name], *place)
+        pair = choose.packing(kernels, PAIRS[name], *place)
         assert pair.key is PAIRS[name].key and pair.value is PAIRS[name].value
     card.says = "words of packed keys differ"
     with pytest.warns(UserWarning, match="encoding kernel: words of packed keys differ; blocks are packed by torch"):
-        pair = fused.packing("auto", PAIRS["turboquant-4-2"], *place)
+        pair = choose.packing("auto", PAIRS["turboquant-4-2"], *place)
     assert pair.key is PAIRS["turboquant-4-2"].key
 
 
@@ -912,15 +914,15 @@ def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
     made = scheme(PAIRS[name])
     twins = [[codec.by_kernel() for codec in (pair.key, pair.value)] for pair in [made.on(0, torch.device("cpu"))] * 3]
     for role in (0, 1):
-        found = {id(fused.rule_of(pair[role])) for pair in twins}
+        found = {id(choose.rule_of(pair[role])) for pair in twins}
         assert len(found) == 1 and all(pair[role].encodes_by_kernel for pair in twins)
-        rule = fused.rule_of(twins[0][role])
+        rule = choose.rule_of(twins[0][role])
         assert copy.deepcopy({"of a copied layer": rule})["of a copied layer"] is rule
     own = higgs(2, 16).key
     assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
     assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
     in_bytes = higgs(2, 16, points="bytes").key
-    assert fused.rule_of(in_bytes).form.in_bytes and not fused.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
+    assert choose.rule_of(in_bytes).form.in_bytes and not choose.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
 
 
 DAMAGED = {
@@ -995,7 +997,7 @@ def test_a_warning_says_how_a_kernel_is_tried_again(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="decoded for .* instead; to have it tried again delete .*/preflight.json$"):
         assert card.ask() == "the fused kernel does not pass on Card 1: 1 new tokens: off by 0.3"
     with pytest.warns(UserWarning, match="slowly; to have it tried again delete .*/preflight.json$"):
-        fused.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
+        choose.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
     assert "to have those that fail tried again delete that file" in kvcal("doctor").out
     card.says = RuntimeError("no such instruction")
     with pytest.warns(UserWarning, match="no such instruction; packed blocks are decoded .* instead$"):
@@ -1099,24 +1101,24 @@ def test_a_cache_made_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch,
     graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
     with torch.cuda.graph(graph):
         with pytest.raises(KVCalError, match="a CUDA graph is being recorded"):
-            fused.absence("auto", PAIRS["kivi-4"], 2, *place)
+            choose.absence("auto", PAIRS["kivi-4"], 2, *place)
         y = x + 1
     graph.replay()
     assert y.tolist() == [2.0] * 4
-    assert fused.absence("auto", PAIRS["kivi-4"], 2, *place) is None
+    assert choose.absence("auto", PAIRS["kivi-4"], 2, *place) is None
 
 
 FAULT = """
 import torch
 from kvcal_artifacts import preflight
 from kvcal_artifacts.errors import KVCalError
-from test_fused import PAIRS, fused
+from test_fused import PAIRS, choose
 def fault(*given):
     print("tried")
     return str(torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item())
 preflight.trial = fault
 try:
-    print(fused.absence("auto", PAIRS["inner-4"], 2, torch.float16, torch.device("cuda", 0)))
+    print(choose.absence("auto", PAIRS["inner-4"], 2, torch.float16, torch.device("cuda", 0)))
 except KVCalError as error:
     print(error)
 """

@@ -22,7 +22,8 @@ from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.errors import GateFailed, KVCalError
-from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.windows import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, LENGTH, HARMED = 4, 100, 2

@@ -24,13 +24,15 @@ import schemes
 from architectures import TINY
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import load_bundle, load_cache, store
-from kvcal_artifacts.bundle import Bundle, Fingerprint
-from kvcal_artifacts.cache import KVCalCache, SelectedLayer
+from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.cache import EvictingLayer, KVCalCache
 from kvcal_artifacts.codecs import Context, Exact, MixKVQ, Packed
 from kvcal_artifacts.codecs.base import EMPTY
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
-from kvcal_artifacts.selection import Moves, Row, SelectedLedger, attention_mass
+from kvcal_artifacts.fingerprint import Fingerprint
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.selection import EvictingLedger, Moves, Row, attention_mass
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from models_fixture import SUFFIX, kvcal, write_model, write_text
 from schemes import BLOCK, RECENT, SINK, left_mask, token_ids
 from test_statistics import listed, pooled, ragged
@@ -239,7 +241,7 @@ def test_padding_between_turns() -> None:
 class Labels:
     """A layer's storage that holds columns instead of keys: does what it is told, and is compared with the ledger."""
 
-    def __init__(self, ledger: SelectedLedger) -> None:
+    def __init__(self, ledger: EvictingLedger) -> None:
         self.ledger = ledger
         self.exact = torch.zeros(ledger.batch, 0, dtype=torch.int32)
         self.blocks = torch.zeros(ledger.batch, 1, 0, 4, dtype=torch.int32)
@@ -265,7 +267,7 @@ def test_storage_follows_the_choice(data: st.DataObject) -> None:
     """With attention that changes its mind: blocks get holes, dissolve, are packed again; rows come, go and take back."""
     selection = HeavyHitters(data.draw(st.sampled_from([0.2, 0.5, 0.9])), data.draw(st.sampled_from([0.0, 0.5, 1.0])))
     windows = Windows(data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6)), 4)
-    ledger, rows = SelectedLedger(windows, selection), data.draw(st.integers(1, 3))
+    ledger, rows = EvictingLedger(windows, selection), data.draw(st.integers(1, 3))
     generator, labels = torch.Generator().manual_seed(data.draw(st.integers(0, 99))), None
     for _ in range(data.draw(st.integers(1, 12))):
         query = data.draw(st.integers(1, 30))
@@ -311,13 +313,13 @@ def seen_by_attention(cache: KVCalCache, ids: Tensor, monkeypatch: pytest.Monkey
     """Keys and values of all layers in the next call."""
     found: list[tuple[Tensor, Tensor]] = []
     with monkeypatch.context() as patch:
-        ours = SelectedLayer._materialise
+        ours = EvictingLayer._materialise
 
-        def watched(layer: SelectedLayer, *arguments: Any) -> tuple[Tensor, Tensor]:
+        def watched(layer: EvictingLayer, *arguments: Any) -> tuple[Tensor, Tensor]:
             found.append(ours(layer, *arguments))
             return found[-1]
 
-        patch.setattr(SelectedLayer, "_materialise", watched)
+        patch.setattr(EvictingLayer, "_materialise", watched)
         run(cache, ids, start=0)
     return found
 

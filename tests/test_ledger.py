@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.ledger import Ledger, Plan
-from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.windows import Windows
 
 NOTHING = -1  # in a slot that holds no token
 

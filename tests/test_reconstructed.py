@@ -19,7 +19,8 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec, Higgs, Predicted, Shape
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters
 from schemes import close_all, left_mask, numbers, opened, token_ids
 from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
 
@@ -215,7 +216,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return own(query, *given, **more)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(hf, "has_flash", lambda query: True)
+    monkeypatch.setattr(hf.seam, "has_flash", lambda query: True)
     return seen
 
 
@@ -242,7 +243,7 @@ def test_steps_of_growing_keys_leave_cudnn_out(kernels: str, monkeypatch: pytest
 
 def test_cudnn_comes_back_behind_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     own, cache = model(), opened(chained(), model(), kernels="torch")
-    monkeypatch.setattr(hf, "has_flash", lambda query: True)
+    monkeypatch.setattr(hf.seam, "has_flash", lambda query: True)
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=cache)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: 1 / 0)

@@ -23,12 +23,14 @@ from kvcal.methods.squat import Squat as Method
 from kvcal.models import CATALOGUE, load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
 from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
-from kvcal_artifacts.codecs.squat import choose, exact_product, responses
+from kvcal_artifacts.codecs.squat import exact_product, responses
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.ledger import Ledger
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
-from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.schemes import choose
+from kvcal_artifacts.windows import Windows
 from models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 
 SHAPE = Shape(2, 32, 16)

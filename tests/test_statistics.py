@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from kvcal_artifacts import store
+from kvcal_artifacts.cache.statistics import Prefixes, refits, statistic
 from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.ledger import Ledger, Plan
-from kvcal_artifacts.scheme import Windows
-from kvcal_artifacts.statistics import Prefixes, refits, statistic
-from kvcal_artifacts.store import Ragged
+from kvcal_artifacts.windows import Windows
 from kvcal_kernels.quantise import factors_of
 
 WINDOWS = Windows(sink=3, recent=5, block=4)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused, preflight, vectors
+from kvcal_artifacts import preflight, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ, Shape
+from kvcal_artifacts.paths import choose
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.attention import reference as plain
 from kvcal_kernels.vq_attention import attend_exact
@@ -147,12 +148,12 @@ def test_kernels_that_fail_their_check_are_not_used(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(preflight, "_TRIED", {})
     monkeypatch.setattr(preflight, "vectors_trial", card._trial)
     place = 2, torch.float16, torch.device("cuda", 0)
-    assert [fused.absence("auto", PAIR, *place) for _ in range(2)] == [None, None] and len(card.tried) == 1
+    assert [choose.absence("auto", PAIR, *place) for _ in range(2)] == [None, None] and len(card.tried) == 1
     card.says = "1 new tokens: off by 0.3"
     with pytest.warns(
         UserWarning, match="does not pass on Card 1: 1 new tokens: off by 0.3; packed blocks are decoded"
     ):
-        assert "off by 0.3" in str(fused.absence("auto", LayerCodecs(codes("key", size=128), PAIR.value), *place))
+        assert "off by 0.3" in str(choose.absence("auto", LayerCodecs(codes("key", size=128), PAIR.value), *place))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import KVCalError
-from .scheme import Windows
+from .windows import Windows
 
 CPU = torch.device("cpu")
 

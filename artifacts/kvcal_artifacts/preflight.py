@@ -40,14 +40,14 @@ from kvcal_kernels.quantise import AnyRule, GridRule, Rule
 from kvcal_kernels.reconstruct import Turn
 
 from . import codecs
-from .bundle import write_atomically
 from .codecs import Codec, Context, Higgs, MixKVQ, Predicted, ResidualVQ, Scaled, Squat, Uniform
 from .codecs.base import CONTEXT_TENSORS
+from .codecs.ragged import Ragged
 from .codecs.reconstruct import Reconstruction, kind
 from .errors import KVCalError
-from .files import open_lock, read_text
+from .files import open_lock, read_text, write_atomically
 from .modes import without_autocast
-from .store import Ragged, Stored
+from .store import Stored
 
 LEAST_CAPABILITY = (8, 0)  # what Triton supports
 FILE = "preflight.json"

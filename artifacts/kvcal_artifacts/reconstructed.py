@@ -13,10 +13,11 @@ from torch import Tensor
 from kvcal_kernels import reconstruct
 from kvcal_kernels.reconstruct import Turn
 
-from . import fused, hf, preflight
+from . import preflight
 from .codecs import Context
 from .codecs.base import Packed
 from .codecs.reconstruct import Reconstruction, refuses
+from .paths import notices
 from .scheme import LayerCodecs
 
 STEP = 256  # tokens by which shared storage grows at least
@@ -37,16 +38,9 @@ def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
     for codec in (pair.key, pair.value):
         if why := preflight.reconstruct_verdict(codec, dtype, 0, device):
             said = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-            fused.warn(said, verdict=why)
+            notices.warn(said, verdict=why)
             return said
     return None
-
-
-def by_halves(site: hf.AttentionSite, width: int) -> bool:
-    """Whether RoPE turns channels i and i + width / 2 together, as Turn does; seen by turning unit vectors a quarter."""
-    units = torch.eye(site.head_dim)[None, None]
-    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
-    return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Turn(*quarter)(units))
 
 
 class Rooms:
@@ -103,7 +97,7 @@ class Reader:
             if self._by == "auto" and (
                 why := preflight.reconstruct_verdict(self._pair.key, self._dtype, rotary, device)
             ):
-                fused.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
+                notices.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
                 return False
             self._turning = Reconstruction(self._pair.key, self._dtype, rotary, self._by)
         return True

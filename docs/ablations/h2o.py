@@ -20,7 +20,7 @@ from transformers import AttentionInterface, DynamicCache
 from kvcal import corpus, models
 from kvcal.report.progress import progress
 from kvcal.workbench import open_model
-from kvcal_artifacts.scheme import HeavyHitters, Windows
+from kvcal_artifacts.windows import HeavyHitters, Windows
 
 SETS = {
     "row": (0, 2),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvcal_artifacts import reconstructed, vectors
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for, ratio_refusal
+from kvcal_artifacts.fused import Exact, queries_for
+from kvcal_artifacts.paths.choose import DTYPES_TAKEN, absence, format_refusal, ratio_refusal
 from kvcal_artifacts.preflight import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.layout import Rope

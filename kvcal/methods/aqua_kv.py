@@ -17,7 +17,8 @@ from kvcal_artifacts import store
 from kvcal_artifacts.codecs import Codec, Context, MixKVQ, Packed, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs
+from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat

@@ -24,9 +24,9 @@ from kvcal_kernels.salience import Tiers
 
 from ..checked import BLOCK, Choice, Listed, Number, OrNull, Table, Whole, constants
 from ..errors import KVCalError
-from ..store import Ragged
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
 from .exact import DTYPES
+from .ragged import Ragged
 
 Importance = Literal["query", "recent", "none"]
 Normalise = Literal["median", "none"]

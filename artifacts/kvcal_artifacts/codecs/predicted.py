@@ -16,6 +16,7 @@ from ..checked import INNER, Choice, Listed, Table, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows
 from .predictors import INPUTS, PREDICTORS, Predictor, predictor_config
+from .registry import build
 
 SETTINGS = Table(
     {
@@ -134,8 +135,6 @@ class Predicted(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Predicted:
-        from . import build
-
         SETTINGS.check(config, "predicted codec")
         below, own, others = split(tensors, "inner.", "predictor.")
         constants(others, {}, "predicted codec")

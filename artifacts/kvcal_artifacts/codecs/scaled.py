@@ -19,6 +19,7 @@ from kvcal_kernels.layout import Blocks, Form
 from ..checked import INNER, Choice, Constant, Table, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .registry import build
 
 SOURCES = ("calibrated", "prefill")
 STATISTIC = "key_scale"
@@ -120,8 +121,6 @@ class Scaled(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
-        from . import build
-
         SETTINGS.check(config, "scaled codec")
         below, own = split(tensors, "inner.")
         factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True)

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .ledger import Plan
-from .scheme import Windows
+from ..ledger import Plan
+from ..windows import Windows
 from .statistics import Prefixes
 
 

@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,40 @@ from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import BLOCK, Form, Rope, rope
 from kvcal_kernels.quantise import AnyRule, Counts
 
-from . import fused, hf, vectors
-from .cache import KVCalCache, KVCalLayer
-from .codecs import Context, MixKVQ, Squat
-from .codecs.base import Packed, device_only
-from .errors import KVCalError, NonFiniteError
-from .ledger import Ledger, Plan
-from .modes import without_autocast, without_grad
-from .scheme import LayerCodecs, Windows
+from .. import fused, hf, vectors
+from ..codecs import Context, MixKVQ, Squat
+from ..codecs.base import Packed, device_only
+from ..errors import KVCalError, NonFiniteError, UsageError
+from ..ledger import Ledger, Plan
+from ..modes import without_autocast, without_grad
+from ..paths import choose, operator
+from ..scheme import LayerCodecs, Scheme
+from ..windows import Windows
+from .layer import KVCalLayer
 from .statistics import KeyScale, QuerySubspace
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
+
+PROMPTS = (
+    "max_length: SQuat corrects keys by a subspace of the row's prompt, which steps on the device leave as it is; a prompt of "
+    "few tokens gives another one than a cache that grows comes to"
+)
+MOST_COLUMNS = 2**31 - 1  # kernels count tokens in 32 bits
+
+
+def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
+    if max_length is None:
+        return
+    least = scheme.windows.sink + scheme.windows.recent + scheme.windows.block
+    if type(max_length) is not int or not least <= max_length <= MOST_COLUMNS:
+        raise UsageError(
+            f"max_length={max_length!r}: must be a whole number from {least}, sink, recent window and a block, "
+            f"to {MOST_COLUMNS}"
+        )
+    if offload:
+        raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
+
 
 NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
@@ -145,11 +170,11 @@ class Held:
 def _of_room(name: str) -> Any:
     """A part of what the host sees of a layer; looked up in the room when it is asked for, which most steps do not."""
 
-    def get(layer: FixedLayer) -> Any:
+    def get(layer: StaticLayer) -> Any:
         layer.look()
         return layer._host[name]
 
-    def put(layer: FixedLayer, value: Any) -> None:
+    def put(layer: StaticLayer, value: Any) -> None:
         if not hasattr(layer, "_host"):
             layer._host = {}
         layer._host[name] = value
@@ -159,7 +184,7 @@ def _of_room(name: str) -> Any:
     return property(get, put)
 
 
-class FixedLayer(KVCalLayer):
+class StaticLayer(KVCalLayer):
     is_compileable = True
     room: Room | None = None
     ready = False  # room holds what the layer holds
@@ -192,7 +217,7 @@ class FixedLayer(KVCalLayer):
         super()._find_rules()
         self._step_rules = self._rules
         if self.refused is None and not self.vectors:
-            self._step_rules = fused.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
+            self._step_rules = choose.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
 
     _step_rules: tuple[AnyRule, AnyRule] | str = ""
 
@@ -210,7 +235,7 @@ class FixedLayer(KVCalLayer):
         turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
         return key_states, value_states
 
-    def _keys_before(self, turn: hf.Turn, handed: Tensor) -> Tensor | None:
+    def _keys_before(self, turn: hf.HandOff, handed: Tensor) -> Tensor | None:
         """The step's keys before RoPE where these are stored; None else."""
         if self._cache.scheme.frame == "post_rope":
             return None
@@ -382,7 +407,7 @@ class FixedLayer(KVCalLayer):
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
             self._shown = self._layer = None
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
-            self.handle = fused.register(self)  # what was compiled for another room knows its addresses
+            self.handle = operator.register(self)  # what was compiled for another room knows its addresses
             if self.vectors:
                 coded, shape = vectors.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
                 vectors.reserve(
@@ -600,7 +625,7 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 BROKE_OFF = "a forward broke off; call reset() and start again"
 
 
-def read(layers: Sequence[FixedLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]:
+def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]:
     """Columns that all of them hold, and of each device (3, B) what its rows do, as in STORED: one wait for each device. An
     error says what steps there could not say.
     """

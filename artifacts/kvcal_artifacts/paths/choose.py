@@ -1,0 +1,251 @@
+"""Which path a layer takes and why it takes no other: what a kernel reads, rotates and packs."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcal_kernels import quantise
+from kvcal_kernels.layout import Form, rope
+from kvcal_kernels.quantise import AnyRule
+
+from .. import hf, preflight
+from ..codecs import Codec, Higgs, Scaled, Squat, Uniform
+from ..errors import KernelsUnavailable, UsageError
+from ..fused import QUERIES
+from ..scheme import LayerCodecs, Scheme
+from .notices import warn
+
+CHOICES = ("auto", "off", "torch", "triton")
+RATIO = 16  # query heads a kv head, at most
+MANY_HEADS = f"query heads a kv head: the fused kernel takes {RATIO} at most"
+DECODED = "keys before RoPE are rotated after they are decoded"
+GAPS = f"{DECODED}: positions of a row's tokens do not follow one another"
+UNEVEN = f"{DECODED}: the model's RoPE does not turn evenly from token to token"
+DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
+
+
+def check_choice(kernels: str) -> None:
+    if kernels not in CHOICES:
+        raise UsageError(f"kernels={kernels!r}: allowed are {', '.join(map(repr, CHOICES))}")
+    if kernels == "triton" and preflight.triton_version() is None:
+        raise UsageError("kernels='triton': triton is not installed")
+
+
+def refusal(kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> str | None:
+    """Why a layer's decode steps decode its blocks for the model's own attention; None where a kernel may read them.
+
+    rotary: channels of a head that RoPE turns, where keys are stored before it; else 0.
+    """
+    if kernels == "off":
+        return "kernels='off'"
+    why = format_refusal(scheme, pair, rotary) or (_odd_pairs(site, rotary) if rotary else None)
+    return why or hf.odd_attention(site) or ratio_refusal(site.ratio)
+
+
+def format_refusal(scheme: Scheme, pair: LayerCodecs, rotary: int = 0) -> str | None:
+    """`refusal` as far as the scheme decides, whatever the model."""
+    if scheme.selection is not None:
+        return "token selection needs the weights of the model's own attention"
+    if scheme.chained:
+        return "layers are predicted from reconstructions of others, which decoding makes"
+    if rotary and (why := turn_refusal(pair, rotary)):
+        return why
+    return shape_refusal(pair)
+
+
+def ratio_refusal(ratio: int) -> str | None:
+    """Of query heads a kv head."""
+    return None if ratio <= RATIO else f"{ratio} {MANY_HEADS}"
+
+
+def shape_refusal(pair: LayerCodecs) -> str | None:
+    """Why no kernel reads what these codecs store at their shape."""
+    from .. import vectors
+
+    if vectors.both(pair):
+        return vectors.refusal(pair)
+    for codec in (pair.key, pair.value):
+        if isinstance(why := codec.fused(), str):
+            return f"{codec.role}s: {why}"
+    return None
+
+
+def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
+    """Why no kernel turns keys that these codecs store before RoPE of `rotary` channels, if it reads them."""
+    from .. import vectors
+
+    form = pair.key.fused()
+    if vectors.both(pair):
+        what = "vector codes"
+    elif not isinstance(form, Form):
+        return None
+    elif form.vector or form.tiered:
+        what = "grids" if form.vector else "tiers"
+    elif isinstance(pair.key, Scaled):
+        what = "keys divided by factors"
+    else:
+        return rope.refusal(rotary)
+    return f"{DECODED}: the kernel turns plain integers, not {what}"
+
+
+def _odd_pairs(site: hf.AttentionSite, rotary: int) -> str | None:
+    from ..hf import by_halves
+
+    if by_halves(site, rotary):
+        return None
+    return f"{DECODED}: RoPE does not pair channels of two halves here"
+
+
+def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: str) -> None:
+    """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
+    describe() alone.
+    """
+    from .. import vectors
+
+    wanted = kernels in ("torch", "triton") or runs_kernels(device)
+    known = vectors.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
+    if kernels != "off" and wanted and known and shape:
+        warn(f"fused kernel: {why}")
+
+
+def runs_kernels(device: torch.device) -> bool:
+    return preflight.unsupported(device) is None
+
+
+def absence(
+    kernels: str, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
+) -> str | None:
+    """Why the kernel does not run for this layer where it is; None if it does. On a GPU that is tried out once.
+
+    rotary: channels that it must turn by RoPE.
+    """
+    if kernels == "torch":
+        return None
+    here = kernels == "triton" and preflight.interpreted()
+    if not here and not runs_kernels(device):
+        why = preflight.unsupported(device)
+        if device.type == "cuda":
+            warn(f"fused kernel: {why}")
+        return why
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
+    if here:
+        return None
+    from .. import vectors
+
+    keys, values = pair.key.fused(), pair.value.fused()
+    if vectors.both(pair):
+        why = vectors.verdict(pair, ratio, dtype, device)
+    else:
+        assert isinstance(keys, Form) and isinstance(values, Form)
+        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
+    if why:
+        said = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
+        warn(said, verdict=why)
+        return said
+    return None
+
+
+def path(refused: str | None, kernels: str) -> str:
+    """One line for describe()."""
+    if refused is not None:
+        return f"reference: {refused}"
+    return "fused: the kernel's reference in torch (kernels='torch')" if kernels == "torch" else "fused: Triton kernel"
+
+
+def summary(refused: list[str | None], kernels: str) -> str:
+    """All layers in one line."""
+    if not any(why is None for why in refused):
+        why = f" ({refused[0]})" if refused and len(set(refused)) == 1 else ""
+        return f"reference: decode, then the model's own attention{why}"
+    own = sum(why is None for why in refused)
+    return (
+        f"{path(None, kernels)} for steps of up to {QUERIES} tokens in {own} of {len(refused)} layers; else reference"
+    )
+
+
+def require(refused: list[tuple[int, str]]) -> None:
+    """Raises KernelsUnavailable naming the first layer that does not take the kernel."""
+    if refused:
+        index, why = refused[0]
+        more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
+        raise KernelsUnavailable(
+            f"layer {index}{more}: no fused kernel for its decode steps: {why}; "
+            "use another scheme or device, or do without require_kernels (--require-kernels)"
+        )
+
+
+def rule_of(codec: Codec) -> AnyRule | str:
+    """How the kernel writes what the codec stores; else why it cannot."""
+    own = codec.inner if isinstance(codec, Scaled) and codec.role == "key" else codec
+    if isinstance(own, Higgs):
+        return own.rule()
+    if not isinstance(own, Uniform):
+        return f"no kernel quantises for {codec.name}"
+    if own.weight is not None:
+        return "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
+    form = own.fused()
+    if isinstance(form, str):
+        return form
+    try:
+        return quantise.Rule(form, own.mode, own.search)
+    except ValueError as error:
+        return str(error)
+
+
+def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
+    """How the append kernel packs keys and values of steps, SQuat's as they are corrected; why torch does where no kernel
+    can or passes its check.
+    """
+    channels = pair.key.channels if isinstance(pair.key, Squat) else 0
+    found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
+    if isinstance(found, str) or preflight.interpreted():
+        return found
+    if why := preflight.append_verdict(*found, dtype, device, channels):
+        warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
+        return f"the append kernel does not pass: {why}"
+    return found
+
+
+def block_rules(
+    kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device
+) -> tuple[AnyRule, AnyRule] | str:
+    """As `rules`, of whole blocks, a prompt's or those that steps push out of a window that grows; of keys as their codec's
+    `before_rounding` leaves them.
+    """
+    corrected = isinstance(pair.key, Squat)
+    found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
+    if isinstance(found, str) or preflight.interpreted():
+        return found
+    given = torch.float32 if corrected else dtype, dtype
+    if why := preflight.quantise_verdict(*found, given, isinstance(pair.key, Scaled), device):
+        warn(f"quantise kernel: {why}", "blocks are packed by torch instead, slowly", why)
+        return f"the quantise kernel does not pass: {why}"
+    return found
+
+
+def _rules(kernels: str, key: Codec, value: Codec) -> tuple[AnyRule, AnyRule] | str:
+    if kernels == "torch":
+        return "kernels='torch'"
+    found = [rule_of(codec) for codec in (key, value)]
+    for own, role in zip(found, ("keys", "values"), strict=True):
+        if isinstance(own, str):
+            return f"{role}: {own}"
+    rule, other = (own for own in found if not isinstance(own, str))
+    return rule, other
+
+
+def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
+    """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
+    anywhere = kernels == "triton" and preflight.interpreted()
+    if kernels in ("off", "torch") or not (anywhere or preflight.unsupported(device) is None):
+        return pair
+    made = []
+    for codec in (pair.key, pair.value):
+        own = codec.by_kernel()
+        if own is not codec and not anywhere and (why := preflight.encode_verdict(codec, dtype, device)):
+            warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly", why)
+            own = codec
+        made.append(own)
+    return LayerCodecs(*made)
