@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import counted
 import schemes
 from counted import Counted, far
-from kvcal_artifacts import fused
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.paths import operator
+from kvcal_artifacts.paths import fused, operator
 from schemes import Fed, Rows, left_mask, packed_row, window_row
 from test_fused import PAIRS, scheme
 

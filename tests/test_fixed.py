@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from architectures import build
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import hf, vectors
+from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.static import StaticLayer
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.paths import choose
+from kvcal_artifacts.paths import choose, codebook
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.compensated import Digits
@@ -691,7 +691,7 @@ def test_what_the_host_does_between_steps_keeps_a_subspace(normalise: str) -> No
 def test_vector_codes_that_no_kernel_appends_grow(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """As the first layer finds it where its keys are."""
     monkeypatch.setattr(
-        vectors, "append_refusal", lambda *given: "the append kernel of vector codes does not pass: why"
+        codebook, "append_refusal", lambda *given: "the append kernel of vector codes does not pass: why"
     )
     caches = both("vectors")
     assert caches[0].is_compileable

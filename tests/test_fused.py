@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from architectures import build
 from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
-from kvcal_artifacts import fused, preflight
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
-from kvcal_artifacts.paths import choose, notices, operator
+from kvcal_artifacts.paths import choose, fused, notices, operator
+from kvcal_artifacts.paths.preflight import trials, verdicts
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.layout import Form, decode
@@ -557,41 +557,41 @@ assert all(codec._how is not None for codec in caches[0].layers[0]._pair)
 from schemes import packed_row
 assert all(torch.equal(a, b) for a, b in zip(*(packed_row(own, 0) for own in caches), strict=True))
 print(caches[0].describe()["layers"][0]["path"])
-t.preflight.BLOCKS, t.preflight.RECENT, t.preflight.CALLS = (2, 0), (40, 3), ((2, True),)
-t.preflight.OF_TIERS = ((2, False),)
-t.preflight.SINK = (4, 2)
+t.trials.BLOCKS, t.trials.RECENT, t.trials.CALLS = (2, 0), (40, 3), ((2, True),)
+t.trials.OF_TIERS = ((2, False),)
+t.trials.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")
-print(t.preflight.trial(*forms, 2, 2, *place))
-print(t.preflight.trial(*forms, 2, 2, *place, 32))
+print(t.trials.trial(*forms, 2, 2, *place))
+print(t.trials.trial(*forms, 2, 2, *place, 32))
 one = t.PAIRS["higgs-2"]
-print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one.value, *place, 1))
-print(t.preflight.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
-tiers = t.preflight.Form("key", 64, 2, 32, False, False, full=16, four=16)
-print(t.preflight.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
+print(t.trials.encode_trial(one.key, *place, 1), t.trials.encode_trial(one.value, *place, 1))
+print(t.trials.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
+tiers = t.trials.Form("key", 64, 2, 32, False, False, full=16, four=16)
+print(t.trials.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
 rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
-print(t.preflight.append_trial(*rules, *place, flushes=1))
+print(t.trials.append_trial(*rules, *place, flushes=1))
 grids = [t.choose.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
-print(t.preflight.append_trial(*grids, *place, flushes=1))
-own = t.preflight.quantise.append
-t.preflight.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
-print(t.preflight.append_trial(*rules, *place, flushes=0))
-print(t.preflight.append_trial(*grids, *place, flushes=0))
-t.preflight.quantise.append, seen = own, t.preflight.quantise.observe
-t.preflight.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
-print(t.preflight.append_trial(*rules, *place, flushes=1))
-t.preflight.quantise.observe = seen
+print(t.trials.append_trial(*grids, *place, flushes=1))
+own = t.trials.quantise.append
+t.trials.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
+print(t.trials.append_trial(*rules, *place, flushes=0))
+print(t.trials.append_trial(*grids, *place, flushes=0))
+t.trials.quantise.append, seen = own, t.trials.quantise.observe
+t.trials.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
+print(t.trials.append_trial(*rules, *place, flushes=1))
+t.trials.quantise.observe = seen
 kivi = [t.choose.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
-print(t.preflight.append_trial(*kivi, *place, 32, 1))
-due = t.preflight.compensated.due
-t.preflight.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
-print(t.preflight.append_trial(*kivi, *place, 32, 1))
-whole, by = t.preflight.attention.fast(), t.preflight.attention.fast().attend
+print(t.trials.append_trial(*kivi, *place, 32, 1))
+due = t.trials.compensated.due
+t.trials.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
+print(t.trials.append_trial(*kivi, *place, 32, 1))
+whole, by = t.trials.attention.fast(), t.trials.attention.fast().attend
 whole.attend = lambda *given, **named: by(*given, **named) * (1.5 if given[-1].warps == 4 else 1)
-print(t.preflight.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
+print(t.trials.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
 whole.attend = by
-t.preflight.reference.attend = lambda q, *rest: q
-print(t.preflight.trial(*forms, 2, 2, *place))
+t.trials.reference.attend = lambda q, *rest: q
+print(t.trials.trial(*forms, 2, 2, *place))
 """
 
 
@@ -635,15 +635,15 @@ for name, pair in pairs.items():
     print(json.dumps([name, same, caches[0].ledger.blocks.tolist(), sorted(set(launched)), *said]))
 place = torch.float16, torch.device("cpu")
 keys = pairs["squat"].key, pairs["mixkvq"].key, t.MixKVQ(t.SHAPE, "key")
-print(*(t.preflight.encode_trial(key, *place, 2) for key in keys))
+print(*(t.trials.encode_trial(key, *place, 2) for key in keys))
 t.Squat._moves = lambda self, basis, _own=t.Squat._moves: _own(self, basis * 1.5)
-print(t.preflight.encode_trial(pairs["squat"].key, *place, 1))
+print(t.trials.encode_trial(pairs["squat"].key, *place, 1))
 rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
 given = (torch.float32, torch.float16), True, place[1]
-print(t.preflight.quantise_trial(*rules, *given))
-exact = t.preflight.quantise.quantise
-t.preflight.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
-print(t.preflight.quantise_trial(*rules, *given))
+print(t.trials.quantise_trial(*rules, *given))
+exact = t.trials.quantise.quantise
+t.trials.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
+print(t.trials.quantise_trial(*rules, *given))
 """
 # What packs a prompt, and the kernels that do.
 PACKED_BY = {
@@ -740,8 +740,8 @@ def test_kernels_are_tried_on_blocks_of_one_room(name: str) -> None:
     assert isinstance(keys, Form) and isinstance(values, Form)
     for key in (keys, long):
         each = max(key.scale_blocks, values.scale_blocks)
-        own = preflight._blocks(key, 2, each, None, device, generator)
-        other = preflight._blocks(values, 2, each, own.grid, device, generator)
+        own = trials._blocks(key, 2, each, None, device, generator)
+        other = trials._blocks(values, 2, each, own.grid, device, generator)
         assert own.words.shape[2] == other.words.shape[2] == -(-9 // each) * each
         assert own.words.shape[2] == own.scale.shape[2] * key.scale_blocks and (own.order is None) != key.tiered
         if own.grid and other.grid:
@@ -759,10 +759,10 @@ class Card:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Card 1")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(preflight, "triton_version", lambda: "3.7.1")
-        monkeypatch.setattr(preflight, "trial", self._trial)
-        monkeypatch.setattr(preflight, "append_trial", self._trial)
-        monkeypatch.setattr(preflight, "quantise_trial", self._trial)
+        monkeypatch.setattr(verdicts, "triton_version", lambda: "3.7.1")
+        monkeypatch.setattr(verdicts, "trial", self._trial)
+        monkeypatch.setattr(verdicts, "append_trial", self._trial)
+        monkeypatch.setattr(verdicts, "quantise_trial", self._trial)
         monkeypatch.setattr(notices, "_WARNED", set())
         self.tried: list[Any] = []
         self.says: Any = None
@@ -778,7 +778,7 @@ class Card:
     @staticmethod
     def forget() -> None:
         """As a new process."""
-        preflight._TRIED.clear()
+        verdicts._TRIED.clear()
 
     def ask(self, name: str = "inner-4", dtype: torch.dtype = torch.float16, ratio: int = 2) -> str | None:
         return choose.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
@@ -795,16 +795,17 @@ def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.Monk
     kept = json.loads(card.file.read_text())
     assert len(kept) == 4 and set(kept.values()) == {None}
     assert sorted(path.name for path in card.file.parent.iterdir()) == ["preflight.json", "preflight.lock"]
-    assert all("Card 1" in key and preflight.source_hash() in key and "triton 3.7.1" in key for key in kept)
+    assert all("Card 1" in key and verdicts.source_hash() in key and "triton 3.7.1" in key for key in kept)
     card.forget()
-    monkeypatch.setattr(preflight, "source_hash", lambda: "another kernel")
+    monkeypatch.setattr(verdicts, "source_hash", lambda: "another kernel")
     assert card.ask() is None and len(card.tried) == 5
 
 
 @pytest.mark.parametrize(
     "name",
     ["kvcal_kernels/rotated/triton.py", "kvcal_kernels/vq/residual.py", "kvcal_kernels/vq_attention/triton.py",
-     "kvcal_kernels/packing/triton.py", "kvcal_kernels/triton.py", "codecs/higgs.py", "kvcal_artifacts/preflight.py"],
+     "kvcal_kernels/packing/triton.py", "kvcal_kernels/triton.py", "codecs/higgs.py",
+     "preflight/verdicts.py", "preflight/trials.py"],
 )  # fmt: skip
 def test_another_kernel_or_codec_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     card, own, changed = Card(monkeypatch, tmp_path), Path.read_bytes, list[str]()
@@ -817,15 +818,15 @@ def test_another_kernel_or_codec_is_tried_again(monkeypatch: pytest.MonkeyPatch,
         return data + b"\n"
 
     assert card.ask() is None and len(card.tried) == 1
-    preflight.source_hash.cache_clear()
+    verdicts.source_hash.cache_clear()
     card.forget()
     assert card.ask() is None and len(card.tried) == 1
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", read)
-        preflight.source_hash.cache_clear()
+        verdicts.source_hash.cache_clear()
         card.forget()
         assert card.ask() is None and len(card.tried) == 2 and changed == [name]
-    preflight.source_hash.cache_clear()
+    verdicts.source_hash.cache_clear()
 
 
 def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(
@@ -881,8 +882,8 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     card = Card(monkeypatch, tmp_path)
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "encode_trial", card._trial)
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "encode_trial", card._trial)
     place = torch.float16, torch.device("cuda", 0)
     for name, tried in (("higgs-2", 2), ("higgs-2", 2), ("higgs-4-debiased", 4)):
         pair = choose.packing("auto", PAIRS[name], *place)
@@ -964,21 +965,21 @@ RELEASES = {
 def test_another_driver_is_tried_again(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As the kernel module names it; without one as CUDA does."""
     card, file = Card(monkeypatch, tmp_path), tmp_path / "version"
-    monkeypatch.setattr(preflight, "DRIVER", file)
+    monkeypatch.setattr(verdicts, "DRIVER", file)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=_offers_12_8))
     for text, said in ((RELEASES[kind], "570.124.06"), ("odd", "CUDA 12.8"), (None, "CUDA 12.8")):
         file.unlink(missing_ok=True)
         if text is not None:
             file.write_text(text)
-        preflight.driver_version.cache_clear()
+        verdicts.driver_version.cache_clear()
         card.forget()
-        assert card.ask() is None and preflight.driver_version() == said
+        assert card.ask() is None and verdicts.driver_version() == said
     kept = sorted(name.rsplit(" | ", 1)[1] for name in json.loads(card.file.read_text()))
     assert len(card.tried) == 2 and kept == ["driver 570.124.06", "driver CUDA 12.8"]
     monkeypatch.setattr(ctypes, "CDLL", _missing)
-    preflight.driver_version.cache_clear()
-    assert preflight.driver_version() == "unknown"
-    preflight.driver_version.cache_clear()
+    verdicts.driver_version.cache_clear()
+    assert verdicts.driver_version() == "unknown"
+    verdicts.driver_version.cache_clear()
 
 
 def _offers_12_8(number: Any) -> int:
@@ -1071,7 +1072,7 @@ def test_no_check_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     card = Card(monkeypatch, tmp_path)
     assert card.ask() is None
     card.forget()
-    monkeypatch.setattr(preflight, "capturing", lambda: True)
+    monkeypatch.setattr(verdicts, "capturing", lambda: True)
     assert card.ask() is None
     with pytest.raises(
         KVCalError, match=r"^decode_attention: a CUDA graph is being recorded, in which .* before you re"
@@ -1083,7 +1084,7 @@ def test_no_check_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_check_is_made_without_autocast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Products of its float32 reference would be of the kernel's dtype: a verdict on both."""
     card, seen = Card(monkeypatch, tmp_path), list[bool]()
-    monkeypatch.setattr(preflight, "trial", lambda *given: seen.append(torch.is_autocast_enabled("cuda")))
+    monkeypatch.setattr(verdicts, "trial", lambda *given: seen.append(torch.is_autocast_enabled("cuda")))
     torch.set_autocast_enabled("cuda", True)
     try:
         assert card.ask() is None
@@ -1096,7 +1097,7 @@ def test_a_check_is_made_without_autocast(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_cache_made_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its checks are refused before they end the recording, and pass behind it."""
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "_TRIED", {})
     place = torch.float16, torch.device("cuda", torch.cuda.current_device())
     graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
     with torch.cuda.graph(graph):
@@ -1110,13 +1111,13 @@ def test_a_cache_made_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch,
 
 FAULT = """
 import torch
-from kvcal_artifacts import preflight
+from kvcal_artifacts.paths.preflight import verdicts
 from kvcal_artifacts.errors import KVCalError
 from test_fused import PAIRS, choose
 def fault(*given):
     print("tried")
     return str(torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item())
-preflight.trial = fault
+verdicts.trial = fault
 try:
     print(choose.absence("auto", PAIRS["inner-4"], 2, torch.float16, torch.device("cuda", 0)))
 except KVCalError as error:
@@ -1152,7 +1153,7 @@ def test_two_threads_try_a_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         begun.wait(10)
         said.append(card.ask())
 
-    monkeypatch.setattr(preflight, "trial", trial)
+    monkeypatch.setattr(verdicts, "trial", trial)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -1166,7 +1167,7 @@ def test_gpus_that_triton_does_not_support(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.warns(UserWarning, match=r"Card 1 has compute capability 7\.2; Triton needs 8\.0"):
         assert "7.2" in str(card.ask())
     Card(monkeypatch, tmp_path)
-    monkeypatch.setattr(preflight, "triton_version", lambda: None)
+    monkeypatch.setattr(verdicts, "triton_version", lambda: None)
     with pytest.warns(UserWarning, match="triton is not installed; packed blocks are decoded"):
         card.ask()
     assert not card.tried
@@ -1176,9 +1177,9 @@ def test_the_folder_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("KVCAL_CACHE_DIR", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert preflight.folder() == tmp_path / "kvcal"
+    assert verdicts.folder() == tmp_path / "kvcal"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert preflight.folder() == Path.home() / ".cache" / "kvcal"
+    assert verdicts.folder() == Path.home() / ".cache" / "kvcal"
 
 
 @pytest.mark.parametrize(
@@ -1206,8 +1207,8 @@ def test_commands_can_require_kernels(command: list[str], code: int, says: str) 
 
 def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Card(monkeypatch, tmp_path)
-    preflight.keep("this kernel", None)
-    preflight.keep("that kernel", "off by 1")
+    verdicts.keep("this kernel", None)
+    verdicts.keep("that kernel", "off by 1")
     found = kvcal("doctor").out
     assert f"kernels checked on first use: 2 in {tmp_path / 'preflight.json'}" in found
     assert "passes: this kernel" in found and "fails, off by 1: that kernel" in found
@@ -1225,18 +1226,21 @@ def test_a_file_of_verdicts_that_is_a_link_or_cannot_be_written(
     else:
         file.symlink_to("elsewhere.json")
         before = ["elsewhere.json", *before]
-        preflight.keep("first", None)
+        verdicts.keep("first", None)
         assert file.is_symlink() and json.loads((tmp_path / "elsewhere.json").read_text()) == {"first": None}
     with file_size_limit(4 if why == "a full disk" else 10_000):
-        preflight.keep("second", None)
+        verdicts.keep("second", None)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == before
     kept = {"a folder": [], "a full disk": ["first"], "a link": ["first", "second"]}
-    assert [*preflight.read()] == kept[why]
+    assert [*verdicts.read()] == kept[why]
 
 
 def test_processes_keep_their_verdicts_beside_each_other(tmp_path: Path) -> None:
     """As those of torchrun do."""
-    script = "import sys; from kvcal_artifacts import preflight as p; [p.keep(f'{sys.argv[1]} {i}', None) for i in range(60)]"
+    script = (
+        "import sys; from kvcal_artifacts.paths.preflight import verdicts\n"
+        "for i in range(60):\n    verdicts.keep(f'{sys.argv[1]} {i}', None)"
+    )
     own = os.environ | {"KVCAL_CACHE_DIR": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", script, str(number)], env=own) for number in range(3)]
     assert [one.wait(120) for one in started] == [0, 0, 0]
@@ -1247,7 +1251,7 @@ def test_processes_keep_their_verdicts_beside_each_other(tmp_path: Path) -> None
 def test_a_folder_of_verdicts_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KVCAL_CACHE_DIR", "~/verdicts")
-    assert preflight.folder() == tmp_path / "verdicts"
+    assert verdicts.folder() == tmp_path / "verdicts"
 
 
 # What a review found.

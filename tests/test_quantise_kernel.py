@@ -16,8 +16,8 @@ from interpreted import interpreted, needs_triton
 from kvcal_artifacts.codecs import Higgs, Shape, uniform
 from kvcal_artifacts.codecs.base import check_finite
 from kvcal_artifacts.errors import NonFiniteError
-from kvcal_artifacts.ledger import Ledger
 from kvcal_artifacts.paths.choose import rule_of
+from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_kernels.attention.reference import attend
 from kvcal_kernels.layout import Form, unpack
 from kvcal_kernels.quantise import Counts, GridRule, Rule, Windows, blocks_for, reference

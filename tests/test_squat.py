@@ -27,9 +27,9 @@ from kvcal_artifacts.cache.statistics import Prefixes, due_tokens, principal, re
 from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.squat import exact_product, responses
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.ledger import Ledger
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.schemes import choose
+from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.windows import Windows
 from models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 

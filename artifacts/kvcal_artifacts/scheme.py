@@ -22,7 +22,7 @@ FRAMES = ("pre_rope", "post_rope")
 
 @dataclass(frozen=True)
 class LayerCodecs:
-    """readers: of reconstructed.py, which caches on a device share."""
+    """readers: of paths/dequantised.py, which caches on a device share."""
 
     key: Codec
     value: Codec

@@ -50,9 +50,8 @@ from kvcal.bench.caches import Kind
 from kvcal.bench.kernels import predictor_flops
 from kvcal.bench.timing import Clock
 from kvcal.catalogue import Geometry
-from kvcal_artifacts import reconstructed
 from kvcal_artifacts.hf import seam
-from kvcal_artifacts.paths import choose
+from kvcal_artifacts.paths import choose, dequantised
 from kvcal_artifacts.windows import Windows
 
 WINDOWS = Windows(4, 128, 32)
@@ -97,9 +96,9 @@ def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
         choose.rules("auto", pair, dtype, device)
         choose.block_rules("auto", pair, dtype, device)
     else:
-        reconstructed.refusal("auto", pair, dtype, device)
+        dequantised.refusal("auto", pair, dtype, device)
         rotary = geometry.head_dim if one.frame == "pre_rope" else 0
-        reader = reconstructed.reader_of(pair, dtype, "auto", 0, 1)
+        reader = dequantised.reader_of(pair, dtype, "auto", 0, 1)
         reader.turns(rotary, device)
 
 

@@ -12,9 +12,9 @@ from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.cache.static import StaticLayer
 from kvcal_artifacts.cache.statistics import Prefixes
 from kvcal_artifacts.codecs.ragged import Ragged
-from kvcal_artifacts.ledger import Ledger, Plan
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.store import Stored
+from kvcal_artifacts.storage.block_store import Stored
+from kvcal_artifacts.storage.ledger import Ledger, Plan
 
 from ..catalogue import Geometry
 from .layer import Case, fill

@@ -18,8 +18,8 @@ from kvcal_artifacts.cache.statistics import Prefixes, due_tokens, principal, st
 from kvcal_artifacts.codecs import Context, Shape, Uniform
 from kvcal_artifacts.codecs.squat import CHOICES
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.ledger import Ledger
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs
+from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps

@@ -1,7 +1,7 @@
 """KVCalCache: a Transformers cache whose tokens are sinks, packed blocks and a recent window.
 
 Prefill attends to the exact keys and values of the current call; what leaves the recent window is packed in the same
-update, for later calls. Decode steps read packed blocks by the fused kernel where fused.py says so; else, on the reference
+update, for later calls. Decode steps read packed blocks by the fused kernel where paths/choose.py says so; else, on the reference
 path, blocks are decoded for the attention of the current call and dropped again.
 """
 
@@ -20,14 +20,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from kvcal_kernels.layout import BLOCK, Rope, rope
 from kvcal_kernels.reconstruct import Turn
 
-from .. import fused, hf, reconstructed, vectors
+from .. import hf
 from ..codecs import Context, Squat
 from ..codecs.base import Refusals
 from ..errors import KVCalError, NonFiniteError
-from ..ledger import CropPlan, Ledger, Plan
-from ..paths import choose, notices
+from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
-from ..selection import EvictingLedger, EvictingPlan, allowed
+from ..storage.eviction import EvictingLedger, EvictingPlan, allowed
+from ..storage.ledger import CropPlan, Ledger, Plan
 from . import static
 from .evicting_layer import EvictingLayer
 from .forward import Call
@@ -137,7 +137,7 @@ class KVCalCache(Cache):
         self.steps: dict[torch.device, Any] = {}  # static.Steps of the layers on a device
         self._masks: dict[torch.device, Tensor | None] = {}
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
-        self._rooms: dict[torch.device, reconstructed.Rooms] = {}
+        self._rooms: dict[torch.device, dequantised.Rooms] = {}
         self._turns: dict[torch.device, tuple[Turn, Turn] | None] = {}
         self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
         self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
@@ -508,17 +508,15 @@ class KVCalCache(Cache):
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
         if (device, vector) not in self._workspaces:
-            made = vectors.workspace(self.kernels, device, self.max_length is not None) if vector else None
+            made = codebook.workspace(self.kernels, device, self.max_length is not None) if vector else None
             self._workspaces[device, vector] = made if vector else fused.workspace(self.kernels, device)
         return self._workspaces[device, vector]
 
-    def rooms(self, device: torch.device) -> reconstructed.Rooms:
+    def rooms(self, device: torch.device) -> dequantised.Rooms:
         """Storage for the layers on a device that are read one after the other."""
-        return self._rooms.setdefault(device, reconstructed.Rooms())
+        return self._rooms.setdefault(device, dequantised.Rooms())
 
-    def turn(
-        self, layer: KVCalLayer, packed: slice, past: int, reader: reconstructed.Reader
-    ) -> tuple[Turn, Turn] | None:
+    def turn(self, layer: KVCalLayer, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Turn, Turn] | None:
         """RoPE of the packed columns, and of the others of the first `past`, as the reconstruction kernels take it: once a
         forward; None where the model's is another.
         """

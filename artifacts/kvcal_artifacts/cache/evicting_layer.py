@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import hf, store
+from .. import hf
 from ..codecs.base import Packed
 from ..errors import KVCalError
-from ..selection import EvictingPlan, Moves, attention_mass
+from ..storage import block_store
+from ..storage.eviction import EvictingPlan, Moves, attention_mass
 from .layer import KVCalLayer, _fill, _take
 
 
@@ -75,7 +76,7 @@ class EvictingLayer(KVCalLayer):
         for role in (0, 1):
             self.window[role] = _fill(_take(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
         self.packed = [
-            {n: store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
+            {n: block_store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
             for packed, made in zip(self.packed, new, strict=True)
         ]
         self.due = {}

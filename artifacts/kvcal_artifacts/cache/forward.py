@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..ledger import Plan
+from ..storage.ledger import Plan
 from ..windows import Windows
 from .statistics import Prefixes
 

@@ -16,14 +16,15 @@ from kvcal_kernels.device import on
 from kvcal_kernels.layout import Blocks
 from kvcal_kernels.quantise import AnyRule
 
-from .. import fused, hf, reconstructed, store, vectors
+from .. import hf
 from ..codecs import Codec, Context, Squat
 from ..codecs.base import Packed, check_finite, collecting
 from ..errors import KVCalError, NonFiniteError
-from ..ledger import CropPlan, Plan
 from ..modes import without_autocast, without_grad
-from ..paths import choose, operator
+from ..paths import choose, codebook, dequantised, fused, operator
 from ..scheme import LayerCodecs
+from ..storage import block_store
+from ..storage.ledger import CropPlan, Plan
 from .statistics import KeyScale, Summed, statistic
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ class KVCalLayer(CacheLayerMixin):
         # whether its attention function is ours: a kernel's, or the model's own that gets a token more each step
         plain = cache.kernels != "off" and cache.scheme.selection is None and hf.odd_attention(site) is None
         self.seamed = self.readable or (plain and hf.implementation(site) == "sdpa")
-        self.vectors = self.readable and vectors.both(codecs)
-        self.most_queries = vectors.most_queries(site.ratio) if self.vectors else fused.QUERIES
-        self.least_tokens = vectors.least_tokens(codecs) if self.vectors else 0
+        self.vectors = self.readable and codebook.both(codecs)
+        self.most_queries = codebook.most_queries(site.ratio) if self.vectors else fused.QUERIES
+        self.least_tokens = codebook.least_tokens(codecs) if self.vectors else 0
         self.expect(cache.kernels, site.placed[1])
         self._clear()
 
@@ -81,13 +82,13 @@ class KVCalLayer(CacheLayerMixin):
     def _find_reader(self, device: torch.device, dtype: torch.dtype) -> None:
         """Where no kernel attends to the blocks, one may decode them."""
         scheme, kernels = self._cache.scheme, self._cache.kernels
-        self.reader: reconstructed.Reader | None = None
+        self.reader: dequantised.Reader | None = None
         self.unread = "token selection" if scheme.selection is not None else ""
         if self.refused is not None and not self.unread:
-            self.unread = reconstructed.refusal(kernels, self.codecs, dtype, device) or ""
+            self.unread = dequantised.refusal(kernels, self.codecs, dtype, device) or ""
             if not self.unread:
                 number = scheme.compressed.index(self.index)  # neighbours in the chain have storage of their own
-                self.reader = reconstructed.reader_of(self.codecs, dtype, kernels, number, scheme.reach + 1)
+                self.reader = dequantised.reader_of(self.codecs, dtype, kernels, number, scheme.reach + 1)
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -246,7 +247,7 @@ class KVCalLayer(CacheLayerMixin):
 
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
-        """What the operator of fused.py does: attention of the call that update() was told of, then its tokens are stored."""
+        """What the operator of paths/operator.py does: attention of the call that update() was told of, then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
@@ -267,8 +268,8 @@ class KVCalLayer(CacheLayerMixin):
         cache = self._cache
         kernels, space = cache.kernels, cache.workspace(q.device, self.vectors)
         if self.vectors:
-            coded = vectors.coded(self.codecs, self.packed)
-            return vectors.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
+            coded = codebook.coded(self.codecs, self.packed)
+            return codebook.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
         (keys, values), turns = self._as_blocks(self.packed), None
         if self.rotary:
             turns = cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
@@ -387,7 +388,7 @@ class KVCalLayer(CacheLayerMixin):
         return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
 
     @torch.no_grad()
-    def _read(self, reader: reconstructed.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, reader: dequantised.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
         """What _materialise gives, from shared storage where all rows hold the same columns."""
         context, dense = self._cache.old_context(self.index), not plan.ragged
         context.stats, turns = self._current(), None
@@ -438,7 +439,7 @@ class KVCalLayer(CacheLayerMixin):
             parts = self.remembered[1]
         old, block = parts[0].shape[2] if parts else 0, self._cache.scheme.windows.block
         if old < self._blocks * block:
-            fresh = [{n: store.from_block(t, old // block) for n, t in packed.items()} for packed in self.packed]
+            fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in self.packed]
             made = self._decoded(fresh, context.part(old, self._blocks * block))
             kept = made if self._cache.scheme.chained else [x.to(self.dtype) for x in made]
             parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
@@ -490,7 +491,7 @@ class KVCalLayer(CacheLayerMixin):
         apart = not by_kernel and all(codec.encodes_by_kernel for codec in self._pair)
         made = self._encode(leaving, stats) if apart else self._encode_by(self._rules, leaving, stats)
         self.packed = [
-            {name: store.append(old[name], t, plan) for name, t in packed.items()}
+            {name: block_store.append(old[name], t, plan) for name, t in packed.items()}
             for old, packed in zip(before, made, strict=True)
         ]
         if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
@@ -553,7 +554,9 @@ class KVCalLayer(CacheLayerMixin):
                 window = _take(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
             self.window[role] = _own(window[:, :, : plan.window])
             self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
-        self.packed = [{n: store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed]
+        self.packed = [
+            {n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed
+        ]
 
     @torch.no_grad()
     def forget(self, count: int, held: Tensor, untouched: Tensor) -> None:
@@ -583,7 +586,7 @@ class KVCalLayer(CacheLayerMixin):
             self.sink = [_cut(t[rows.to(t.device)], sink) for t in self.sink]
             self.window = [_cut(t[rows.to(t.device)], window) for t in self.window]
             self.packed = [
-                {name: store.first_blocks(store.select(t, rows), blocks) for name, t in packed.items()}
+                {name: block_store.first_blocks(block_store.select(t, rows), blocks) for name, t in packed.items()}
                 for packed in self.packed
             ]
             for own in self.statistics.values():
@@ -593,7 +596,7 @@ class KVCalLayer(CacheLayerMixin):
         if self.window[0].device == torch.device(device):
             return
         self.sink, self.window = ([t.to(device, non_blocking=True) for t in part] for part in (self.sink, self.window))
-        self.packed = [{name: store.move(t, device) for name, t in packed.items()} for packed in self.packed]
+        self.packed = [{name: block_store.move(t, device) for name, t in packed.items()} for packed in self.packed]
         for own in self.statistics.values():
             own.move(device)
 
@@ -635,7 +638,7 @@ class KVCalLayer(CacheLayerMixin):
         if part == "decoded":
             return [] if self.remembered is None else self.remembered[1]
         if part == "packed":
-            return [t for packed in self.packed for held in packed.values() for t in store.tensors_of(held)]
+            return [t for packed in self.packed for held in packed.values() for t in block_store.tensors_of(held)]
         return self.sink + self.window
 
     def bookkeeping(self) -> list[Tensor]:

@@ -23,14 +23,14 @@ from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import BLOCK, Form, Rope, rope
 from kvcal_kernels.quantise import AnyRule, Counts
 
-from .. import fused, hf, vectors
+from .. import hf
 from ..codecs import Context, MixKVQ, Squat
 from ..codecs.base import Packed, device_only
 from ..errors import KVCalError, NonFiniteError, UsageError
-from ..ledger import Ledger, Plan
 from ..modes import without_autocast, without_grad
-from ..paths import choose, operator
+from ..paths import choose, codebook, fused, operator
 from ..scheme import LayerCodecs, Scheme
+from ..storage.ledger import Ledger, Plan
 from ..windows import Windows
 from .layer import KVCalLayer
 from .statistics import KeyScale, QuerySubspace
@@ -68,7 +68,7 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
     """
     if moves:
         return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
-    if vectors.both(pair) and pair.key.shape.block % BLOCK:
+    if codebook.both(pair) and pair.key.shape.block % BLOCK:
         return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
     if isinstance(pair.key, MixKVQ):
         by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
@@ -209,7 +209,7 @@ class StaticLayer(KVCalLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if self.vectors and self.refused is None:
-            why = vectors.append_refusal(self._cache.kernels, self.codecs, self.dtype, self.device)
+            why = codebook.append_refusal(self._cache.kernels, self.codecs, self.dtype, self.device)
             if why is not None:
                 self._cache.grow(f"layer {self.index}: {why}")
 
@@ -409,8 +409,8 @@ class StaticLayer(KVCalLayer):
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = operator.register(self)  # what was compiled for another room knows its addresses
             if self.vectors:
-                coded, shape = vectors.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
-                vectors.reserve(
+                coded, shape = codebook.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
+                codebook.reserve(
                     self._cache.kernels, coded, like.new_zeros(shape), self._cache.workspace(self.device, True)
                 )
             else:
@@ -561,15 +561,15 @@ class StaticLayer(KVCalLayer):
     def _attend_codes(self, room: Room, counts: Counts, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Of vector codes."""
         kernels, space = self._cache.kernels, self._cache.workspace(q.device, True)
-        coded = vectors.coded(self.codecs, room.packed)
+        coded = codebook.coded(self.codecs, room.packed)
         sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
         new = k.to(self.dtype), v.to(self.dtype)
-        vectors.append(kernels, coded, sink, ring, counts, room.flags, new, space)
+        codebook.append(kernels, coded, sink, ring, counts, room.flags, new, space)
         slots = next(iter(room.packed[0].values())).shape[2]
         blocks = (counts.blocks_before // fused.kernel_blocks(self.codecs)).clamp_max(slots)
         exact = (*sink, counts.sink), (*ring, counts.seen)
         first = counts.blocks_before * BLOCK
-        return vectors.attention(kernels, q.to(self.dtype).contiguous(), coded, blocks, *exact, scaling, space, first)
+        return codebook.attention(kernels, q.to(self.dtype).contiguous(), coded, blocks, *exact, scaling, space, first)
 
     def _factors_seen(self, counts: Counts, keys: Tensor, by: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """By name what statistics are with this step's keys, of kv heads and of query heads."""

@@ -19,7 +19,7 @@ from kvcal_kernels.quantise import factors_of
 
 from ..codecs.base import Shape
 from ..errors import KVCalError
-from ..ledger import Plan
+from ..storage.ledger import Plan
 from ..windows import Windows
 
 Wants = Literal["q", "q_pre", "k"]

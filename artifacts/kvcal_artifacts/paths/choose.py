@@ -8,12 +8,13 @@ from kvcal_kernels import quantise
 from kvcal_kernels.layout import Form, rope
 from kvcal_kernels.quantise import AnyRule
 
-from .. import hf, preflight
+from .. import hf
 from ..codecs import Codec, Higgs, Scaled, Squat, Uniform
 from ..errors import KernelsUnavailable, UsageError
-from ..fused import QUERIES
 from ..scheme import LayerCodecs, Scheme
+from .fused import QUERIES
 from .notices import warn
+from .preflight import verdicts
 
 CHOICES = ("auto", "off", "torch", "triton")
 RATIO = 16  # query heads a kv head, at most
@@ -27,7 +28,7 @@ DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
 def check_choice(kernels: str) -> None:
     if kernels not in CHOICES:
         raise UsageError(f"kernels={kernels!r}: allowed are {', '.join(map(repr, CHOICES))}")
-    if kernels == "triton" and preflight.triton_version() is None:
+    if kernels == "triton" and verdicts.triton_version() is None:
         raise UsageError("kernels='triton': triton is not installed")
 
 
@@ -60,10 +61,10 @@ def ratio_refusal(ratio: int) -> str | None:
 
 def shape_refusal(pair: LayerCodecs) -> str | None:
     """Why no kernel reads what these codecs store at their shape."""
-    from .. import vectors
+    from . import codebook
 
-    if vectors.both(pair):
-        return vectors.refusal(pair)
+    if codebook.both(pair):
+        return codebook.refusal(pair)
     for codec in (pair.key, pair.value):
         if isinstance(why := codec.fused(), str):
             return f"{codec.role}s: {why}"
@@ -72,10 +73,10 @@ def shape_refusal(pair: LayerCodecs) -> str | None:
 
 def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
     """Why no kernel turns keys that these codecs store before RoPE of `rotary` channels, if it reads them."""
-    from .. import vectors
+    from . import codebook
 
     form = pair.key.fused()
-    if vectors.both(pair):
+    if codebook.both(pair):
         what = "vector codes"
     elif not isinstance(form, Form):
         return None
@@ -100,17 +101,17 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
     """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
     describe() alone.
     """
-    from .. import vectors
+    from . import codebook
 
     wanted = kernels in ("torch", "triton") or runs_kernels(device)
-    known = vectors.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
+    known = codebook.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
     shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
     if kernels != "off" and wanted and known and shape:
         warn(f"fused kernel: {why}")
 
 
 def runs_kernels(device: torch.device) -> bool:
-    return preflight.unsupported(device) is None
+    return verdicts.unsupported(device) is None
 
 
 def absence(
@@ -122,9 +123,9 @@ def absence(
     """
     if kernels == "torch":
         return None
-    here = kernels == "triton" and preflight.interpreted()
+    here = kernels == "triton" and verdicts.interpreted()
     if not here and not runs_kernels(device):
-        why = preflight.unsupported(device)
+        why = verdicts.unsupported(device)
         if device.type == "cuda":
             warn(f"fused kernel: {why}")
         return why
@@ -132,14 +133,14 @@ def absence(
         return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
     if here:
         return None
-    from .. import vectors
+    from . import codebook
 
     keys, values = pair.key.fused(), pair.value.fused()
-    if vectors.both(pair):
-        why = vectors.verdict(pair, ratio, dtype, device)
+    if codebook.both(pair):
+        why = codebook.verdict(pair, ratio, dtype, device)
     else:
         assert isinstance(keys, Form) and isinstance(values, Form)
-        why = preflight.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
+        why = verdicts.verdict(keys, values, pair.key.shape.heads, ratio, dtype, device, rotary)
     if why:
         said = f"the fused kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
         warn(said, verdict=why)
@@ -200,9 +201,9 @@ def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.dev
     """
     channels = pair.key.channels if isinstance(pair.key, Squat) else 0
     found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
-    if isinstance(found, str) or preflight.interpreted():
+    if isinstance(found, str) or verdicts.interpreted():
         return found
-    if why := preflight.append_verdict(*found, dtype, device, channels):
+    if why := verdicts.append_verdict(*found, dtype, device, channels):
         warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
         return f"the append kernel does not pass: {why}"
     return found
@@ -216,10 +217,10 @@ def block_rules(
     """
     corrected = isinstance(pair.key, Squat)
     found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
-    if isinstance(found, str) or preflight.interpreted():
+    if isinstance(found, str) or verdicts.interpreted():
         return found
     given = torch.float32 if corrected else dtype, dtype
-    if why := preflight.quantise_verdict(*found, given, isinstance(pair.key, Scaled), device):
+    if why := verdicts.quantise_verdict(*found, given, isinstance(pair.key, Scaled), device):
         warn(f"quantise kernel: {why}", "blocks are packed by torch instead, slowly", why)
         return f"the quantise kernel does not pass: {why}"
     return found
@@ -238,13 +239,13 @@ def _rules(kernels: str, key: Codec, value: Codec) -> tuple[AnyRule, AnyRule] | 
 
 def packing(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> LayerCodecs:
     """The codecs, encoding by kernels where these run and give torch's bytes. On a GPU that is tried out once."""
-    anywhere = kernels == "triton" and preflight.interpreted()
-    if kernels in ("off", "torch") or not (anywhere or preflight.unsupported(device) is None):
+    anywhere = kernels == "triton" and verdicts.interpreted()
+    if kernels in ("off", "torch") or not (anywhere or verdicts.unsupported(device) is None):
         return pair
     made = []
     for codec in (pair.key, pair.value):
         own = codec.by_kernel()
-        if own is not codec and not anywhere and (why := preflight.encode_verdict(codec, dtype, device)):
+        if own is not codec and not anywhere and (why := verdicts.encode_verdict(codec, dtype, device)):
             warn(f"encoding kernel: {why}", "blocks are packed by torch instead, slowly", why)
             own = codec
         made.append(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from .. import preflight
+from .preflight import verdicts
 
 _WARNED: set[str] = set()
 
@@ -17,4 +17,4 @@ def warn(
     """Once a process: a model has many layers, and a program many caches. verdict: of preflight, which its file may keep."""
     if line not in _WARNED:
         _WARNED.add(line)
-        warnings.warn(f"{line}; {instead}{preflight.remembered(verdict) if verdict else ''}", stacklevel=2)
+        warnings.warn(f"{line}; {instead}{verdicts.remembered(verdict) if verdict else ''}", stacklevel=2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .codecs.ragged import Ragged
+from ..codecs.ragged import Ragged
 
 if TYPE_CHECKING:
     from .ledger import Plan

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .errors import KVCalError, NonFiniteError
+from ..errors import KVCalError, NonFiniteError
+from ..windows import HeavyHitters, Windows
 from .ledger import CropPlan, Plan, check_batch, host_rows
-from .windows import HeavyHitters, Windows
 
 SCORES = 1 << 24  # attention weights held at a time: 64 MB
 FULL = 0.75  # a block stays while so many of its tokens are kept; with fewer they are packed again, with others

@@ -12,7 +12,7 @@ from kvcal_kernels.attention import fast, reference
 from kvcal_kernels.layout import BLOCK, Blocks, Form, Rope, rope
 from kvcal_kernels.quantise import AnyRule
 
-from .scheme import LayerCodecs
+from ..scheme import LayerCodecs
 
 QUERIES = 16  # new tokens a call, at most
 Exact = tuple[Tensor, Tensor, Tensor]  # keys, values (B, H, room, D), tokens of each row (B,) int32

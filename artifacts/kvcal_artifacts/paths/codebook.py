@@ -13,9 +13,10 @@ from kvcal_kernels import vq_append, vq_attention
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.vq_attention import Coded, reference
 
-from . import fused, preflight
-from .codecs import ResidualVQ
-from .scheme import LayerCodecs
+from ..codecs import ResidualVQ
+from ..scheme import LayerCodecs
+from . import fused
+from .preflight import verdicts
 
 # Tables and sums by code are a fixed cost of every row and step. On an H200 (docs/benchmarks/vq_attention.md) it is made up
 # for at once with 4096 codewords; at the paper's sizes by 8000 tokens against a decode in one pass, so by about 600 against
@@ -62,15 +63,15 @@ def least_tokens(pair: LayerCodecs) -> int:
 
 def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     assert _is_vq(pair.key) and _is_vq(pair.value)
-    return preflight.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
+    return verdicts.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
 
 
 def append_refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel appends a step's tokens to these codes where the layer is; None where one does, or its reference."""
     assert _is_vq(pair.key) and _is_vq(pair.value)
-    if kernels == "torch" or preflight.interpreted():
+    if kernels == "torch" or verdicts.interpreted():
         return None
-    why = preflight.vectors_append_verdict(pair.key, pair.value, dtype, device)
+    why = verdicts.vectors_append_verdict(pair.key, pair.value, dtype, device)
     return f"the append kernel of vector codes does not pass: {why}" if why else None
 
 
