@@ -120,7 +120,7 @@ def test_architectures(family: str, frame: Any) -> None:
     own = build(family, head_dim=64, **more)
     caches = both(chained(frame, own.config.num_hidden_layers), own)
     close(steps(caches, token_ids(2, 90), [80, 81, 84]))
-    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0]._turns.values()]
+    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0].forward._turns.values()]
     assert turns == ([turned] if frame == "pre_rope" else [])
 
 

@@ -1,8 +1,8 @@
 """KVCalCache: a Transformers cache whose tokens are sinks, packed blocks and a recent window.
 
 Prefill attends to the exact keys and values of the current call; what leaves the recent window is packed in the same
-update, for later calls. Decode steps read packed blocks by the fused kernel where paths/choose.py says so; else, on the reference
-path, blocks are decoded for the attention of the current call and dropped again.
+update, for later calls. Decode steps read packed blocks by the fused kernel where paths/choose.py says so; else, on
+the reference path, blocks are decoded for the attention of the current call and dropped again.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from kvcal_kernels.layout import BLOCK, Rope, rope
-from kvcal_kernels.reconstruct import Turn
-
 from .. import hf
 from ..codecs import Context, Squat
-from ..codecs.base import Refusals
-from ..errors import KVCalError, NonFiniteError
+from ..errors import KVCalError
 from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
 from ..storage.eviction import EvictingLedger, EvictingPlan, allowed
 from ..storage.ledger import CropPlan, Ledger, Plan
-from . import static
+from . import report, static
+from .chain import Chain
 from .evicting_layer import EvictingLayer
-from .forward import Call
+from .forward import Forward
 from .layer import KVCalLayer, Watch
-
-PARTS = ("packed", "window", "bookkeeping", "decoded")
-
+from .masks import MaskHistory
+from .record import Record
+from .rope import StoredRope
 
 # what a layer does not share with its copies
 OWN = ("_owner", "site", "title", "_in_place", "codecs", "handle", "_shown", "_layer")
@@ -93,7 +90,8 @@ class KVCalCache(Cache):
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
         hf.check_frame([self._sites[index] for index in scheme.compressed], scheme.frame)
-        self.rotary = hf.rotary_width(model) if scheme.frame == "pre_rope" and kernels != "off" else 0
+        before = scheme.frame == "pre_rope"
+        self.stored_rope = StoredRope(model, hf.rotary_width(model) if before and kernels != "off" else 0)
         plain = DynamicCache(config=config).layers
         kind = KVCalLayer if scheme.selection is None else EvictingLayer
         layers = [
@@ -106,59 +104,37 @@ class KVCalCache(Cache):
         self.most_queries = min([fused.QUERIES, *(layer.most_queries for layer in self.own_layers)])
         if require_kernels:
             choose.require([(o.index, o.refused) for o in self.own_layers if o.refused and o.reader is None])
+        self.record, self.forward = Record(), Forward(scheme, model)
         self.ledger: Any = Ledger(scheme.windows)  # or EvictingLedger, which has the same methods
         if scheme.selection is not None:
             self.ledger = EvictingLedger(scheme.windows, scheme.selection)
             for layer in self.own_layers:
                 hf.check_selectable(layer.site)
-        self.returned_tokens = 0
-        self.unforgotten = {"tokens": 0, "blocks": 0}  # see describe()
-        self.decoded: dict[str, int] = {}  # see describe()
-        self._mask: Tensor | None = None
-        self._custom_mask = False
-        self._positions: Tensor | None = None
-        self._rope: tuple[Tensor, Tensor] | None = None  # of all columns
-        self._rope_now: tuple[Tensor, Tensor] | None = None  # of the current call's, as the model itself made them
-        self._call: Call | None = None  # the current forward's, from its first layer on
-        self._chain: dict[str, dict[int | None, tuple[Tensor | None, Tensor | None]]] = {"old": {}, "new": {}}
         tapped = [self._sites[layer.index] for layer in self.own_layers] if scheme.frame == "pre_rope" else []
         selected = [layer.site for layer in self.own_layers if scheme.selection is not None]
         asked = [layer.site for layer in self.own_layers if any(s.wants != "k" for s in layer.statistics.values())]
         hf.check_frame([*asked, *selected], "pre_rope")  # queries are rotated as keys are
-        self._torn, self._chained = False, scheme.chained
-        self._inside: str | None = (
-            None  # of a forward that has changed the cache: its "layers", its "head"; None: it returned
-        )
-        self._broken = False  # a forward that had changed the cache did not return
         self._held: Any = None
-        self.refusals = Refusals()
-        self._refused: str | None = None  # what was packed last and could not be
-        self._on_device: bool | None = None
         self.steps: dict[torch.device, Any] = {}  # static.Steps of the layers on a device
-        self._masks: dict[torch.device, Tensor | None] = {}
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, dequantised.Rooms] = {}
-        self._turns: dict[torch.device, tuple[Turn, Turn] | None] = {}
-        self._runs: dict[torch.device, tuple[Tensor, int, Rope]] = {}  # of starts and sink tokens
-        self._even: bool | None = None  # whether the model's RoPE turns by one angle a position
         own = [layer.site for layer in self.own_layers]
         self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
-        self.hides_old = False  # whether the current forward's mask hides columns that were real when they came
-        self.gives_weights = False  # whether attention weights are asked of the current forward
-        self._held_mask: Tensor | None = None  # the ledger's `valid`, on the masks' device
+        self._masks = MaskHistory(compares=scheme.selection is None)
 
     def _fixed(self, layers: list[Any]) -> list[Any]:
         """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are. Whether
         the kernel runs where the model is and in its dtype is for the first keys to say: those that are refused then grow.
         """
         own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
-        moves = self.rotary > 0 and hf.rope_moves(hf.config_of(self.model))
         for index, layer in enumerate(layers):
             if not isinstance(layer, KVCalLayer):
                 self._growing = f"layer {index} is left to Transformers' own cache, which grows"
-            elif why := (None if layer.readable else layer.refused) or static.refusal(layer.codecs, moves):
+            elif why := (None if layer.readable else layer.refused) or static.refusal(
+                layer.codecs, self.stored_rope.moves
+            ):
                 self._growing = f"layer {index}: {why}"
             else:
                 continue
@@ -170,7 +146,7 @@ class KVCalCache(Cache):
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
         refused = (f"{layer.title}: {layer.refused}" for layer in self.own_layers if layer.refused)
-        return self._growing or next(refused, None) or (self.uneven if self.rotary else None)
+        return self._growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
         """Why a call of so many tokens cannot run compiled, and what to do."""
@@ -207,11 +183,11 @@ class KVCalCache(Cache):
 
     def steps_on_device(self, keys: Tensor) -> bool:
         """Whether this forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
-        if self._on_device is None:
-            self._on_device = self._can_step(keys)
-            if self._on_device and not hf.capturing():
-                self._inside = "layers"
-        return self._on_device
+        if self.forward.on_device is None:
+            self.forward.on_device = self._can_step(keys)
+            if self.forward.on_device and not hf.capturing():
+                self.record.stage = "layers"
+        return self.forward.on_device
 
     def _can_step(self, keys: Tensor) -> bool:
         query, past, own = keys.shape[2], self.ledger.columns, self.own_layers
@@ -228,15 +204,15 @@ class KVCalCache(Cache):
             return False  # what the host says of that
         if any(layer.columns != past for layer in own):
             raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
-        self._check_returned()
-        valid = self._new_valid(past, query)
+        self.record.check_returned()
+        forward, valid = self.forward, self._masks.new_columns(self.forward, self.ledger, query)
         learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in own)
-        if self._custom_mask or self.hides_old or self.gives_weights or self.model.training or learns:
+        if forward.custom_mask or forward.hides_old or forward.gives_weights or self.model.training or learns:
             return False
         self._check_room(query)
         if valid is not None and not bool(valid.all()):
             return False
-        return self.scheme.frame == "post_rope" or self.ledger.follows(self._reported)
+        return self.scheme.frame == "post_rope" or self.ledger.follows(forward.positions)
 
     def _check_room(self, query: int) -> None:
         if self.max_length is not None and self.ledger.columns + query > self.max_length:
@@ -250,11 +226,11 @@ class KVCalCache(Cache):
         if hf.capturing() or torch.compiler.is_compiling():
             return
         self._await_offloading()
-        self.check_packed()
+        self.record.check_packed()
         try:
             self._settle()
         except KVCalError:
-            self._said = True
+            self.record.warned = True
             raise
 
     def _await_offloading(self) -> None:
@@ -263,8 +239,6 @@ class KVCalCache(Cache):
             own = [layer for layer in self.own_layers if layer.is_initialized]
             for device in {layer.device for layer in own if layer.device.type == "cuda"}:
                 torch.cuda.synchronize(device)
-
-    _said = False  # the caller has been told of what is wrong
 
     def _settle(self) -> None:
         ready: list[Any] = [layer for layer in self.own_layers if layer.ready]
@@ -278,8 +252,7 @@ class KVCalCache(Cache):
             )
         if new := length - self.ledger.columns:
             self.ledger.proceed(new)
-            if self._held_mask is not None:
-                self._held_mask = torch.nn.functional.pad(self._held_mask, (0, new), value=True)
+            self._masks.extend_by_steps(new)
         static.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
         for layer in ready if new else ():
             layer.columns = length
@@ -297,7 +270,8 @@ class KVCalCache(Cache):
     def note_decoded(self, layer: KVCalLayer, why: str) -> None:
         """A step of a layer that a kernel reads was not the kernel's. The first such layer speaks for all."""
         if next(one for one in self.own_layers if one.refused is None) is layer:
-            self.decoded[why] = self.decoded.get(why, 0) + 1
+            counts = self.record.decoded_steps
+            counts[why] = counts.get(why, 0) + 1
 
     def on_keys_of(self, dtype: torch.dtype) -> None:
         """The first keys of a layer come: if they are the cache's first, all layers expect their dtype."""
@@ -325,7 +299,6 @@ class KVCalCache(Cache):
     # What the hooks tell.
 
     def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
-        self._on_device, self.hides_old, self.gives_weights = None, False, weights
         if weights and any(layer.refused is None for layer in self.own_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
@@ -336,32 +309,26 @@ class KVCalCache(Cache):
         if (self.max_length is not None or by_kind) and mask is not None and wide:
             real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
             mask = mask if real is None else real
-        self._mask, self._custom_mask = mask, mask is not None and mask.ndim != 2
-        if self._custom_mask and self.scheme.selection is not None:
+        custom = mask is not None and mask.ndim != 2
+        self.forward = Forward(self.scheme, self.model, mask, custom, weights)
+        self.stored_rope.begin()
+        for layer in self.own_layers:
+            layer.drop_turn()
+        if custom and self.scheme.selection is not None:
             assert mask is not None
             raise KVCalError(
                 f"attention_mask has {mask.ndim} dimensions: with token selection it must be (batch, tokens), because "
                 "evicted tokens are not there to be masked"
             )
-        self._masks, self._turns = {}, {}
-        if self.rotary and hf.rope_moves(hf.config_of(self.model)):
-            self._runs = {}
-        for layer in self.own_layers:
-            layer.drop_turn()
-        self._call = self._rope = self._rope_now = self._positions = None
 
     def on_rotary(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-        self._positions, self._rope_now = positions, (cos, sin)
+        self.forward.rotate_by(positions, cos, sin)
 
     def on_keys(self, layer: int, keys: Tensor) -> None:
-        own = self.layers[layer]
-        assert isinstance(own, KVCalLayer)
-        own.pending = keys
+        self.forward.keys_before[layer] = keys
 
     def on_queries(self, layer: int, queries: Tensor) -> None:
-        own = self.layers[layer]
-        assert isinstance(own, KVCalLayer)
-        own.pending_queries = queries
+        self.forward.queries_before[layer] = queries
 
     @torch.no_grad()
     def on_attention(self, layer: int, hidden: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -372,68 +339,45 @@ class KVCalCache(Cache):
         assert isinstance(plan, EvictingPlan)
         if plan.first:
             return mask
-        if hidden.device not in self._masks:
+        masks = self.forward.masks
+        if hidden.device not in masks:
             hf.check_selectable(own.site)
-            seen = allowed(plan.alive, self.call.prefixes(hidden.device).valid, 0, plan.query)
-            self._masks[hidden.device] = None if bool(seen.all()) else hf.mask_for(own.site, seen, hidden.dtype)
-        return self._masks[hidden.device]
+            visible = allowed(plan.alive, self.forward.prefixes(hidden.device).valid, 0, plan.query)
+            masks[hidden.device] = None if bool(visible.all()) else hf.mask_for(own.site, visible, hidden.dtype)
+        return masks[hidden.device]
 
     def on_done(self) -> None:
-        plan, self._torn = None if self._call is None else self._call.plan, self.scheme.selection is not None
+        plan, self.record.torn = self.forward.begun, self.scheme.selection is not None
         if isinstance(plan, EvictingPlan) and plan.flush:
             moves = self.ledger.choose(plan)
-            self._chain = {"old": {}, "new": {}}
+            self.forward.chain = Chain(self.scheme)
             for layer in self.own_layers:
                 assert isinstance(layer, EvictingLayer)
                 layer.carry_out(moves)
-        self._torn = False
-        self.check_packed()
-        self._inside = self._inside and "head"
+        self.record.torn = False
+        self.record.check_packed()
+        self.record.stage = self.record.stage and "head"
 
     def on_returned(self) -> None:
-        self._inside = None
+        self.record.stage = None
 
     def on_broken(self) -> None:
-        self._broken = self._broken or self._inside is not None
+        self.record.broken = self.record.broken or self.record.stage is not None
         for layer in self.own_layers:
             layer.drop_turn()
-
-    def _check_returned(self) -> None:
-        """Raises KVCalError where a forward changed the cache and did not return: all its layers hold tokens of which the
-        caller knows nothing.
-        """
-        if self._broken or self._inside == "layers":
-            raise KVCalError(
-                "the cache holds tokens of a forward that did not return: an earlier forward broke off; call reset() and "
-                "start again"
-            )
 
     def check_use(self) -> None:
         """What the hooks check before a forward, at a step that is compiled, of which they do not hear."""
         if not hf.capturing():
             if (replaced := self._hooks.replaced) is not None:
                 raise KVCalError(replaced)
-            self._check_returned()
-
-    def check_packed(self) -> None:
-        """Raises NonFiniteError where a forward packed what cannot be: at its end, or at the next use if it broke off."""
-        try:
-            self.refusals.check()
-        except NonFiniteError as error:
-            self._refused, self._said = str(error), True
-            raise
+            self.record.check_returned()
 
     # What layers ask for.
 
     def add_mass(self, mass: Tensor) -> None:
         """Attention (B, past + query) that one layer's queries gave to each slot."""
         self.ledger.add(mass)
-
-    @property
-    def call(self) -> Call:
-        """What the current forward's layers share; once its first one has come."""
-        assert self._call is not None
-        return self._call
 
     def plan_for(self, layer: KVCalLayer, keys: Tensor) -> Plan:
         """The current forward's plan, made when its first layer comes, on the device of the keys."""
@@ -448,20 +392,15 @@ class KVCalCache(Cache):
             state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
             more = "" if self._hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
             raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
-        if self._call is None:
+        if self.forward.begun is None:
             self._check_whole(layer.index, query)
-            plan, self._inside = self._begin(batch, query), "layers"
-            self._call = Call(plan, self.scheme.windows)
-        return self._call.on(device)
+            self.forward.begun = self._begin(batch, query)
+            self.record.stage = "layers"
+        return self.forward.on(device)
 
     def _check_whole(self, first: int, query: int) -> None:
         """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
-        if self._refused is not None:
-            raise KVCalError(
-                f"an earlier forward broke off; call reset() and start again. It ended with: {self._refused}"
-            )
-        if self._torn:
-            raise KVCalError("an earlier forward broke off while it evicted tokens: call reset() and start again")
+        self.record.check_whole()
         for index, layer in enumerate(self.layers):
             wanted = self.ledger.columns + (query if index < first else 0)
             held = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
@@ -470,40 +409,25 @@ class KVCalCache(Cache):
                     f"layer {index} holds {held} tokens, the cache {wanted}: "
                     "an earlier forward broke off; call reset() and start again"
                 )
-        self._check_returned()
+        self.record.check_returned()
 
     def _begin(self, batch: int, query: int) -> Plan:
         past = self.ledger.columns
         self._check_room(query)
-        plan: Plan = self.ledger.begin(batch, query, self._new_valid(past, query))
-        if self._mask is None or self._custom_mask or self._held_mask is None:
-            self._held_mask = None
-        else:
-            self._held_mask = torch.cat([self._held_mask, self._mask[:, past : past + query].bool()], 1)
-        if isinstance(plan, EvictingPlan) and self._mask is not None:
-            plan = self.ledger.hide(plan, self._mask[:, :past].to("cpu").bool())
+        forward = self.forward
+        plan: Plan = self.ledger.begin(batch, query, self._masks.new_columns(forward, self.ledger, query))
+        self._masks.extend(forward, past, query)
+        if isinstance(plan, EvictingPlan) and forward.mask is not None:
+            plan = self.ledger.hide(plan, forward.mask[:, :past].to("cpu").bool())
         if self.scheme.frame == "pre_rope":
-            new = self._reported.to(torch.int32).expand(batch, query)
+            new = forward.positions.to(torch.int32).expand(batch, query)
             old = self.ledger.positions
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
             if any(layer.readable and (layer.rotary or self.max_length) for layer in self.own_layers):
                 self.ledger.follow(plan, new)
-                if self.max_length and self.rotary and not self.turns_evenly:
+                if self.max_length and self.stored_rope.rotary and not self.stored_rope.is_even(self.ledger):
                     self._leave_rooms()
-        self._chain = {"old": {}, "new": {}}
         return plan
-
-    @property
-    def _reported(self) -> Tensor:
-        """Positions int (B or 1, query) of the current forward's columns."""
-        if self._positions is None:
-            raise KVCalError("the model's rotary module did not report positions; use a bundle with frame post_rope")
-        return self._positions
-
-    @property
-    def has_custom_mask(self) -> bool:
-        """Whether the current forward was given a mask that is not (batch, tokens)."""
-        return self._custom_mask
 
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
@@ -516,140 +440,35 @@ class KVCalCache(Cache):
         """Storage for the layers on a device that are read one after the other."""
         return self._rooms.setdefault(device, dequantised.Rooms())
 
-    def turn(self, layer: KVCalLayer, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Turn, Turn] | None:
-        """RoPE of the packed columns, and of the others of the first `past`, as the reconstruction kernels take it: once a
-        forward; None where the model's is another.
-        """
-        device = layer.window[0].device
-        if device not in self._turns:
-            tables = self.rope(slice(0, past), layer.window[0])
-            own = Turn(*(t[:, packed] for t in tables))
-            others = Turn(*(torch.cat([t[:, : packed.start], t[:, packed.stop :]], 1) for t in tables))
-            self._turns[device] = (own, others) if hf.by_halves(layer.site, own.cos.shape[-1]) else None
-        turns = self._turns[device]
-        return turns if turns is not None and reader.turns(turns[0].cos.shape[-1], device) else None
+    @property
+    def returned_tokens(self) -> int:
+        """How many tokens crops have brought back from packed blocks, decoded."""
+        return self.record.returned_tokens
 
     @property
-    def uneven(self) -> str | None:
-        """Why no kernel turns the keys that are held, stored before RoPE; None if it does, as far as is known."""
-        if not self.ledger.gapless:
-            return choose.GAPS
-        return choose.UNEVEN if self._even is False else None
-
-    @property
-    def turns_evenly(self) -> bool:
-        """Whether tokens of a run differ by `near` alone: once a cache, seen on the model's own cosines and sines."""
-        if self._even is None:
-            first = torch.arange(0, 2 * BLOCK, device=self.ledger.positions.device)
-            cos, sin = self._own_rope(first)
-            own = Rope(torch.stack([cos[::BLOCK], sin[::BLOCK]], 1)[None], rope.near(cos[:BLOCK], sin[:BLOCK]))
-            wanted = torch.stack([cos, sin], 1)[None]
-            self._even = bool(((own.tables(first[None]) - wanted).abs() < 1e-4 * wanted.abs().max()).all())
-        return self.uneven is None
-
-    def _own_rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's cosines and sines (T, R/2) float32 of positions (T,); it is told how far the sequence has come, too."""
-        newest = torch.full_like(positions[:1], self._newest)
-        cos, sin = hf.rope_tables(self.model, torch.cat([positions, newest])[None], torch.float32)
-        return cos[0, :-1, : self.rotary // 2], sin[0, :-1, : self.rotary // 2]
-
-    @property
-    def _newest(self) -> int:
-        """The largest position that a token has."""
-        starts: Tensor = self.ledger.starts
-        return int((starts + self.ledger.seen).max()) - 1
-
-    @torch.no_grad()
-    def turns(self, device: torch.device, sink: int, blocks: int, recent: int) -> Rope:
-        """RoPE of rows with room for so many sink tokens, kernel blocks and recent tokens; made where these outgrow it."""
-        starts = self.ledger.starts
-        of, held, own = self._runs.get(device, (None, -1, None))
-        if own is None or of is not starts or held != sink or own.first.shape[1] < rope.runs(sink, blocks, recent):
-            same = starts[:1] if bool((starts == starts[0]).all()) else starts
-            room = blocks if hf.rope_moves(hf.config_of(self.model)) else blocks + blocks // 8 + 8
-            first = rope.first_positions(same, sink, room, recent).to(device)
-            if room == blocks:  # what lies beyond is no token's, and would say that the sequence is longer
-                first = first.clamp_max(self._newest)
-            own = self.turns_at(first)
-            self._runs[device] = starts, sink, own
-        return own
-
-    def turns_at(self, first: Tensor) -> Rope:
-        """RoPE of runs at these first positions, (B or 1, runs)."""
-        cos, sin = self._own_rope(torch.cat([torch.arange(BLOCK, device=first.device), first.flatten()]))
-        far = torch.stack([cos[BLOCK:], sin[BLOCK:]], -2).unflatten(0, first.shape)
-        return Rope(far, rope.near(cos[:BLOCK], sin[:BLOCK]))
-
-    def _new_valid(self, past: int, query: int) -> Tensor | None:
-        """(B, query) bool on the CPU: which new columns are real tokens; None if all are."""
-        if self._mask is None or self._custom_mask:
-            return None
-        if self._mask.shape[1] < past + query:
-            raise KVCalError(
-                f"attention_mask has {self._mask.shape[1]} columns, needs {past + query} (cached plus new); "
-                "give the mask of the whole sequence"
-            )
-        new, same = self._mask[:, past : past + query].bool(), self._same_old(past)
-        told = torch.cat([new, same.expand(len(new), 1)], 1).to("cpu")  # one wait for the device
-        self.hides_old = not bool(told[:, -1].all())
-        return told[:, :-1]
-
-    def _same_old(self, past: int) -> Tensor:
-        """0-d bool: whether the mask says of the columns held what it said when they came."""
-        assert self._mask is not None
-        old, held = self._mask[:, :past].bool(), self._held_mask
-        if not past or self.scheme.selection is not None or len(old) != self.ledger.batch:
-            # With selection the ledger hides what the mask does.
-            return torch.ones((), dtype=torch.bool, device=old.device)
-        if held is None or held.shape != old.shape or held.device != old.device:
-            held = self._held_mask = self.ledger.valid.to(old.device)
-        return (old == held).all()
+    def shared_bytes(self) -> int:
+        """Bytes of the storage that layers take turns in, by which blocks are dequantised."""
+        return sum(shared.nbytes for shared in self._rooms.values())
 
     def rope(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin for these columns of every row, in the dtype and on the device of `like`; once a forward."""
-        if self._rope is None:
-            assert self.ledger.positions is not None
-            self._rope = hf.rope_tables(self.model, self.ledger.positions, like.dtype)
-        cos, sin = (t[:, columns].to(like.device) for t in self._rope)
-        return cos, sin
+        assert self.ledger.positions is not None
+        return self.forward.tables(self.ledger.positions, columns, like)
 
     def rope_now(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin that the model turned the current call's keys by, on the device of `like`."""
-        assert self._rope_now is not None
-        cos, sin = (t.to(like.device) for t in self._rope_now)
-        return cos, sin
+        """cos, sin that the model rotated the current call's keys by, on the device of `like`."""
+        return self.forward.rotation(like)
 
     def old_context(self, layer: int) -> Context:
-        return self._context(layer, "old")
-
-    def new_context(self, layer: int) -> Context:
-        return self._context(layer, "new")
-
-    def _context(self, layer: int, which: str) -> Context:
-        chain = self._chain[which]
-        (k1, v1), (k2, v2) = (chain.get(self.scheme.below(layer, back), (None, None)) for back in (1, 2))
+        """What layers below left for this one of the blocks that were packed before the current call."""
         own = self.layers[layer]
         assert isinstance(own, KVCalLayer)
-        device = own.device  # a model spread over devices hands reconstructions on from one to the next
-        parts: dict[str, Any] = {
-            name: x.to(device) for name, x in (("k1", k1), ("v1", v1), ("k2", k2), ("v2", v2)) if x is not None
-        }
-        return Context(layer, **parts)
+        return self.forward.chain.context("old", layer, own.device)
 
-    def leave_old(self, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
-        self._leave("old", layer, keys, values)
-
-    def leave_new(self, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
-        self._leave("new", layer, keys, values)
-
-    def _leave(self, which: str, layer: int, keys: Tensor | None, values: Tensor | None) -> None:
-        """Reconstructions for the layers above; those that no layer will read again are dropped."""
-        if self._chained:
-            chain = self._chain[which]
-            chain[layer] = (keys, values)
-            chain.pop(self.scheme.below(layer, self.scheme.reach), None)
-            if layer == self.scheme.compressed[-1]:
-                chain.clear()
+    @property
+    def uneven(self) -> str | None:
+        """Why no kernel rotates the keys that are held, stored before RoPE; None if it does, as far as is known."""
+        return self.stored_rope.why_uneven(self.ledger)
 
     # What Transformers asks for.
 
@@ -662,7 +481,7 @@ class KVCalCache(Cache):
                 f"{tokens_to_remove} tokens: crop({tokens_to_remove} - get_seq_length())"
             )
         self.settle()
-        self._check_returned()
+        self.record.check_returned()
         count = min(-tokens_to_remove, self.ledger.columns)
         plan = self.ledger.crop(count)
         if plan.deep and self.strict:
@@ -677,7 +496,7 @@ class KVCalCache(Cache):
             self._crop(count, plan)
 
     def _crop(self, count: int, plan: CropPlan) -> None:
-        self._chain = {"old": {}, "new": {}}
+        self._leave_forward()
         for layer in self.own_layers:
             if layer.is_initialized:
                 layer.crop_to(plan)
@@ -692,11 +511,15 @@ class KVCalCache(Cache):
             held, untouched = self.ledger.held, self.ledger.untouched
             for layer in self.own_layers:
                 layer.forget(count, held, untouched)
-            self.unforgotten["tokens"] += old
-            self.unforgotten["blocks"] += self.ledger.early
-        self.returned_tokens += plan.returned
-        self._rope = self._call = self._held_mask = None
+            self.record.unforgotten["tokens"] += old
+            self.record.unforgotten["blocks"] += self.ledger.early
+        self.record.returned_tokens += plan.returned
         self._publish()
+
+    def _leave_forward(self) -> None:
+        """Tokens come or go otherwise than by a call: nothing that the last call was told holds any more."""
+        self.forward = Forward(self.scheme, self.model, custom_mask=self.forward.custom_mask)
+        self._masks.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
@@ -706,13 +529,13 @@ class KVCalCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.settle()
-        self._check_returned()
+        self.record.check_returned()
         rows = torch.arange(self.ledger.batch).repeat_interleave(repeats)
         self._select(rows, lambda layer: layer.batch_repeat_interleave(repeats))
 
     def _select(self, rows: Tensor, plain: Any) -> None:
         self.settle()
-        self._check_returned()
+        self.record.check_returned()
         if self.ledger.columns:
             self.ledger.select(rows)
         for layer in self.layers:
@@ -720,19 +543,15 @@ class KVCalCache(Cache):
                 layer.select_rows(rows, self.ledger.widths)
             else:
                 plain(layer)
-        self._rope = self._call = self._held_mask = None
+        self._leave_forward()
         self._publish()
 
     def reset(self) -> None:
         super().reset()
         self.ledger.clear()
-        self.returned_tokens, self._torn, self._said = 0, False, False
-        self._inside, self._broken = None, False
         self._hooks.forget()
-        self.refusals, self._refused = Refusals(), None
-        self.unforgotten, self.decoded = {"tokens": 0, "blocks": 0}, {}
-        self._rope = self._call = self._mask = self._held_mask = None
-        self._chain = {"old": {}, "new": {}}
+        self.record = Record()
+        self._leave_forward()
 
     def close(self) -> None:
         """Remove every hook from the model. The cache cannot be used afterwards. Raises KVCalError where steps since the last
@@ -741,11 +560,11 @@ class KVCalCache(Cache):
         was = self._hooks.closed
         self._hooks.close()
         self._seams.close()
-        if not was and not self._said and sys.exc_info()[0] is None and not hf.capturing():
+        if not was and not self.record.warned and sys.exc_info()[0] is None and not hf.capturing():
             self._last_words()
 
     def _last_words(self) -> None:
-        self.check_packed()
+        self.record.check_packed()
         for device in self.steps:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # a step that still runs may yet say so
@@ -765,10 +584,7 @@ class KVCalCache(Cache):
         kind |= {"kernels": self.kernels, "max_length": self.max_length, "require_kernels": self.require_kernels}
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
-        twin.returned_tokens, twin._torn, twin._refused = self.returned_tokens, self._torn, self._refused
-        twin._broken = self._broken or self._inside == "layers"
-        twin.decoded = dict(self.decoded)
-        twin.unforgotten, twin.steps = dict(self.unforgotten), copy.deepcopy(self.steps, memo)
+        twin.record, twin.steps = self.record.copied(), copy.deepcopy(self.steps, memo)
         twin._growing = self._growing
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
@@ -794,30 +610,13 @@ class KVCalCache(Cache):
         resident_bytes().
         """
         if part is None:
-            return sum(self.nbytes(name) for name in PARTS)
-        if part not in PARTS:
-            raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
-        if part == "bookkeeping":
-            own = [t for layer in self.own_layers for t in layer.bookkeeping()]
-            shared: int = self.ledger.nbytes
-            return shared + sum(t.numel() * t.element_size() for t in own)
-        tensors = [t for layer in self.own_layers for t in layer.stored(part)]
-        if part == "window":
-            plain = [layer for layer in self.layers if not isinstance(layer, KVCalLayer)]
-            tensors += [t for layer in plain for t in (layer.keys, layer.values) if t is not None]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values())
+            return sum(report.nbytes(self, name) for name in report.PARTS)
+        return report.nbytes(self, part)
 
     def packed_values(self) -> int:
         """How many numbers the packed blocks stand for; those of evicted tokens do not count."""
-        pairs = [pair for pair in self.scheme.layers if pair is not None]
         self.settle()
-        numbers = sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
-        if self.scheme.selection is None:
-            blocks: int = self.ledger.blocks.sum().item()
-            return blocks * numbers
-        tokens: int = self.ledger.packed_tokens
-        return tokens * numbers // self.scheme.windows.block
+        return report.packed_values(self)
 
     def bits_per_value(self) -> float:
         """Stored bits of the packed blocks over the values they stand for; nan while nothing is packed."""
@@ -844,35 +643,7 @@ class KVCalCache(Cache):
         kernel that reads packed blocks had to leave to the model's own attention, by the reason.
         """
         self.settle()
-        rows = []
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, KVCalLayer):
-                key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
-                row = {"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path}
-                rows.append(row | ({"packing": layer.packing} if layer.is_initialized else {}))
-            else:
-                rows.append({"layer": index, "state": "skipped", "why": self.scheme.skipped[index]})
-        return {
-            "windows": vars(self.scheme.windows),
-            "frame": self.scheme.frame,
-            "coverage": self.scheme.coverage,
-            "tokens": self.ledger.columns,
-            "selection": None if self.scheme.selection is None else self.ledger.describe(),
-            "packed_blocks": self.ledger.blocks.tolist(),
-            "caveats": self.caveats,
-            "returned_by_crop": self.returned_tokens,
-            "unforgotten_by_statistics": dict(self.unforgotten),
-            "mask": "custom (not 2-D): every token counts as real" if self._custom_mask else "2-D or none",
-            "decoded_steps": dict(self.decoded),
-            "path": choose.summary([layer.why_reference for layer in self.own_layers], self.kernels),
-            "max_length": self.max_length,
-            "compileable": self.why_not_compileable or True,
-            "nbytes": {name: self.nbytes(name) for name in PARTS},
-            "shared_bytes": sum(rooms.nbytes for rooms in self._rooms.values()),
-            "bits_per_value": self.bits_per_value(),
-            "resident_bytes": self.resident_bytes(),
-            "layers": rows,
-        }
+        return report.describe(self)
 
     def __repr__(self) -> str:
         return (

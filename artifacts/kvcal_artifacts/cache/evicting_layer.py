@@ -42,10 +42,10 @@ class EvictingLayer(KVCalLayer):
     @torch.no_grad()
     def _weigh(self, plan: EvictingPlan, keys: Tensor) -> None:
         """Add what the call's queries look at. keys (B, H, past + query, D) as attention takes them."""
-        before = self.pending_queries
+        before = self._cache.forward.queries_before.get(self.index)
         if before is None:
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
-        valid, scaling = self._cache.call.prefixes(keys.device).valid, hf.score_scaling(self.site)
+        valid, scaling = self._cache.forward.prefixes(keys.device).valid, hf.score_scaling(self.site)
         self._cache.add_mass(attention_mass(self._turned(before), keys, plan.alive, valid, scaling))
 
     @staticmethod
@@ -56,7 +56,7 @@ class EvictingLayer(KVCalLayer):
 
     @torch.no_grad()
     def _hold(self, plan: EvictingPlan, new: list[Tensor]) -> None:
-        at = self._cache.call.prefixes(new[0].device)
+        at = self._cache.forward.prefixes(new[0].device)
         for role in (0, 1):  # what a pad holds never comes near a softmax
             self.window[role] = torch.cat([self.window[role], at.mask(new[role])], 2)
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcal_kernels.device import on
 from kvcal_kernels.layout import Blocks
 from kvcal_kernels.quantise import AnyRule
+from kvcal_kernels.reconstruct import Turn
 
 from .. import hf
 from ..codecs import Codec, Context, Squat
@@ -56,9 +57,7 @@ class KVCalLayer(CacheLayerMixin):
         self._ratio = 1 if hf.odd_attention(site) else site.ratio
         self.codecs = codecs = codecs.read_by(self._ratio)
         self.columns = 0
-        self.pending: Tensor | None = None  # keys before RoPE of the current call
-        self.pending_queries: Tensor | None = None  # queries before RoPE of it
-        self.rotary = cache.rotary if site.rope else 0  # channels that the kernel turns
+        self.rotary = cache.stored_rope.rotary if site.rope else 0  # channels that the kernel turns
         self.handle = operator.register(self)
         self.refused = choose.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
@@ -97,7 +96,7 @@ class KVCalLayer(CacheLayerMixin):
         self._factor: tuple[list[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
-        self.columns, self.is_initialized, self.pending, self.pending_queries = 0, False, None, None
+        self.columns, self.is_initialized = 0, False
         # columns that no statistic has been shown, the device's own steps: the newest ones, and all
         self.unseen = self.missed = 0
         self._due = None
@@ -204,18 +203,20 @@ class KVCalLayer(CacheLayerMixin):
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
-        cache = self._cache
+        cache, forward = self._cache, self._cache.forward
         tokens = self._blocks * cache.scheme.windows.block
         if self.refused is not None or plan.query > self.most_queries or tokens <= self.least_tokens:
             return False
         reasons = {
             "a row's mask says 0 for a new token": not plan.whole,
-            "a mask that is not 2-D": cache.has_custom_mask,
-            "the mask hides stored tokens": cache.hides_old,
-            "output_attentions": cache.gives_weights,
+            "a mask that is not 2-D": forward.custom_mask,
+            "the mask hides stored tokens": forward.hides_old,
+            "output_attentions": forward.gives_weights,
             "the model is in training mode": self.site.module.training,
             "a gradient may be asked for": self.learns(keys, values),
-            "positions that do not follow those before": bool(self.rotary and not cache.turns_evenly),
+            "positions that do not follow those before": bool(
+                self.rotary and not cache.stored_rope.is_even(cache.ledger)
+            ),
         }
         why = next((why for why, holds in reasons.items() if holds), None)
         if why is not None:
@@ -247,14 +248,14 @@ class KVCalLayer(CacheLayerMixin):
 
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
-        """What the operator of paths/operator.py does: attention of the call that update() was told of, then its tokens are stored."""
+        """The operator of paths/operator.py: attention of the call that update() was told of; then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
         (plan, stored), cache = due, self._cache
         with without_autocast(q.device.type):
             each = 1 if self.vectors else fused.kernel_blocks(self.codecs)
-            sink, blocks, recent = cache.call.counts(q.device, each)
+            sink, blocks, recent = cache.forward.counts(q.device, each)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
             exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
             out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
@@ -272,7 +273,9 @@ class KVCalLayer(CacheLayerMixin):
             return codebook.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
         (keys, values), turns = self._as_blocks(self.packed), None
         if self.rotary:
-            turns = cache.turns(q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
+            turns = cache.stored_rope.of_rows(
+                cache.ledger, q.device, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2]
+            )
         factor = self._key_factor()[1]
         return fused.attention(kernels, q, keys, values, blocks, sink, recent, scaling, factor, space, turns=turns)
 
@@ -309,14 +312,14 @@ class KVCalLayer(CacheLayerMixin):
         wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
         if not plan.ragged:
             return wide
-        slots = self._cache.call.places(new.device, recent)
+        slots = self._cache.forward.places(new.device, recent)
         return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
 
     def _frame_keys(self, handed: Tensor) -> Tensor:
         """The current call's keys in the frame they are stored in."""
         if self._cache.scheme.frame == "post_rope":
             return handed
-        before, self.pending = self.pending, None
+        before = self._cache.forward.keys_before.pop(self.index, None)
         if before is None:
             raise KVCalError(
                 f"layer {self.index}: keys before RoPE were not seen; call the model the cache was made for"
@@ -328,12 +331,12 @@ class KVCalLayer(CacheLayerMixin):
     @without_grad
     def _observe(self, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
         """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
-        before, self.pending_queries = self.pending_queries, None
+        before = self._cache.forward.queries_before.pop(self.index, None)
         if not self.statistics:
             return {}
         if self._settled():
             return self._current() if plan.flush else {}
-        at, seen = self._cache.call.prefixes(keys.device), {"k": keys}
+        at, seen = self._cache.forward.prefixes(keys.device), {"k": keys}
         self.unseen = 0
         if before is None and any(s.wants != "k" for s in self.statistics.values()):
             raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
@@ -351,17 +354,17 @@ class KVCalLayer(CacheLayerMixin):
         """Whether no token changes the statistics any more: all rows had blocks, by whose first one keys are divided."""
         cache = self._cache
         plain = self.statistics.keys() <= {KeyScale.name} and cache.scheme.selection is None
-        return plain and cache.call.opened
+        return plain and cache.forward.opened
 
     def _turned(self, queries: Tensor) -> Tensor:
         """The current call's queries after RoPE."""
-        return self.site.rotate(queries, *self._cache.rope_now(queries)) if self.site.rope else queries
+        return self.site.rotate(queries, *self._cache.forward.rotation(queries)) if self.site.rope else queries
 
     is_verified = False
 
     def _verify_frame(self, before: Tensor, handed: Tensor) -> None:
         """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
-        turned, handed = self.site.rotate(before, *self._cache.rope_now(handed)).detach(), handed.detach()
+        turned, handed = self.site.rotate(before, *self._cache.forward.rotation(handed)).detach(), handed.detach()
         # the same function of the same cos and sin: not a bit may differ. A NaN is named when it is packed.
         same = (turned == handed) | (turned.isnan() & handed.isnan())
         if not bool(same.all()):
@@ -374,7 +377,7 @@ class KVCalLayer(CacheLayerMixin):
     def _materialise(self, plan: Plan, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
         """Everything so far, decoded, then the new tokens as handed over."""
         if plan.past == 0:
-            self._cache.leave_old(self.index, None, None)
+            self._cache.forward.chain.leave("old", self.index, None, None)
             return new_keys, new_values
         if self.reader and self._blocks and not self._cache.remember and not self.learns(new_keys, new_values):
             return self._read(self.reader, plan, new_keys, new_values)
@@ -384,40 +387,51 @@ class KVCalLayer(CacheLayerMixin):
             for role, x in enumerate((keys, values))
         ]
         if self._rotates:
-            whole[0] = self.site.rotate(whole[0], *self._cache.rope(slice(0, plan.past), whole[0]))
+            whole[0] = self.site.rotate(whole[0], *self._rope(plan.past, whole[0]))
         return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
 
     @torch.no_grad()
     def _read(self, reader: dequantised.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
         """What _materialise gives, from shared storage where all rows hold the same columns."""
-        context, dense = self._cache.old_context(self.index), not plan.ragged
+        context, dense = self._cache.forward.chain.context("old", self.index, self.device), not plan.ragged
         context.stats, turns = self._current(), None
         if dense and self._rotates:
             packed = slice(self.sink[0].shape[2], plan.past - self.window[0].shape[2])
-            turns = self._cache.turn(self, packed, plan.past, reader)
+            turns = self._turns(packed, plan.past, reader)
         placed = dense and (turns is not None or not self._rotates)
         fresh = list(new) if placed else [x[:, :, :0] for x in new]
         exact = self.sink, self.window, fresh
         whole, made = reader(self._cache.rooms(self.device), self.packed, context, exact, turns)
-        self._cache.leave_old(self.index, *made)
+        self._cache.forward.chain.leave("old", self.index, *made)
         if self._cache.watch is not None:
             self._cache.watch.read(self.index, self._blocks * new[0].shape[0])
         if placed:
             return whole[0], whole[1]
         keys, values = (self._ordered(plan, x) for x in whole)
         if self._rotates:
-            keys = self.site.rotate(keys, *self._cache.rope(slice(0, plan.past), keys))
+            keys = self.site.rotate(keys, *self._rope(plan.past, keys))
         return torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2)
+
+    def _rope(self, past: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The cos and sin of the first `past` columns."""
+        positions = self._cache.ledger.positions
+        return self._cache.forward.tables(positions, slice(0, past), like)
+
+    def _turns(self, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Turn, Turn] | None:
+        """RoPE of the packed columns and of the others, where the reader rotates keys as it writes them."""
+        positions = self._cache.ledger.positions
+        turns = self._cache.forward.turns(positions, self.site, packed, past, self.window[0])
+        return turns if turns is not None and reader.turns(turns[0].cos.shape[-1], self.window[0].device) else None
 
     @torch.no_grad()
     def _decode_all(self) -> tuple[Tensor, Tensor]:
         if not self._blocks:
             nothing = self.window[0][:, :, :0].float()
-            self._cache.leave_old(self.index, nothing, nothing)
+            self._cache.forward.chain.leave("old", self.index, nothing, nothing)
             return nothing, nothing
-        context = self._cache.old_context(self.index)
+        context = self._cache.forward.chain.context("old", self.index, self.device)
         keys, values = self._remembering(context) if self._cache.remember else self._decoded(self.packed, context)
-        self._cache.leave_old(self.index, keys, values)
+        self._cache.forward.chain.leave("old", self.index, keys, values)
         if self._cache.watch is not None:
             self._cache.watch.read(self.index, self._blocks * keys.shape[0])
         return keys, values
@@ -462,9 +476,9 @@ class KVCalLayer(CacheLayerMixin):
     @without_grad
     def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], kept: list[Tensor] | None = None) -> None:
         """Distribute the new tokens over sink and window, and pack what leaves the window. kept: as of _finish."""
-        if not plan.flush and self._cache.call.rolls and (kept is not None or not plan.ragged):  # most steps
+        if not plan.flush and self._cache.forward.rolls and (kept is not None or not plan.ragged):  # most steps
             self.window = kept or [torch.cat([held, x], 2) for held, x in zip(self.window, new, strict=True)]
-            self._cache.leave_new(self.index, None, None)
+            self._cache.forward.chain.leave("new", self.index, None, None)
             return
         leaving: list[Tensor] = []
         for role in (0, 1):
@@ -484,7 +498,7 @@ class KVCalLayer(CacheLayerMixin):
         if plan.flush:
             self._pack(plan, leaving, stats, by_kernel=kept is not None)
         else:
-            self._cache.leave_new(self.index, None, None)
+            self._cache.forward.chain.leave("new", self.index, None, None)
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
@@ -507,12 +521,14 @@ class KVCalLayer(CacheLayerMixin):
             return self._encode(leaving, stats)
         context, block = Context(self.index, stats=stats), self._cache.scheme.windows.block
         keys, values = (x.to(self.dtype) for x in leaving)
-        with collecting(self._cache.refusals, self.index):
+        with collecting(self._cache.record.refusals, self.index):
             keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
         blocks, flags = fused.quantise_by(rules, [keys, values], factor)
-        self._cache.refusals.note(self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index)))
+        self._cache.record.refusals.note(
+            self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index))
+        )
         made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]
-        self._cache.leave_new(self.index, None, None)
+        self._cache.forward.chain.leave("new", self.index, None, None)
         if self._cache.watch is not None:
             self._cache.watch.packed(self.index, leaving, list(self._decoded(made, Context(self.index))))
         return made
@@ -522,11 +538,11 @@ class KVCalLayer(CacheLayerMixin):
 
         What cannot be packed is told when all layers are done, by `KVCalCache.check_packed`.
         """
-        with collecting(self._cache.refusals, self.index):
+        with collecting(self._cache.record.refusals, self.index):
             return self._encode_both(leaving, stats)
 
     def _encode_both(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
-        context, chained = self._cache.new_context(self.index), self._cache.scheme.chained
+        context, chained = self._cache.forward.chain.context("new", self.index, self.device), self._cache.scheme.chained
         context.stats = stats
         blocks: list[Packed] = [{}, {}]
         made: list[Tensor | None] = [None, None]
@@ -538,7 +554,7 @@ class KVCalLayer(CacheLayerMixin):
                 blocks[role] = codec.encode(x, context)
             if role == 0:
                 context.k0 = made[0]
-        self._cache.leave_new(self.index, *made)
+        self._cache.forward.chain.leave("new", self.index, *made)
         if self._cache.watch is not None:
             self._cache.watch.packed(self.index, leaving, list(self._decoded(blocks, replace(context))))
         return blocks

@@ -284,7 +284,9 @@ class StaticLayer(KVCalLayer):
         if not self.is_initialized or not self._cache.is_compileable:
             return
         like, ledger, held = self.window[0], self._cache.ledger, self._cache.held
-        if self._cache.rotary and not bool(ledger.seen.all()):  # no one knows where a row without a token will begin
+        if self._cache.stored_rope.rotary and not bool(
+            ledger.seen.all()
+        ):  # no one knows where a row without a token will begin
             self.leave_room()
             return
         room, steps = self._room_for(like), self._steps_for(like)
@@ -345,16 +347,17 @@ class StaticLayer(KVCalLayer):
 
     def _begin_turns(self, turns: Turns) -> None:
         """Rows begin where the ledger says."""
-        starts = self._cache.ledger.starts
+        ledger = self._cache.ledger
+        starts = ledger.starts
         turns.start.copy_(starts)
         turns.gap.zero_()
-        if not self._cache.rotary or (turns.of is not None and torch.equal(turns.of, starts)):
+        if not self._cache.stored_rope.rotary or (turns.of is not None and torch.equal(turns.of, starts)):
             return
         windows, room = self._cache.scheme.windows, self.room
         assert room is not None
         blocks = most_blocks(windows, self._cache.max_length or 0) * fused.kernel_blocks(self.codecs)
         first = rope.first_positions(starts, windows.sink, blocks, room.ring[0].shape[2])
-        made, turns.of = self._cache.turns_at(first.to(turns.start.device)), starts.clone()
+        made, turns.of = self._cache.stored_rope.of_runs(ledger, first.to(turns.start.device)), starts.clone()
         if turns.rope is None:
             turns.rope = made
         turns.rope.renew(made.first)
@@ -547,7 +550,7 @@ class StaticLayer(KVCalLayer):
         """Of SQuat: keys of the block that this step packs, corrected; this step's attention sees the exact ones."""
         if not isinstance(self.codecs.key, Squat):
             return None
-        self.pending_queries = None
+        self._cache.forward.queries_before.pop(self.index, None)
         assert room.moves is not None
         return self.codecs.key.due(room.ring[0], counts, keys, room.moves, room.due)
 
