@@ -419,7 +419,7 @@ def test_a_forward_that_breaks_off_before_its_attention_leaves_no_turn(monkeypat
         own.model(token_ids(1, 80), past_key_values=own)
         layer = own.own_layers[0]
         own.on_forward(None)
-        monkeypatch.setattr(type(own._hooks), "active", True)
+        monkeypatch.setattr(type(own.hooks), "active", True)
         layer.update(*(torch.randn(1, 2, 1, 64) for _ in range(2)))  # and no attention
         monkeypatch.undo()
         with pytest.raises(KVCalError, match="broke off"):
@@ -1344,7 +1344,7 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     """Weights may be packed, moved or cast between construction and the prompt."""
     own = build("Llama", head_dim=64)
     monkeypatch.setattr(
-        fused, "absence", lambda kernels, pair, ratio, dtype, *rest: {torch.bfloat16: None}.get(dtype, "no")
+        choose, "absence", lambda kernels, pair, ratio, dtype, *rest: {torch.bfloat16: None}.get(dtype, "no")
     )
     kept = opened(scheme(PAIRS["inner-4"], own.config.num_hidden_layers), own, kernels="torch")
     assert "no" in kept.describe()["path"]

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.cache import static
+from kvcal_artifacts.cache import device_steps
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.paths import codebook
@@ -35,7 +35,7 @@ VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the co
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
     """Of keys and values that steps append, of SQuat's as they are corrected; else why the reference path is measured."""
-    return static.refusal(case.scheme.codecs, False) or block_rules(case)
+    return device_steps.refusal(case.scheme.codecs, False) or block_rules(case)
 
 
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
@@ -182,7 +182,7 @@ def appends_vectors(case: Case) -> bool:
     runs = interpreted() or unsupported(case.device) is None
     if not runs or case.dtype not in SIXTEEN or not codebook.both(pair):
         return False
-    return unreadable(case.scheme, pair, case.group) is None and static.refusal(pair, False) is None
+    return unreadable(case.scheme, pair, case.group) is None and device_steps.refusal(pair, False) is None
 
 
 def append_vectors(case: Case) -> Prepared:

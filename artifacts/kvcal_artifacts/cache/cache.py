@@ -24,7 +24,7 @@ from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
 from ..storage.eviction import EvictingLedger, EvictingPlan, allowed
 from ..storage.ledger import CropPlan, Ledger, Plan
-from . import report, static
+from . import device_steps, report, static_storage
 from .chain import Chain
 from .evicting_layer import EvictingLayer
 from .forward import Forward
@@ -70,7 +70,7 @@ class KVCalCache(Cache):
         max_length: int | None = None,
     ) -> None:
         choose.check_choice(kernels)
-        static.check_length(max_length, scheme, offload)
+        device_steps.check_length(max_length, scheme, offload)
         hf.check_supported(model)
         config = hf.config_of(model)
         if len(scheme.layers) != config.num_hidden_layers:
@@ -85,7 +85,7 @@ class KVCalCache(Cache):
         if max_length is not None and any(
             pair and isinstance(pair.key, Squat) and pair.stats for pair in scheme.layers
         ):
-            self.caveats = [*self.caveats, static.PROMPTS]
+            self.caveats = [*self.caveats, device_steps.PROMPTS]
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels
         self._sites = hf.attention_sites(model)
@@ -98,8 +98,10 @@ class KVCalCache(Cache):
             kind(self, i, pair, self._sites[i]) if pair is not None else plain[i]
             for i, pair in enumerate(scheme.layers)
         ]
-        self._growing: str | None = "without max_length, storage grows on the host"
-        super().__init__(layers=layers if max_length is None else self._fixed(layers))
+        self.growing: str | None = "without max_length, storage grows on the host"
+        if max_length is not None:
+            layers, self.growing = device_steps.static_layers(self, layers)
+        super().__init__(layers=layers)
         # new tokens of a call that the kernels of all layers take
         self.most_queries = min([fused.QUERIES, *(layer.most_queries for layer in self.own_layers)])
         if require_kernels:
@@ -119,44 +121,20 @@ class KVCalCache(Cache):
         self._workspaces: dict[tuple[torch.device, bool], Any] = {}
         self._rooms: dict[torch.device, dequantised.Rooms] = {}
         own = [layer.site for layer in self.own_layers]
-        self._hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
+        self.hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
         self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
-        self._masks = MaskHistory(compares=scheme.selection is None)
-
-    def _fixed(self, layers: list[Any]) -> list[Any]:
-        """With max_length: layers with fixed storage, if the device can do the step of every one; else as they are. Whether
-        the kernel runs where the model is and in its dtype is for the first keys to say: those that are refused then grow.
-        """
-        own = [layer for layer in layers if isinstance(layer, KVCalLayer)]
-        for index, layer in enumerate(layers):
-            if not isinstance(layer, KVCalLayer):
-                self._growing = f"layer {index} is left to Transformers' own cache, which grows"
-            elif why := (None if layer.readable else layer.refused) or static.refusal(
-                layer.codecs, self.stored_rope.moves
-            ):
-                self._growing = f"layer {index}: {why}"
-            else:
-                continue
-            return layers
-        self._growing = None
-        return [static.StaticLayer(self, layer.index, layer.codecs, layer.site) for layer in own]
+        self.mask_history = MaskHistory(compares=scheme.selection is None)
 
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
         refused = (f"{layer.title}: {layer.refused}" for layer in self.own_layers if layer.refused)
-        return self._growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
+        return self.growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
         """Why a call of so many tokens cannot run compiled, and what to do."""
-        numbers = [said(number) for number in (self.most_queries, query, self.ledger.columns)]
-        what = f"behind a prompt, of a cache with max_length, not {numbers[1]} behind {numbers[2]}"
-        grows = f" ({self.why_not_compileable})" if self.why_not_compileable else ""
-        return (
-            f"only steps of up to {numbers[0]} tokens can run compiled, {what}{grows}: run this call with the "
-            "uncompiled model, as generate() runs its prompt"
-        )
+        return device_steps.why_not_compiled(self, query)
 
     @property
     def is_compileable(self) -> bool:
@@ -164,7 +142,7 @@ class KVCalCache(Cache):
 
     def grow(self, why: str) -> None:
         """With max_length: a layer cannot leave its steps to the device where it turned out to be."""
-        self._growing = self._growing or why
+        self.growing = self.growing or why
         self._leave_rooms()
 
     @property
@@ -184,37 +162,12 @@ class KVCalCache(Cache):
     def steps_on_device(self, keys: Tensor) -> bool:
         """Whether this forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
         if self.forward.on_device is None:
-            self.forward.on_device = self._can_step(keys)
+            self.forward.on_device = device_steps.can_step(self, keys)
             if self.forward.on_device and not hf.capturing():
                 self.record.stage = "layers"
         return self.forward.on_device
 
-    def _can_step(self, keys: Tensor) -> bool:
-        query, past, own = keys.shape[2], self.ledger.columns, self.own_layers
-        if (
-            self.watch is not None
-            or not self.is_compileable
-            or query > self.most_queries
-            or not all(layer.ready for layer in own)
-        ):
-            return False
-        if hf.capturing():
-            return True
-        if not self._hooks.active or len(keys) != self.ledger.batch:
-            return False  # what the host says of that
-        if any(layer.columns != past for layer in own):
-            raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
-        self.record.check_returned()
-        forward, valid = self.forward, self._masks.new_columns(self.forward, self.ledger, query)
-        learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in own)
-        if forward.custom_mask or forward.hides_old or forward.gives_weights or self.model.training or learns:
-            return False
-        self._check_room(query)
-        if valid is not None and not bool(valid.all()):
-            return False
-        return self.scheme.frame == "post_rope" or self.ledger.follows(forward.positions)
-
-    def _check_room(self, query: int) -> None:
+    def check_room(self, query: int) -> None:
         if self.max_length is not None and self.ledger.columns + query > self.max_length:
             raise KVCalError(
                 f"{query} tokens behind {self.ledger.columns}: the cache was made for max_length={self.max_length}; make a "
@@ -228,7 +181,7 @@ class KVCalCache(Cache):
         self._await_offloading()
         self.record.check_packed()
         try:
-            self._settle()
+            device_steps.catch_up(self)
         except KVCalError:
             self.record.warned = True
             raise
@@ -240,31 +193,11 @@ class KVCalCache(Cache):
             for device in {layer.device for layer in own if layer.device.type == "cuda"}:
                 torch.cuda.synchronize(device)
 
-    def _settle(self) -> None:
-        ready: list[Any] = [layer for layer in self.own_layers if layer.ready]
-        if not ready:
-            return
-        length, counts = static.read(ready)
-        if self.max_length is not None and length > self.max_length:
-            raise KVCalError(
-                f"compiled or recorded steps went on to {length} tokens: the cache was made for max_length={self.max_length}; "
-                "make a larger one"
-            )
-        if new := length - self.ledger.columns:
-            self.ledger.proceed(new)
-            self._masks.extend_by_steps(new)
-        static.compare(counts, self.ledger, fused.kernel_blocks(ready[0].codecs))
-        for layer in ready if new else ():
-            layer.columns = length
-            layer.unseen += new
-            layer.missed += new
-            layer.overlook(self.held)
-
     @property
     def held(self) -> Any:
         """static.Held of the ledger as it is, for all layers."""
         if self._held is None or not self._held.of(self.ledger):
-            self._held = static.Held(self.ledger)
+            self._held = static_storage.Held(self.ledger)
         return self._held
 
     def note_decoded(self, layer: KVCalLayer, why: str) -> None:
@@ -369,7 +302,7 @@ class KVCalCache(Cache):
     def check_use(self) -> None:
         """What the hooks check before a forward, at a step that is compiled, of which they do not hear."""
         if not hf.capturing():
-            if (replaced := self._hooks.replaced) is not None:
+            if (replaced := self.hooks.replaced) is not None:
                 raise KVCalError(replaced)
             self.record.check_returned()
 
@@ -384,13 +317,13 @@ class KVCalCache(Cache):
         return self._plan_of(layer, keys.shape[0], keys.shape[2], keys.device)
 
     def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
-        if not self._hooks.active:
+        if not self.hooks.active:
             if torch.compiler.is_compiling():
                 raise KVCalError(f"{layer.title}: {self.why_not_compiled(query)}")
-            if not self._hooks.closed and (replaced := self._hooks.replaced) is not None:
+            if not self.hooks.closed and (replaced := self.hooks.replaced) is not None:
                 raise KVCalError(replaced)
-            state = "was closed" if self._hooks.closed else "belongs to another model or another forward"
-            more = "" if self._hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
+            state = "was closed" if self.hooks.closed else "belongs to another model or another forward"
+            more = "" if self.hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
             raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
         if self.forward.begun is None:
             self._check_whole(layer.index, query)
@@ -413,10 +346,10 @@ class KVCalCache(Cache):
 
     def _begin(self, batch: int, query: int) -> Plan:
         past = self.ledger.columns
-        self._check_room(query)
+        self.check_room(query)
         forward = self.forward
-        plan: Plan = self.ledger.begin(batch, query, self._masks.new_columns(forward, self.ledger, query))
-        self._masks.extend(forward, past, query)
+        plan: Plan = self.ledger.begin(batch, query, self.mask_history.new_columns(forward, self.ledger, query))
+        self.mask_history.extend(forward, past, query)
         if isinstance(plan, EvictingPlan) and forward.mask is not None:
             plan = self.ledger.hide(plan, forward.mask[:, :past].to("cpu").bool())
         if self.scheme.frame == "pre_rope":
@@ -519,7 +452,7 @@ class KVCalCache(Cache):
     def _leave_forward(self) -> None:
         """Tokens come or go otherwise than by a call: nothing that the last call was told holds any more."""
         self.forward = Forward(self.scheme, self.model, custom_mask=self.forward.custom_mask)
-        self._masks.forget()
+        self.mask_history.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
@@ -549,7 +482,7 @@ class KVCalCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.ledger.clear()
-        self._hooks.forget()
+        self.hooks.forget()
         self.record = Record()
         self._leave_forward()
 
@@ -557,8 +490,8 @@ class KVCalCache(Cache):
         """Remove every hook from the model. The cache cannot be used afterwards. Raises KVCalError where steps since the last
         call lost something (a NaN, a block beyond max_length), unless an error has said so or is under way.
         """
-        was = self._hooks.closed
-        self._hooks.close()
+        was = self.hooks.closed
+        self.hooks.close()
         self._seams.close()
         if not was and not self.record.warned and sys.exc_info()[0] is None and not hf.capturing():
             self._last_words()
@@ -585,7 +518,7 @@ class KVCalCache(Cache):
         twin = KVCalCache(self.scheme, self.model, **kind)
         twin.ledger = copy.deepcopy(self.ledger, memo)
         twin.record, twin.steps = self.record.copied(), copy.deepcopy(self.steps, memo)
-        twin._growing = self._growing
+        twin.growing = self.growing
         for i, (mine, other) in enumerate(zip(self.layers, twin.layers, strict=True)):
             if isinstance(mine, KVCalLayer) and isinstance(other, KVCalLayer):
                 held = {k: v for k, v in vars(mine).items() if k not in OWN}
@@ -649,19 +582,3 @@ class KVCalCache(Cache):
         return (
             f"KVCalCache({self.ledger.columns} tokens, {len(self.own_layers)} of {len(self.layers)} layers compressed)"
         )
-
-
-def said(number: int) -> str:
-    """A whole number of at least 0 in decimals. In a forward that is traced it may be a symbol, which dynamo does not put into
-    strings (torch 2.13): compared with what it may be, it is a number again.
-    """
-    if not torch.compiler.is_compiling():
-        return str(number)
-    digits = ""
-    while number or not digits:
-        digits = next(digit for digit in DIGITS if DIGITS[digit] == number % 10) + digits
-        number = number // 10
-    return digits
-
-
-DIGITS = {str(digit): digit for digit in range(10)}

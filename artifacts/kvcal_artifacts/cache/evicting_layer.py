@@ -12,7 +12,8 @@ from ..codecs.base import Packed
 from ..errors import KVCalError
 from ..storage import block_store
 from ..storage.eviction import EvictingPlan, Moves, attention_mass
-from .layer import KVCalLayer, _fill, _take
+from .layer import KVCalLayer
+from .slots import fill_slots, take_slots
 
 
 class EvictingLayer(KVCalLayer):
@@ -71,10 +72,10 @@ class EvictingLayer(KVCalLayer):
         start = 0 if moves.decodes else moves.packed
         new: list[Packed | None] = [None, None]
         if moves.pack.shape[1]:
-            leaving = [_fill(_take(x, (moves.pack - start).clamp_min(0)), moves.idle) for x in sources]
+            leaving = [fill_slots(take_slots(x, (moves.pack - start).clamp_min(0)), moves.idle) for x in sources]
             new = list(self._encode(leaving, self.due))
         for role in (0, 1):
-            self.window[role] = _fill(_take(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
+            self.window[role] = fill_slots(take_slots(sources[role], (moves.exact - start).clamp_min(0)), moves.unused)
         self.packed = [
             {n: block_store.arrange(held, None if made is None else made[n], moves.order) for n, held in packed.items()}
             for packed, made in zip(self.packed, new, strict=True)

@@ -26,6 +26,7 @@ from ..paths import choose, codebook, dequantised, fused, operator
 from ..scheme import LayerCodecs
 from ..storage import block_store
 from ..storage.ledger import CropPlan, Plan
+from .slots import fill_slots, first_slots, own_storage, take_slots
 from .statistics import KeyScale, Summed, statistic
 
 if TYPE_CHECKING:
@@ -471,7 +472,7 @@ class KVCalLayer(CacheLayerMixin):
             return slots
         if not slots.shape[2]:  # no real token yet, in any row
             slots = slots.new_zeros(*slots.shape[:2], 1, slots.shape[3])
-        return _take(slots, plan.past_index)
+        return take_slots(slots, plan.past_index)
 
     @without_grad
     def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], kept: list[Tensor] | None = None) -> None:
@@ -490,11 +491,11 @@ class KVCalLayer(CacheLayerMixin):
                 window = rest[:, :, wide:]
             else:
                 assert plan.window_index is not None
-                sink, window = _take(fresh, plan.sink_index), _take(fresh, plan.window_index)
+                sink, window = take_slots(fresh, plan.sink_index), take_slots(fresh, plan.window_index)
                 if plan.flush:
                     assert plan.flush_index is not None and plan.idle is not None
-                    leaving.append(_fill(_take(fresh, plan.flush_index), plan.idle))
-            self.sink[role], self.window[role] = _own(sink), _own(window)
+                    leaving.append(fill_slots(take_slots(fresh, plan.flush_index), plan.idle))
+            self.sink[role], self.window[role] = own_storage(sink), own_storage(window)
         if plan.flush:
             self._pack(plan, leaving, stats, by_kernel=kept is not None)
         else:
@@ -567,9 +568,9 @@ class KVCalLayer(CacheLayerMixin):
             if plan.window_index is not None:
                 part = decoded[role]
                 assert part is not None
-                window = _take(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
-            self.window[role] = _own(window[:, :, : plan.window])
-            self.sink[role] = _own(self.sink[role][:, :, : plan.sink])
+                window = take_slots(torch.cat([part.to(self.dtype), window], 2), plan.window_index.to(window.device))
+            self.window[role] = own_storage(window[:, :, : plan.window])
+            self.sink[role] = own_storage(self.sink[role][:, :, : plan.sink])
         self.packed = [
             {n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed
         ]
@@ -599,8 +600,8 @@ class KVCalLayer(CacheLayerMixin):
         """Keep these batch rows in this order; widths: sink, blocks and window that the fullest of them needs."""
         if self.is_initialized:
             sink, blocks, window = widths
-            self.sink = [_cut(t[rows.to(t.device)], sink) for t in self.sink]
-            self.window = [_cut(t[rows.to(t.device)], window) for t in self.window]
+            self.sink = [first_slots(t[rows.to(t.device)], sink) for t in self.sink]
+            self.window = [first_slots(t[rows.to(t.device)], window) for t in self.window]
             self.packed = [
                 {name: block_store.first_blocks(block_store.select(t, rows), blocks) for name, t in packed.items()}
                 for packed in self.packed
@@ -659,23 +660,3 @@ class KVCalLayer(CacheLayerMixin):
 
     def bookkeeping(self) -> list[Tensor]:
         return [t for own in self.statistics.values() for t in own.state.values()]
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _fill(x: Tensor, idle: Tensor) -> Tensor:
-    """Zeros where idle (B, T) says that a slot of x (B, H, T, D) holds nothing."""
-    return x.masked_fill(idle[:, None, :, None], 0)
-
-
-def _cut(x: Tensor, width: int) -> Tensor:
-    """The first `width` slots."""
-    return x if x.shape[2] == width else _own(x[:, :, :width])
-
-
-def _own(x: Tensor) -> Tensor:
-    """A copy with storage of its own size: a slice would keep the whole prefill alive and make nbytes() lie."""
-    return x.clone(memory_format=torch.contiguous_format)

@@ -9,10 +9,7 @@ Recent tokens lie in a ring, as kvcal_kernels.quantise has them: token j of a ro
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,151 +17,26 @@ from torch import Tensor
 
 from kvcal_kernels import quantise
 from kvcal_kernels.compensated import Digits
-from kvcal_kernels.layout import BLOCK, Form, Rope, rope
+from kvcal_kernels.layout import BLOCK, Form, rope
 from kvcal_kernels.quantise import AnyRule, Counts
 
 from .. import hf
-from ..codecs import Context, MixKVQ, Squat
-from ..codecs.base import Packed, device_only
-from ..errors import KVCalError, NonFiniteError, UsageError
+from ..codecs import Context, Squat
+from ..codecs.base import device_only
+from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
 from ..paths import choose, codebook, fused, operator
-from ..scheme import LayerCodecs, Scheme
-from ..storage.ledger import Ledger, Plan
-from ..windows import Windows
+from ..scheme import LayerCodecs
+from ..storage.ledger import Plan
 from .layer import KVCalLayer
+from .slots import over_heads, take_slots
+from .static_storage import STORED, Held, Room, Steps, Turns, host_bool, most_blocks, ring_slots
 from .statistics import KeyScale, QuerySubspace
 
 if TYPE_CHECKING:
     from .cache import KVCalCache
 
-PROMPTS = (
-    "max_length: SQuat corrects keys by a subspace of the row's prompt, which steps on the device leave as it is; a prompt of "
-    "few tokens gives another one than a cache that grows comes to"
-)
-MOST_COLUMNS = 2**31 - 1  # kernels count tokens in 32 bits
-
-
-def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
-    if max_length is None:
-        return
-    least = scheme.windows.sink + scheme.windows.recent + scheme.windows.block
-    if type(max_length) is not int or not least <= max_length <= MOST_COLUMNS:
-        raise UsageError(
-            f"max_length={max_length!r}: must be a whole number from {least}, sink, recent window and a block, "
-            f"to {MOST_COLUMNS}"
-        )
-    if offload:
-        raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
-
-
 NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
-STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
-
-
-def refusal(pair: LayerCodecs, moves: bool) -> str | None:
-    """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can. moves: keys are stored
-    before a RoPE of which angles change as the sequence grows.
-    """
-    if moves:
-        return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
-    if codebook.both(pair) and pair.key.shape.block % BLOCK:
-        return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
-    if isinstance(pair.key, MixKVQ):
-        by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
-        return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
-    known = {KeyScale.name}
-    if isinstance(pair.key, Squat):
-        if not pair.key.plain:
-            return f"SQuat over {pair.key.inner.describe()}, whose correction asks the host"
-        known = {pair.key.statistic}
-    if others := sorted(pair.stats - known):
-        return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
-    return None
-
-
-@dataclass
-class Turns:
-    """Of keys before RoPE: what turns the tokens of rows as long as they can be, and positions of rows' first tokens, on the
-    device (B,) int64 and of the ledger. gap: 0-d bool, whether tokens of a step did not follow those before them.
-    """
-
-    rope: Rope | None
-    start: Tensor
-    gap: Tensor
-    of: Tensor | None = None
-
-    def note(self, counts: Counts, positions: Tensor) -> None:
-        """positions int (B or 1, Q): of the call that `counts` has been moved by."""
-        held = counts.sink_before + counts.window_before + counts.blocks_before * BLOCK
-        follow = (self.start + held)[:, None] + torch.arange(positions.shape[1], device=held.device)
-        self.gap.logical_or_((positions.to(follow.device) != follow).any())
-
-
-@dataclass
-class Steps:
-    """What the layers of a cache on one device share. length: columns, 0-d int64. first, last: their indices; the first
-    moves the counts of a call, the last its length. turns: where keys are stored before RoPE. due: by their size, room for
-    keys of the block that SQuat packs, one layer after the other. wrong: 0-d bool in the host's memory, whether the device has
-    found something that `read` will refuse; written when the step has run, which no one waits for.
-    """
-
-    counts: Counts
-    length: Tensor
-    first: int
-    last: int
-    wrong: Tensor
-    turns: Turns | None = None
-    due: dict[torch.Size, Tensor] = field(default_factory=dict)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
-        own = {one.name: copy.deepcopy(getattr(self, one.name), memo) for one in fields(self)}
-        return Steps(**own | {"wrong": host_bool(self.length.device)})  # copies are not pinned
-
-
-def host_bool(device: torch.device) -> Tensor:
-    """0-d, False, where the device can write to it without anyone waiting."""
-    return torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
-
-
-@dataclass
-class Room:
-    """Storage of B rows: sink and ring of recent tokens [keys, values] (B, H, tokens, D), packed blocks (B, H, N, ...).
-    flags: of quantise.check, (H,) int32. statistics: of KeyScale, where they stay. moves: of SQuat, what corrects the keys of
-    blocks that are due; due: these keys (B, H, block, D) float32, of Steps.
-    """
-
-    sink: list[Tensor]
-    ring: list[Tensor]
-    packed: list[Packed]
-    flags: Tensor
-    statistics: dict[str, Tensor]
-    moves: Digits | None = None
-    due: Tensor | None = None
-
-
-def most_blocks(windows: Windows, tokens: int) -> int:
-    """Blocks that so many tokens can have packed; at least one, that tensors have a slot."""
-    return max(1, (tokens - windows.sink - windows.recent) // windows.block)
-
-
-class Held:
-    """What rows held when the host last knew: widths of sink, blocks and window, and packed blocks of each, (B,)."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.widths, self._window, self._blocks = ledger.widths, ledger.window, ledger.blocks
-        self._slots: dict[tuple[torch.device, int], Tensor] = {}
-
-    def of(self, ledger: Ledger) -> bool:
-        """Whether the ledger, which never changes a tensor in place, still says so."""
-        return self._window is ledger.window and self._blocks is ledger.blocks
-
-    def slots(self, block: int, ring: Tensor) -> Tensor:
-        """(B, window) int64, of a ring (B, H, tokens, D): where the tokens of each row's window lie."""
-        key = ring.device, ring.shape[2]
-        if key not in self._slots:
-            self._slots[key] = _slots(self._blocks.to(ring.device), block, self.widths[2], ring)
-        return self._slots[key]
 
 
 def _of_room(name: str) -> Any:
@@ -293,7 +165,7 @@ class StaticLayer(KVCalLayer):
         slots = held.slots(self._cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
             self._fill(room.sink[role], self.sink[role])
-            room.ring[role].scatter_(2, _wide(slots, like), self.window[role])
+            room.ring[role].scatter_(2, over_heads(slots, like), self.window[role])
             for name, part in self.packed[role].items():
                 self._fill(room.packed[role][name], part)
         if self.index == steps.first:
@@ -386,7 +258,7 @@ class StaticLayer(KVCalLayer):
         assert room is not None
         slots, self._unseen = self._unseen.slots(self._cache.scheme.windows.block, room.ring[0]), None
         self.sink = [t[:, :, :sink] for t in room.sink]
-        self.window = [_take(t, slots) for t in room.ring]
+        self.window = [take_slots(t, slots) for t in room.ring]
         self.packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in room.packed]
         self._views = self.sink + [t for packed in self.packed for t in packed.values()]
 
@@ -593,8 +465,8 @@ class StaticLayer(KVCalLayer):
         context = Context(self.index, stats=self._current())
         for role, (codec, packed) in enumerate(zip(self._pair, room.packed, strict=True)):
             with device_only() as fits:
-                first = _slots(slot, windows.block, windows.block, room.ring[role])
-                leaving = _take(room.ring[role], first)
+                first = ring_slots(slot, windows.block, windows.block, room.ring[role])
+                leaving = take_slots(room.ring[role], first)
                 if role == 0 and keys is not None:
                     assert isinstance(codec, Squat)
                     codec, leaving = codec.inner, keys
@@ -607,69 +479,3 @@ class StaticLayer(KVCalLayer):
                 index = slot.clamp_max(last)[:, None, None, None].expand_as(x)
                 keep = (due & (slot <= last))[:, None, None, None]
                 packed[name].scatter_(2, index, torch.where(keep, x, packed[name].gather(2, index)))
-
-
-def _slots(blocks: Tensor, block: int, count: int, ring: Tensor) -> Tensor:
-    """Of the first `count` tokens in the ring of each row; blocks (B,) of the scheme, of `block` tokens. (B, count) int64."""
-    first = blocks.long() * block
-    return (first[:, None] + torch.arange(count, device=blocks.device)) % ring.shape[2]
-
-
-def _wide(index: Tensor, like: Tensor) -> Tensor:
-    """index (B, T) for gather and scatter along the tokens of `like` (B, H, S, D)."""
-    return index[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, S, D), index (B, T) -> (B, H, T, D)."""
-    return x.gather(2, _wide(index, x))
-
-
-BROKE_OFF = "a forward broke off; call reset() and start again"
-
-
-def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]:
-    """Columns that all of them hold, and of each device (3, B) what its rows do, as in STORED: one wait for each device. An
-    error says what steps there could not say.
-    """
-    found: list[tuple[Steps, Tensor]] = []
-    lengths: set[int] = set()
-    for steps in {id(layer.steps): layer.steps for layer in layers}.values():
-        rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
-        flagged = torch.cat([flags for _, flags in rooms]).any()
-        held = [getattr(steps.counts, name) for name in STORED]
-        gap = torch.zeros_like(flagged) if steps.turns is None else steps.turns.gap
-        told = torch.cat([flagged[None], gap[None], steps.length[None], *held]).to("cpu")  # int64, as the length
-        if bool(told[0]):
-            _refuse(rooms)
-        if bool(told[1]):
-            raise KVCalError(
-                "compiled or recorded steps had tokens at positions that do not follow those before them, as they must where "
-                "keys are stored before RoPE; call reset() and start again, and give such positions to the uncompiled model"
-            )
-        lengths.add(int(told[2]))
-        found.append((steps, told[3:].view(len(STORED), -1)))
-    if len(lengths) > 1:
-        raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
-    return lengths.pop(), found
-
-
-def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
-    for index, flags in rooms:
-        if why := quantise.check(flags, index):
-            kind = KVCalError if "no slot left" in why else NonFiniteError
-            more = " (max_length)" if kind is KVCalError else ""
-            error = kind(f"{why}{more}; call reset() and start again")
-            if isinstance(error, NonFiniteError):
-                error.layer = index
-            raise error
-
-
-def compare(found: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
-    """Raises KVCalError where counts on a device are not the ledger's: its first layer ran a step, its last did not. each:
-    blocks of the kernel in one of the scheme.
-    """
-    wanted = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
-    for steps, held in found:
-        if not torch.equal(held, wanted):
-            raise KVCalError(f"layers on {steps.counts.data.device} hold different numbers of tokens: {BROKE_OFF}")
