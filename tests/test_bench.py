@@ -1184,9 +1184,9 @@ def test_required_kernels_are_those_of_the_cache(
         warnings.simplefilter("ignore")
         with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
             layer_of = cache.own_layers[-1]
-            refused, reader = layer_of.refused, layer_of.reader
+            refused, reader = layer_of.paths.refused, layer_of.paths.reader
             place = torch.float16, CPU
-            assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.readable
+            assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.paths.readable
             takes = not refused or reader is not None
         given = [one], WIDE, *place
         if takes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -577,11 +578,13 @@ def test_layers_whose_first_keys_are_refused_grow_with_all_others(
     caches[1].reset()
     only(torch.float32, monkeypatch, layers)
     if late:
-        monkeypatch.setattr(StaticLayer, "expect", lambda self, kernels, dtype: setattr(self, "refused", None))
+        monkeypatch.setattr(
+            StaticLayer, "expect", lambda self, dtype: setattr(self, "paths", replace(self.paths, refused=None))
+        )
     mask = torch.cat([left_mask([80, 60]), torch.ones(2, 60, dtype=torch.long)], 1)
     first = steps(caches, ids[:, :140], [80, 81, 97, 130, 131], mask)
     assert not caches[0].is_compileable and "not in torch.float32" in str(caches[0].describe()["compileable"])
-    assert [layer.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
+    assert [layer.paths.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
     close(first)
     for row in (0, 1):
         assert same(first_layer(caches[0], row), first_layer(caches[1], row))

@@ -26,6 +26,7 @@ from architectures import build
 from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache.rope import StoredRope
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
@@ -1351,7 +1352,7 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     own.bfloat16()
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=kept)
-    assert "kernel" in kept.describe()["path"] and "no" not in {layer.refused for layer in kept.own_layers}
+    assert "kernel" in kept.describe()["path"] and "no" not in {layer.paths.refused for layer in kept.own_layers}
 
 
 def test_architectures_with_scores_of_their_own_are_refused() -> None:
@@ -1401,7 +1402,7 @@ def test_rope_of_every_kind_is_the_models_own(kind: str, calls: list[int]) -> No
 def test_part_of_a_head_is_turned(calls: list[int]) -> None:
     given = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     own = build("Phi3", head_dim=64, sliding_window=None, rope_parameters=given)
-    assert before_rope("inner-4", own)[0].rotary == 32
+    assert before_rope("inner-4", own)[0].stored_rope.rotary == 32
     close(steps(before_rope("inner-4", own), token_ids(1, 90), [80, 81, 84]))
     assert len(calls) == 9
 
@@ -1458,8 +1459,9 @@ def test_rows_may_begin_anywhere_but_gaps_take_the_reference_path(calls: list[in
 
 
 def test_the_test_of_turned_keys_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = KVCalCache.turns
-    monkeypatch.setattr(KVCalCache, "turns", lambda self, device, sink, *rest: own(self, device, sink + 32, *rest))
+    own = StoredRope.of_rows
+    later = lambda self, ledger, device, sink, *rest: own(self, ledger, device, sink + 32, *rest)  # noqa: E731
+    monkeypatch.setattr(StoredRope, "of_rows", later)
     with pytest.raises(AssertionError):
         close(steps(before_rope("kivi-4"), token_ids(1, 83), [80, 81, 82]))
 

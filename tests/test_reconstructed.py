@@ -180,7 +180,9 @@ def test_caches_on_one_device_share_readers() -> None:
     for own in (first, second):
         with torch.no_grad():
             own.model(token_ids(1, 81), past_key_values=own)
-    assert all(a.reader is b.reader is not None for a, b in zip(first.own_layers, second.own_layers, strict=True))
+    assert all(
+        a.paths.reader is b.paths.reader is not None for a, b in zip(first.own_layers, second.own_layers, strict=True)
+    )
 
 
 def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

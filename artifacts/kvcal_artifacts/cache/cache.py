@@ -103,9 +103,11 @@ class KVCalCache(Cache):
             layers, self.growing = device_steps.static_layers(self, layers)
         super().__init__(layers=layers)
         # new tokens of a call that the kernels of all layers take
-        self.most_queries = min([fused.QUERIES, *(layer.most_queries for layer in self.own_layers)])
+        self.most_queries = min([fused.QUERIES, *(layer.paths.most_queries for layer in self.own_layers)])
         if require_kernels:
-            choose.require([(o.index, o.refused) for o in self.own_layers if o.refused and o.reader is None])
+            choose.require(
+                [(o.index, o.paths.refused) for o in self.own_layers if o.paths.refused and o.paths.reader is None]
+            )
         self.record, self.forward = Record(), Forward(scheme, model)
         self.ledger: Any = Ledger(scheme.windows)  # or EvictingLedger, which has the same methods
         if scheme.selection is not None:
@@ -122,14 +124,14 @@ class KVCalCache(Cache):
         self._rooms: dict[torch.device, dequantised.Rooms] = {}
         own = [layer.site for layer in self.own_layers]
         self.hooks = hf.Hooks(model, self, tapped, selected or asked, selected, own)
-        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.seamed])
+        self._seams = hf.Seams(self, [layer.site for layer in self.own_layers if layer.paths.seamed])
         self._opened: tuple[Tensor, bool] | None = None  # of the ledger's blocks
         self.mask_history = MaskHistory(compares=scheme.selection is None)
 
     @property
     def why_not_compileable(self) -> str | None:
         """Why decode steps are not left to the device as a whole; None if they are. A guess until keys have come."""
-        refused = (f"{layer.title}: {layer.refused}" for layer in self.own_layers if layer.refused)
+        refused = (f"{layer.title}: {layer.paths.refused}" for layer in self.own_layers if layer.paths.refused)
         return self.growing or next(refused, None) or (self.uneven if self.stored_rope.rotary else None)
 
     def why_not_compiled(self, query: int) -> str:
@@ -202,7 +204,7 @@ class KVCalCache(Cache):
 
     def note_decoded(self, layer: KVCalLayer, why: str) -> None:
         """A step of a layer that a kernel reads was not the kernel's. The first such layer speaks for all."""
-        if next(one for one in self.own_layers if one.refused is None) is layer:
+        if next(one for one in self.own_layers if one.paths.refused is None) is layer:
             counts = self.record.decoded_steps
             counts[why] = counts.get(why, 0) + 1
 
@@ -210,15 +212,15 @@ class KVCalCache(Cache):
         """The first keys of a layer come: if they are the cache's first, all layers expect their dtype."""
         if not any(layer.is_initialized for layer in self.own_layers):
             for layer in self.own_layers:
-                layer.expect(self.kernels, dtype)
+                layer.expect(dtype)
 
     def on_refused(self, layer: KVCalLayer) -> None:
         """The first keys of a layer show that it does not take the kernel."""
-        assert layer.refused is not None
-        if layer.reader is None:
-            choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.refused)
+        assert layer.paths.refused is not None
+        if layer.paths.reader is None:
+            choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.paths.refused)
             if self.require_kernels:
-                choose.require([(layer.index, layer.refused)])
+                choose.require([(layer.index, layer.paths.refused)])
         self._leave_rooms()
 
     def _leave_rooms(self) -> None:
@@ -232,7 +234,7 @@ class KVCalCache(Cache):
     # What the hooks tell.
 
     def on_forward(self, mask: Tensor | Mapping[str, Tensor | None] | None, weights: bool = False) -> None:
-        if weights and any(layer.refused is None for layer in self.own_layers):
+        if weights and any(layer.paths.refused is None for layer in self.own_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
         by_kind = isinstance(mask, Mapping)  # of a vision-language model, which makes its masks outside its decoder
@@ -356,7 +358,7 @@ class KVCalCache(Cache):
             new = forward.positions.to(torch.int32).expand(batch, query)
             old = self.ledger.positions
             self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
-            if any(layer.readable and (layer.rotary or self.max_length) for layer in self.own_layers):
+            if any(layer.paths.readable and (layer.rotary or self.max_length) for layer in self.own_layers):
                 self.ledger.follow(plan, new)
                 if self.max_length and self.stored_rope.rotary and not self.stored_rope.is_even(self.ledger):
                     self._leave_rooms()

@@ -89,7 +89,7 @@ def static_layers(cache: KVCalCache, layers: list[Any]) -> tuple[list[Any], str 
     for index, layer in enumerate(layers):
         if not isinstance(layer, KVCalLayer):
             return layers, f"layer {index} is left to Transformers' own cache, which grows"
-        why = None if layer.readable else layer.refused
+        why = None if layer.paths.readable else layer.paths.refused
         if why := why or refusal(layer.codecs, cache.stored_rope.moves):
             return layers, f"layer {index}: {why}"
     return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in layers], None

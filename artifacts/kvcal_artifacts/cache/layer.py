@@ -60,35 +60,18 @@ class KVCalLayer(CacheLayerMixin):
         self.columns = 0
         self.rotary = cache.stored_rope.rotary if site.rope else 0  # channels that the kernel turns
         self.handle = operator.register(self)
-        self.refused = choose.refusal(cache.kernels, cache.scheme, codecs, site, self.rotary)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
-        self.readable = self.refused is None  # whether a kernel may read it, wherever it is
-        # whether its attention function is ours: a kernel's, or the model's own that gets a token more each step
-        plain = cache.kernels != "off" and cache.scheme.selection is None and hf.odd_attention(site) is None
-        self.seamed = self.readable or (plain and hf.implementation(site) == "sdpa")
-        self.vectors = self.readable and codebook.both(codecs)
-        self.most_queries = codebook.most_queries(site.ratio) if self.vectors else fused.QUERIES
-        self.least_tokens = codebook.least_tokens(codecs) if self.vectors else 0
-        self.expect(cache.kernels, site.placed[1])
+        self.paths = choose.LayerPaths.of(cache.kernels, cache.scheme, codecs, site, self.rotary)
+        self.expect(site.placed[1])
         self._clear()
 
-    def expect(self, kernels: str, dtype: torch.dtype) -> None:
-        """Until keys come: whether they will take the kernel if they are of that dtype and where the layer's weights are."""
-        device = self.site.placed[0]
-        if self.readable:
-            self.refused = choose.absence(kernels, self.codecs, self.site.ratio, dtype, device, self.rotary)
-        self._find_reader(device, dtype)
+    def expect(self, dtype: torch.dtype) -> None:
+        """Until keys come: the paths that they will take if they are of that dtype and where the layer's weights are."""
+        self._choose(dtype, self.site.placed[0])
 
-    def _find_reader(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Where no kernel attends to the blocks, one may decode them."""
-        scheme, kernels = self._cache.scheme, self._cache.kernels
-        self.reader: dequantised.Reader | None = None
-        self.unread = "token selection" if scheme.selection is not None else ""
-        if self.refused is not None and not self.unread:
-            self.unread = dequantised.refusal(kernels, self.codecs, dtype, device) or ""
-            if not self.unread:
-                number = scheme.compressed.index(self.index)  # neighbours in the chain have storage of their own
-                self.reader = dequantised.reader_of(self.codecs, dtype, kernels, number, scheme.reach + 1)
+    def _choose(self, dtype: torch.dtype, device: torch.device) -> None:
+        scheme = self._cache.scheme
+        self.paths = self.paths.on(scheme, self.index, self.codecs, self.site, dtype, device, self.rotary)
 
     def _clear(self) -> None:
         self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
@@ -126,24 +109,13 @@ class KVCalLayer(CacheLayerMixin):
         self.sink, self.window = list(empty), list(empty)
         self.codecs = self._cache.scheme.on(self.index, self.device, self._ratio)
         self._cache.on_keys_of(self.dtype)
-        if self.readable:
-            ratio, kernels = self.site.ratio, self._cache.kernels
-            self.refused = choose.absence(kernels, self.codecs, ratio, self.dtype, self.device, self.rotary)
-        self._find_reader(self.device, self.dtype)
-        if self.refused is not None:
+        self._choose(self.dtype, self.device)
+        if self.paths.refused is not None:
             self._cache.on_refused(self)
         self.codecs = choose.packing(self._cache.kernels, self.codecs, self.dtype, self.device)
-        self._find_rules()
+        self.paths = self.paths.packing(self.codecs, self.dtype, self.device, self.is_compileable)
         self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
         self.is_initialized = True
-
-    def _find_rules(self) -> None:
-        """How a kernel packs whole blocks of a layer whose steps a kernel attends to; else why the codecs do."""
-        self._rules = self.refused or "vector codes"
-        if self.refused is None and not self.vectors:
-            self._rules = choose.block_rules(self._cache.kernels, self.codecs, self.dtype, self.device)
-
-    _rules: tuple[AnyRule, AnyRule] | str = ""
 
     @property
     def packing(self) -> str:
@@ -152,8 +124,8 @@ class KVCalLayer(CacheLayerMixin):
         helped = f"Triton kernels of the codecs of {' and '.join(own)}" if own else ""
         if len(own) == 2:
             return helped
-        if isinstance(self._rules, str):
-            return f"{helped}, else torch: {self._rules}" if own else f"torch: {self._rules}"
+        if isinstance(packs := self.paths.packs, str):
+            return f"{helped}, else torch: {packs}" if own else f"torch: {packs}"
         if not isinstance(self.codecs.key, Squat):
             return "the Triton kernel"  # also where one codec has its own
         return f"{helped or 'corrections of keys by torch'}, else the Triton kernel"
@@ -190,7 +162,7 @@ class KVCalLayer(CacheLayerMixin):
             hf.turn_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
         out = self._materialise(plan, key_states, value_states)
-        if self.seamed:  # prompts gain by cuDNN, and build a plan once
+        if self.paths.seamed:  # prompts gain by cuDNN, and build a plan once
             hf.hand(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
         self._finish(plan, stored)
         return out
@@ -206,7 +178,7 @@ class KVCalLayer(CacheLayerMixin):
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
         cache, forward = self._cache, self._cache.forward
         tokens = self._blocks * cache.scheme.windows.block
-        if self.refused is not None or plan.query > self.most_queries or tokens <= self.least_tokens:
+        if self.paths.refused is not None or plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
             return False
         reasons = {
             "a row's mask says 0 for a new token": not plan.whole,
@@ -255,7 +227,7 @@ class KVCalLayer(CacheLayerMixin):
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
         (plan, stored), cache = due, self._cache
         with without_autocast(q.device.type):
-            each = 1 if self.vectors else fused.kernel_blocks(self.codecs)
+            each = 1 if self.paths.vector else fused.kernel_blocks(self.codecs)
             sink, blocks, recent = cache.forward.counts(q.device, each)
             kept = [self._with_new(plan, recent, role, new) for role, new in enumerate(stored)]
             exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
@@ -268,8 +240,8 @@ class KVCalLayer(CacheLayerMixin):
     def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
         """blocks (B,) int32: of the kernel; of vector codes of the scheme."""
         cache = self._cache
-        kernels, space = cache.kernels, cache.workspace(q.device, self.vectors)
-        if self.vectors:
+        kernels, space = cache.kernels, cache.workspace(q.device, self.paths.vector)
+        if self.paths.vector:
             coded = codebook.coded(self.codecs, self.packed)
             return codebook.attention(kernels, q, coded, blocks, sink, recent, scaling, space)
         (keys, values), turns = self._as_blocks(self.packed), None
@@ -380,8 +352,8 @@ class KVCalLayer(CacheLayerMixin):
         if plan.past == 0:
             self._cache.forward.chain.leave("old", self.index, None, None)
             return new_keys, new_values
-        if self.reader and self._blocks and not self._cache.remember and not self.learns(new_keys, new_values):
-            return self._read(self.reader, plan, new_keys, new_values)
+        if self.paths.reader and self._blocks and not self._cache.remember and not self.learns(new_keys, new_values):
+            return self._read(self.paths.reader, plan, new_keys, new_values)
         keys, values = self._decode_all()
         whole = [
             self._ordered(plan, torch.cat([self.sink[role], x.to(self.dtype), self.window[role]], 2))
@@ -504,7 +476,7 @@ class KVCalLayer(CacheLayerMixin):
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
         apart = not by_kernel and all(codec.encodes_by_kernel for codec in self._pair)
-        made = self._encode(leaving, stats) if apart else self._encode_by(self._rules, leaving, stats)
+        made = self._encode(leaving, stats) if apart else self._encode_by(self.paths.packs, leaving, stats)
         self.packed = [
             {name: block_store.append(old[name], t, plan) for name, t in packed.items()}
             for old, packed in zip(before, made, strict=True)
@@ -631,16 +603,12 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def why_reference(self) -> str | None:
         """Why decode steps do not take the kernel as things are; None if they do."""
-        return self.refused or (self._cache.uneven if self.rotary else None)
+        return self.paths.refused or (self._cache.uneven if self.rotary else None)
 
     @property
     def path(self) -> str:
         """How decode steps of this layer read its packed blocks, and why not otherwise."""
-        told = choose.path(self.why_reference, self._cache.kernels)
-        if self.reader is not None:
-            kernel = "its reference in torch" if self._cache.kernels == "torch" else "the Triton kernel"
-            return f"{told}; reconstructed by {kernel}"
-        return f"{told}; decoded by torch, not the reconstruction kernel: {self.unread}" if self.codecs.needs else told
+        return self.paths.reading(self.why_reference, self.codecs)
 
     def get_seq_length(self) -> int:
         return self.columns

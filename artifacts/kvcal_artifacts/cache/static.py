@@ -18,14 +18,14 @@ from torch import Tensor
 from kvcal_kernels import quantise
 from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import BLOCK, Form, rope
-from kvcal_kernels.quantise import AnyRule, Counts
+from kvcal_kernels.quantise import Counts
 
 from .. import hf
 from ..codecs import Context, Squat
 from ..codecs.base import device_only
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import choose, codebook, fused, operator
+from ..paths import codebook, fused, operator
 from ..scheme import LayerCodecs
 from ..storage.ledger import Plan
 from .layer import KVCalLayer
@@ -80,18 +80,10 @@ class StaticLayer(KVCalLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        if self.vectors and self.refused is None:
+        if self.paths.vector and self.paths.refused is None:
             why = codebook.append_refusal(self._cache.kernels, self.codecs, self.dtype, self.device)
             if why is not None:
                 self._cache.grow(f"layer {self.index}: {why}")
-
-    def _find_rules(self) -> None:
-        super()._find_rules()
-        self._step_rules = self._rules
-        if self.refused is None and not self.vectors:
-            self._step_rules = choose.rules(self._cache.kernels, self.codecs, self.dtype, self.device)
-
-    _step_rules: tuple[AnyRule, AnyRule] | str = ""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As KVCalLayer.update; of a decode step only the new keys and values, as the operator takes them."""
@@ -137,15 +129,7 @@ class StaticLayer(KVCalLayer):
         """As KVCalLayer.path; then what appends the tokens of steps."""
         if self.room is None:
             return super().path
-        by = f"torch: {self._step_rules}" if isinstance(self._step_rules, str) else "the Triton kernel"
-        if self.vectors:
-            kernels = self._cache.kernels != "torch"
-            by = (
-                "the Triton kernels, which search codewords where a block is due"
-                if kernels
-                else "torch: kernels='torch'"
-            )
-        return f"{super().path}; steps appended by {by}"
+        return f"{super().path}; steps appended by {self.paths.appending()}"
 
     # From the host to the device and back.
 
@@ -184,7 +168,7 @@ class StaticLayer(KVCalLayer):
                 if kept is None or kept.shape != value.shape:
                     kept = room.statistics[name] = value.clone(memory_format=torch.contiguous_format)
                 own.state[name] = kept.copy_(value)
-        if self._cache.opened and not self.vectors:
+        if self._cache.opened and not self.paths.vector:
             self._key_factor()
         self._correct_by(room)
         self.ready = True
@@ -283,7 +267,7 @@ class StaticLayer(KVCalLayer):
             self._shown = self._layer = None
             self.room = Room(exact(windows.sink), exact(shared.room(fused.QUERIES)), packed, flags, {})
             self.handle = operator.register(self)  # what was compiled for another room knows its addresses
-            if self.vectors:
+            if self.paths.vector:
                 coded, shape = codebook.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
                 codebook.reserve(
                     self._cache.kernels, coded, like.new_zeros(shape), self._cache.workspace(self.device, True)
@@ -375,7 +359,7 @@ class StaticLayer(KVCalLayer):
                 (by or quantise).advance(counts, new)
                 if steps.turns is not None and positions is not None:  # else the host has looked
                     steps.turns.note(counts, positions)
-            if self.vectors:
+            if self.paths.vector:
                 return self._leave(steps, self._attend_codes(room, counts, q, k, v, scaling), q, k)
             settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
             seen, k, v = None, k.to(dtype), v.to(dtype)
@@ -386,8 +370,8 @@ class StaticLayer(KVCalLayer):
             factor, wide = self._key_factor(settled and uncompiled, seen)
             keys, values = self._as_blocks(room.packed)
             due = self._keys_due(room, counts, k)
-            if by is not None and not isinstance(self._step_rules, str):
-                by.append(self._stored(room), counts, k, v, *self._step_rules, factor, due)
+            if by is not None and not isinstance(self.paths.appends, str):
+                by.append(self._stored(room), counts, k, v, *self.paths.appends, factor, due)
             else:
                 self._append(room, counts, [k, v], due)
             out = fused.attention(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 
 from kvcal_kernels import quantise
@@ -12,6 +15,7 @@ from .. import hf
 from ..codecs import Codec, Higgs, Scaled, Squat, Uniform
 from ..errors import KernelsUnavailable, UsageError
 from ..scheme import LayerCodecs, Scheme
+from . import codebook, dequantised
 from .fused import QUERIES
 from .notices import warn
 from .preflight import verdicts
@@ -23,6 +27,102 @@ DECODED = "keys before RoPE are rotated after they are decoded"
 GAPS = f"{DECODED}: positions of a row's tokens do not follow one another"
 UNEVEN = f"{DECODED}: the model's RoPE does not turn evenly from token to token"
 DTYPES_TAKEN = "the fused kernel takes float16 and bfloat16"
+
+
+Rules = tuple[AnyRule, AnyRule] | str  # how a kernel writes keys and values; else why none does
+
+
+@dataclass(frozen=True)
+class LayerPaths:
+    """Which paths a layer takes, and why it takes no others: chosen from its scheme and where its weights are, and once more
+    where its first keys are.
+
+    readable: a kernel may read its blocks, wherever they lie. refused: why none attends to them where they are; None where one
+    does. vector: it is the one over vector codes. reader: what dequantises blocks for the model's own attention where no
+    kernel attends to them; unread: why none does. seamed: the layer's attention function is ours, a kernel's, or the model's
+    own one that gets a token more each step. most_queries, least_tokens: new tokens of a call, at most, and packed tokens of a
+    row, more than these, that the kernel takes. packs: how a kernel packs whole blocks; appends: how one writes the tokens
+    of a step to storage that is allocated once.
+    """
+
+    kernels: str
+    readable: bool
+    refused: str | None
+    vector: bool
+    seamed: bool
+    most_queries: int
+    least_tokens: int
+    reader: dequantised.Reader | None = None
+    unread: str = ""
+    packs: Rules = ""
+    appends: Rules = ""
+
+    @classmethod
+    def of(cls, kernels: str, scheme: Scheme, pair: LayerCodecs, site: hf.AttentionSite, rotary: int = 0) -> LayerPaths:
+        """As far as the scheme and the model say, wherever the layer is. rotary: as of `refusal`."""
+        refused = refusal(kernels, scheme, pair, site, rotary)
+        readable = refused is None
+        plain = kernels != "off" and scheme.selection is None and hf.odd_attention(site) is None
+        vector = readable and codebook.both(pair)
+        return cls(
+            kernels,
+            readable,
+            refused,
+            vector,
+            seamed=readable or (plain and hf.implementation(site) == "sdpa"),
+            most_queries=codebook.most_queries(site.ratio) if vector else QUERIES,
+            least_tokens=codebook.least_tokens(pair) if vector else 0,
+        )
+
+    def on(
+        self,
+        scheme: Scheme,
+        layer: int,
+        pair: LayerCodecs,
+        site: hf.AttentionSite,
+        dtype: torch.dtype,
+        device: torch.device,
+        rotary: int = 0,
+    ) -> LayerPaths:
+        """The paths of keys of this dtype on this device; on a GPU kernels are tried out once. Where no kernel attends to the
+        blocks, one may dequantise them.
+        """
+        refused = self.refused
+        if self.readable:
+            refused = absence(self.kernels, pair, site.ratio, dtype, device, rotary)
+        reader, unread = None, "token selection" if scheme.selection is not None else ""
+        if refused is not None and not unread:
+            unread = dequantised.refusal(self.kernels, pair, dtype, device) or ""
+            if not unread:
+                number = scheme.compressed.index(layer)  # neighbours in the chain have storage of their own
+                reader = dequantised.reader_of(pair, dtype, self.kernels, number, scheme.reach + 1)
+        return replace(self, refused=refused, reader=reader, unread=unread)
+
+    def packing(self, pair: LayerCodecs, dtype: torch.dtype, device: torch.device, steps: bool) -> LayerPaths:
+        """With the rules by which a kernel packs what these codecs store. steps: and appends the tokens of steps."""
+        if self.refused is not None or self.vector:
+            why = self.refused or "vector codes"
+            return replace(self, packs=why, appends=why)
+        packs = block_rules(self.kernels, pair, dtype, device)
+        return replace(self, packs=packs, appends=rules(self.kernels, pair, dtype, device) if steps else packs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerPaths:
+        return self  # holds nothing of a cache
+
+    def reading(self, why_reference: str | None, pair: LayerCodecs) -> str:
+        """One line for describe(): how decode steps read packed blocks. why_reference: why they do not take the kernel."""
+        text = path(why_reference, self.kernels)
+        if self.reader is not None:
+            kernel = "its reference in torch" if self.kernels == "torch" else "the Triton kernel"
+            return f"{text}; reconstructed by {kernel}"
+        return f"{text}; decoded by torch, not the reconstruction kernel: {self.unread}" if pair.needs else text
+
+    def appending(self) -> str:
+        """One line for describe(): what appends the tokens of steps to storage that is allocated once."""
+        if self.vector:
+            triton = "the Triton kernels, which search codewords where a block is due"
+            return triton if self.kernels != "torch" else "torch: kernels='torch'"
+        return f"torch: {self.appends}" if isinstance(self.appends, str) else "the Triton kernel"
 
 
 def check_choice(kernels: str) -> None:
@@ -61,8 +161,6 @@ def ratio_refusal(ratio: int) -> str | None:
 
 def shape_refusal(pair: LayerCodecs) -> str | None:
     """Why no kernel reads what these codecs store at their shape."""
-    from . import codebook
-
     if codebook.both(pair):
         return codebook.refusal(pair)
     for codec in (pair.key, pair.value):
@@ -73,8 +171,6 @@ def shape_refusal(pair: LayerCodecs) -> str | None:
 
 def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
     """Why no kernel turns keys that these codecs store before RoPE of `rotary` channels, if it reads them."""
-    from . import codebook
-
     form = pair.key.fused()
     if codebook.both(pair):
         what = "vector codes"
@@ -90,9 +186,7 @@ def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
 
 
 def _odd_pairs(site: hf.AttentionSite, rotary: int) -> str | None:
-    from ..hf import by_halves
-
-    if by_halves(site, rotary):
+    if hf.by_halves(site, rotary):
         return None
     return f"{DECODED}: RoPE does not pair channels of two halves here"
 
@@ -101,8 +195,6 @@ def warn_of_shape(kernels: str, pair: LayerCodecs, device: torch.device, why: st
     """Where the kernel would run but for the layer's shape or dtype, `why`. Codecs that have no kernel at all say so in
     describe() alone.
     """
-    from . import codebook
-
     wanted = kernels in ("torch", "triton") or runs_kernels(device)
     known = codebook.both(pair) or all(type(codec).fused is not Codec.fused for codec in (pair.key, pair.value))
     shape = why == shape_refusal(pair) or why.startswith(DTYPES_TAKEN) or why.endswith(MANY_HEADS)
@@ -133,8 +225,6 @@ def absence(
         return f"{DTYPES_TAKEN}, not {str(dtype).removeprefix('torch.')}"
     if here:
         return None
-    from . import codebook
-
     keys, values = pair.key.fused(), pair.value.fused()
     if codebook.both(pair):
         why = codebook.verdict(pair, ratio, dtype, device)
