@@ -13,6 +13,7 @@ import torch
 
 from compiled import compiled, loops, resources, skip_unless_pinned
 from interpreted import interpreted, needs_triton
+from kvcal_artifacts import windows as cache_windows
 from kvcal_artifacts.codecs import Higgs, Shape, uniform
 from kvcal_artifacts.codecs.base import check_finite
 from kvcal_artifacts.errors import NonFiniteError
@@ -177,7 +178,7 @@ def test_grids_that_no_kernel_packs_say_why(heads: int, dim: int, settings: Any,
 @pytest.mark.parametrize("windows", [WINDOWS, Windows(0, 0), Windows(32, 100, 96)])
 def test_counts_are_those_of_the_ledger(windows: Windows) -> None:
     pads = torch.tensor([0, 40, 3])
-    counts, ledger = Counts(3, windows), Ledger(windows.Windows(windows.sink, windows.recent, windows.block))
+    counts, ledger = Counts(3, windows), Ledger(cache_windows.Windows(windows.sink, windows.recent, windows.block))
     at = 0
     for count in (50, 1, 1, 130, 4, 16, 200):
         new = count - (pads - at).clamp(0, count)

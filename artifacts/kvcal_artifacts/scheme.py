@@ -12,7 +12,7 @@ import torch
 from kvcal_kernels.layout import Form
 from kvcal_kernels.layout.form import fits_bytes
 
-from .codecs import Codec, MixKVQ, Packed
+from .codecs import Codec, Packed
 from .errors import KVCalError
 from .windows import HeavyHitters, Windows
 
@@ -60,7 +60,7 @@ class LayerCodecs:
         value = self.value.paper_bits() if packed is None else self.value.paper_bits_of(packed[1])
         if codes_alone:
             key = self.key.code_bits_per_value()
-        if codes_alone or isinstance(self.key, MixKVQ):
+        if codes_alone or self.key.values_by_codes:
             value = self.value.code_bits_per_value()
         numbers = self.key.shape.values, self.value.shape.values
         return (key * numbers[0] + value * numbers[1]) / sum(numbers)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .codecs.base import Codec
-from .codecs.squat import Squat
+from .codecs.squat import corrects
 from .errors import KVCalError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def has_subspace(scheme: Scheme) -> bool:
     """Whether any layer's keys are stored by SQuat, so that there is a subspace to choose."""
-    return any(pair is not None and isinstance(pair.key, Squat) for pair in scheme.layers)
+    return any(pair is not None and corrects(pair.key) for pair in scheme.layers)
 
 
 def choose(scheme: Scheme, subspace: str) -> Scheme:
@@ -23,7 +23,7 @@ def choose(scheme: Scheme, subspace: str) -> Scheme:
     from .scheme import LayerCodecs
 
     def other(codec: Codec) -> Codec:
-        return codec.choose(subspace) if isinstance(codec, Squat) else codec
+        return codec.choose(subspace) if corrects(codec) else codec
 
     layers = tuple(pair and LayerCodecs(other(pair.key), other(pair.value)) for pair in scheme.layers)
     if not has_subspace(scheme):

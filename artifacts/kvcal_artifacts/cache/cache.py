@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import hf
-from ..codecs import Context, Squat
+from ..codecs import Context
 from ..errors import KVCalError
 from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
@@ -82,9 +82,7 @@ class KVCalCache(Cache):
         self.caveats = hf.caveats(config)
         for caveat in self.caveats:
             warnings.warn(caveat, stacklevel=2)
-        if max_length is not None and any(
-            pair and isinstance(pair.key, Squat) and pair.stats for pair in scheme.layers
-        ):
+        if max_length is not None and any(pair and pair.key.standing_stats and pair.stats for pair in scheme.layers):
             self.caveats = [*self.caveats, device_steps.PROMPTS]
         self.scheme, self.strict, self.offloading_layers, self.remember = scheme, strict, offload, remember
         self.model, self.max_length, self.kernels, self.require_kernels = model, max_length, kernels, require_kernels

@@ -12,7 +12,6 @@ from kvcal_kernels import quantise
 from kvcal_kernels.layout import BLOCK
 
 from .. import hf
-from ..codecs import MixKVQ, Squat
 from ..errors import KVCalError, NonFiniteError, UsageError
 from ..paths import codebook, fused
 from ..scheme import LayerCodecs, Scheme
@@ -68,14 +67,9 @@ def refusal(pair: LayerCodecs, moves: bool) -> str | None:
         return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
     if codebook.both(pair) and pair.key.shape.block % BLOCK:
         return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
-    if isinstance(pair.key, MixKVQ):
-        by = f", by {', '.join(sorted(pair.stats))}, which the host counts" if pair.stats else ""
-        return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
-    known = {KeyScale.name}
-    if isinstance(pair.key, Squat):
-        if not pair.key.plain:
-            return f"SQuat over {pair.key.inner.describe()}, whose correction asks the host"
-        known = {pair.key.statistic}
+    if why := pair.key.step_refusal(pair.stats):
+        return why
+    known = pair.key.standing_stats or {KeyScale.name}
     if others := sorted(pair.stats - known):
         return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
     return None

@@ -18,7 +18,7 @@ from kvcal_kernels.quantise import AnyRule
 from kvcal_kernels.reconstruct import Turn
 
 from .. import hf
-from ..codecs import Codec, Context, Squat
+from ..codecs import Codec, Context
 from ..codecs.base import Packed, check_finite, collecting
 from ..errors import KVCalError, NonFiniteError
 from ..modes import without_autocast, without_grad
@@ -126,7 +126,7 @@ class KVCalLayer(CacheLayerMixin):
             return helped
         if isinstance(packs := self.paths.packs, str):
             return f"{helped}, else torch: {packs}" if own else f"torch: {packs}"
-        if not isinstance(self.codecs.key, Squat):
+        if not self.codecs.key.corrected_channels:
             return "the Triton kernel"  # also where one codec has its own
         return f"{helped or 'corrections of keys by torch'}, else the Triton kernel"
 

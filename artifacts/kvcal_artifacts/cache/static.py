@@ -21,8 +21,9 @@ from kvcal_kernels.layout import BLOCK, Form, rope
 from kvcal_kernels.quantise import Counts
 
 from .. import hf
-from ..codecs import Context, Squat
+from ..codecs import Context
 from ..codecs.base import device_only
+from ..codecs.squat import corrects
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
 from ..paths import codebook, fused, operator
@@ -182,7 +183,7 @@ class StaticLayer(KVCalLayer):
     def _correct_by(self, room: Room) -> None:
         """Of SQuat: what corrects the blocks of the steps to come."""
         key, ledger, own = self.codecs.key, self._cache.ledger, None
-        if not isinstance(key, Squat):
+        if not corrects(key):
             return
         for statistic in self.statistics.values():
             assert isinstance(statistic, QuerySubspace)
@@ -404,7 +405,7 @@ class StaticLayer(KVCalLayer):
 
     def _keys_due(self, room: Room, counts: Counts, keys: Tensor) -> Tensor | None:
         """Of SQuat: keys of the block that this step packs, corrected; this step's attention sees the exact ones."""
-        if not isinstance(self.codecs.key, Squat):
+        if not corrects(self.codecs.key):
             return None
         self._cache.forward.queries_before.pop(self.index, None)
         assert room.moves is not None
@@ -452,8 +453,7 @@ class StaticLayer(KVCalLayer):
                 first = ring_slots(slot, windows.block, windows.block, room.ring[role])
                 leaving = take_slots(room.ring[role], first)
                 if role == 0 and keys is not None:
-                    assert isinstance(codec, Squat)
-                    codec, leaving = codec.inner, keys
+                    codec, leaving = codec.rounding, keys
                 made = codec.encode(leaving, context)
             heads = len(room.flags)  # a norm of several is all of theirs
             held = torch.stack([one.repeat_interleave(heads // one.shape[1], 1) for one in fits]).all(0)

@@ -158,6 +158,16 @@ class MixKVQ(Codec):
             )
         return form
 
+    values_by_codes = True  # Eq. 17
+
+    def step_refusal(self, stats: frozenset[str]) -> str | None:
+        by = f", by {', '.join(sorted(stats))}, which the host counts" if stats else ""
+        return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
+
+    def encoding(self) -> str:
+        how = f"{self.normalise} {self.importance} {self.full} {self.four}"
+        return f"{self.outline()}, {how}, rounded to {self.round_up}, group {self.group}, {self.dtype}"
+
     def as_blocks(self, packed: Packed) -> Blocks:
         if isinstance(self._form, str):
             return super().as_blocks(packed)

@@ -106,6 +106,10 @@ class Predicted(Codec):
         packed, made = self.inner.encode_decode(x.float() - guess, context)
         return packed, made + guess
 
+    @property
+    def encoding_codec(self) -> Codec:
+        return self.inner
+
     def by_kernel(self) -> Predicted:
         inner = self.inner.by_kernel()
         if inner is self.inner:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.quantise import AnyRule
 
 from ..checked import INNER, Choice, Constant, Table, constants, split
 from ..errors import KVCalError
@@ -75,6 +76,16 @@ class Scaled(Codec):
         if self.role == "value":
             return "values divided by factors: the fused kernel adds packed and exact ones into one output"
         return self.inner.fused()
+
+    divided = True
+
+    def rule(self, within: str = "") -> AnyRule | str:
+        """That of the codec inside: factors are divided by before it, for keys alone."""
+        return super().rule(within) if within or self.role != "key" else self.inner.rule(self.name)
+
+    @property
+    def encoding_codec(self) -> Codec:
+        return self.inner
 
     def as_blocks(self, packed: Packed) -> Blocks:
         return self.inner.as_blocks(packed)

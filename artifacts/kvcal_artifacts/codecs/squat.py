@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class Squat(Codec):
     ) -> None:
         super().__init__(inner.shape, inner.role)
         self.inner, self.rank, self.strength, self.channels = inner, rank, strength, channels
+        self.corrected_channels = channels
         self.subspace, self.normalise, self.queries, self.calibrated = subspace, normalise, queries, calibrated
         self._memo: _Solved | None = None
         self._kernel = False  # whether one corrects
@@ -125,6 +126,23 @@ class Squat(Codec):
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
         # what the kernel makes of a NaN is not finite either, where it is rounded; torch rounds here, and refuses scales
         return self.corrected(x if self._kernel else check_finite(x, context.layer, self.role), context)
+
+    @property
+    def rounding(self) -> Codec:
+        return self.inner
+
+    @property
+    def standing_stats(self) -> frozenset[str]:
+        return frozenset({self.statistic})
+
+    def step_refusal(self, stats: frozenset[str]) -> str | None:
+        return None if self.plain else f"SQuat over {self.inner.describe()}, whose correction asks the host"
+
+    def encoding(self) -> str:
+        own = self.inner
+        if not isinstance(own, Uniform):
+            return super().encoding()
+        return f"{self.outline()}, {self.channels} channels, {own.bits} bits, group {own.group}, {self.subspace}"
 
     @property
     def plain(self) -> bool:
@@ -316,6 +334,11 @@ class _Solved:
     @cached_property
     def moves(self) -> Moves:
         return compensated.moves(self.responses, self.channels)
+
+
+def corrects(codec: Codec) -> TypeGuard[Squat]:
+    """Whether it is this codec, whose corrections steps on the device make by themselves."""
+    return isinstance(codec, Squat)
 
 
 def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:

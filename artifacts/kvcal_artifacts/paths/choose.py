@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from kvcal_kernels import quantise
 from kvcal_kernels.layout import Form, rope
 from kvcal_kernels.quantise import AnyRule
 
 from .. import hf
-from ..codecs import Codec, Higgs, Scaled, Squat, Uniform
+from ..codecs import Codec
 from ..errors import KernelsUnavailable, UsageError
 from ..scheme import LayerCodecs, Scheme
 from . import codebook, dequantised
@@ -178,7 +177,7 @@ def turn_refusal(pair: LayerCodecs, rotary: int) -> str | None:
         return None
     elif form.vector or form.tiered:
         what = "grids" if form.vector else "tiers"
-    elif isinstance(pair.key, Scaled):
+    elif pair.key.divided:
         what = "keys divided by factors"
     else:
         return rope.refusal(rotary)
@@ -269,31 +268,17 @@ def require(refused: list[tuple[int, str]]) -> None:
 
 def rule_of(codec: Codec) -> AnyRule | str:
     """How the kernel writes what the codec stores; else why it cannot."""
-    own = codec.inner if isinstance(codec, Scaled) and codec.role == "key" else codec
-    if isinstance(own, Higgs):
-        return own.rule()
-    if not isinstance(own, Uniform):
-        return f"no kernel quantises for {codec.name}"
-    if own.weight is not None:
-        return "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
-    form = own.fused()
-    if isinstance(form, str):
-        return form
-    try:
-        return quantise.Rule(form, own.mode, own.search)
-    except ValueError as error:
-        return str(error)
+    return codec.rule()
 
 
 def rules(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> tuple[AnyRule, AnyRule] | str:
     """How the append kernel packs keys and values of steps, SQuat's as they are corrected; why torch does where no kernel
     can or passes its check.
     """
-    channels = pair.key.channels if isinstance(pair.key, Squat) else 0
-    found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
+    found = _rules(kernels, pair.key.rounding, pair.value)
     if isinstance(found, str) or verdicts.interpreted():
         return found
-    if why := verdicts.append_verdict(*found, dtype, device, channels):
+    if why := verdicts.append_verdict(*found, dtype, device, pair.key.corrected_channels):
         warn(f"append kernel: {why}", "what decode steps pack is packed by torch instead, slowly", why)
         return f"the append kernel does not pass: {why}"
     return found
@@ -305,12 +290,11 @@ def block_rules(
     """As `rules`, of whole blocks, a prompt's or those that steps push out of a window that grows; of keys as their codec's
     `before_rounding` leaves them.
     """
-    corrected = isinstance(pair.key, Squat)
-    found = _rules(kernels, pair.key.inner if isinstance(pair.key, Squat) else pair.key, pair.value)
+    found = _rules(kernels, pair.key.rounding, pair.value)
     if isinstance(found, str) or verdicts.interpreted():
         return found
-    given = torch.float32 if corrected else dtype, dtype
-    if why := verdicts.quantise_verdict(*found, given, isinstance(pair.key, Scaled), device):
+    given = torch.float32 if pair.key.corrected_channels else dtype, dtype
+    if why := verdicts.quantise_verdict(*found, given, pair.key.divided, device):
         warn(f"quantise kernel: {why}", "blocks are packed by torch instead, slowly", why)
         return f"the quantise kernel does not pass: {why}"
     return found

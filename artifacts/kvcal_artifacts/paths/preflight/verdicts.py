@@ -28,8 +28,8 @@ from kvcal_kernels.layout import Form
 from kvcal_kernels.quantise import AnyRule, Rule
 
 from ... import codecs
-from ...codecs import Codec, Higgs, MixKVQ, Predicted, ResidualVQ, Scaled, Squat, Uniform
-from ...codecs.reconstruct import kind
+from ...codecs import Codec, ResidualVQ
+from ...codecs.reconstruct import grid_kind, kind
 from ...errors import KVCalError
 from ...files import open_lock, read_text, write_atomically
 from ...modes import without_autocast
@@ -165,27 +165,19 @@ def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> st
     """As `verdict`, of the kernels of a codec that encodes by some. dtype: of what is encoded, float32 behind factors and
     predictors.
     """
-    while isinstance(codec, Scaled | Predicted):
-        codec, dtype = codec.inner, torch.float32
+    while codec.encoding_codec is not codec:
+        codec, dtype = codec.encoding_codec, torch.float32
     return _found(["encode", _encoding(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
 
 
 def _encoding(codec: Codec) -> str:
-    """What the code of a codec's kernels depends on."""
-    if isinstance(
-        codec, Higgs
-    ):  # codes lie as the attention kernel reads them, or as bits that also decode what they pack
-        form = codec.fused()
-        return f"{kind(codec)}, {_said(form) if isinstance(form, Form) else 'plain codes'}"
-    shape = f"{codec.name}, {codec.shape.heads} x {codec.shape.dim}, blocks of {codec.shape.block}"
-    if isinstance(codec, Squat) and isinstance(codec.inner, Uniform):
-        return (
-            f"{shape}, {codec.channels} channels, {codec.inner.bits} bits, group {codec.inner.group}, {codec.subspace}"
-        )
-    if isinstance(codec, MixKVQ):
-        how = f"{codec.normalise} {codec.importance} {codec.full} {codec.four}"
-        return f"{shape}, {how}, rounded to {codec.round_up}, group {codec.group}, {codec.dtype}"
-    return f"{shape}, {codec.describe()}"
+    """What the code of a codec's kernels depends on. Codes of HIGGS lie as the attention kernel reads them, or as bits that
+    also decode what they pack.
+    """
+    if (what := grid_kind(codec)) is None:
+        return codec.encoding()
+    form = codec.fused()
+    return f"{what}, {_said(form) if isinstance(form, Form) else 'plain codes'}"
 
 
 def vectors_verdict(
