@@ -349,7 +349,7 @@ def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
         for at in (100, 101, 102):
             own.model(ids[:, at : at + 1], past_key_values=own)
     assert own.opened and layer._factor is not None
-    wanted = layer.codecs.key.key_factor(Context(stats=layer._current()))
+    wanted = layer.codecs.key.key_factor(Context(stats=layer.current_statistics()))
     assert wanted is not None and torch.equal(layer._factor[1][0], wanted)
     # memory of a compiled forward belongs to its graphs: what it makes must not stay
     layer._factor = None

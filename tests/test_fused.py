@@ -554,7 +554,7 @@ caches = t.both("innerq", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75), [72, 73], mask)))
 caches = t.both("higgs-2", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 74), [72, 73], mask[:, :74])))
-assert all(codec._how is not None for codec in caches[0].layers[0]._pair)
+assert all(codec._how is not None for codec in caches[0].layers[0].pair)
 from schemes import packed_row
 assert all(torch.equal(a, b) for a, b in zip(*(packed_row(own, 0) for own in caches), strict=True))
 print(caches[0].describe()["layers"][0]["path"])

@@ -427,7 +427,7 @@ def test_measured_errors_are_those_of_the_cache(given_model: Given, output: Path
     text = corpus.token_windows(tokenizer(given_model), str(given_model.text), windows=6, holdout=2, length=96, seed=0)
     with KVCalCache(scheme, model) as cache, torch.no_grad():
         model(text.holdout, past_key_values=cache)
-        made, values = cache.layers[0]._decode_all()
+        made, values = cache.layers[0].decode_all()
         with Capture(model, text.holdout, device="cpu") as capture:
             for taps in capture:
                 batch = next(taps.batches({"k", "v"}, frame))  # type: ignore[arg-type]

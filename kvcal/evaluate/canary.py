@@ -141,7 +141,7 @@ class Audit:
 def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple[Tensor, Tensor]:
     """Keys and values (B, H, T, D) float32 of these blocks as the layer would decode them in the current call."""
     with torch.no_grad(), torch.autocast(layer.window[0].device.type, enabled=False):
-        return layer._decoded(packed, cache.old_context(layer.index))
+        return layer.decode(packed, cache.old_context(layer.index))
 
 
 def _same(wanted: Tensor, received: Tensor) -> bool:

@@ -24,7 +24,7 @@ from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
 from ..storage.eviction import EvictingLedger, EvictingPlan, allowed
 from ..storage.ledger import CropPlan, Ledger, Plan
-from . import device_steps, report, static_storage
+from . import device_steps, observing, report, static_storage
 from .chain import Chain
 from .evicting_layer import EvictingLayer
 from .forward import Forward
@@ -434,7 +434,10 @@ class KVCalCache(Cache):
             if layer.is_initialized:
                 layer.crop_to(plan)
             layer.columns -= count
-        columns, tails = self.ledger.columns, [layer.tail for layer in self.own_layers if layer.tail is not None]
+        columns, tails = (
+            self.ledger.columns,
+            [layer.tail for layer in self.own_layers if layer.tail is not None],
+        )
         old = self.ledger.real(columns - count, columns - min(tails)) if tails and count > min(tails) else 0
         self.ledger.commit_crop(count)
         if not self.ledger.columns:  # what comes next may have other rows
@@ -443,7 +446,7 @@ class KVCalCache(Cache):
         elif any(layer.statistics for layer in self.own_layers):
             held, untouched = self.ledger.held, self.ledger.untouched
             for layer in self.own_layers:
-                layer.forget(count, held, untouched)
+                observing.forget(layer, count, held, untouched)
             self.record.unforgotten["tokens"] += old
             self.record.unforgotten["blocks"] += self.ledger.early
         self.record.returned_tokens += plan.returned

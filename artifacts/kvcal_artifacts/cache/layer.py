@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import is_not
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,20 +13,19 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcal_kernels.device import on
 from kvcal_kernels.layout import Blocks
-from kvcal_kernels.quantise import AnyRule
-from kvcal_kernels.reconstruct import Turn
 
 from .. import hf
 from ..codecs import Codec, Context
-from ..codecs.base import Packed, check_finite, collecting
-from ..errors import KVCalError, NonFiniteError
+from ..codecs.base import Packed
+from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import choose, codebook, dequantised, fused, operator
+from ..paths import choose, codebook, fused, operator
 from ..scheme import LayerCodecs
 from ..storage import block_store
 from ..storage.ledger import CropPlan, Plan
+from . import observing, packing, reading
 from .slots import fill_slots, first_slots, own_storage, take_slots
-from .statistics import KeyScale, Summed, statistic
+from .statistics import statistic
 
 if TYPE_CHECKING:
     from .cache import KVCalCache
@@ -70,7 +68,7 @@ class KVCalLayer(CacheLayerMixin):
         self._choose(dtype, self.site.placed[0])
 
     def _choose(self, dtype: torch.dtype, device: torch.device) -> None:
-        scheme = self._cache.scheme
+        scheme = self.cache.scheme
         self.paths = self.paths.on(scheme, self.index, self.codecs, self.site, dtype, device, self.rotary)
 
     def _clear(self) -> None:
@@ -107,20 +105,20 @@ class KVCalLayer(CacheLayerMixin):
             )
         empty = [x[:, :, :0].clone() for x in (key_states, value_states)]
         self.sink, self.window = list(empty), list(empty)
-        self.codecs = self._cache.scheme.on(self.index, self.device, self._ratio)
-        self._cache.on_keys_of(self.dtype)
+        self.codecs = self.cache.scheme.on(self.index, self.device, self._ratio)
+        self.cache.on_keys_of(self.dtype)
         self._choose(self.dtype, self.device)
         if self.paths.refused is not None:
-            self._cache.on_refused(self)
-        self.codecs = choose.packing(self._cache.kernels, self.codecs, self.dtype, self.device)
+            self.cache.on_refused(self)
+        self.codecs = choose.packing(self.cache.kernels, self.codecs, self.dtype, self.device)
         self.paths = self.paths.packing(self.codecs, self.dtype, self.device, self.is_compileable)
-        self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self._pair]
+        self.packed = [codec.empty(key_states.shape[0], key_states.device) for codec in self.pair]
         self.is_initialized = True
 
     @property
     def packing(self) -> str:
         """What packs whole blocks, those of prompts above all."""
-        own = [role for role, codec in zip(("keys", "values"), self._pair, strict=True) if codec.encodes_by_kernel]
+        own = [role for role, codec in zip(("keys", "values"), self.pair, strict=True) if codec.encodes_by_kernel]
         helped = f"Triton kernels of the codecs of {' and '.join(own)}" if own else ""
         if len(own) == 2:
             return helped
@@ -131,7 +129,7 @@ class KVCalLayer(CacheLayerMixin):
         return f"{helped or 'corrections of keys by torch'}, else the Triton kernel"
 
     @property
-    def _cache(self) -> KVCalCache:
+    def cache(self) -> KVCalCache:
         """Held weakly: storage is free as soon as the last reference to the cache is gone, without a garbage collection."""
         owner = self._owner()
         if owner is None:
@@ -139,12 +137,12 @@ class KVCalLayer(CacheLayerMixin):
         return owner
 
     @property
-    def _pair(self) -> tuple[Codec, Codec]:
+    def pair(self) -> tuple[Codec, Codec]:
         return self.codecs.key, self.codecs.value
 
     @property
-    def _rotates(self) -> bool:
-        return self._cache.scheme.frame == "pre_rope" and self.site.rope
+    def rotates(self) -> bool:
+        return self.cache.scheme.frame == "pre_rope" and self.site.rope
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys (B, H, Q, D) after RoPE and values of the current call -> all keys and values, in column order."""
@@ -152,16 +150,16 @@ class KVCalLayer(CacheLayerMixin):
             return self._update(key_states, value_states)
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        plan = self._cache.plan_for(self, key_states)
+        plan = self.cache.plan_for(self, key_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._move(key_states.device)
-        stored = [self._frame_keys(key_states), value_states]
+        stored = [observing.frame_keys(self, key_states), value_states]
         if self._is_for_kernel(plan, key_states, value_states):
             self._due = plan, stored
             hf.turn_of(self.site).leave(self.handle, key_states, value_states)
             return key_states, value_states
-        out = self._materialise(plan, key_states, value_states)
+        out = reading.materialise(self, plan, key_states, value_states)
         if self.paths.seamed:  # prompts gain by cuDNN, and build a plan once
             hf.hand(self.site, out[0], grown=plan.past > 0 and plan.query == 1)
         self._finish(plan, stored)
@@ -169,15 +167,15 @@ class KVCalLayer(CacheLayerMixin):
 
     def _finish(self, plan: Plan, stored: list[Tensor], kept: list[Tensor] | None = None) -> None:
         """kept: windows with the new tokens behind them, where attention has made them."""
-        self._store(plan, stored, self._observe(plan, stored[0]), kept)
+        self._store(plan, stored, observing.observe(self, plan, stored[0]), kept)
         self.columns += plan.query
-        if self._cache.offloading_layers:
+        if self.cache.offloading_layers:
             self.offload()
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         """Whether the kernel computes this call's attention: a few new tokens, all real, over packed blocks."""
-        cache, forward = self._cache, self._cache.forward
-        tokens = self._blocks * cache.scheme.windows.block
+        cache, forward = self.cache, self.cache.forward
+        tokens = self.block_slots * cache.scheme.windows.block
         if self.paths.refused is not None or plan.query > self.paths.most_queries or tokens <= self.paths.least_tokens:
             return False
         reasons = {
@@ -225,7 +223,7 @@ class KVCalLayer(CacheLayerMixin):
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")
-        (plan, stored), cache = due, self._cache
+        (plan, stored), cache = due, self.cache
         with without_autocast(q.device.type):
             each = 1 if self.paths.vector else fused.kernel_blocks(self.codecs)
             sink, blocks, recent = cache.forward.counts(q.device, each)
@@ -233,13 +231,13 @@ class KVCalLayer(CacheLayerMixin):
             exact = (self.sink[0], self.sink[1], sink), (kept[0], kept[1], recent)
             out = self._attention(q.to(self.dtype).contiguous(), blocks, *exact, scaling)
             if cache.watch is not None:
-                cache.watch.read(self.index, self._blocks * q.shape[0])
+                cache.watch.read(self.index, self.block_slots * q.shape[0])
             self._finish(plan, stored, kept)
         return out.to(q.dtype)
 
     def _attention(self, q: Tensor, blocks: Tensor, sink: fused.Exact, recent: fused.Exact, scaling: float) -> Tensor:
         """blocks (B,) int32: of the kernel; of vector codes of the scheme."""
-        cache = self._cache
+        cache = self.cache
         kernels, space = cache.kernels, cache.workspace(q.device, self.paths.vector)
         if self.paths.vector:
             coded = codebook.coded(self.codecs, self.packed)
@@ -255,7 +253,7 @@ class KVCalLayer(CacheLayerMixin):
     def _as_blocks(self, packed: list[Packed]) -> tuple[Blocks, Blocks]:
         """Keys and values as the kernel takes them; made once for tensors that stay."""
         if self._shown is None or self._shown[0] is not packed:
-            keys, values = (codec.as_blocks(held) for codec, held in zip(self._pair, packed, strict=True))
+            keys, values = (codec.as_blocks(held) for codec, held in zip(self.pair, packed, strict=True))
             self._shown = packed, (keys, values)
         return self._shown[1]
 
@@ -270,7 +268,7 @@ class KVCalLayer(CacheLayerMixin):
             held, both = self._factor
             if not any(map(is_not, states, held)):
                 return both
-        stats = self._current() if seen is None else {name: of_keys for name, (of_keys, _) in seen.items()}
+        stats = self.current_statistics() if seen is None else {name: of_keys for name, (of_keys, _) in seen.items()}
         own = self.codecs.key.key_factor(Context(self.index, stats=stats))
         heads = self.site.ratio * self.site.kv_heads
         wide = next((of_queries for of_keys, of_queries in (seen or {}).values() if of_keys is own), None)
@@ -285,137 +283,31 @@ class KVCalLayer(CacheLayerMixin):
         wide = torch.cat([self.window[role], new.to(self.dtype)], 2)
         if not plan.ragged:
             return wide
-        slots = self._cache.forward.places(new.device, recent)
+        slots = self.cache.forward.places(new.device, recent)
         return wide.scatter_(2, slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3]), new.to(self.dtype))
-
-    def _frame_keys(self, handed: Tensor) -> Tensor:
-        """The current call's keys in the frame they are stored in."""
-        if self._cache.scheme.frame == "post_rope":
-            return handed
-        before = self._cache.forward.keys_before.pop(self.index, None)
-        if before is None:
-            raise KVCalError(
-                f"layer {self.index}: keys before RoPE were not seen; call the model the cache was made for"
-            )
-        if not self.is_verified:
-            self._verify_frame(before, handed)
-        return before
-
-    @without_grad
-    def _observe(self, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
-        """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
-        before = self._cache.forward.queries_before.pop(self.index, None)
-        if not self.statistics:
-            return {}
-        if self._settled():
-            return self._current() if plan.flush else {}
-        at, seen = self._cache.forward.prefixes(keys.device), {"k": keys}
-        self.unseen = 0
-        if before is None and any(s.wants != "k" for s in self.statistics.values()):
-            raise KVCalError(f"layer {self.index}: queries were not seen; call the model the cache was made for")
-        for own in self.statistics.values():
-            if own.wants not in seen:
-                assert before is not None
-                seen[own.wants] = self._turned(before) if own.wants == "q" else before
-        found = {name: own.observe(seen[own.wants], at) for name, own in self.statistics.items()}
-        for own in self.statistics.values():
-            if isinstance(own, Summed):
-                own.remember(seen[own.wants], at)
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _settled(self) -> bool:
-        """Whether no token changes the statistics any more: all rows had blocks, by whose first one keys are divided."""
-        cache = self._cache
-        plain = self.statistics.keys() <= {KeyScale.name} and cache.scheme.selection is None
-        return plain and cache.forward.opened
-
-    def _turned(self, queries: Tensor) -> Tensor:
-        """The current call's queries after RoPE."""
-        return self.site.rotate(queries, *self._cache.forward.rotation(queries)) if self.site.rope else queries
 
     is_verified = False
 
-    def _verify_frame(self, before: Tensor, handed: Tensor) -> None:
-        """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
-        turned, handed = self.site.rotate(before, *self._cache.forward.rotation(handed)).detach(), handed.detach()
-        # the same function of the same cos and sin: not a bit may differ. A NaN is named when it is packed.
-        same = (turned == handed) | (turned.isnan() & handed.isnan())
-        if not bool(same.all()):
-            raise KVCalError(
-                f"layer {self.index}: keys captured before RoPE do not give the model's keys when rotated "
-                f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
-            )
-        self.is_verified = True
-
-    def _materialise(self, plan: Plan, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything so far, decoded, then the new tokens as handed over."""
-        if plan.past == 0:
-            self._cache.forward.chain.leave("old", self.index, None, None)
-            return new_keys, new_values
-        if self.paths.reader and self._blocks and not self._cache.remember and not self.learns(new_keys, new_values):
-            return self._read(self.paths.reader, plan, new_keys, new_values)
-        keys, values = self._decode_all()
-        whole = [
-            self._ordered(plan, torch.cat([self.sink[role], x.to(self.dtype), self.window[role]], 2))
-            for role, x in enumerate((keys, values))
-        ]
-        if self._rotates:
-            whole[0] = self.site.rotate(whole[0], *self._rope(plan.past, whole[0]))
-        return torch.cat([whole[0], new_keys], 2), torch.cat([whole[1], new_values], 2)
-
     @torch.no_grad()
-    def _read(self, reader: dequantised.Reader, plan: Plan, *new: Tensor) -> tuple[Tensor, Tensor]:
-        """What _materialise gives, from shared storage where all rows hold the same columns."""
-        context, dense = self._cache.forward.chain.context("old", self.index, self.device), not plan.ragged
-        context.stats, turns = self._current(), None
-        if dense and self._rotates:
-            packed = slice(self.sink[0].shape[2], plan.past - self.window[0].shape[2])
-            turns = self._turns(packed, plan.past, reader)
-        placed = dense and (turns is not None or not self._rotates)
-        fresh = list(new) if placed else [x[:, :, :0] for x in new]
-        exact = self.sink, self.window, fresh
-        whole, made = reader(self._cache.rooms(self.device), self.packed, context, exact, turns)
-        self._cache.forward.chain.leave("old", self.index, *made)
-        if self._cache.watch is not None:
-            self._cache.watch.read(self.index, self._blocks * new[0].shape[0])
-        if placed:
-            return whole[0], whole[1]
-        keys, values = (self._ordered(plan, x) for x in whole)
-        if self._rotates:
-            keys = self.site.rotate(keys, *self._rope(plan.past, keys))
-        return torch.cat([keys, new[0]], 2), torch.cat([values, new[1]], 2)
-
-    def _rope(self, past: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The cos and sin of the first `past` columns."""
-        positions = self._cache.ledger.positions
-        return self._cache.forward.tables(positions, slice(0, past), like)
-
-    def _turns(self, packed: slice, past: int, reader: dequantised.Reader) -> tuple[Turn, Turn] | None:
-        """RoPE of the packed columns and of the others, where the reader rotates keys as it writes them."""
-        positions = self._cache.ledger.positions
-        turns = self._cache.forward.turns(positions, self.site, packed, past, self.window[0])
-        return turns if turns is not None and reader.turns(turns[0].cos.shape[-1], self.window[0].device) else None
-
-    @torch.no_grad()
-    def _decode_all(self) -> tuple[Tensor, Tensor]:
-        if not self._blocks:
+    def decode_all(self) -> tuple[Tensor, Tensor]:
+        if not self.block_slots:
             nothing = self.window[0][:, :, :0].float()
-            self._cache.forward.chain.leave("old", self.index, nothing, nothing)
+            self.cache.forward.chain.leave("old", self.index, nothing, nothing)
             return nothing, nothing
-        context = self._cache.forward.chain.context("old", self.index, self.device)
-        keys, values = self._remembering(context) if self._cache.remember else self._decoded(self.packed, context)
-        self._cache.forward.chain.leave("old", self.index, keys, values)
-        if self._cache.watch is not None:
-            self._cache.watch.read(self.index, self._blocks * keys.shape[0])
+        context = self.cache.forward.chain.context("old", self.index, self.device)
+        keys, values = self._remembering(context) if self.cache.remember else self.decode(self.packed, context)
+        self.cache.forward.chain.leave("old", self.index, keys, values)
+        if self.cache.watch is not None:
+            self.cache.watch.read(self.index, self.block_slots * keys.shape[0])
         return keys, values
 
-    def _decoded(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]:
-        context.stats = self._current()
+    def decode(self, packed: list[Packed], context: Context) -> tuple[Tensor, Tensor]:
+        context.stats = self.current_statistics()
         keys = self.codecs.key.decode(packed[0], context)
         context.k0 = keys
         return keys, self.codecs.value.decode(packed[1], context)
 
-    def _current(self) -> dict[str, Tensor]:
+    def current_statistics(self) -> dict[str, Tensor]:
         """Run-time statistics that decoding needs."""
         return {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
 
@@ -424,40 +316,32 @@ class KVCalLayer(CacheLayerMixin):
         parts: list[Tensor] = []
         if self.remembered is not None and self.remembered[0] is self.packed:
             parts = self.remembered[1]
-        old, block = parts[0].shape[2] if parts else 0, self._cache.scheme.windows.block
-        if old < self._blocks * block:
+        old, block = parts[0].shape[2] if parts else 0, self.cache.scheme.windows.block
+        if old < self.block_slots * block:
             fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in self.packed]
-            made = self._decoded(fresh, context.part(old, self._blocks * block))
-            kept = made if self._cache.scheme.chained else [x.to(self.dtype) for x in made]
+            made = self.decode(fresh, context.part(old, self.block_slots * block))
+            kept = made if self.cache.scheme.chained else [x.to(self.dtype) for x in made]
             parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
             self.remembered = self.packed, parts
         return parts[0], parts[1]
 
     @property
-    def _blocks(self) -> int:
+    def block_slots(self) -> int:
         """Block slots that the fullest row needs."""
         return int(next(iter(self.packed[0].values())).shape[2])
-
-    @staticmethod
-    def _ordered(plan: Plan, slots: Tensor) -> Tensor:
-        if plan.past_index is None:
-            return slots
-        if not slots.shape[2]:  # no real token yet, in any row
-            slots = slots.new_zeros(*slots.shape[:2], 1, slots.shape[3])
-        return take_slots(slots, plan.past_index)
 
     @without_grad
     def _store(self, plan: Plan, new: list[Tensor], stats: dict[str, Tensor], kept: list[Tensor] | None = None) -> None:
         """Distribute the new tokens over sink and window, and pack what leaves the window. kept: as of _finish."""
-        if not plan.flush and self._cache.forward.rolls and (kept is not None or not plan.ragged):  # most steps
+        if not plan.flush and self.cache.forward.rolls and (kept is not None or not plan.ragged):  # most steps
             self.window = kept or [torch.cat([held, x], 2) for held, x in zip(self.window, new, strict=True)]
-            self._cache.forward.chain.leave("new", self.index, None, None)
+            self.cache.forward.chain.leave("new", self.index, None, None)
             return
         leaving: list[Tensor] = []
         for role in (0, 1):
             fresh = torch.cat([self.sink[role], self.window[role], new[role]], 2)
             if plan.sink_index is None:
-                wide = plan.flush * self._cache.scheme.windows.block
+                wide = plan.flush * self.cache.scheme.windows.block
                 sink, rest = fresh[:, :, : plan.sink], fresh[:, :, plan.sink :]
                 leaving.append(rest[:, :, :wide])
                 window = rest[:, :, wide:]
@@ -471,12 +355,14 @@ class KVCalLayer(CacheLayerMixin):
         if plan.flush:
             self._pack(plan, leaving, stats, by_kernel=kept is not None)
         else:
-            self._cache.forward.chain.leave("new", self.index, None, None)
+            self.cache.forward.chain.leave("new", self.index, None, None)
 
     def _pack(self, plan: Plan, leaving: list[Tensor], stats: dict[str, Tensor], by_kernel: bool = False) -> None:
         before, remembered = self.packed, self.remembered
-        apart = not by_kernel and all(codec.encodes_by_kernel for codec in self._pair)
-        made = self._encode(leaving, stats) if apart else self._encode_by(self.paths.packs, leaving, stats)
+        apart = not by_kernel and all(codec.encodes_by_kernel for codec in self.pair)
+        made = (
+            packing.encode(self, leaving, stats) if apart else packing.encode_by(self, self.paths.packs, leaving, stats)
+        )
         self.packed = [
             {name: block_store.append(old[name], t, plan) for name, t in packed.items()}
             for old, packed in zip(before, made, strict=True)
@@ -484,57 +370,9 @@ class KVCalLayer(CacheLayerMixin):
         if remembered is not None and remembered[0] is before and plan.rows is None:  # no block has moved
             self.remembered = self.packed, remembered[1]
 
-    def _encode_by(
-        self, rules: tuple[AnyRule, AnyRule] | str, leaving: list[Tensor], stats: dict[str, Tensor]
-    ) -> list[Packed]:
-        """As _encode, of a layer that is neither predicted nor predicts, in one launch where there are rules; in two where
-        keys are corrected first.
-        """
-        if isinstance(rules, str):
-            return self._encode(leaving, stats)
-        context, block = Context(self.index, stats=stats), self._cache.scheme.windows.block
-        keys, values = (x.to(self.dtype) for x in leaving)
-        with collecting(self._cache.record.refusals, self.index):
-            keys, factor = self.codecs.key.before_rounding(keys, context), self.codecs.key.key_factor(context)
-        blocks, flags = fused.quantise_by(rules, [keys, values], factor)
-        self._cache.record.refusals.note(
-            self.index, ~flags.any(), lambda: NonFiniteError(fused.refused_by(flags, self.index))
-        )
-        made = [codec.from_blocks(x, leaving[0].shape[2] // block) for codec, x in zip(self._pair, blocks, strict=True)]
-        self._cache.forward.chain.leave("new", self.index, None, None)
-        if self._cache.watch is not None:
-            self._cache.watch.packed(self.index, leaving, list(self._decoded(made, Context(self.index))))
-        return made
-
-    def _encode(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
-        """Keys and values (B, H, F * b, D) -> their packed blocks; reconstructions are left for the layers above.
-
-        What cannot be packed is told when all layers are done, by `KVCalCache.check_packed`.
-        """
-        with collecting(self._cache.record.refusals, self.index):
-            return self._encode_both(leaving, stats)
-
-    def _encode_both(self, leaving: list[Tensor], stats: dict[str, Tensor]) -> list[Packed]:
-        context, chained = self._cache.forward.chain.context("new", self.index, self.device), self._cache.scheme.chained
-        context.stats = stats
-        blocks: list[Packed] = [{}, {}]
-        made: list[Tensor | None] = [None, None]
-        for role, (codec, x) in enumerate(zip(self._pair, leaving, strict=True)):
-            x = check_finite(x, self.index, codec.role)
-            if chained:
-                blocks[role], made[role] = codec.encode_decode(x, context)
-            else:
-                blocks[role] = codec.encode(x, context)
-            if role == 0:
-                context.k0 = made[0]
-        self._cache.forward.chain.leave("new", self.index, *made)
-        if self._cache.watch is not None:
-            self._cache.watch.packed(self.index, leaving, list(self._decoded(blocks, replace(context))))
-        return blocks
-
     def crop_to(self, plan: CropPlan) -> None:
         """Carry out a crop; with plan.deep the cut block's remaining tokens return to the window, decoded."""
-        decoded = self._decode_all() if plan.deep else (None, None)
+        decoded = self.decode_all() if plan.deep else (None, None)
         for role in (0, 1):
             window = self.window[role]
             if plan.window_index is not None:
@@ -547,26 +385,10 @@ class KVCalLayer(CacheLayerMixin):
             {n: block_store.first_blocks(t, plan.blocks) for n, t in packed.items()} for packed in self.packed
         ]
 
-    @torch.no_grad()
-    def forget(self, count: int, held: Tensor, untouched: Tensor) -> None:
-        """After a crop: take the newest `count` columns out of the statistics. held, untouched: of the ledger."""
-        if not self.is_initialized:
-            return
-        unseen = min(count, self.unseen)
-        self.unseen -= unseen
-        self.missed -= unseen
-        for own in self.statistics.values():
-            if isinstance(own, Summed):
-                own.crop(count - unseen)
-            if isinstance(own, KeyScale):
-                keys = torch.cat([self.sink[0], self.window[0]], 2)
-                own.renew(keys, held.to(keys.device), untouched.to(keys.device))
-
     @property
     def tail(self) -> int | None:
         """How many of the newest columns the statistics of queries can forget; None without any."""
-        tails = [own.tail + self.unseen for own in self.statistics.values() if isinstance(own, Summed)]
-        return min(tails, default=None)
+        return observing.tail(self)
 
     def select_rows(self, rows: Tensor, widths: tuple[int, int, int]) -> None:
         """Keep these batch rows in this order; widths: sink, blocks and window that the fullest of them needs."""
@@ -603,7 +425,7 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def why_reference(self) -> str | None:
         """Why decode steps do not take the kernel as things are; None if they do."""
-        return self.paths.refused or (self._cache.uneven if self.rotary else None)
+        return self.paths.refused or (self.cache.uneven if self.rotary else None)
 
     @property
     def path(self) -> str:

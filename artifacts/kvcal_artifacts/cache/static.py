@@ -29,6 +29,7 @@ from ..modes import without_autocast, without_grad
 from ..paths import codebook, fused, operator
 from ..scheme import LayerCodecs
 from ..storage.ledger import Plan
+from . import observing
 from .layer import KVCalLayer
 from .slots import over_heads, take_slots
 from .static_storage import STORED, Held, Room, Steps, Turns, host_bool, most_blocks, ring_slots
@@ -82,30 +83,30 @@ class StaticLayer(KVCalLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if self.paths.vector and self.paths.refused is None:
-            why = codebook.append_refusal(self._cache.kernels, self.codecs, self.dtype, self.device)
+            why = codebook.append_refusal(self.cache.kernels, self.codecs, self.dtype, self.device)
             if why is not None:
-                self._cache.grow(f"layer {self.index}: {why}")
+                self.cache.grow(f"layer {self.index}: {why}")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As KVCalLayer.update; of a decode step only the new keys and values, as the operator takes them."""
         if not torch.compiler.is_compiling():
-            if not self._cache.steps_on_device(key_states):
+            if not self.cache.steps_on_device(key_states):
                 return super().update(key_states, value_states)
             self._uncompiled = True
         else:
             self._in_place.check(self.title)
-        if not self.ready or key_states.shape[2] > self._cache.most_queries:
-            raise KVCalError(f"{self.title}: {self._cache.why_not_compiled(key_states.shape[2])}")
+        if not self.ready or key_states.shape[2] > self.cache.most_queries:
+            raise KVCalError(f"{self.title}: {self.cache.why_not_compiled(key_states.shape[2])}")
         turn = hf.turn_of(self.site)
         turn.leave(self.handle, key_states, value_states, self._keys_before(turn, key_states))
         return key_states, value_states
 
     def _keys_before(self, turn: hf.HandOff, handed: Tensor) -> Tensor | None:
         """The step's keys before RoPE where these are stored; None else."""
-        if self._cache.scheme.frame == "post_rope":
+        if self.cache.scheme.frame == "post_rope":
             return None
         if not torch.compiler.is_compiling():
-            return self._frame_keys(handed)
+            return observing.frame_keys(self, handed)
         if turn.shown is None:
             raise KVCalError(
                 f"{self.title}: a compiled forward does not show its keys before RoPE: compile it while a cache of this "
@@ -115,7 +116,7 @@ class StaticLayer(KVCalLayer):
 
     def _is_for_kernel(self, plan: Plan, keys: Tensor, values: Tensor) -> bool:
         own = super()._is_for_kernel(plan, keys, values)  # which tells the cache why not
-        return own and not self._cache.is_compileable  # update() has asked
+        return own and not self.cache.is_compileable  # update() has asked
 
     def drop_turn(self) -> None:
         self._due = None
@@ -138,16 +139,16 @@ class StaticLayer(KVCalLayer):
     @torch.no_grad()
     def publish(self) -> None:
         """Write what the host has made of the layer into its room."""
-        if not self.is_initialized or not self._cache.is_compileable:
+        if not self.is_initialized or not self.cache.is_compileable:
             return
-        like, ledger, held = self.window[0], self._cache.ledger, self._cache.held
-        if self._cache.stored_rope.rotary and not bool(
+        like, ledger, held = self.window[0], self.cache.ledger, self.cache.held
+        if self.cache.stored_rope.rotary and not bool(
             ledger.seen.all()
         ):  # no one knows where a row without a token will begin
             self.leave_room()
             return
         room, steps = self._room_for(like), self._steps_for(like)
-        slots = held.slots(self._cache.scheme.windows.block, room.ring[0])
+        slots = held.slots(self.cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
             self._fill(room.sink[role], self.sink[role])
             room.ring[role].scatter_(2, over_heads(slots, like), self.window[role])
@@ -169,7 +170,7 @@ class StaticLayer(KVCalLayer):
                 if kept is None or kept.shape != value.shape:
                     kept = room.statistics[name] = value.clone(memory_format=torch.contiguous_format)
                 own.state[name] = kept.copy_(value)
-        if self._cache.opened and not self.paths.vector:
+        if self.cache.opened and not self.paths.vector:
             self._key_factor()
         self._correct_by(room)
         self.ready = True
@@ -182,7 +183,7 @@ class StaticLayer(KVCalLayer):
 
     def _correct_by(self, room: Room) -> None:
         """Of SQuat: what corrects the blocks of the steps to come."""
-        key, ledger, own = self.codecs.key, self._cache.ledger, None
+        key, ledger, own = self.codecs.key, self.cache.ledger, None
         if not corrects(key):
             return
         for statistic in self.statistics.values():
@@ -197,24 +198,24 @@ class StaticLayer(KVCalLayer):
             room.moves = Digits.of(moves)
         if room.due is None:
             keys = room.sink[0]
-            size = torch.Size((*keys.shape[:2], self._cache.scheme.windows.block, keys.shape[3]))
+            size = torch.Size((*keys.shape[:2], self.cache.scheme.windows.block, keys.shape[3]))
             room.due = self.steps.due.setdefault(size, torch.zeros(size, device=keys.device))
 
     _corrected_for: Tensor | None = None  # rows' own subspaces that room.moves are of
 
     def _begin_turns(self, turns: Turns) -> None:
         """Rows begin where the ledger says."""
-        ledger = self._cache.ledger
+        ledger = self.cache.ledger
         starts = ledger.starts
         turns.start.copy_(starts)
         turns.gap.zero_()
-        if not self._cache.stored_rope.rotary or (turns.of is not None and torch.equal(turns.of, starts)):
+        if not self.cache.stored_rope.rotary or (turns.of is not None and torch.equal(turns.of, starts)):
             return
-        windows, room = self._cache.scheme.windows, self.room
+        windows, room = self.cache.scheme.windows, self.room
         assert room is not None
-        blocks = most_blocks(windows, self._cache.max_length or 0) * fused.kernel_blocks(self.codecs)
+        blocks = most_blocks(windows, self.cache.max_length or 0) * fused.kernel_blocks(self.codecs)
         first = rope.first_positions(starts, windows.sink, blocks, room.ring[0].shape[2])
-        made, turns.of = self._cache.stored_rope.of_runs(ledger, first.to(turns.start.device)), starts.clone()
+        made, turns.of = self.cache.stored_rope.of_runs(ledger, first.to(turns.start.device)), starts.clone()
         if turns.rope is None:
             turns.rope = made
         turns.rope.renew(made.first)
@@ -241,7 +242,7 @@ class StaticLayer(KVCalLayer):
             return
         (sink, blocks, _), room = self._unseen.widths, self.room
         assert room is not None
-        slots, self._unseen = self._unseen.slots(self._cache.scheme.windows.block, room.ring[0]), None
+        slots, self._unseen = self._unseen.slots(self.cache.scheme.windows.block, room.ring[0]), None
         self.sink = [t[:, :, :sink] for t in room.sink]
         self.window = [take_slots(t, slots) for t in room.ring]
         self.packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in room.packed]
@@ -252,7 +253,7 @@ class StaticLayer(KVCalLayer):
         batch, heads, _, dim = like.shape
         was = None if self.room is None else self.room.sink[0]
         if self.room is None or was is None or (len(was), was.dtype, was.device) != (batch, like.dtype, like.device):
-            windows, longest = self._cache.scheme.windows, self._cache.max_length
+            windows, longest = self.cache.scheme.windows, self.cache.max_length
             assert longest is not None
             shared = quantise.Windows(windows.sink, windows.recent, windows.block)
 
@@ -262,7 +263,7 @@ class StaticLayer(KVCalLayer):
             many = most_blocks(windows, longest)
             packed = [
                 {n: t.new_zeros(*t.shape[:2], many, *t.shape[3:]) for n, t in codec.empty(batch, like.device).items()}
-                for codec in self._pair
+                for codec in self.pair
             ]
             flags = torch.zeros(heads, dtype=torch.int32, device=like.device)
             self._shown = self._layer = None
@@ -271,7 +272,7 @@ class StaticLayer(KVCalLayer):
             if self.paths.vector:
                 coded, shape = codebook.coded(self.codecs, self.room.packed), (batch, heads * self.site.ratio, 1, dim)
                 codebook.reserve(
-                    self._cache.kernels, coded, like.new_zeros(shape), self._cache.workspace(self.device, True)
+                    self.cache.kernels, coded, like.new_zeros(shape), self.cache.workspace(self.device, True)
                 )
             else:
                 self._reserve(batch, heads, many)
@@ -280,30 +281,30 @@ class StaticLayer(KVCalLayer):
     def _reserve(self, batch: int, heads: int, many: int) -> None:
         keys, values = self.codecs.key.fused(), self.codecs.value.fused()
         assert isinstance(keys, Form) and isinstance(values, Form)
-        space, blocks = self._cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
+        space, blocks = self.cache.workspace(self.device), many * fused.kernel_blocks(self.codecs)
         assert self.room is not None
         windows = self.room.sink[0].shape[2], self.room.ring[0].shape[2]
         ratio = self.site.ratio
-        fused.reserve(self._cache.kernels, space, keys, values, batch, heads, ratio, blocks, windows, self.rotary)
+        fused.reserve(self.cache.kernels, space, keys, values, batch, heads, ratio, blocks, windows, self.rotary)
 
     def _steps_for(self, like: Tensor) -> Steps:
         """What the cache's layers on this device share; anew for another number of rows."""
-        own, windows = self._cache.steps.get(like.device), self._cache.scheme.windows
+        own, windows = self.cache.steps.get(like.device), self.cache.scheme.windows
         if own is None or own.counts.data.shape[1] != len(like):
             counts = Counts(len(like), quantise.Windows(windows.sink, windows.recent, windows.block), like.device)
             length = torch.zeros((), dtype=torch.int64, device=like.device)
             turns = None
-            if self._cache.scheme.frame == "pre_rope":
+            if self.cache.scheme.frame == "pre_rope":
                 turns = Turns(None, length.new_zeros(len(like)), length.new_zeros((), dtype=torch.bool))
             own = Steps(counts, length, self.index, self.index, host_bool(like.device), turns)
-            self._cache.steps[like.device] = own
+            self.cache.steps[like.device] = own
         own.first, own.last = min(own.first, self.index), max(own.last, self.index)
         steps: Steps = own
         return steps
 
     @property
     def steps(self) -> Steps:
-        own: Steps = self._cache.steps[self.device]
+        own: Steps = self.cache.steps[self.device]
         return own
 
     def get_seq_length(self) -> Any:
@@ -314,16 +315,16 @@ class StaticLayer(KVCalLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Always as wide as the cache can be where steps may be compiled; the operator does not read the mask."""
         self.heed()  # generate() asks before each step, whose forward may be compiled
-        if self.ready and query_length <= self._cache.most_queries:
-            return self._cache.max_length or 0, 0
-        self._cache.settle()
+        if self.ready and query_length <= self.cache.most_queries:
+            return self.cache.max_length or 0, 0
+        self.cache.settle()
         return super().get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
-        if not self._cache.is_compileable:
+        if not self.cache.is_compileable:
             return super().get_max_length()
-        assert self._cache.max_length is not None
-        return self._cache.max_length
+        assert self.cache.max_length is not None
+        return self.cache.max_length
 
     def stored(self, part: str) -> list[Tensor]:
         """All that is allocated, used or not."""
@@ -337,7 +338,7 @@ class StaticLayer(KVCalLayer):
         room = self.room
         if room is None:
             return super().bookkeeping()
-        steps = self._cache.steps.get(self.device)
+        steps = self.cache.steps.get(self.device)
         shared = [*steps.due.values()] if steps is not None and self.index == steps.first else []
         return [*super().bookkeeping(), room.flags, *([] if room.moves is None else room.moves.tensors), *shared]
 
@@ -351,18 +352,18 @@ class StaticLayer(KVCalLayer):
             return super().attend(q, k, v, scaling)
         room, steps, dtype = self.room, self.steps, self.dtype
         assert room is not None
-        counts, by = steps.counts, fused.steps_by(self._cache.kernels)
+        counts, by = steps.counts, fused.steps_by(self.cache.kernels)
         with without_autocast(q.device.type):
             if self.index == steps.first:
                 if not uncompiled:
-                    self._cache.check_use()
+                    self.cache.check_use()
                 new = torch.full_like(counts.new, k.shape[2])
                 (by or quantise).advance(counts, new)
                 if steps.turns is not None and positions is not None:  # else the host has looked
                     steps.turns.note(counts, positions)
             if self.paths.vector:
                 return self._leave(steps, self._attend_codes(room, counts, q, k, v, scaling), q, k)
-            settled = not hf.capturing() and self._cache.opened  # a graph serves other prompts, too
+            settled = not hf.capturing() and self.cache.opened  # a graph serves other prompts, too
             seen, k, v = None, k.to(dtype), v.to(dtype)
             if not settled:
                 seen = self._factors_seen(counts, k, by or quantise)
@@ -376,9 +377,9 @@ class StaticLayer(KVCalLayer):
             else:
                 self._append(room, counts, [k, v], due)
             out = fused.attention(
-                self._cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
+                self.cache.kernels, q.to(dtype).contiguous(), keys, values, counts.blocks_before,
                 (room.sink[0], room.sink[1], counts.sink), (room.ring[0], room.ring[1], counts.seen), scaling, wide,
-                self._cache.workspace(q.device), ring=True, turns=steps.turns.rope if steps.turns and self.rotary else None,
+                self.cache.workspace(q.device), ring=True, turns=steps.turns.rope if steps.turns and self.rotary else None,
             )  # fmt: skip
             return self._leave(steps, out, q, k)
 
@@ -388,11 +389,11 @@ class StaticLayer(KVCalLayer):
         """
         if self.index == steps.last:
             steps.length.add_(k.shape[2])
-            own: list[Any] = self._cache.own_layers
+            own: list[Any] = self.cache.own_layers
             lost = torch.cat(
                 [one.room.flags for one in own if one.room is not None and one.device == self.device]
             ).any()
-            wrong = lost | (steps.length > (self._cache.max_length or 0))
+            wrong = lost | (steps.length > (self.cache.max_length or 0))
             if steps.turns is not None:
                 wrong = wrong | steps.turns.gap
             steps.wrong.copy_(wrong, non_blocking=True)
@@ -401,13 +402,13 @@ class StaticLayer(KVCalLayer):
 
     def heed(self) -> None:
         if self.ready and not torch.compiler.is_compiling() and not hf.capturing() and bool(self.steps.wrong):
-            self._cache.settle()
+            self.cache.settle()
 
     def _keys_due(self, room: Room, counts: Counts, keys: Tensor) -> Tensor | None:
         """Of SQuat: keys of the block that this step packs, corrected; this step's attention sees the exact ones."""
         if not corrects(self.codecs.key):
             return None
-        self._cache.forward.queries_before.pop(self.index, None)
+        self.cache.forward.queries_before.pop(self.index, None)
         assert room.moves is not None
         return self.codecs.key.due(room.ring[0], counts, keys, room.moves, room.due)
 
@@ -420,7 +421,7 @@ class StaticLayer(KVCalLayer):
 
     def _attend_codes(self, room: Room, counts: Counts, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
         """Of vector codes."""
-        kernels, space = self._cache.kernels, self._cache.workspace(q.device, True)
+        kernels, space = self.cache.kernels, self.cache.workspace(q.device, True)
         coded = codebook.coded(self.codecs, room.packed)
         sink, ring = (room.sink[0], room.sink[1]), (room.ring[0], room.ring[1])
         new = k.to(self.dtype), v.to(self.dtype)
@@ -443,12 +444,12 @@ class StaticLayer(KVCalLayer):
         """What quantise.append does, in operations of fixed shape for any codec: packed is always, kept what is due.
         keys: those that are due, corrected.
         """
-        windows, each = self._cache.scheme.windows, fused.kernel_blocks(self.codecs)
+        windows, each = self.cache.scheme.windows, fused.kernel_blocks(self.codecs)
         quantise.keep((room.sink[0], room.sink[1]), (room.ring[0], room.ring[1]), counts, (new[0], new[1]))
         due, slot = counts.blocks > counts.blocks_before, counts.blocks_before.long() // each
         last = next(iter(room.packed[0].values())).shape[2] - 1
-        context = Context(self.index, stats=self._current())
-        for role, (codec, packed) in enumerate(zip(self._pair, room.packed, strict=True)):
+        context = Context(self.index, stats=self.current_statistics())
+        for role, (codec, packed) in enumerate(zip(self.pair, room.packed, strict=True)):
             with device_only() as fits:
                 first = ring_slots(slot, windows.block, windows.block, room.ring[role])
                 leaving = take_slots(room.ring[role], first)
