@@ -25,7 +25,7 @@ from architectures import TINY
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.bundle import Bundle
-from kvcal_artifacts.cache import EvictingLayer, KVCalCache
+from kvcal_artifacts.cache import EvictingLayer, KVCalCache, reading
 from kvcal_artifacts.codecs import Context, Exact, MixKVQ, Packed
 from kvcal_artifacts.codecs.base import EMPTY
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, NonFiniteError, UsageError
@@ -314,13 +314,13 @@ def seen_by_attention(cache: KVCalCache, ids: Tensor, monkeypatch: pytest.Monkey
     """Keys and values of all layers in the next call."""
     found: list[tuple[Tensor, Tensor]] = []
     with monkeypatch.context() as patch:
-        ours = EvictingLayer._materialise
+        ours = reading.materialise
 
         def watched(layer: EvictingLayer, *arguments: Any) -> tuple[Tensor, Tensor]:
             found.append(ours(layer, *arguments))
             return found[-1]
 
-        patch.setattr(EvictingLayer, "_materialise", watched)
+        patch.setattr(reading, "materialise", watched)
         run(cache, ids, start=0)
     return found
 

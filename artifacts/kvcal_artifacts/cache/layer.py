@@ -25,6 +25,7 @@ from ..storage import block_store
 from ..storage.ledger import CropPlan, Plan
 from . import observing, packing, reading
 from .slots import fill_slots, first_slots, own_storage, take_slots
+from .static_storage import StaticStorage
 from .statistics import statistic
 
 if TYPE_CHECKING:
@@ -39,6 +40,20 @@ class Watch(Protocol):
 
     def read(self, layer: int, blocks: int) -> None:
         """A call's attention gets so many blocks, all rows together."""
+
+
+class HostStorage:
+    """Storage of one layer that grows on the host. sink, window: keys and values, each (B, H, tokens, D) in the model's dtype;
+    packed: theirs.
+    """
+
+    def __init__(self) -> None:
+        self.sink: list[Tensor] = []
+        self.window: list[Tensor] = []
+        self.packed: list[Packed] = [{}, {}]
+
+    def clear(self) -> None:
+        """Nothing to do: the layer gives it tensors of no tokens."""
 
 
 class KVCalLayer(CacheLayerMixin):
@@ -59,6 +74,7 @@ class KVCalLayer(CacheLayerMixin):
         self.rotary = cache.stored_rope.rotary if site.rope else 0  # channels that the kernel turns
         self.handle = operator.register(self)
         self._due: tuple[Plan, list[Tensor]] | None = None  # between update() and its attention by the kernel
+        self.storage = self._new_storage(cache.scheme.windows.block)
         self.paths = choose.LayerPaths.of(cache.kernels, cache.scheme, codecs, site, self.rotary)
         self.expect(site.placed[1])
         self._clear()
@@ -72,9 +88,8 @@ class KVCalLayer(CacheLayerMixin):
         self.paths = self.paths.on(scheme, self.index, self.codecs, self.site, dtype, device, self.rotary)
 
     def _clear(self) -> None:
-        self.sink: list[Tensor] = []  # [keys, values], each (B, H, tokens, D) in the model's dtype
-        self.window: list[Tensor] = []
-        self.packed = [{}, {}]
+        self.storage.clear()
+        self.sink, self.window, self.packed = [], [], [{}, {}]
         self._factor: tuple[list[Tensor], tuple[Tensor | None, Tensor | None]] | None = None
         self.remembered: tuple[list[Packed], list[Tensor]] | None = None  # blocks, and what they decode to
         self.statistics = {name: statistic(name, self.codecs.key.shape) for name in sorted(self.codecs.stats)}
@@ -83,16 +98,36 @@ class KVCalLayer(CacheLayerMixin):
         self.unseen = self.missed = 0
         self._due = None
 
+    def _new_storage(self, block: int) -> HostStorage | StaticStorage:
+        return HostStorage()
+
+    @property
+    def sink(self) -> list[Tensor]:
+        """Keys and values of the first tokens, each (B, H, tokens, D) in the model's dtype."""
+        return self.storage.sink
+
+    @sink.setter
+    def sink(self, value: list[Tensor]) -> None:
+        self.storage.sink = value
+
+    @property
+    def window(self) -> list[Tensor]:
+        """Keys and values of the newest tokens, as `sink`."""
+        return self.storage.window
+
+    @window.setter
+    def window(self, value: list[Tensor]) -> None:
+        self.storage.window = value
+
     @property
     def packed(self) -> list[Packed]:
         """Packed keys and values."""
-        return self._packed
+        return self.storage.packed
 
     @packed.setter
     def packed(self, value: list[Packed]) -> None:
-        self._packed, self._shown = value, None
+        self.storage.packed, self._shown = value, None
 
-    _packed: list[Packed]
     _shown: tuple[list[Packed], tuple[Blocks, Blocks]] | None = None  # packed tensors, and how the kernel sees them
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

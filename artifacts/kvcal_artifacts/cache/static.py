@@ -32,7 +32,7 @@ from ..storage.ledger import Plan
 from . import observing
 from .layer import KVCalLayer
 from .slots import over_heads, take_slots
-from .static_storage import STORED, Held, Room, Steps, Turns, host_bool, most_blocks, ring_slots
+from .static_storage import STORED, Held, Room, StaticStorage, Steps, Turns, host_bool, most_blocks, ring_slots
 from .statistics import KeyScale, QuerySubspace
 
 if TYPE_CHECKING:
@@ -41,33 +41,10 @@ if TYPE_CHECKING:
 NOT_FINITE, ROOM = quantise.reference.NONFINITE, quantise.reference.ROOM
 
 
-def _of_room(name: str) -> Any:
-    """A part of what the host sees of a layer; looked up in the room when it is asked for, which most steps do not."""
-
-    def get(layer: StaticLayer) -> Any:
-        layer.look()
-        return layer._host[name]
-
-    def put(layer: StaticLayer, value: Any) -> None:
-        if not hasattr(layer, "_host"):
-            layer._host = {}
-        layer._host[name] = value
-        if name == "packed":
-            layer._shown = None
-
-    return property(get, put)
-
-
 class StaticLayer(KVCalLayer):
     is_compileable = True
-    room: Room | None = None
-    ready = False  # room holds what the layer holds
-    sink: Any = _of_room("sink")
-    window: Any = _of_room("window")
-    packed: Any = _of_room("packed")
-    _host: dict[str, Any]
-    _unseen: Held | None = None  # the host has not looked since the room came to hold that
-    _views: list[Tensor]  # what it got when it looked, parts of the room
+    storage: StaticStorage
+    ready = False  # the storage on the device holds what the layer holds
     _layer: quantise.Layer | None = None  # the room as the kernel that appends takes it
     _uncompiled = False  # whether update() ran for this step, which a compiled forward does not do
 
@@ -75,8 +52,19 @@ class StaticLayer(KVCalLayer):
         super().__init__(cache, index, codecs, site)
         self._in_place = hf.InPlace(hf.decoder_of(cache.model), site)
 
+    def _new_storage(self, block: int) -> StaticStorage:
+        return StaticStorage(block)
+
+    @property
+    def room(self) -> Room | None:
+        """What is allocated, if anything is."""
+        return self.storage.room
+
+    @room.setter
+    def room(self, value: Room | None) -> None:
+        self.storage.room = value
+
     def _clear(self) -> None:
-        self._unseen, self._views = None, []
         super()._clear()
         self.ready = False  # the room stays where it is: a graph knows its address
 
@@ -150,10 +138,10 @@ class StaticLayer(KVCalLayer):
         room, steps = self._room_for(like), self._steps_for(like)
         slots = held.slots(self.cache.scheme.windows.block, room.ring[0])
         for role in (0, 1):
-            self._fill(room.sink[role], self.sink[role])
+            self.storage.fill(room.sink[role], self.sink[role])
             room.ring[role].scatter_(2, over_heads(slots, like), self.window[role])
             for name, part in self.packed[role].items():
-                self._fill(room.packed[role][name], part)
+                self.storage.fill(room.packed[role][name], part)
         if self.index == steps.first:
             stored = torch.stack([ledger.sink, ledger.window, ledger.blocks * fused.kernel_blocks(self.codecs)])
             for name, count in zip(STORED, stored.to(like.device), strict=True):
@@ -222,31 +210,12 @@ class StaticLayer(KVCalLayer):
 
     def leave_room(self) -> None:
         if self.room is not None:
-            self.look()
-            self.ready, self.room, self._views, self._shown, self._layer = False, None, [], None, None
-
-    def _fill(self, room: Tensor, new: Tensor) -> None:
-        """Into the first slots; nothing to do where `new` is what the host saw of them."""
-        if new.shape[2] > room.shape[2]:
-            raise KVCalError(f"{new.shape[2]} slots of a row do not fit into {room.shape[2]}; give a larger max_length")
-        if not any(new is view for view in self._views):
-            room[:, :, : new.shape[2]].copy_(new)
+            self.storage.leave()
+            self.ready, self._shown, self._layer = False, None, None
 
     def overlook(self, held: Held) -> None:
-        """The room has what `held` says; the host's own tensors are of no use any more."""
-        self._unseen, self._host, self._views = held, {}, []
-
-    def look(self) -> None:
-        """The host's tensors become those parts of the room that are in use; the window, in order, a copy."""
-        if self._unseen is None:
-            return
-        (sink, blocks, _), room = self._unseen.widths, self.room
-        assert room is not None
-        slots, self._unseen = self._unseen.slots(self.cache.scheme.windows.block, room.ring[0]), None
-        self.sink = [t[:, :, :sink] for t in room.sink]
-        self.window = [take_slots(t, slots) for t in room.ring]
-        self.packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in room.packed]
-        self._views = self.sink + [t for packed in self.packed for t in packed.values()]
+        """The storage on the device has what `held` says."""
+        self.storage.overlook(held)
 
     def _room_for(self, like: Tensor) -> Room:
         """The layer's room; a new one for another number of rows, dtype or device."""

@@ -17,8 +17,10 @@ from kvcal_kernels.layout import BLOCK, Rope
 from kvcal_kernels.quantise import Counts
 
 from ..codecs.base import Packed
+from ..errors import KVCalError
 from ..storage.ledger import Ledger
 from ..windows import Windows
+from .slots import take_slots
 
 STORED = ("sink", "window", "blocks")  # of Counts.data: what rows hold after the last call
 
@@ -105,6 +107,81 @@ class Held:
         if key not in self._slots:
             self._slots[key] = ring_slots(self._blocks.to(ring.device), block, self.widths[2], ring)
         return self._slots[key]
+
+
+class StaticStorage:
+    """Storage of one layer, allocated once as `room`, in which steps leave tokens without the host. What the host sees of it,
+    `sink`, `window` and `packed`, is looked up when it is asked for, which most steps do not. block: tokens of one.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.room: Room | None = None
+        self._block = block
+        self._sink: list[Tensor] = []
+        self._window: list[Tensor] = []
+        self._packed: list[Packed] = []
+        self._unseen: Held | None = None  # the host has not looked since the room came to hold that
+        self._views: list[Tensor] = []  # what it got when it looked, parts of the room
+
+    @property
+    def sink(self) -> list[Tensor]:
+        self._look()
+        return self._sink
+
+    @sink.setter
+    def sink(self, value: list[Tensor]) -> None:
+        self._sink = value
+
+    @property
+    def window(self) -> list[Tensor]:
+        self._look()
+        return self._window
+
+    @window.setter
+    def window(self, value: list[Tensor]) -> None:
+        self._window = value
+
+    @property
+    def packed(self) -> list[Packed]:
+        self._look()
+        return self._packed
+
+    @packed.setter
+    def packed(self, value: list[Packed]) -> None:
+        self._packed = value
+
+    def clear(self) -> None:
+        """No token is held; the room stays where it is: a graph knows its address."""
+        self._unseen, self._views = None, []
+
+    def leave(self) -> None:
+        """The host takes what the room holds, which is given up."""
+        self._look()
+        self.room, self._views = None, []
+
+    def fill(self, part: Tensor, new: Tensor) -> None:
+        """Into the first slots of a part of the room; nothing to do where `new` is what the host saw of them."""
+        if new.shape[2] > part.shape[2]:
+            raise KVCalError(f"{new.shape[2]} slots of a row do not fit into {part.shape[2]}; give a larger max_length")
+        if not any(new is view for view in self._views):
+            part[:, :, : new.shape[2]].copy_(new)
+
+    def overlook(self, held: Held) -> None:
+        """The room has what `held` says; the host's own tensors are of no use any more."""
+        self._unseen, self._views = held, []
+        self._sink, self._window, self._packed = [], [], []
+
+    def _look(self) -> None:
+        """The host's tensors become those parts of the room that are in use; the window, in order, a copy."""
+        if self._unseen is None:
+            return
+        (sink, blocks, _), room = self._unseen.widths, self.room
+        assert room is not None
+        slots, self._unseen = self._unseen.slots(self._block, room.ring[0]), None
+        self._sink = [t[:, :, :sink] for t in room.sink]
+        self._window = [take_slots(t, slots) for t in room.ring]
+        self._packed = [{name: t[:, :, :blocks] for name, t in packed.items()} for packed in room.packed]
+        self._views = self._sink + [t for packed in self._packed for t in packed.values()]
 
 
 def ring_slots(blocks: Tensor, block: int, count: int, ring: Tensor) -> Tensor:
