@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from .. import hf
 from ..codecs import Context
 from ..errors import KVCalError
 from ..paths import choose, codebook, dequantised, fused, notices
 from ..scheme import Scheme
-from ..storage.eviction import EvictingLedger, EvictingPlan, allowed
-from ..storage.ledger import CropPlan, Ledger, Plan
-from . import device_steps, observing, report, static_storage
+from ..storage.eviction import EvictingLedger, EvictingPlan
+from ..storage.ledger import Ledger, Plan
+from . import cropping, device_steps, planning, report, static_storage
 from .chain import Chain
 from .evicting_layer import EvictingLayer
 from .forward import Forward
 from .layer import KVCalLayer, Watch
-from .masks import MaskHistory
+from .masks import MaskHistory, full_mask
 from .record import Record
 from .rope import StoredRope
 
@@ -143,7 +143,7 @@ class KVCalCache(Cache):
     def grow(self, why: str) -> None:
         """With max_length: a layer cannot leave its steps to the device where it turned out to be."""
         self.growing = self.growing or why
-        self._leave_rooms()
+        self.leave_rooms()
 
     @property
     def own_layers(self) -> list[KVCalLayer]:
@@ -219,13 +219,13 @@ class KVCalCache(Cache):
             choose.warn_of_shape(self.kernels, layer.codecs, layer.device, layer.paths.refused)
             if self.require_kernels:
                 choose.require([(layer.index, layer.paths.refused)])
-        self._leave_rooms()
+        self.leave_rooms()
 
-    def _leave_rooms(self) -> None:
+    def leave_rooms(self) -> None:
         for layer in self.own_layers:
             layer.leave_room()
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         for layer in self.own_layers:
             layer.publish()
 
@@ -235,13 +235,7 @@ class KVCalCache(Cache):
         if weights and any(layer.paths.refused is None for layer in self.own_layers):
             notices.warn("output_attentions: the fused kernel gives no attention weights")
         self.settle()
-        by_kind = isinstance(mask, Mapping)  # of a vision-language model, which makes its masks outside its decoder
-        if isinstance(mask, Mapping):
-            mask = mask.get("full_attention")
-        wide = mask is not None and mask.ndim == 4 and not hf.capturing()
-        if (self.max_length is not None or by_kind) and mask is not None and wide:
-            real = hf.real_columns(mask, self.ledger.columns, mask.shape[2])
-            mask = mask if real is None else real
+        mask = full_mask(mask, self.ledger.columns, self.max_length is not None)
         custom = mask is not None and mask.ndim != 2
         self.forward = Forward(self.scheme, self.model, mask, custom, weights)
         self.stored_rope.begin()
@@ -268,16 +262,11 @@ class KVCalCache(Cache):
         """The mask of what is kept, (B, 1, query, kept + query), in the place of the model's of all columns."""
         own = self.layers[layer]
         assert isinstance(own, KVCalLayer)
-        plan = self._plan_of(own, hidden.shape[0], hidden.shape[1], hidden.device)
+        plan = planning.plan_of(self, own, hidden.shape[0], hidden.shape[1], hidden.device)
         assert isinstance(plan, EvictingPlan)
         if plan.first:
             return mask
-        masks = self.forward.masks
-        if hidden.device not in masks:
-            hf.check_selectable(own.site)
-            visible = allowed(plan.alive, self.forward.prefixes(hidden.device).valid, 0, plan.query)
-            masks[hidden.device] = None if bool(visible.all()) else hf.mask_for(own.site, visible, hidden.dtype)
-        return masks[hidden.device]
+        return self.forward.kept_mask(own.site, plan, hidden)
 
     def on_done(self) -> None:
         plan, self.record.torn = self.forward.begun, self.scheme.selection is not None
@@ -314,53 +303,7 @@ class KVCalCache(Cache):
 
     def plan_for(self, layer: KVCalLayer, keys: Tensor) -> Plan:
         """The current forward's plan, made when its first layer comes, on the device of the keys."""
-        return self._plan_of(layer, keys.shape[0], keys.shape[2], keys.device)
-
-    def _plan_of(self, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
-        if not self.hooks.active:
-            if torch.compiler.is_compiling():
-                raise KVCalError(f"{layer.title}: {self.why_not_compiled(query)}")
-            if not self.hooks.closed and (replaced := self.hooks.replaced) is not None:
-                raise KVCalError(replaced)
-            state = "was closed" if self.hooks.closed else "belongs to another model or another forward"
-            more = "" if self.hooks.closed else f". Or was the forward compiled? Then {self.why_not_compiled(query)}"
-            raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
-        if self.forward.begun is None:
-            self._check_whole(layer.index, query)
-            self.forward.begun = self._begin(batch, query)
-            self.record.stage = "layers"
-        return self.forward.on(device)
-
-    def _check_whole(self, first: int, query: int) -> None:
-        """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
-        self.record.check_whole()
-        for index, layer in enumerate(self.layers):
-            wanted = self.ledger.columns + (query if index < first else 0)
-            held = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
-            if isinstance(layer, CacheLayerMixin) and held != wanted:
-                raise KVCalError(
-                    f"layer {index} holds {held} tokens, the cache {wanted}: "
-                    "an earlier forward broke off; call reset() and start again"
-                )
-        self.record.check_returned()
-
-    def _begin(self, batch: int, query: int) -> Plan:
-        past = self.ledger.columns
-        self.check_room(query)
-        forward = self.forward
-        plan: Plan = self.ledger.begin(batch, query, self.mask_history.new_columns(forward, self.ledger, query))
-        self.mask_history.extend(forward, past, query)
-        if isinstance(plan, EvictingPlan) and forward.mask is not None:
-            plan = self.ledger.hide(plan, forward.mask[:, :past].to("cpu").bool())
-        if self.scheme.frame == "pre_rope":
-            new = forward.positions.to(torch.int32).expand(batch, query)
-            old = self.ledger.positions
-            self.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
-            if any(layer.paths.readable and (layer.rotary or self.max_length) for layer in self.own_layers):
-                self.ledger.follow(plan, new)
-                if self.max_length and self.stored_rope.rotary and not self.stored_rope.is_even(self.ledger):
-                    self._leave_rooms()
-        return plan
+        return planning.plan_of(self, layer, keys.shape[0], keys.shape[2], keys.device)
 
     def workspace(self, device: torch.device, vector: bool = False) -> Any:
         """Memory that the launches of this cache's layers share on a device; vector: of those over vector codes."""
@@ -426,33 +369,9 @@ class KVCalCache(Cache):
             if not isinstance(layer, KVCalLayer):
                 layer.crop(tokens_to_remove)
         if count:
-            self._crop(count, plan)
+            cropping.carry_out(self, count, plan)
 
-    def _crop(self, count: int, plan: CropPlan) -> None:
-        self._leave_forward()
-        for layer in self.own_layers:
-            if layer.is_initialized:
-                layer.crop_to(plan)
-            layer.columns -= count
-        columns, tails = (
-            self.ledger.columns,
-            [layer.tail for layer in self.own_layers if layer.tail is not None],
-        )
-        old = self.ledger.real(columns - count, columns - min(tails)) if tails and count > min(tails) else 0
-        self.ledger.commit_crop(count)
-        if not self.ledger.columns:  # what comes next may have other rows
-            for layer in self.own_layers:
-                layer.reset()
-        elif any(layer.statistics for layer in self.own_layers):
-            held, untouched = self.ledger.held, self.ledger.untouched
-            for layer in self.own_layers:
-                observing.forget(layer, count, held, untouched)
-            self.record.unforgotten["tokens"] += old
-            self.record.unforgotten["blocks"] += self.ledger.early
-        self.record.returned_tokens += plan.returned
-        self._publish()
-
-    def _leave_forward(self) -> None:
+    def leave_forward(self) -> None:
         """Tokens come or go otherwise than by a call: nothing that the last call was told holds any more."""
         self.forward = Forward(self.scheme, self.model, custom_mask=self.forward.custom_mask)
         self.mask_history.forget()
@@ -479,15 +398,15 @@ class KVCalCache(Cache):
                 layer.select_rows(rows, self.ledger.widths)
             else:
                 plain(layer)
-        self._leave_forward()
-        self._publish()
+        self.leave_forward()
+        self.publish()
 
     def reset(self) -> None:
         super().reset()
         self.ledger.clear()
         self.hooks.forget()
         self.record = Record()
-        self._leave_forward()
+        self.leave_forward()
 
     def close(self) -> None:
         """Remove every hook from the model. The cache cannot be used afterwards. Raises KVCalError where steps since the last

@@ -12,6 +12,7 @@ from kvcal_kernels.reconstruct import Turn
 from .. import hf
 from ..errors import KVCalError
 from ..scheme import Scheme
+from ..storage.eviction import EvictingPlan, allowed
 from ..storage.ledger import Plan
 from .chain import Chain
 from .statistics import Prefixes
@@ -92,6 +93,16 @@ class Forward:
             outer = Turn(*(torch.cat([t[:, : packed.start], t[:, packed.stop :]], 1) for t in tables))
             self._turns[device] = (inner, outer) if hf.by_halves(site, inner.cos.shape[-1]) else None
         return self._turns[device]
+
+    def kept_mask(self, site: hf.AttentionSite, plan: EvictingPlan, hidden: Tensor) -> Tensor | None:
+        """The mask (B, 1, query, kept + query) of what is kept where tokens are evicted; None where all of it is visible. It
+        is made once a call and device.
+        """
+        if hidden.device not in self.masks:
+            hf.check_selectable(site)
+            visible = allowed(plan.alive, self.prefixes(hidden.device).valid, 0, plan.query)
+            self.masks[hidden.device] = None if bool(visible.all()) else hf.mask_for(site, visible, hidden.dtype)
+        return self.masks[hidden.device]
 
     # The plan.
 

@@ -153,15 +153,7 @@ class KVCalLayer(CacheLayerMixin):
     @property
     def packing(self) -> str:
         """What packs whole blocks, those of prompts above all."""
-        own = [role for role, codec in zip(("keys", "values"), self.pair, strict=True) if codec.encodes_by_kernel]
-        helped = f"Triton kernels of the codecs of {' and '.join(own)}" if own else ""
-        if len(own) == 2:
-            return helped
-        if isinstance(packs := self.paths.packs, str):
-            return f"{helped}, else torch: {packs}" if own else f"torch: {packs}"
-        if not self.codecs.key.corrected_channels:
-            return "the Triton kernel"  # also where one codec has its own
-        return f"{helped or 'corrections of keys by torch'}, else the Triton kernel"
+        return self.paths.packing_blocks(self.codecs)
 
     @property
     def cache(self) -> KVCalCache:
@@ -330,7 +322,7 @@ class KVCalLayer(CacheLayerMixin):
             self.cache.forward.chain.leave("old", self.index, nothing, nothing)
             return nothing, nothing
         context = self.cache.forward.chain.context("old", self.index, self.device)
-        keys, values = self._remembering(context) if self.cache.remember else self.decode(self.packed, context)
+        keys, values = reading.remembering(self, context) if self.cache.remember else self.decode(self.packed, context)
         self.cache.forward.chain.leave("old", self.index, keys, values)
         if self.cache.watch is not None:
             self.cache.watch.read(self.index, self.block_slots * keys.shape[0])
@@ -345,20 +337,6 @@ class KVCalLayer(CacheLayerMixin):
     def current_statistics(self) -> dict[str, Tensor]:
         """Run-time statistics that decoding needs."""
         return {name: now for name, own in self.statistics.items() if (now := own.current()) is not None}
-
-    def _remembering(self, context: Context) -> tuple[Tensor, Tensor]:
-        """As _decoded of all blocks, but only those are decoded that were packed since the last time."""
-        parts: list[Tensor] = []
-        if self.remembered is not None and self.remembered[0] is self.packed:
-            parts = self.remembered[1]
-        old, block = parts[0].shape[2] if parts else 0, self.cache.scheme.windows.block
-        if old < self.block_slots * block:
-            fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in self.packed]
-            made = self.decode(fresh, context.part(old, self.block_slots * block))
-            kept = made if self.cache.scheme.chained else [x.to(self.dtype) for x in made]
-            parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
-            self.remembered = self.packed, parts
-        return parts[0], parts[1]
 
     @property
     def block_slots(self) -> int:

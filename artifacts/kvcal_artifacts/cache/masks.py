@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import hf
 from ..errors import KVCalError
 from .forward import Forward
+
+
+def full_mask(mask: Tensor | Mapping[str, Tensor | None] | None, past: int, is_static: bool) -> Tensor | None:
+    """The mask of full attention among those that a model was given, by columns where it can be read so: of the 4-D ones that
+    generate() makes for caches that compile, and that a vision-language model makes outside its decoder, by kinds of layers.
+    """
+    by_kind = isinstance(mask, Mapping)
+    if isinstance(mask, Mapping):
+        mask = mask.get("full_attention")
+    wide = mask is not None and mask.ndim == 4 and not hf.capturing()
+    if (is_static or by_kind) and mask is not None and wide:
+        real = hf.real_columns(mask, past, mask.shape[2])
+        mask = mask if real is None else real
+    return mask
 
 
 class MaskHistory:

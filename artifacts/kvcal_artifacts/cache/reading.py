@@ -9,7 +9,9 @@ from torch import Tensor
 
 from kvcal_kernels.reconstruct import Turn
 
+from ..codecs import Context
 from ..paths import dequantised
+from ..storage import block_store
 from ..storage.ledger import Plan
 from .slots import take_slots
 
@@ -76,3 +78,18 @@ def ordered(plan: Plan, slots: Tensor) -> Tensor:
     if not slots.shape[2]:  # no real token yet, in any row
         slots = slots.new_zeros(*slots.shape[:2], 1, slots.shape[3])
     return take_slots(slots, plan.past_index)
+
+
+def remembering(layer: KVCalLayer, context: Context) -> tuple[Tensor, Tensor]:
+    """Like `KVCalLayer.decode` of all blocks, but decodes only what was packed since the last call."""
+    parts: list[Tensor] = []
+    if layer.remembered is not None and layer.remembered[0] is layer.packed:
+        parts = layer.remembered[1]
+    old, block = parts[0].shape[2] if parts else 0, layer.cache.scheme.windows.block
+    if old < layer.block_slots * block:
+        fresh = [{n: block_store.from_block(t, old // block) for n, t in packed.items()} for packed in layer.packed]
+        made = layer.decode(fresh, context.part(old, layer.block_slots * block))
+        kept = made if layer.cache.scheme.chained else [x.to(layer.dtype) for x in made]
+        parts = [torch.cat([a, b], 2) for a, b in zip(parts, kept, strict=True)] if parts else list(kept)
+        layer.remembered = layer.packed, parts
+    return parts[0], parts[1]

@@ -116,6 +116,19 @@ class LayerPaths:
             return f"{text}; reconstructed by {kernel}"
         return f"{text}; decoded by torch, not the reconstruction kernel: {self.unread}" if pair.needs else text
 
+    def packing_blocks(self, pair: LayerCodecs) -> str:
+        """One line for describe(): what packs whole blocks, those of prompts above all."""
+        codecs = (("keys", pair.key), ("values", pair.value))
+        roles = [role for role, codec in codecs if codec.encodes_by_kernel]
+        kernels = f"Triton kernels of the codecs of {' and '.join(roles)}" if roles else ""
+        if len(roles) == 2:
+            return kernels
+        if isinstance(self.packs, str):
+            return f"{kernels}, else torch: {self.packs}" if roles else f"torch: {self.packs}"
+        if not pair.key.corrected_channels:
+            return "the Triton kernel"  # also where one codec has its own
+        return f"{kernels or 'corrections of keys by torch'}, else the Triton kernel"
+
     def appending(self) -> str:
         """One line for describe(): what appends the tokens of steps to storage that is allocated once."""
         if self.vector:
