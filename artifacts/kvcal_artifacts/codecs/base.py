@@ -32,7 +32,7 @@ class Context:
     """What the layers below left for the tokens being coded; every tensor (B, H, T, D) float32 or absent.
 
     k1, v1: reconstructions of the previous layer; k2, v2: of the one before; k0: this layer's reconstructed keys (for
-    values only). stats: run-time statistics by name (see kvcal_artifacts.statistics), (B, H, N or 1, ...) for the N blocks
+    values only). stats: run-time statistics by name (see cache/statistics.py), (B, H, N or 1, ...) for the N blocks
     being encoded; for decoding those that it needs, (B, H, 1, ...).
     """
 
