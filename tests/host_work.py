@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import counted
 import schemes
 from counted import Counted, far
+from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.paths import fused, operator
+from kvcal_artifacts.paths import fused
 from schemes import Fed, Rows, left_mask, packed_row, window_row
 from test_fused import PAIRS, scheme
 

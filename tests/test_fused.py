@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from architectures import build
 from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
+from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.cache.rope import StoredRope
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
-from kvcal_artifacts.paths import choose, fused, notices, operator
+from kvcal_artifacts.paths import choose, fused, notices
 from kvcal_artifacts.paths.preflight import trials, verdicts
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.windows import HeavyHitters, Windows

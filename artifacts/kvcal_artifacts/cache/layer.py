@@ -14,12 +14,12 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcal_kernels.device import on
 from kvcal_kernels.layout import Blocks
 
-from .. import hf
+from .. import hf, operator
 from ..codecs import Codec, Context
 from ..codecs.base import Packed
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import choose, codebook, fused, operator
+from ..paths import choose, codebook, fused
 from ..scheme import LayerCodecs
 from ..storage import block_store
 from ..storage.ledger import CropPlan, Plan
@@ -246,7 +246,7 @@ class KVCalLayer(CacheLayerMixin):
 
     @without_grad
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, positions: Tensor | None = None) -> Tensor:
-        """The operator of paths/operator.py: attention of the call that update() was told of; then its tokens are stored."""
+        """The operator of operator.py: attention of the call that update() was told of; then its tokens are stored."""
         due, self._due = self._due, None
         if due is None:
             raise KVCalError(f"layer {self.index}: attention was called without update(); call reset() and start again")

@@ -20,13 +20,13 @@ from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import BLOCK, Form, rope
 from kvcal_kernels.quantise import Counts
 
-from .. import hf
+from .. import hf, operator
 from ..codecs import Context
 from ..codecs.base import device_only
 from ..codecs.squat import corrects
 from ..errors import KVCalError
 from ..modes import without_autocast, without_grad
-from ..paths import codebook, fused, operator
+from ..paths import codebook, fused
 from ..scheme import LayerCodecs
 from ..storage.ledger import Plan
 from . import observing

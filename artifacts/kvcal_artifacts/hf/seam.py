@@ -156,7 +156,7 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
             "keys before RoPE follow those held; run them with the uncompiled model (generate: disable_compile=True)"
         )
     stored = key if before is None else before
-    from ..paths.operator import decode_eagerly
+    from ..operator import decode_eagerly
 
     decode: Any = torch.ops.kvcal.decode_attention if torch.compiler.is_compiling() else decode_eagerly
     out = decode(query, stored, value, float(given["scaling"]), handle, positions)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..errors import KVCalError
+from .errors import KVCalError
 
 
 class Layer(Protocol):
