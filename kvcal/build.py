@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text, write_atomically
+from kvcal_artifacts.bundle import SUFFIX
+from kvcal_artifacts.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.files import read_text
+from kvcal_artifacts.files import read_text, write_atomically
 
 from . import __version__, corpus, hub, models
 from .gates import Check, Limits

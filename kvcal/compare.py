@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import read_text
+from kvcal_artifacts.files import read_text, write_atomically
 from kvcal_artifacts.scheme import Scheme
 
 from .kept import Work, short

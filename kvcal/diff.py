@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts.bundle import Bundle, dtype_name, tensor_bytes
+from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.canonical import dtype_name, tensor_bytes
 from kvcal_artifacts.codecs import state_of
 
 from .records import check_depth, is_number

@@ -20,9 +20,12 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, file_behind, load_bundle
+from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
+from kvcal_artifacts.files import file_behind
+from kvcal_artifacts.fingerprint import Fingerprint
+from kvcal_artifacts.scheme import LayerCodecs, Scheme, coverage
+from kvcal_artifacts.windows import HeavyHitters
 
 from . import __version__
 from .capture import Capture, LayerSource, LayerTaps, check_model, default_batch

@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import refuse_dash
 from kvcal_artifacts.codecs import Predicted, Scaled
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, UsageError
-from kvcal_artifacts.files import new_file_mode, temporary_folder
+from kvcal_artifacts.files import new_file_mode, refuse_dash, temporary_folder
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from . import hub, models

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from kvcal_artifacts.bundle import Bundle, write_atomically
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import GateFailed, KVCalError, UsageError
-from kvcal_artifacts.files import read_bytes
+from kvcal_artifacts.files import read_bytes, write_atomically
 from kvcal_artifacts.scheme import Scheme
 from kvcal_artifacts.shown import message
 

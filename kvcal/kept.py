@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts import preflight
-from kvcal_artifacts.bundle import canonical, sha256_text, write_atomically
+from kvcal_artifacts.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.files import is_temporary, kind_of, read_text
+from kvcal_artifacts.files import is_temporary, kind_of, read_text, write_atomically
+from kvcal_artifacts.paths.preflight import verdicts
 from kvcal_artifacts.shown import message
 
 SETTINGS = "settings.json"
@@ -40,7 +40,7 @@ def beside(output: Path) -> Path:
 
 
 def in_cache(command: str, key: str) -> Path:
-    return preflight.folder() / "partial" / f"{command}-{short(key)}"
+    return verdicts.folder() / "partial" / f"{command}-{short(key)}"
 
 
 def short(key: str) -> str:

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import SUFFIX, load_bundle, refuse_dash, write_together
+from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
-from kvcal_artifacts.files import read_bytes, temporary_folder
+from kvcal_artifacts.files import read_bytes, refuse_dash, temporary_folder, write_together
 
 from . import hub
 from .card import Card

@@ -70,9 +70,9 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of new tokens of each attention that a kernel computed."""
     seen: list[int] = []
-    from kvcal_artifacts import fused, vectors
+    from kvcal_artifacts.paths import codebook, fused
 
-    for module in (fused, vectors):
+    for module in (fused, codebook):
         own: Any = module.attention
 
         def counted(kernels: str, q: torch.Tensor, *rest: Any, own: Any = own, **more: Any) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Emulator(DriverBase):
         return 1, Loaded(Machine(made.asm["ptx"], **self.options, counts=counts), name, shared), 32, 0, 1024
 
     def install(self) -> None:
-        from kvcal_artifacts import preflight
+        from kvcal_artifacts.paths.preflight import verdicts
         from kvcal_kernels import triton as shared
         from kvcal_kernels.attention import triton as attention
 
@@ -94,7 +94,7 @@ class Emulator(DriverBase):
 
         compiler.CompiledKernel._init_handles = loaded
         shared.Ready.__call__ = known  # type: ignore[method-assign]
-        preflight.interpreted = lambda: True  # kernels run on the CPU
+        verdicts.interpreted = lambda: True  # kernels run on the CPU
         attention.launch._allow = lambda made: None  # these ask the driver's library
         attention.launch.programs_at_once = lambda made: 1
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import counted
 import schemes
 from counted import Counted, far
-from kvcal_artifacts import fused
+from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.paths import fused
 from schemes import Fed, Rows, left_mask, packed_row, window_row
 from test_fused import PAIRS, scheme
 
@@ -63,7 +64,7 @@ class Placed(Fed):
             past_key_values.update(k, v, index)
             turn = getattr(own.config, "kvcal_turn", None)
             if turn is not None and (left := turn.take()) is not None:
-                fused._LAYERS[left[0]].attend(k, k, v, 0.1)
+                operator._LAYERS[left[0]].attend(k, k, v, 0.1)
         return True
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from interpreted import run_cases
 from kvcal_artifacts.codecs import Codec, Higgs, Shape, Uniform
-from kvcal_artifacts.fused import rule_of
+from kvcal_artifacts.paths.choose import rule_of
 from kvcal_kernels.layout import Blocks, Form, decode
 from kvcal_kernels.quantise import AnyRule, Counts, GridRule, Layer, Rule, Windows, blocks_for, reference
 

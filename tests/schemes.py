@@ -22,10 +22,11 @@ from kvcal.methods import mixkvq as tiers
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
 from kvcal.methods.plain import Preset
-from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.windows import Windows
 
 ALL = TINY | VARIANTS
 SINK, RECENT, BLOCK = 4, 16, 8
@@ -288,7 +289,7 @@ def packed_row(cache: KVCalCache, row: int) -> list[Tensor]:
     return [part[row, :, :blocks] for t in held for part in _dense(t)]
 
 
-def _dense(stored: store.Stored) -> list[Tensor]:
+def _dense(stored: block_store.Stored) -> list[Tensor]:
     """Pools as a tensor with room for every channel in each block, and their counts."""
     if isinstance(stored, Tensor):
         return [stored]

@@ -54,22 +54,22 @@ def test_summary_by_predecessor(script: Any) -> None:
 
 
 def test_control_leaves_the_backend_to_torch_and_gives_it_back(script: Any) -> None:
-    from kvcal_artifacts import hf
+    from kvcal_artifacts.hf import seam
 
-    own = hf.has_flash
+    own = seam.has_flash
     with script.torchs_choice():
-        assert hf.has_flash is not own and not hf.has_flash(torch.ones(1))
-    assert hf.has_flash is own
+        assert seam.has_flash is not own and not seam.has_flash(torch.ones(1))
+    assert seam.has_flash is own
 
 
 def test_all_kernels_are_compiled_beside_the_model(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a cache of each scheme asks preflight for; else the first one would compile it, one kernel after the other."""
     from kvcal import models
-    from kvcal_artifacts import preflight
+    from kvcal_artifacts.paths.preflight import verdicts
 
     asked: set[str] = set()
-    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
-    monkeypatch.setattr(preflight, "_found", lambda parts, *given: asked.add(parts[0]))
+    monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
+    monkeypatch.setattr(verdicts, "_found", lambda parts, *given: asked.add(parts[0]))
     geometry = models.geometry(models.resolve("llama-3.1-8b"))
     for name in script.MADE:
         asked.clear()

@@ -12,7 +12,8 @@ from kvcal.evaluate.attention_error import attention_errors
 from kvcal.methods.plain import Preset
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context
-from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.windows import HeavyHitters
 
 STEP, LENGTH = 32, 160
 

@@ -56,7 +56,6 @@ from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
 from kvcal.report import bench as report
-from kvcal_artifacts import preflight, store, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
     CODECS,
@@ -72,10 +71,15 @@ from kvcal_artifacts.codecs import (
     Squat,
     Transform,
     Uniform,
+    ragged,
 )  # fmt: skip
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
-from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.paths import codebook
+from kvcal_artifacts.paths.preflight import verdicts
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.storage.ledger import Plan
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels import quantise as quantise_kernels
 from kvcal_kernels import vq_append
 from kvcal_kernels.quantise import Layer, reference
@@ -563,17 +567,17 @@ def test_a_shrunk_decode_of_hybrid_groups_is_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("old", [True, False])
 def test_an_append_that_stores_zeros_is_refused(name: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the old blocks, or of the new one."""
-    honest = store.append
+    honest = block_store.append
 
-    def zeros(stored: store.Stored) -> store.Stored:
-        if isinstance(stored, store.Ragged):
-            return store.Ragged(torch.zeros_like(stored.data), stored.counts)
+    def zeros(stored: block_store.Stored) -> block_store.Stored:
+        if isinstance(stored, ragged.Ragged):
+            return ragged.Ragged(torch.zeros_like(stored.data), stored.counts)
         return torch.zeros_like(stored)
 
-    def spoilt(was: store.Stored, more: store.Stored, plan: Plan) -> store.Stored:
+    def spoilt(was: block_store.Stored, more: block_store.Stored, plan: Plan) -> block_store.Stored:
         return honest(zeros(was), more, plan) if old else honest(was, zeros(more), plan)
 
-    monkeypatch.setattr(store, "append", spoilt)
+    monkeypatch.setattr(block_store, "append", spoilt)
     found = refusals(name, ["append", "quantise"])
     said = "differs from what it was before appending" if old else "differs from what was to be appended"
     assert said in str(found["append"]) and found["quantise"] is None
@@ -827,7 +831,7 @@ def test_vector_codes_take_fewer_new_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert kernels.append(replace(one, new=16)).check() is None
     many = of_few_codewords(replace(VECTORS, heads=32), torch.float16)
-    most = vectors.most_queries(16)
+    most = codebook.most_queries(16)
     assert most < 16 and fused.refuses_fused(replace(many, new=most)) is None
     assert "up to" in str(fused.refuses_fused(replace(many, new=most + 1)))
 
@@ -1046,14 +1050,14 @@ class Kernels:
         for module in (fused, quantising):
             monkeypatch.setattr(module, "interpreted", lambda: True)
         stand_in = SimpleNamespace(attend=self._attend, append=self._append, Workspace=lambda *given: None)
-        for package in (vectors.vq_attention, vectors.vq_append):
+        for package in (codebook.vq_attention, codebook.vq_append):
             monkeypatch.setattr(package, "fast", lambda: stand_in)
         monkeypatch.setattr(quantise_kernels, "triton", SimpleNamespace(advance=reference.advance), raising=False)
 
     def _attend(self, q: torch.Tensor, keys: Any, values: Any, blocks: Any, scaling: float, space: Any) -> Any:
         if self.spoilt is not None:
             self.spoilt(blocks)
-        return vectors.reference.attend(q, keys, values, blocks, scaling)
+        return codebook.reference.attend(q, keys, values, blocks, scaling)
 
     def _append(self, keys: Any, values: Any, sink: Any, ring: Any, counts: Any, flags: Any, *rest: Any) -> None:
         vq_append.append(keys, values, sink, ring, counts, flags, *rest[:2])
@@ -1077,7 +1081,7 @@ def test_attention_over_vector_codes_is_measured(monkeypatch: pytest.MonkeyPatch
     assert made.bytes == codes + books + exact
     assert kernels.decode_then_attend(one).bytes == made.bytes
     assert "note" not in made.more
-    monkeypatch.setattr(vectors, "CODEWORDS", 32)
+    monkeypatch.setattr(codebook, "CODEWORDS", 32)
     assert "decodes up to 600 packed tokens" in fused.fused_attention(one).more["note"]
     kernels_found.spoilt = lambda blocks: blocks.clamp_(max=1)
     assert "check failed: off by" in str(made.check())
@@ -1171,18 +1175,18 @@ def test_required_kernels_are_those_of_the_cache(
     """On a pretended GPU whose kernels pass all their checks, or none."""
     card = Card(monkeypatch, tmp_path)
     card.says = "off by 0.3" if fails else None
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
     for trial in ("vectors_trial", "vectors_append_trial", "reconstruct_trial", "encode_trial"):
-        monkeypatch.setattr(preflight, trial, card._trial)
+        monkeypatch.setattr(verdicts, trial, card._trial)
     one = schemes.named(name, WIDE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with KVCalCache(filled.scheme_of(wide_model, one), wide_model) as cache:
             layer_of = cache.own_layers[-1]
-            refused, reader = layer_of.refused, layer_of.reader
+            refused, reader = layer_of.paths.refused, layer_of.paths.reader
             place = torch.float16, CPU
-            assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.readable
+            assert (fused.unreadable(one, one.codecs, 2) is None) == layer_of.paths.readable
             takes = not refused or reader is not None
         given = [one], WIDE, *place
         if takes:
@@ -1201,9 +1205,9 @@ def test_required_kernels_take_vector_codes_and_no_layer_of_a_bundle_is_left_out
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     card = Card(monkeypatch, tmp_path)
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "unsupported", lambda device: None)
-    monkeypatch.setattr(preflight, "vectors_trial", card._trial)
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "unsupported", lambda device: None)
+    monkeypatch.setattr(verdicts, "vectors_trial", card._trial)
     codes, plain = schemes.named("vqkv-256", WIDE), schemes.named("fp8", WIDE)
     given = WIDE, torch.float16, CPU
     fused.require_fused([codes], *given)
@@ -2218,18 +2222,18 @@ def test_vector_codes_on_a_gpu(name: str, dtype: torch.dtype, monkeypatch: pytes
     attended, appended = fused.fused_attention(one), kernels.append(one)
     assert (attended.check(), appended.check()) == (None, None)
     assert (attended.path, appended.path) == ON_GPU["vqkv-256"]
-    honest = vectors.vq_attention.fast().attend
+    honest = codebook.vq_attention.fast().attend
     monkeypatch.setattr(
-        vectors.vq_attention.fast(), "attend", lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest)
+        codebook.vq_attention.fast(), "attend", lambda q, k, v, blocks, *rest: honest(q, k, v, blocks - 1, *rest)
     )
     assert "check failed: off by" in str(attended.check())
-    honest_append = vectors.vq_append.fast().append
+    honest_append = codebook.vq_append.fast().append
 
     def spoilt(keys: Any, *rest: Any) -> None:
         honest_append(keys, *rest)
         keys.bands[0].codes.bitwise_xor_(1)
 
-    monkeypatch.setattr(vectors.vq_append.fast(), "append", spoilt)
+    monkeypatch.setattr(codebook.vq_append.fast(), "append", spoilt)
     assert "times that of the codec's own codes" in str(appended.check())
 
 

@@ -22,7 +22,8 @@ import schemes
 import test_fused
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.windows import HeavyHitters
 from schemes import close_all, opened, same, token_ids
 from test_fused import PAIRS
 

@@ -28,20 +28,14 @@ from torch import Tensor
 from architectures import TINY, build, initialise, rope
 from kvcal.methods.plain import Preset
 from kvcal_artifacts import load_bundle, load_cache
-from kvcal_artifacts.bundle import (
-    FORMAT,
-    Bundle,
-    Fingerprint,
-    canonical,
-    file_behind,
-    sha256_text,
-    tensor_bytes,
-    write_atomically,
-    write_together,
-)
+from kvcal_artifacts.bundle import FORMAT, Bundle
+from kvcal_artifacts.canonical import canonical, sha256_text, tensor_bytes
 from kvcal_artifacts.codecs import Predicted
 from kvcal_artifacts.errors import CorruptBundle, IncompatibleBundle, KVCalError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.files import file_behind, write_atomically, write_together
+from kvcal_artifacts.fingerprint import Fingerprint
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 from models_fixture import ROOT, denied, file_size_limit, small_disk
 from schemes import BLOCK, Fed, aqua, chained, tiny
 
@@ -696,7 +690,7 @@ def test_the_file_that_standard_output_goes_to_is_refused(tmp_path: Path, monkey
     printed = tmp_path / "printed"
     with printed.open("w") as file:
         assert file_behind(printed) == printed
-        monkeypatch.setattr("kvcal_artifacts.bundle.STANDARD_STREAMS", {file.fileno(): "standard output"})
+        monkeypatch.setattr("kvcal_artifacts.files.STANDARD_STREAMS", {file.fileno(): "standard output"})
         for place in (printed, Path(f"/dev/fd/{file.fileno()}")):
             with pytest.raises(KVCalError, match=f"{place} is this command's standard output: give another file name"):
                 file_behind(place)

@@ -37,8 +37,9 @@ from kvcal.methods.backbones import backbone
 from kvcal.methods.transform import allocate
 from kvcal_artifacts import bundle as format_of
 from kvcal_artifacts import checked, load_bundle
-from kvcal_artifacts.bundle import FORMAT, Bundle, Fingerprint, canonical, parse, sha256_text, tensor_bytes
+from kvcal_artifacts.bundle import FORMAT, Bundle, parse
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.canonical import canonical, sha256_text, tensor_bytes
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -56,7 +57,9 @@ from kvcal_artifacts.codecs import (
 )
 from kvcal_artifacts.codecs.predictors import QuantisedLinear
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.fingerprint import Fingerprint
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from models_fixture import kvcal
 from schemes import Fed, Rows, feed
 

@@ -31,7 +31,8 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 from kvcal_kernels.layout import Form
 from schemes import BLOCK, DIM, HEADS, LAYERS, RECENT, SINK, Fed, Rows, feed, left_mask, same, token_ids
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvcal import corpus, models, weights
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
-from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_artifacts.windows import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 ROW = [

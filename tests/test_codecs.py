@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcal_artifacts import store
 from kvcal_artifacts.codecs import (
     CODECS,
     PREDICTORS,
@@ -41,6 +40,7 @@ from kvcal_artifacts.codecs import (
     Transform,
     Uniform,
     build,
+    ragged,
     state_of,
 )
 from kvcal_artifacts.codecs.base import check_finite, to_half
@@ -51,8 +51,10 @@ from kvcal_artifacts.codecs.predictors import MLP, Bias, Linear, QuantisedLinear
 from kvcal_artifacts.codecs.transform import GRID_OF, MSE, ONE_BIT
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import KVCalError, NonFiniteError
-from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.storage.ledger import Plan
+from kvcal_artifacts.windows import Windows
 from kvcal_kernels.packing import unpack
 
 Make = Callable[[Shape, Role], Codec]
@@ -471,7 +473,7 @@ def channels(shape: Shape, x: Tensor) -> Tensor:
 
 def items(stored: Any) -> Tensor:
     """Rows of each block: int64 (B, H, N)."""
-    if isinstance(stored, store.Ragged):
+    if isinstance(stored, ragged.Ragged):
         return stored.counts.long()
     return torch.full(stored.shape[:3], stored.shape[3])
 
@@ -607,7 +609,7 @@ def mixkvq_bits(codec: MixKVQ, full: float, four: float, two: float) -> float:
 
 def plain(packed: Packed) -> dict[str, Tensor]:
     """Every tensor of it, those of pools by two names."""
-    parts = {name: store.tensors_of(held) for name, held in packed.items()}
+    parts = {name: block_store.tensors_of(held) for name, held in packed.items()}
     return {f"{name}.{i}": t for name, tensors in parts.items() for i, t in enumerate(tensors)}
 
 
@@ -622,14 +624,14 @@ def joined(parts: list[Packed]) -> Packed:
         grown = {}
         for name, held in whole.items():
             plan = Plan(0, 1, 0, 0, more[name].shape[2], held.shape[2] + more[name].shape[2])
-            grown[name] = store.append(held, more[name], plan)
+            grown[name] = block_store.append(held, more[name], plan)
         whole = grown
     return whole
 
 
 def rows_of(packed: Packed, first: int) -> Packed:
     """Batch rows from `first` on."""
-    return {name: store.select(held, torch.arange(first, held.shape[0])) for name, held in packed.items()}
+    return {name: block_store.select(held, torch.arange(first, held.shape[0])) for name, held in packed.items()}
 
 
 def part_of(context: Context, block: int, start: int, stop: int) -> Context:
@@ -758,7 +760,7 @@ def test_reads_only(case: Case) -> None:
     before = x.clone()
     packed = codec.encode(x, context)
     assert torch.equal(x, before)
-    kept = {name: store.select(held, torch.arange(2)) for name, held in packed.items()}
+    kept = {name: block_store.select(held, torch.arange(2)) for name, held in packed.items()}
     made = codec.decode(packed, context)
     assert_same(packed, kept, "after decode")
     assert torch.equal(codec.decode(packed, context), made)

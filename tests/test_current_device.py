@@ -31,8 +31,8 @@ import vq_append_cases
 import vq_attention_cases
 from interpreted import needs_triton
 from kvcal.bench import decoding, timing
-from kvcal_artifacts import preflight
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.paths.preflight import trials, verdicts
 from kvcal_kernels import device, quantise
 from kvcal_kernels.layout import Form
 from models_fixture import kvcal
@@ -287,15 +287,15 @@ HIGGS = quantise_cases.higgs("higgs 2", "key", 2, 64)
 CODES = [vq_append_cases.codec_of(vq_append_cases.Case(), role) for role in ("key", "value")]
 FORMS = [Form(role, 64, 4) for role in ("key", "value")]  # type: ignore[arg-type]
 TRIALS: dict[str, Callable[[torch.device], str | None]] = {  # trial -> what asks for its verdict
-    "trial": lambda d: preflight.verdict(*FORMS, 2, 4, torch.float16, d),
-    "append_trial": lambda d: preflight.append_verdict(CASE.rule("key"), CASE.rule("value"), torch.float16, d),
-    "quantise_trial": lambda d: preflight.quantise_verdict(
+    "trial": lambda d: verdicts.verdict(*FORMS, 2, 4, torch.float16, d),
+    "append_trial": lambda d: verdicts.append_verdict(CASE.rule("key"), CASE.rule("value"), torch.float16, d),
+    "quantise_trial": lambda d: verdicts.quantise_verdict(
         CASE.rule("key"), CASE.rule("value"), (torch.float16, torch.float16), True, d
     ),
-    "reconstruct_trial": lambda d: preflight.reconstruct_verdict(HIGGS.for_decoding(), torch.float16, 0, d),
-    "encode_trial": lambda d: preflight.encode_verdict(HIGGS, torch.float16, d),
-    "vectors_trial": lambda d: preflight.vectors_verdict(*CODES, 4, torch.float16, d),
-    "vectors_append_trial": lambda d: preflight.vectors_append_verdict(*CODES, torch.float16, d),
+    "reconstruct_trial": lambda d: verdicts.reconstruct_verdict(HIGGS.for_decoding(), torch.float16, 0, d),
+    "encode_trial": lambda d: verdicts.encode_verdict(HIGGS, torch.float16, d),
+    "vectors_trial": lambda d: verdicts.vectors_verdict(*CODES, 4, torch.float16, d),
+    "vectors_append_trial": lambda d: verdicts.vectors_append_verdict(*CODES, torch.float16, d),
 }
 
 
@@ -304,9 +304,9 @@ def current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Current:
     """Two GPUs of one kind, and where each check is made."""
     made = Current()
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "on", made)
-    monkeypatch.setattr(preflight, "triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "on", made)
+    monkeypatch.setattr(verdicts, "triton_version", lambda: "3.7.1")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Card 1")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -314,9 +314,7 @@ def current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Current:
 
 
 def test_every_trial_is_asked_for_here() -> None:
-    assert {name for name, _ in inspect.getmembers(preflight, inspect.isfunction) if name.endswith("trial")} == {
-        *TRIALS
-    }
+    assert {name for name, _ in inspect.getmembers(trials, inspect.isfunction) if name.endswith("trial")} == {*TRIALS}
 
 
 @pytest.mark.parametrize("name", TRIALS)
@@ -329,7 +327,7 @@ def test_trials_run_on_the_device_that_is_asked_for(
         assert given[-1] == SECOND or SECOND in given
         seen.append(current.now)
 
-    monkeypatch.setattr(preflight, name, trial)
+    monkeypatch.setattr(verdicts, name, trial)
     assert TRIALS[name](SECOND) is None
     assert seen == [SECOND] and not current.inside
 
@@ -346,7 +344,7 @@ def test_what_one_device_could_not_try_another_of_its_kind_tries(
             raise torch.OutOfMemoryError("5 GiB")
         return "off by 0.3"
 
-    monkeypatch.setattr(preflight, "trial", trial)
+    monkeypatch.setattr(verdicts, "trial", trial)
     first, ask = torch.device("cuda", 0), TRIALS["trial"]
     assert [str(ask(where)) for where in (SECOND, SECOND, first, first, SECOND)] == [
         *["its check ran out of memory: 5 GiB"] * 2, *["off by 0.3"] * 3,
@@ -443,7 +441,7 @@ def test_a_cache_on_the_second_gpu_is_one_on_the_first(
 ) -> None:
     """The first stays the current one. Verdicts are made anew, on the second."""
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "_TRIED", {})
     there, paths = served_on(SECOND, name, torch.float16, max_length=longest)
     assert torch.cuda.current_device() == 0
     here, same = served_on(torch.device("cuda", 0), name, torch.float16, max_length=longest)
@@ -456,7 +454,7 @@ def test_a_cache_on_the_second_gpu_is_one_on_the_first(
 def test_a_benchmark_of_the_second_gpu_has_its_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of launches alone a copy would take microseconds: thousands of times what any memory can."""
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "_TRIED", {})
     taken: dict[str, dict[tuple[str, str], float]] = {}
     for where in ("cuda:1", "cuda:0"):
         run = ("bench", "--device", where, "-p", "kivi-2", "-p", "higgs-2", "--batch", "8", "--length", "8k", "--json")

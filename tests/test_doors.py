@@ -20,8 +20,9 @@ from kvcal.publish import pull
 from kvcal.recorded import recorded
 from kvcal.textfiles import read_file
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.bundle import Bundle, write_together
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, TextError
+from kvcal_artifacts.files import write_together
 from models_fixture import ROOT_COMMAND, SUFFIX, Done, kvcal, write_model, write_text
 
 

@@ -20,9 +20,10 @@ from kvcal import kept
 from kvcal.folding import write_folded
 from kvcal.kept import beside
 from kvcal.models import resolve
-from kvcal_artifacts import files, preflight
-from kvcal_artifacts.bundle import write_atomically
+from kvcal_artifacts import files
 from kvcal_artifacts.errors import KVCalError
+from kvcal_artifacts.files import write_atomically
+from kvcal_artifacts.paths.preflight import verdicts
 from models_fixture import SMALL, SUFFIX, Done, finished, kvcal, started, write_model, write_text
 
 
@@ -353,15 +354,15 @@ def test_verdicts_of_kernels_that_are_no_file(
     place: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    place(tmp_path / preflight.LOCK)
-    preflight.keep("kernel", None)
-    place(tmp_path / preflight.FILE)
+    place(tmp_path / verdicts.LOCK)
+    verdicts.keep("kernel", None)
+    place(tmp_path / verdicts.FILE)
     if place is place_folder:
-        assert preflight.read() == {}
+        assert verdicts.read() == {}
     else:
         with pytest.raises(KVCalError, match=r"preflight.json is a (pipe|socket|device), not a file: remove it"):
-            preflight.read()
-        one_line(kvcal("doctor"), 1, preflight.FILE, "remove it")
+            verdicts.read()
+        one_line(kvcal("doctor"), 1, verdicts.FILE, "remove it")
 
 
 @pytest.mark.usefixtures("alarm")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from architectures import build
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused, hf, vectors
+from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache.static import StaticLayer
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape, Squat, Uniform
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.fixed import FixedLayer
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.paths import choose, codebook
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.compensated import Digits
 from kvcal_kernels.layout import Rope
 from schemes import close_all, left_mask, mixkvq_of, numbers, opened, packed_row, same, token_ids, window_row
@@ -288,7 +291,7 @@ def test_a_step_reads_no_value(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         own.model(token_ids(2, 80), past_key_values=own)
     layer = own.layers[0]
-    assert isinstance(layer, FixedLayer) and layer.room is not None
+    assert isinstance(layer, StaticLayer) and layer.room is not None
     room, shared = layer.room, layer.steps
     monkeypatch.setattr(hf, "capturing", lambda: True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # constants of codecs
@@ -323,7 +326,7 @@ def test_a_row_that_is_not_due_keeps_its_bytes_and_one_that_is_gets_the_codecs_o
     with torch.no_grad():
         own.model(ids[:, :99], past_key_values=own, attention_mask=mask[:, :99])
     layer = own.layers[0]
-    assert isinstance(layer, FixedLayer) and layer.room is not None
+    assert isinstance(layer, StaticLayer) and layer.room is not None
     before, window = copy.deepcopy(layer.room.packed), layer.window[0].clone()
     with torch.no_grad():
         own.model(ids[:, 99:100], past_key_values=own, attention_mask=mask[:, :100])
@@ -336,7 +339,7 @@ def test_a_row_that_is_not_due_keeps_its_bytes_and_one_that_is_gets_the_codecs_o
 def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
     own, ids = fixed("innerq-prefill"), token_ids(1, 104, seed=3)
     layer = own.layers[0]
-    assert isinstance(layer, FixedLayer)
+    assert isinstance(layer, StaticLayer)
     with torch.no_grad():
         own.model(ids[:, :60], past_key_values=own)
         own.model(ids[:, 60:61], past_key_values=own)
@@ -346,7 +349,7 @@ def test_a_factor_is_kept_only_where_no_recorded_step_can_change_it() -> None:
         for at in (100, 101, 102):
             own.model(ids[:, at : at + 1], past_key_values=own)
     assert own.opened and layer._factor is not None
-    wanted = layer.codecs.key.key_factor(Context(stats=layer._current()))
+    wanted = layer.codecs.key.key_factor(Context(stats=layer.current_statistics()))
     assert wanted is not None and torch.equal(layer._factor[1][0], wanted)
     # memory of a compiled forward belongs to its graphs: what it makes must not stay
     layer._factor = None
@@ -374,7 +377,7 @@ def test_what_steps_could_not_say_is_said_afterwards() -> None:
     with torch.no_grad():
         own.model(ids[:, :80], past_key_values=own)
         layer = own.layers[1]
-        assert isinstance(layer, FixedLayer) and layer.room is not None
+        assert isinstance(layer, StaticLayer) and layer.room is not None
         layer.room.ring[0][0, 1, 32 + 3, 5] = torch.inf  # packed with 4 + 32 + 32 + 32 tokens
         for _ in range(19):
             step(own)
@@ -537,7 +540,7 @@ def only(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, layers: tuple[int,
         taken = given == dtype and asked[-1] in layers
         return None if taken else f"not in {given}"
 
-    monkeypatch.setattr(fused, "absence", absence)
+    monkeypatch.setattr(choose, "absence", absence)
 
 
 def test_the_first_keys_say_whether_storage_is_allocated_once(
@@ -575,11 +578,13 @@ def test_layers_whose_first_keys_are_refused_grow_with_all_others(
     caches[1].reset()
     only(torch.float32, monkeypatch, layers)
     if late:
-        monkeypatch.setattr(FixedLayer, "expect", lambda self, kernels, dtype: setattr(self, "refused", None))
+        monkeypatch.setattr(
+            StaticLayer, "expect", lambda self, dtype: setattr(self, "paths", replace(self.paths, refused=None))
+        )
     mask = torch.cat([left_mask([80, 60]), torch.ones(2, 60, dtype=torch.long)], 1)
     first = steps(caches, ids[:, :140], [80, 81, 97, 130, 131], mask)
     assert not caches[0].is_compileable and "not in torch.float32" in str(caches[0].describe()["compileable"])
-    assert [layer.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
+    assert [layer.paths.refused is None for layer in caches[0].own_layers] == [index in layers for index in range(3)]
     close(first)
     for row in (0, 1):
         assert same(first_layer(caches[0], row), first_layer(caches[1], row))
@@ -689,7 +694,7 @@ def test_what_the_host_does_between_steps_keeps_a_subspace(normalise: str) -> No
 def test_vector_codes_that_no_kernel_appends_grow(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """As the first layer finds it where its keys are."""
     monkeypatch.setattr(
-        vectors, "append_refusal", lambda *given: "the append kernel of vector codes does not pass: why"
+        codebook, "append_refusal", lambda *given: "the append kernel of vector codes does not pass: why"
     )
     caches = both("vectors")
     assert caches[0].is_compileable
@@ -805,13 +810,13 @@ def test_layers_without_rope_step_beside_those_with() -> None:
 
 
 def test_the_test_of_turned_steps_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = FixedLayer._begin_turns
+    own = StaticLayer._begin_turns
 
-    def late(self: FixedLayer, turns: Any) -> None:
+    def late(self: StaticLayer, turns: Any) -> None:
         own(self, turns)
         turns.rope.renew(turns.rope.first.roll(1, 1))
 
-    monkeypatch.setattr(FixedLayer, "_begin_turns", late)
+    monkeypatch.setattr(StaticLayer, "_begin_turns", late)
     with pytest.raises(AssertionError):
         close(steps(both(KIVI), token_ids(1, 83), [80, 81, 82]))
 

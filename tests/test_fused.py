@@ -25,12 +25,16 @@ from torch import Tensor, nn
 from architectures import build
 from interpreted import interpreted, needs_triton
 from kvcal.methods.plain import Preset
-from kvcal_artifacts import fused, preflight
+from kvcal_artifacts import operator
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache.rope import StoredRope
 from kvcal_artifacts.codecs import Higgs, MixKVQ, Predicted, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable, KVCalError, UsageError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.paths import choose, fused, notices
+from kvcal_artifacts.paths.preflight import trials, verdicts
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from kvcal_kernels.layout import Form, decode
 from models_fixture import file_size_limit, kvcal
 from schemes import Fed, close_all, left_mask, numbers, opened, packed_row, token_ids
@@ -350,18 +354,18 @@ def test_shapes_without_a_kernel_are_warned_of_once(
             line.removesuffix("; packed blocks are decoded for the model's own attention instead") for line in found
         ]
 
-    monkeypatch.setattr(fused, "_WARNED", set())
+    monkeypatch.setattr(notices, "_WARNED", set())
     odd = LayerCodecs(Uniform(SHAPE, "key", 5, 32), PAIRS["inner-4"].value)
     if kernels == "auto":
         assert lines(odd) == []  # on a CPU
-        monkeypatch.setattr(fused, "runs_kernels", lambda device: True)
+        monkeypatch.setattr(choose, "runs_kernels", lambda device: True)
         assert lines(PAIRS["inner-4"]) == ["fused kernel: the fused kernel takes float16 and bfloat16, not float32"]
     (line,) = lines(odd)
     assert line.startswith("fused kernel: keys: the fused kernel cannot read 5 bits at head_dim 64")
     many = build("Llama", head_dim=64, num_attention_heads=34, hidden_size=68, num_hidden_layers=1)
     assert lines(PAIRS["kivi-4"], many) == ["fused kernel: 17 query heads a kv head: the fused kernel takes 16 at most"]
     assert lines(PAIRS["kivi-4"], many) == []
-    monkeypatch.setattr(fused, "_WARNED", set())
+    monkeypatch.setattr(notices, "_WARNED", set())
     assert lines(odd, kernels="off") == []
     higgs = Preset("higgs-2", "higgs-2", "post_rope", 4, 32, 32).scheme(model()).layers[0]
     assert higgs is not None and lines(LayerCodecs(higgs.key, PAIRS["inner-4"].value)) == []
@@ -417,7 +421,7 @@ def test_a_forward_that_breaks_off_before_its_attention_leaves_no_turn(monkeypat
         own.model(token_ids(1, 80), past_key_values=own)
         layer = own.own_layers[0]
         own.on_forward(None)
-        monkeypatch.setattr(type(own._hooks), "active", True)
+        monkeypatch.setattr(type(own.hooks), "active", True)
         layer.update(*(torch.randn(1, 2, 1, 64) for _ in range(2)))  # and no attention
         monkeypatch.undo()
         with pytest.raises(KVCalError, match="broke off"):
@@ -486,7 +490,7 @@ def test_what_is_changed_in_a_models_config_while_a_cache_is_open_stays_changed(
 def test_attention_weights_that_are_asked_for_are_the_models_own(
     longest: int | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_WARNED", set())
+    monkeypatch.setattr(notices, "_WARNED", set())
     served, ids = model(attn_implementation="eager"), token_ids(1, 84)
     own, plain = (
         opened(scheme(PAIRS["inner-4"]), served, kernels=kernels, max_length=n)
@@ -531,7 +535,7 @@ def test_the_operator_keeps_the_rules_of_torch_library() -> None:
             return q * scaling
 
     same = Same()
-    handle = fused.register(same)
+    handle = operator.register(same)
     x = torch.zeros(1, 4, 1, 64)
     torch.library.opcheck(
         torch.ops.kvcal.decode_attention.default, (x, x[:, :2], x[:, :2], 0.5, handle),
@@ -551,45 +555,45 @@ caches = t.both("innerq", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75), [72, 73], mask)))
 caches = t.both("higgs-2", own, "triton")
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 74), [72, 73], mask[:, :74])))
-assert all(codec._how is not None for codec in caches[0].layers[0]._pair)
+assert all(codec._how is not None for codec in caches[0].layers[0].pair)
 from schemes import packed_row
 assert all(torch.equal(a, b) for a, b in zip(*(packed_row(own, 0) for own in caches), strict=True))
 print(caches[0].describe()["layers"][0]["path"])
-t.preflight.BLOCKS, t.preflight.RECENT, t.preflight.CALLS = (2, 0), (40, 3), ((2, True),)
-t.preflight.OF_TIERS = ((2, False),)
-t.preflight.SINK = (4, 2)
+t.trials.BLOCKS, t.trials.RECENT, t.trials.CALLS = (2, 0), (40, 3), ((2, True),)
+t.trials.OF_TIERS = ((2, False),)
+t.trials.SINK = (4, 2)
 forms = [codec.fused() for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2))]
 place = torch.float16, torch.device("cpu")
-print(t.preflight.trial(*forms, 2, 2, *place))
-print(t.preflight.trial(*forms, 2, 2, *place, 32))
+print(t.trials.trial(*forms, 2, 2, *place))
+print(t.trials.trial(*forms, 2, 2, *place, 32))
 one = t.PAIRS["higgs-2"]
-print(t.preflight.encode_trial(one.key, *place, 1), t.preflight.encode_trial(one.value, *place, 1))
-print(t.preflight.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
-tiers = t.preflight.Form("key", 64, 2, 32, False, False, full=16, four=16)
-print(t.preflight.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
-rules = [t.fused.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
-print(t.preflight.append_trial(*rules, *place, flushes=1))
-grids = [t.fused.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
-print(t.preflight.append_trial(*grids, *place, flushes=1))
-own = t.preflight.quantise.append
-t.preflight.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
-print(t.preflight.append_trial(*rules, *place, flushes=0))
-print(t.preflight.append_trial(*grids, *place, flushes=0))
-t.preflight.quantise.append, seen = own, t.preflight.quantise.observe
-t.preflight.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
-print(t.preflight.append_trial(*rules, *place, flushes=1))
-t.preflight.quantise.observe = seen
-kivi = [t.fused.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
-print(t.preflight.append_trial(*kivi, *place, 32, 1))
-due = t.preflight.compensated.due
-t.preflight.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
-print(t.preflight.append_trial(*kivi, *place, 32, 1))
-whole, by = t.preflight.attention.fast(), t.preflight.attention.fast().attend
+print(t.trials.encode_trial(one.key, *place, 1), t.trials.encode_trial(one.value, *place, 1))
+print(t.trials.trial(one.key.fused(), one.value.fused(), 2, 2, *place))
+tiers = t.trials.Form("key", 64, 2, 32, False, False, full=16, four=16)
+print(t.trials.trial(tiers, t.PAIRS["turboquant-4-2"].value.fused(), 2, 2, *place))
+rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
+print(t.trials.append_trial(*rules, *place, flushes=1))
+grids = [t.choose.rule_of(codec) for codec in (one.key, t.PAIRS["turboquant-4-2"].value)]
+print(t.trials.append_trial(*grids, *place, flushes=1))
+own = t.trials.quantise.append
+t.trials.quantise.append = lambda layer, counts, k, *rest: own(layer, counts, k * 1.01, *rest)
+print(t.trials.append_trial(*rules, *place, flushes=0))
+print(t.trials.append_trial(*grids, *place, flushes=0))
+t.trials.quantise.append, seen = own, t.trials.quantise.observe
+t.trials.quantise.observe = lambda peak, fixed, counts, k, ratio: seen(peak, fixed, counts, k * 1.01, ratio)
+print(t.trials.append_trial(*rules, *place, flushes=1))
+t.trials.quantise.observe = seen
+kivi = [t.choose.rule_of(t.uniform(role, 4, inner=False)) for role in ("key", "value")]
+print(t.trials.append_trial(*kivi, *place, 32, 1))
+due = t.trials.compensated.due
+t.trials.compensated.due = lambda ring, *rest: due(ring * 1.01, *rest)
+print(t.trials.append_trial(*kivi, *place, 32, 1))
+whole, by = t.trials.attention.fast(), t.trials.attention.fast().attend
 whole.attend = lambda *given, **named: by(*given, **named) * (1.5 if given[-1].warps == 4 else 1)
-print(t.preflight.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
+print(t.trials.trial(*forms, 2, 2, *place))  # a kernel that only few blocks would take
 whole.attend = by
-t.preflight.reference.attend = lambda q, *rest: q
-print(t.preflight.trial(*forms, 2, 2, *place))
+t.trials.reference.attend = lambda q, *rest: q
+print(t.trials.trial(*forms, 2, 2, *place))
 """
 
 
@@ -633,15 +637,15 @@ for name, pair in pairs.items():
     print(json.dumps([name, same, caches[0].ledger.blocks.tolist(), sorted(set(launched)), *said]))
 place = torch.float16, torch.device("cpu")
 keys = pairs["squat"].key, pairs["mixkvq"].key, t.MixKVQ(t.SHAPE, "key")
-print(*(t.preflight.encode_trial(key, *place, 2) for key in keys))
+print(*(t.trials.encode_trial(key, *place, 2) for key in keys))
 t.Squat._moves = lambda self, basis, _own=t.Squat._moves: _own(self, basis * 1.5)
-print(t.preflight.encode_trial(pairs["squat"].key, *place, 1))
-rules = [t.fused.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
+print(t.trials.encode_trial(pairs["squat"].key, *place, 1))
+rules = [t.choose.rule_of(codec) for codec in (t.uniform("key", 4, mode="symmetric"), t.uniform("value", 2, mode="hybrid"))]
 given = (torch.float32, torch.float16), True, place[1]
-print(t.preflight.quantise_trial(*rules, *given))
-exact = t.preflight.quantise.quantise
-t.preflight.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
-print(t.preflight.quantise_trial(*rules, *given))
+print(t.trials.quantise_trial(*rules, *given))
+exact = t.trials.quantise.quantise
+t.trials.quantise.quantise = lambda x, rule, factor=None: exact(x, rule, None)
+print(t.trials.quantise_trial(*rules, *given))
 """
 # What packs a prompt, and the kernels that do.
 PACKED_BY = {
@@ -738,8 +742,8 @@ def test_kernels_are_tried_on_blocks_of_one_room(name: str) -> None:
     assert isinstance(keys, Form) and isinstance(values, Form)
     for key in (keys, long):
         each = max(key.scale_blocks, values.scale_blocks)
-        own = preflight._blocks(key, 2, each, None, device, generator)
-        other = preflight._blocks(values, 2, each, own.grid, device, generator)
+        own = trials._blocks(key, 2, each, None, device, generator)
+        other = trials._blocks(values, 2, each, own.grid, device, generator)
         assert own.words.shape[2] == other.words.shape[2] == -(-9 // each) * each
         assert own.words.shape[2] == own.scale.shape[2] * key.scale_blocks and (own.order is None) != key.tiered
         if own.grid and other.grid:
@@ -757,11 +761,11 @@ class Card:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Card 1")
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(preflight, "triton_version", lambda: "3.7.1")
-        monkeypatch.setattr(preflight, "trial", self._trial)
-        monkeypatch.setattr(preflight, "append_trial", self._trial)
-        monkeypatch.setattr(preflight, "quantise_trial", self._trial)
-        monkeypatch.setattr(fused, "_WARNED", set())
+        monkeypatch.setattr(verdicts, "triton_version", lambda: "3.7.1")
+        monkeypatch.setattr(verdicts, "trial", self._trial)
+        monkeypatch.setattr(verdicts, "append_trial", self._trial)
+        monkeypatch.setattr(verdicts, "quantise_trial", self._trial)
+        monkeypatch.setattr(notices, "_WARNED", set())
         self.tried: list[Any] = []
         self.says: Any = None
         self.file = folder / "preflight.json"
@@ -776,10 +780,10 @@ class Card:
     @staticmethod
     def forget() -> None:
         """As a new process."""
-        preflight._TRIED.clear()
+        verdicts._TRIED.clear()
 
     def ask(self, name: str = "inner-4", dtype: torch.dtype = torch.float16, ratio: int = 2) -> str | None:
-        return fused.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
+        return choose.absence("auto", PAIRS[name], ratio, dtype, torch.device("cuda", 0))
 
 
 def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -793,16 +797,17 @@ def test_each_kernel_is_tried_once_and_the_verdict_kept(monkeypatch: pytest.Monk
     kept = json.loads(card.file.read_text())
     assert len(kept) == 4 and set(kept.values()) == {None}
     assert sorted(path.name for path in card.file.parent.iterdir()) == ["preflight.json", "preflight.lock"]
-    assert all("Card 1" in key and preflight.source_hash() in key and "triton 3.7.1" in key for key in kept)
+    assert all("Card 1" in key and verdicts.source_hash() in key and "triton 3.7.1" in key for key in kept)
     card.forget()
-    monkeypatch.setattr(preflight, "source_hash", lambda: "another kernel")
+    monkeypatch.setattr(verdicts, "source_hash", lambda: "another kernel")
     assert card.ask() is None and len(card.tried) == 5
 
 
 @pytest.mark.parametrize(
     "name",
     ["kvcal_kernels/rotated/triton.py", "kvcal_kernels/vq/residual.py", "kvcal_kernels/vq_attention/triton.py",
-     "kvcal_kernels/packing/triton.py", "kvcal_kernels/triton.py", "codecs/higgs.py", "kvcal_artifacts/preflight.py"],
+     "kvcal_kernels/packing/triton.py", "kvcal_kernels/triton.py", "codecs/higgs.py",
+     "preflight/verdicts.py", "preflight/trials.py"],
 )  # fmt: skip
 def test_another_kernel_or_codec_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     card, own, changed = Card(monkeypatch, tmp_path), Path.read_bytes, list[str]()
@@ -815,15 +820,15 @@ def test_another_kernel_or_codec_is_tried_again(monkeypatch: pytest.MonkeyPatch,
         return data + b"\n"
 
     assert card.ask() is None and len(card.tried) == 1
-    preflight.source_hash.cache_clear()
+    verdicts.source_hash.cache_clear()
     card.forget()
     assert card.ask() is None and len(card.tried) == 1
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", read)
-        preflight.source_hash.cache_clear()
+        verdicts.source_hash.cache_clear()
         card.forget()
         assert card.ask() is None and len(card.tried) == 2 and changed == [name]
-    preflight.source_hash.cache_clear()
+    verdicts.source_hash.cache_clear()
 
 
 def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(
@@ -850,18 +855,18 @@ def test_a_kernel_that_fails_is_not_used_and_one_warning_says_so(
 def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card(monkeypatch, tmp_path)
     place = torch.float16, torch.device("cuda", 0)
-    assert card.ask() is None and not isinstance(fused.rules("auto", PAIRS["innerq"], *place), str)
+    assert card.ask() is None and not isinstance(choose.rules("auto", PAIRS["innerq"], *place), str)
     assert len(card.tried) == 2 and len(json.loads(card.file.read_text())) == 2
-    assert fused.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
-    assert fused.rules("auto", PAIRS["mixkvq"], *place) == "keys: no kernel quantises for mixkvq"
-    assert not isinstance(fused.rules("auto", PAIRS["squat"], *place), str)
-    assert card.tried[-1][-1] == 32 and fused.rules("auto", PAIRS["squat"], *place) and len(card.tried) == 3
+    assert choose.rules("torch", PAIRS["innerq"], *place) == "kernels='torch'"
+    assert choose.rules("auto", PAIRS["mixkvq"], *place) == "keys: no kernel quantises for mixkvq"
+    assert not isinstance(choose.rules("auto", PAIRS["squat"], *place), str)
+    assert card.tried[-1][-1] == 32 and choose.rules("auto", PAIRS["squat"], *place) and len(card.tried) == 3
     debiased = (Scaled(higgs(2, 256, gain="debiased").key, factor()), higgs(4, 256, gain="debiased").value)
     for pair in (
         PAIRS["higgs-4-debiased"],
         LayerCodecs(*debiased),
     ):  # of two layers, whose rules are not the same objects
-        keys, values = fused.rules("auto", pair, *place)
+        keys, values = choose.rules("auto", pair, *place)
         assert keys.gain != values.gain and len(card.tried) == 4  # type: ignore[union-attr]
     kept = [name for name in json.loads(card.file.read_text()) if "vector 4" in name]
     assert len(kept) == 1 and "append" in kept[0] and "grid of 256, h2" in kept[0]
@@ -869,21 +874,21 @@ def test_an_append_kernel_that_fails_leaves_its_work_to_torch(monkeypatch: pytes
     with pytest.warns(
         UserWarning, match="append kernel: packed values differ; what decode steps pack is packed by torch"
     ):
-        found = fused.rules("auto", PAIRS["kivi-4"], *place)
+        found = choose.rules("auto", PAIRS["kivi-4"], *place)
     assert found == "the append kernel does not pass: packed values differ"
     card.forget()
-    assert fused.rules("auto", PAIRS["kivi-4"], *place) == found and len(card.tried) == 5
+    assert choose.rules("auto", PAIRS["kivi-4"], *place) == found and len(card.tried) == 5
 
 
 def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     card = Card(monkeypatch, tmp_path)
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "encode_trial", card._trial)
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "encode_trial", card._trial)
     place = torch.float16, torch.device("cuda", 0)
     for name, tried in (("higgs-2", 2), ("higgs-2", 2), ("higgs-4-debiased", 4)):
-        pair = fused.packing("auto", PAIRS[name], *place)
+        pair = choose.packing("auto", PAIRS[name], *place)
         assert pair.key is not PAIRS[name].key and pair.value._how is not None and len(card.tried) == tried  # type: ignore[attr-defined]
     assert card.tried[2][1] == torch.float32  # behind factors
     own = PAIRS["higgs-4-debiased"].key
@@ -891,16 +896,16 @@ def test_an_encoding_kernel_that_fails_leaves_its_work_to_torch(
     nothing = Linear({"weight": torch.zeros(wide, wide).half(), "bias": torch.zeros(wide)})
     behind_both = LayerCodecs(Predicted(own, nothing, ("k1",)), PAIRS["higgs-4-debiased"].value)
     # stored, and decoded at once, by other code than blocks that attention reads
-    assert fused.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
+    assert choose.packing("auto", behind_both, *place).key is not behind_both.key and len(card.tried) == 5
     in_bytes = PAIRS["higgs-2-bytes"]  # their own; for look-ups as the papers' grids
     for pair, tried in ((in_bytes, 7), (in_bytes.read_by(8), 7), (PAIRS["higgs-2"], 7)):
-        assert fused.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
+        assert choose.packing("auto", pair, *place).key.encodes_by_kernel and len(card.tried) == tried
     for kernels, name in (("torch", "higgs-2"), ("off", "higgs-2"), ("auto", "kivi-4")):
-        pair = fused.packing(kernels, PAIRS[name], *place)
+        pair = choose.packing(kernels, PAIRS[name], *place)
         assert pair.key is PAIRS[name].key and pair.value is PAIRS[name].value
     card.says = "words of packed keys differ"
     with pytest.warns(UserWarning, match="encoding kernel: words of packed keys differ; blocks are packed by torch"):
-        pair = fused.packing("auto", PAIRS["turboquant-4-2"], *place)
+        pair = choose.packing("auto", PAIRS["turboquant-4-2"], *place)
     assert pair.key is PAIRS["turboquant-4-2"].key
 
 
@@ -912,15 +917,15 @@ def test_grids_of_all_caches_of_a_scheme_lie_in_one_place(name: str) -> None:
     made = scheme(PAIRS[name])
     twins = [[codec.by_kernel() for codec in (pair.key, pair.value)] for pair in [made.on(0, torch.device("cpu"))] * 3]
     for role in (0, 1):
-        found = {id(fused.rule_of(pair[role])) for pair in twins}
+        found = {id(choose.rule_of(pair[role])) for pair in twins}
         assert len(found) == 1 and all(pair[role].encodes_by_kernel for pair in twins)
-        rule = fused.rule_of(twins[0][role])
+        rule = choose.rule_of(twins[0][role])
         assert copy.deepcopy({"of a copied layer": rule})["of a copied layer"] is rule
     own = higgs(2, 16).key
     assert not isinstance(own.rule(), str) and isinstance(own.for_decoding().rule(), str)  # type: ignore[attr-defined]
     assert own.to(torch.device("cpu")).rule() is own.rule()  # type: ignore[attr-defined]
     in_bytes = higgs(2, 16, points="bytes").key
-    assert fused.rule_of(in_bytes).form.in_bytes and not fused.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
+    assert choose.rule_of(in_bytes).form.in_bytes and not choose.rule_of(in_bytes.for_lookups()).form.in_bytes  # type: ignore[union-attr]
 
 
 DAMAGED = {
@@ -962,21 +967,21 @@ RELEASES = {
 def test_another_driver_is_tried_again(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As the kernel module names it; without one as CUDA does."""
     card, file = Card(monkeypatch, tmp_path), tmp_path / "version"
-    monkeypatch.setattr(preflight, "DRIVER", file)
+    monkeypatch.setattr(verdicts, "DRIVER", file)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=_offers_12_8))
     for text, said in ((RELEASES[kind], "570.124.06"), ("odd", "CUDA 12.8"), (None, "CUDA 12.8")):
         file.unlink(missing_ok=True)
         if text is not None:
             file.write_text(text)
-        preflight.driver_version.cache_clear()
+        verdicts.driver_version.cache_clear()
         card.forget()
-        assert card.ask() is None and preflight.driver_version() == said
+        assert card.ask() is None and verdicts.driver_version() == said
     kept = sorted(name.rsplit(" | ", 1)[1] for name in json.loads(card.file.read_text()))
     assert len(card.tried) == 2 and kept == ["driver 570.124.06", "driver CUDA 12.8"]
     monkeypatch.setattr(ctypes, "CDLL", _missing)
-    preflight.driver_version.cache_clear()
-    assert preflight.driver_version() == "unknown"
-    preflight.driver_version.cache_clear()
+    verdicts.driver_version.cache_clear()
+    assert verdicts.driver_version() == "unknown"
+    verdicts.driver_version.cache_clear()
 
 
 def _offers_12_8(number: Any) -> int:
@@ -995,7 +1000,7 @@ def test_a_warning_says_how_a_kernel_is_tried_again(monkeypatch: pytest.MonkeyPa
     with pytest.warns(UserWarning, match="decoded for .* instead; to have it tried again delete .*/preflight.json$"):
         assert card.ask() == "the fused kernel does not pass on Card 1: 1 new tokens: off by 0.3"
     with pytest.warns(UserWarning, match="slowly; to have it tried again delete .*/preflight.json$"):
-        fused.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
+        choose.rules("auto", PAIRS["kivi-4"], torch.float16, torch.device("cuda", 0))
     assert "to have those that fail tried again delete that file" in kvcal("doctor").out
     card.says = RuntimeError("no such instruction")
     with pytest.warns(UserWarning, match="no such instruction; packed blocks are decoded .* instead$"):
@@ -1069,7 +1074,7 @@ def test_no_check_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     card = Card(monkeypatch, tmp_path)
     assert card.ask() is None
     card.forget()
-    monkeypatch.setattr(preflight, "capturing", lambda: True)
+    monkeypatch.setattr(verdicts, "capturing", lambda: True)
     assert card.ask() is None
     with pytest.raises(
         KVCalError, match=r"^decode_attention: a CUDA graph is being recorded, in which .* before you re"
@@ -1081,7 +1086,7 @@ def test_no_check_is_made_in_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_check_is_made_without_autocast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Products of its float32 reference would be of the kernel's dtype: a verdict on both."""
     card, seen = Card(monkeypatch, tmp_path), list[bool]()
-    monkeypatch.setattr(preflight, "trial", lambda *given: seen.append(torch.is_autocast_enabled("cuda")))
+    monkeypatch.setattr(verdicts, "trial", lambda *given: seen.append(torch.is_autocast_enabled("cuda")))
     torch.set_autocast_enabled("cuda", True)
     try:
         assert card.ask() is None
@@ -1094,29 +1099,29 @@ def test_a_check_is_made_without_autocast(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_cache_made_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its checks are refused before they end the recording, and pass behind it."""
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(preflight, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "_TRIED", {})
     place = torch.float16, torch.device("cuda", torch.cuda.current_device())
     graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
     with torch.cuda.graph(graph):
         with pytest.raises(KVCalError, match="a CUDA graph is being recorded"):
-            fused.absence("auto", PAIRS["kivi-4"], 2, *place)
+            choose.absence("auto", PAIRS["kivi-4"], 2, *place)
         y = x + 1
     graph.replay()
     assert y.tolist() == [2.0] * 4
-    assert fused.absence("auto", PAIRS["kivi-4"], 2, *place) is None
+    assert choose.absence("auto", PAIRS["kivi-4"], 2, *place) is None
 
 
 FAULT = """
 import torch
-from kvcal_artifacts import preflight
+from kvcal_artifacts.paths.preflight import verdicts
 from kvcal_artifacts.errors import KVCalError
-from test_fused import PAIRS, fused
+from test_fused import PAIRS, choose
 def fault(*given):
     print("tried")
     return str(torch.zeros(4, device="cuda")[torch.tensor([1 << 20], device="cuda")].sum().item())
-preflight.trial = fault
+verdicts.trial = fault
 try:
-    print(fused.absence("auto", PAIRS["inner-4"], 2, torch.float16, torch.device("cuda", 0)))
+    print(choose.absence("auto", PAIRS["inner-4"], 2, torch.float16, torch.device("cuda", 0)))
 except KVCalError as error:
     print(error)
 """
@@ -1150,7 +1155,7 @@ def test_two_threads_try_a_kernel_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         begun.wait(10)
         said.append(card.ask())
 
-    monkeypatch.setattr(preflight, "trial", trial)
+    monkeypatch.setattr(verdicts, "trial", trial)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -1164,7 +1169,7 @@ def test_gpus_that_triton_does_not_support(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.warns(UserWarning, match=r"Card 1 has compute capability 7\.2; Triton needs 8\.0"):
         assert "7.2" in str(card.ask())
     Card(monkeypatch, tmp_path)
-    monkeypatch.setattr(preflight, "triton_version", lambda: None)
+    monkeypatch.setattr(verdicts, "triton_version", lambda: None)
     with pytest.warns(UserWarning, match="triton is not installed; packed blocks are decoded"):
         card.ask()
     assert not card.tried
@@ -1174,9 +1179,9 @@ def test_the_folder_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.delenv("KVCAL_CACHE_DIR", raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert preflight.folder() == tmp_path / "kvcal"
+    assert verdicts.folder() == tmp_path / "kvcal"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert preflight.folder() == Path.home() / ".cache" / "kvcal"
+    assert verdicts.folder() == Path.home() / ".cache" / "kvcal"
 
 
 @pytest.mark.parametrize(
@@ -1204,8 +1209,8 @@ def test_commands_can_require_kernels(command: list[str], code: int, says: str) 
 
 def test_the_doctor_tells_of_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Card(monkeypatch, tmp_path)
-    preflight.keep("this kernel", None)
-    preflight.keep("that kernel", "off by 1")
+    verdicts.keep("this kernel", None)
+    verdicts.keep("that kernel", "off by 1")
     found = kvcal("doctor").out
     assert f"kernels checked on first use: 2 in {tmp_path / 'preflight.json'}" in found
     assert "passes: this kernel" in found and "fails, off by 1: that kernel" in found
@@ -1223,18 +1228,21 @@ def test_a_file_of_verdicts_that_is_a_link_or_cannot_be_written(
     else:
         file.symlink_to("elsewhere.json")
         before = ["elsewhere.json", *before]
-        preflight.keep("first", None)
+        verdicts.keep("first", None)
         assert file.is_symlink() and json.loads((tmp_path / "elsewhere.json").read_text()) == {"first": None}
     with file_size_limit(4 if why == "a full disk" else 10_000):
-        preflight.keep("second", None)
+        verdicts.keep("second", None)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == before
     kept = {"a folder": [], "a full disk": ["first"], "a link": ["first", "second"]}
-    assert [*preflight.read()] == kept[why]
+    assert [*verdicts.read()] == kept[why]
 
 
 def test_processes_keep_their_verdicts_beside_each_other(tmp_path: Path) -> None:
     """As those of torchrun do."""
-    script = "import sys; from kvcal_artifacts import preflight as p; [p.keep(f'{sys.argv[1]} {i}', None) for i in range(60)]"
+    script = (
+        "import sys; from kvcal_artifacts.paths.preflight import verdicts\n"
+        "for i in range(60):\n    verdicts.keep(f'{sys.argv[1]} {i}', None)"
+    )
     own = os.environ | {"KVCAL_CACHE_DIR": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", script, str(number)], env=own) for number in range(3)]
     assert [one.wait(120) for one in started] == [0, 0, 0]
@@ -1245,7 +1253,7 @@ def test_processes_keep_their_verdicts_beside_each_other(tmp_path: Path) -> None
 def test_a_folder_of_verdicts_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KVCAL_CACHE_DIR", "~/verdicts")
-    assert preflight.folder() == tmp_path / "verdicts"
+    assert verdicts.folder() == tmp_path / "verdicts"
 
 
 # What a review found.
@@ -1338,14 +1346,14 @@ def test_whether_the_kernel_runs_is_seen_from_the_keys_that_come(monkeypatch: py
     """Weights may be packed, moved or cast between construction and the prompt."""
     own = build("Llama", head_dim=64)
     monkeypatch.setattr(
-        fused, "absence", lambda kernels, pair, ratio, dtype, *rest: {torch.bfloat16: None}.get(dtype, "no")
+        choose, "absence", lambda kernels, pair, ratio, dtype, *rest: {torch.bfloat16: None}.get(dtype, "no")
     )
     kept = opened(scheme(PAIRS["inner-4"], own.config.num_hidden_layers), own, kernels="torch")
     assert "no" in kept.describe()["path"]
     own.bfloat16()
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=kept)
-    assert "kernel" in kept.describe()["path"] and "no" not in {layer.refused for layer in kept.own_layers}
+    assert "kernel" in kept.describe()["path"] and "no" not in {layer.paths.refused for layer in kept.own_layers}
 
 
 def test_architectures_with_scores_of_their_own_are_refused() -> None:
@@ -1395,7 +1403,7 @@ def test_rope_of_every_kind_is_the_models_own(kind: str, calls: list[int]) -> No
 def test_part_of_a_head_is_turned(calls: list[int]) -> None:
     given = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     own = build("Phi3", head_dim=64, sliding_window=None, rope_parameters=given)
-    assert before_rope("inner-4", own)[0].rotary == 32
+    assert before_rope("inner-4", own)[0].stored_rope.rotary == 32
     close(steps(before_rope("inner-4", own), token_ids(1, 90), [80, 81, 84]))
     assert len(calls) == 9
 
@@ -1452,8 +1460,9 @@ def test_rows_may_begin_anywhere_but_gaps_take_the_reference_path(calls: list[in
 
 
 def test_the_test_of_turned_keys_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = KVCalCache.turns
-    monkeypatch.setattr(KVCalCache, "turns", lambda self, device, sink, *rest: own(self, device, sink + 32, *rest))
+    own = StoredRope.of_rows
+    later = lambda self, ledger, device, sink, *rest: own(self, ledger, device, sink + 32, *rest)  # noqa: E731
+    monkeypatch.setattr(StoredRope, "of_rows", later)
     with pytest.raises(AssertionError):
         close(steps(before_rope("kivi-4"), token_ids(1, 83), [80, 81, 82]))
 

@@ -20,9 +20,10 @@ from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.plain import DataFree, Preset
 from kvcal.models import load_model, resolve
 from kvcal_artifacts import load_bundle
-from kvcal_artifacts.cache import KVCalCache, KVCalLayer
+from kvcal_artifacts.cache import KVCalCache, KVCalLayer, reading
 from kvcal_artifacts.errors import GateFailed, KVCalError
-from kvcal_artifacts.scheme import HeavyHitters, Scheme
+from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.windows import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text
 
 LAYERS, LENGTH, HARMED = 4, 100, 2
@@ -396,13 +397,13 @@ def test_windows_that_pack_nothing_prove_nothing(base: Path) -> None:
 def test_a_layer_that_does_not_read_what_it_packed_is_found(
     base: Path, monkeypatch: pytest.MonkeyPatch, gates: list[Any]
 ) -> None:
-    honest = KVCalLayer._decoded
+    honest = KVCalLayer.decode
 
     def cheat(self: KVCalLayer, packed: Any, context: Any) -> Any:
         keys, values = honest(self, packed, context)
         return (torch.ones_like(keys), torch.ones_like(values)) if self.index == 1 else (keys, values)
 
-    monkeypatch.setattr(KVCalLayer, "_decoded", cheat)
+    monkeypatch.setattr(KVCalLayer, "decode", cheat)
     done = gate(base, "good", *gates)
     assert done.code == 3
     assert "layer 1: other packed blocks gave the same logits, so what is packed was not read" in done.err
@@ -488,13 +489,13 @@ def test_exact_copies_in_the_place_of_blocks_are_found(
 
 def test_copies_that_only_the_evaluation_gets_are_found(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of two windows, as the evaluation's and not the canary's."""
-    honest = KVCalLayer._materialise
+    honest = reading.materialise
 
     def cheat(self: KVCalLayer, plan: Any, keys: Any, values: Any) -> Any:
         out = honest(self, plan, keys, values)
         return (out[0], out[1] * 1.01) if len(keys) > 1 and self.index == 1 else out
 
-    monkeypatch.setattr(KVCalLayer, "_materialise", cheat)
+    monkeypatch.setattr(reading, "materialise", cheat)
     done = gate(base, "good")
     assert done.code == 3
     assert "good: canary: layer 1: attention received other values than the packed blocks decode to" in done.err
@@ -504,7 +505,7 @@ def test_copies_that_only_the_evaluation_gets_are_found(base: Path, monkeypatch:
 def test_one_block_that_decodes_to_the_same_whatever_it_holds(
     base: Path, model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, role: int, name: str
 ) -> None:
-    honest = KVCalLayer._decoded
+    honest = KVCalLayer.decode
 
     def cheat(self: KVCalLayer, packed: Any, context: Any) -> Any:
         made = list(honest(self, packed, context))
@@ -513,7 +514,7 @@ def test_one_block_that_decodes_to_the_same_whatever_it_holds(
             made[role][:, :, -8:] = 1
         return tuple(made)
 
-    monkeypatch.setattr(KVCalLayer, "_decoded", cheat)
+    monkeypatch.setattr(KVCalLayer, "decode", cheat)
     scheme = scheme_of("uniform", base, model)
     found = canary(model, ids, lambda: KVCalCache(scheme, model), step=16)
     assert not found.alive
@@ -526,16 +527,16 @@ def test_blocks_that_the_evaluation_itself_did_not_read(
     base: Path, monkeypatch: pytest.MonkeyPatch, gates: list[Any], says: str
 ) -> None:
     """The canary's own caches may be honest while those that were measured were not."""
-    honest = KVCalLayer._decode_all
+    honest = KVCalLayer.decode_all
 
     def cheat(self: KVCalLayer) -> Any:
-        watch, self._cache.watch = self._cache.watch, None if self.index == 3 else self._cache.watch
+        watch, self.cache.watch = self.cache.watch, None if self.index == 3 else self.cache.watch
         try:
             return honest(self)
         finally:
-            self._cache.watch = watch
+            self.cache.watch = watch
 
-    monkeypatch.setattr(KVCalLayer, "_decode_all", cheat)
+    monkeypatch.setattr(KVCalLayer, "decode_all", cheat)
     done = gate(base, "good", *gates)
     assert done.code == 3
     assert f"good: {says}layer 3: packed blocks were never read in the evaluation" in done.err

@@ -25,8 +25,9 @@ from kvcal.bench.generation import Search
 from kvcal.bench.rows import Row
 from kvcal.catalogue import Geometry
 from kvcal.report import bench as bench_report
-from kvcal_artifacts.fixed import FixedLayer
-from kvcal_artifacts.scheme import HeavyHitters, Scheme, Windows
+from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.windows import HeavyHitters, Windows
 
 LENGTH = 230
 SCRIPT = Path(__file__).resolve().parent.parent / "docs/benchmarks/generation.py"
@@ -86,7 +87,7 @@ def test_a_block_is_due_in_an_early_step(block: int, length: int) -> None:
 def test_rooms_are_filled_where_they_stay_and_again(name: str) -> None:
     """The same bytes as in a cache that grows; after steps and `again` the same bytes at the same addresses."""
     own, other = start(kind(name), length=300), start(kind(name, "off"), length=300)
-    assert all(isinstance(one, FixedLayer) for one in own.cache.own_layers) and own.no_graph is None
+    assert all(isinstance(one, StaticLayer) for one in own.cache.own_layers) and own.no_graph is None
     assert own.length == other.length and other.no_graph is not None
     for a, b in zip(own.cache.own_layers, other.cache.own_layers, strict=True):
         for role in (0, 1):

@@ -23,14 +23,17 @@ from transformers import DynamicCache
 import schemes
 from architectures import TINY
 from kvcal.methods.plain import Preset
-from kvcal_artifacts import load_bundle, load_cache, store
-from kvcal_artifacts.bundle import Bundle, Fingerprint
-from kvcal_artifacts.cache import KVCalCache, SelectedLayer
+from kvcal_artifacts import load_bundle, load_cache
+from kvcal_artifacts.bundle import Bundle
+from kvcal_artifacts.cache import EvictingLayer, KVCalCache, reading
 from kvcal_artifacts.codecs import Context, Exact, MixKVQ, Packed
 from kvcal_artifacts.codecs.base import EMPTY
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, NonFiniteError, UsageError
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, Windows
-from kvcal_artifacts.selection import Moves, Row, SelectedLedger, attention_mass
+from kvcal_artifacts.fingerprint import Fingerprint
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.storage.eviction import EvictingLedger, Moves, Row, attention_mass
+from kvcal_artifacts.windows import HeavyHitters, Windows
 from models_fixture import SUFFIX, kvcal, write_model, write_text
 from schemes import BLOCK, RECENT, SINK, left_mask, token_ids
 from test_statistics import listed, pooled, ragged
@@ -175,7 +178,7 @@ def test_mass_does_not_depend_on_how_many_queries_are_taken_at_a_time(monkeypatc
     q, k = schemes.numbers(2, 4, 20, 8), schemes.numbers(2, 2, 33, 8, seed=1)
     alive, valid = torch.rand(2, 13) < 0.7, left_mask([20, 12]).bool()
     whole = attention_mass(q, k, alive, valid, 0.3)
-    monkeypatch.setattr("kvcal_artifacts.selection.SCORES", 700)
+    monkeypatch.setattr("kvcal_artifacts.storage.eviction.SCORES", 700)
     torch.testing.assert_close(attention_mass(q, k, alive, valid, 0.3), whole, atol=1e-6, rtol=1e-6)
     assert bool((whole[:, :13][~alive] == 0).all())
     torch.testing.assert_close(whole.sum(1), 4.0 * valid.sum(1).double(), atol=1e-4, rtol=0)
@@ -239,7 +242,7 @@ def test_padding_between_turns() -> None:
 class Labels:
     """A layer's storage that holds columns instead of keys: does what it is told, and is compared with the ledger."""
 
-    def __init__(self, ledger: SelectedLedger) -> None:
+    def __init__(self, ledger: EvictingLedger) -> None:
         self.ledger = ledger
         self.exact = torch.zeros(ledger.batch, 0, dtype=torch.int32)
         self.blocks = torch.zeros(ledger.batch, 1, 0, 4, dtype=torch.int32)
@@ -251,7 +254,7 @@ class Labels:
             assert bool((torch.where(moves.idle, moves.packed, moves.pack) >= moves.packed).all())
         self.exact = slots.gather(1, moves.exact).masked_fill(moves.unused, -1)
         new = leaving.view(len(leaving), 1, -1, 4)
-        self.blocks = store.arrange(self.blocks + 1, new + 1, moves.order) - 1
+        self.blocks = block_store.arrange(self.blocks + 1, new + 1, moves.order) - 1
 
     def check(self) -> None:
         slots, tokens = torch.cat([self.blocks.flatten(1), self.exact], 1), self.ledger.tokens
@@ -265,7 +268,7 @@ def test_storage_follows_the_choice(data: st.DataObject) -> None:
     """With attention that changes its mind: blocks get holes, dissolve, are packed again; rows come, go and take back."""
     selection = HeavyHitters(data.draw(st.sampled_from([0.2, 0.5, 0.9])), data.draw(st.sampled_from([0.0, 0.5, 1.0])))
     windows = Windows(data.draw(st.integers(0, 3)), data.draw(st.integers(0, 6)), 4)
-    ledger, rows = SelectedLedger(windows, selection), data.draw(st.integers(1, 3))
+    ledger, rows = EvictingLedger(windows, selection), data.draw(st.integers(1, 3))
     generator, labels = torch.Generator().manual_seed(data.draw(st.integers(0, 99))), None
     for _ in range(data.draw(st.integers(1, 12))):
         query = data.draw(st.integers(1, 30))
@@ -311,13 +314,13 @@ def seen_by_attention(cache: KVCalCache, ids: Tensor, monkeypatch: pytest.Monkey
     """Keys and values of all layers in the next call."""
     found: list[tuple[Tensor, Tensor]] = []
     with monkeypatch.context() as patch:
-        ours = SelectedLayer._materialise
+        ours = reading.materialise
 
-        def watched(layer: SelectedLayer, *arguments: Any) -> tuple[Tensor, Tensor]:
+        def watched(layer: EvictingLayer, *arguments: Any) -> tuple[Tensor, Tensor]:
             found.append(ours(layer, *arguments))
             return found[-1]
 
-        patch.setattr(SelectedLayer, "_materialise", watched)
+        patch.setattr(reading, "materialise", watched)
         run(cache, ids, start=0)
     return found
 
@@ -739,12 +742,12 @@ def test_blocks_are_arranged_as_lists(data: st.DataObject) -> None:
     number = st.integers(-1, count - 1)
     order = [data.draw(st.lists(number, min_size=slots, max_size=slots)) for _ in range(rows)]
     index = torch.tensor(order, dtype=torch.long).view(rows, slots)
-    found = store.arrange(pooled(old), pooled(new) if new else None, index)
+    found = block_store.arrange(pooled(old), pooled(new) if new else None, index)
     wanted = [[[head[n] if n >= 0 else [] for n in own] for head in row] for row, own in zip(both, order, strict=True)]
     assert listed(found) == wanted
     dense, more = schemes.numbers(rows, 2, len(old[0][0]), 3), schemes.numbers(rows, 2, fresh, 3, seed=1)
     whole = torch.cat([dense, more], 2)
-    moved = store.arrange(dense, more if new else None, index)
+    moved = block_store.arrange(dense, more if new else None, index)
     assert isinstance(moved, Tensor)
     for row, own in enumerate(order):
         for slot, n in enumerate(own):

@@ -27,13 +27,15 @@ from kvcal.methods.factors import by_queries, channel_factor, outlier_ratios, qu
 from kvcal.methods.innerq import InnerQ
 from kvcal.methods.plain import preset
 from kvcal.models import load_model, resolve
-from kvcal_artifacts import fused, hf, load_bundle
+from kvcal_artifacts import hf, load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Higgs, Predicted, Scaled, Shape, Uniform, build
 from kvcal_artifacts.codecs.predictors import Bias
 from kvcal_artifacts.codecs.uniform import SCALES
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
+from kvcal_artifacts.paths import choose
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 from models_fixture import SUFFIX, Done, kvcal, write_model, write_text, write_tokenizer
 from schemes import ALL, close_all, numbers, opened, packed_row, token_ids
 
@@ -258,8 +260,8 @@ def test_weights_are_the_encoders_alone() -> None:
     assert any(not torch.equal(packed["other"][name], t) for name, t in packed["plain"].items())
     assert torch.equal(other.decode(packed["other"]), plain.decode(packed["other"]))
     assert other.fused() == plain.fused() and other.block_bytes() == plain.block_bytes()
-    assert not isinstance(fused.rule_of(plain), str)
-    assert fused.rule_of(Scaled(other, None, "prefill")) == (
+    assert not isinstance(choose.rule_of(plain), str)
+    assert choose.rule_of(Scaled(other, None, "prefill")) == (
         "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
     )
     moved = other.to(torch.device("meta"))

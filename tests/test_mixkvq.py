@@ -23,8 +23,8 @@ from kvcal.tune import choose
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Context, MixKVQ, Shape
+from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.store import Ragged
 from models_fixture import SMALL, SUFFIX, finished, kvcal, started, wait_until, write_model, write_text
 
 SHAPE = Shape(2, 16, 16)

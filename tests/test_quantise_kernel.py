@@ -13,12 +13,12 @@ import torch
 
 from compiled import compiled, loops, resources, skip_unless_pinned
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import scheme
+from kvcal_artifacts import windows as cache_windows
 from kvcal_artifacts.codecs import Higgs, Shape, uniform
 from kvcal_artifacts.codecs.base import check_finite
 from kvcal_artifacts.errors import NonFiniteError
-from kvcal_artifacts.fused import rule_of
-from kvcal_artifacts.ledger import Ledger
+from kvcal_artifacts.paths.choose import rule_of
+from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_kernels.attention.reference import attend
 from kvcal_kernels.layout import Form, unpack
 from kvcal_kernels.quantise import Counts, GridRule, Rule, Windows, blocks_for, reference
@@ -178,7 +178,7 @@ def test_grids_that_no_kernel_packs_say_why(heads: int, dim: int, settings: Any,
 @pytest.mark.parametrize("windows", [WINDOWS, Windows(0, 0), Windows(32, 100, 96)])
 def test_counts_are_those_of_the_ledger(windows: Windows) -> None:
     pads = torch.tensor([0, 40, 3])
-    counts, ledger = Counts(3, windows), Ledger(scheme.Windows(windows.sink, windows.recent, windows.block))
+    counts, ledger = Counts(3, windows), Ledger(cache_windows.Windows(windows.sink, windows.recent, windows.block))
     at = 0
     for count in (50, 1, 1, 130, 4, 16, 200):
         new = count - (pads - at).clamp(0, count)

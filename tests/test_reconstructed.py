@@ -14,12 +14,17 @@ from transformers import DynamicCache
 
 from architectures import build, rope
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import hf, preflight
+from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import Codec, Higgs, Predicted, Shape
 from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
+from kvcal_artifacts.paths.preflight import (
+    trials,  # noqa: F401, of scripts below
+    verdicts,
+)
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.windows import HeavyHitters
 from schemes import close_all, left_mask, numbers, opened, token_ids
 from test_fused import HALVES, WINDOWS, Card, close, generated, model, on_a_gpu, steps
 
@@ -56,7 +61,7 @@ def both(made: Scheme, served: Any = None, **options: Any) -> tuple[KVCalCache, 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Layers that readers read, by the number of their storage."""
-    from kvcal_artifacts.reconstructed import Reader
+    from kvcal_artifacts.paths.dequantised import Reader
 
     seen: list[int] = []
     own = Reader.__call__
@@ -115,7 +120,7 @@ def test_architectures(family: str, frame: Any) -> None:
     own = build(family, head_dim=64, **more)
     caches = both(chained(frame, own.config.num_hidden_layers), own)
     close(steps(caches, token_ids(2, 90), [80, 81, 84]))
-    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0]._turns.values()]
+    turns = [0 if own is None else own[0].cos.shape[-1] for own in caches[0].forward._turns.values()]
     assert turns == ([turned] if frame == "pre_rope" else [])
 
 
@@ -175,28 +180,30 @@ def test_caches_on_one_device_share_readers() -> None:
     for own in (first, second):
         with torch.no_grad():
             own.model(token_ids(1, 81), past_key_values=own)
-    assert all(a.reader is b.reader is not None for a, b in zip(first.own_layers, second.own_layers, strict=True))
+    assert all(
+        a.paths.reader is b.paths.reader is not None for a, b in zip(first.own_layers, second.own_layers, strict=True)
+    )
 
 
 def test_a_kernel_that_fails_its_check_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvcal_artifacts import reconstructed
+    from kvcal_artifacts.paths import dequantised
 
     card = Card(monkeypatch, tmp_path)
     pair, place = chained().layers[1], (torch.float16, torch.device("cuda", 0))
     assert pair is not None
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "reconstruct_trial", card._trial)
-    assert reconstructed.refusal("auto", pair, *place) is None and len(card.tried) == 2
-    assert reconstructed.refusal("auto", pair, *place) is None and len(card.tried) == 2
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    assert reconstructed.refusal("auto", pair, *place) is None and len(card.tried) == 2  # of the file
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "reconstruct_trial", card._trial)
+    assert dequantised.refusal("auto", pair, *place) is None and len(card.tried) == 2
+    assert dequantised.refusal("auto", pair, *place) is None and len(card.tried) == 2
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    assert dequantised.refusal("auto", pair, *place) is None and len(card.tried) == 2  # of the file
     card.says, monkeypatch_key = "512 tokens: off by 0.3", "another kernel"
-    monkeypatch.setattr(preflight, "source_hash", lambda: monkeypatch_key)
+    monkeypatch.setattr(verdicts, "source_hash", lambda: monkeypatch_key)
     with pytest.warns(
         UserWarning, match="the reconstruction kernel does not pass on Card 1: 512 tokens: off by 0.3; packed"
     ):
-        assert "512 tokens" in str(reconstructed.refusal("auto", pair, *place))
-    assert "torch.float32; the kernel writes" in str(reconstructed.refusal("auto", pair, torch.float32, place[1]))
+        assert "512 tokens" in str(dequantised.refusal("auto", pair, *place))
+    assert "torch.float32; the kernel writes" in str(dequantised.refusal("auto", pair, torch.float32, place[1]))
 
 
 def test_a_scheme_that_is_reconstructed_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +222,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return own(query, *given, **more)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(hf, "has_flash", lambda query: True)
+    monkeypatch.setattr(hf.seam, "has_flash", lambda query: True)
     return seen
 
 
@@ -242,7 +249,7 @@ def test_steps_of_growing_keys_leave_cudnn_out(kernels: str, monkeypatch: pytest
 
 def test_cudnn_comes_back_behind_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     own, cache = model(), opened(chained(), model(), kernels="torch")
-    monkeypatch.setattr(hf, "has_flash", lambda query: True)
+    monkeypatch.setattr(hf.seam, "has_flash", lambda query: True)
     with torch.no_grad():
         own(token_ids(1, 80), past_key_values=cache)
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: 1 / 0)
@@ -297,18 +304,18 @@ caches = t.opened(made, own, kernels="triton"), t.opened(made, own, kernels="off
 print(max(float(x) for x in t.steps(caches, t.token_ids(1, 74), [72, 73])))
 print(caches[0].describe()["layers"][1]["path"][-35:])
 codec = made.layers[1].key
-print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 run = kernel.reconstruct
 kernel.reconstruct = lambda coded, prepared, inputs, *rest: run(coded, prepared, [x * 1.01 for x in inputs], *rest)
-print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 kernel.reconstruct, kernel.place = run, reconstruct.place
-print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 kernel.place = lambda whole, sink, window, new, behind, turn: reconstruct.place(whole, sink, window, new, behind)
-print(t.preflight.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
+print(t.trials.reconstruct_trial(codec, torch.float16, 64, torch.device("cpu"), "triton", (64,)))
 x, context = t.numbers(2, 2, 64, 64, seed=1), Context(1, k1=t.numbers(2, 2, 64, 64, seed=2))
 (packed, made), (own, here) = (one.encode_decode(x, context) for one in (codec, codec.by_kernel()))
 print(codec.by_kernel() is not codec, torch.equal(made, here), all(torch.equal(packed[n], own[n]) for n in packed))
-print(t.preflight.encode_trial(codec.inner, torch.float32, torch.device("cpu")))
+print(t.trials.encode_trial(codec.inner, torch.float32, torch.device("cpu")))
 """
 
 

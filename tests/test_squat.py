@@ -23,12 +23,14 @@ from kvcal.methods.squat import Squat as Method
 from kvcal.models import CATALOGUE, load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts.cache.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
 from kvcal_artifacts.codecs import Context, Exact, Higgs, Shape, Squat, Uniform
-from kvcal_artifacts.codecs.squat import choose, exact_product, responses
+from kvcal_artifacts.codecs.squat import exact_product, responses
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.ledger import Ledger
-from kvcal_artifacts.scheme import LayerCodecs, Scheme, Windows
-from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, refits, statistic, subspace
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
+from kvcal_artifacts.schemes import choose
+from kvcal_artifacts.storage.ledger import Ledger
+from kvcal_artifacts.windows import Windows
 from models_fixture import ROOT, SUFFIX, Done, kvcal, write_model, write_text
 
 SHAPE = Shape(2, 32, 16)
@@ -425,7 +427,7 @@ def test_measured_errors_are_those_of_the_cache(given_model: Given, output: Path
     text = corpus.token_windows(tokenizer(given_model), str(given_model.text), windows=6, holdout=2, length=96, seed=0)
     with KVCalCache(scheme, model) as cache, torch.no_grad():
         model(text.holdout, past_key_values=cache)
-        made, values = cache.layers[0]._decode_all()
+        made, values = cache.layers[0].decode_all()
         with Capture(model, text.holdout, device="cpu") as capture:
             for taps in capture:
                 batch = next(taps.batches({"k", "v"}, frame))  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from kvcal_artifacts import store
+from kvcal_artifacts.cache.statistics import Prefixes, refits, statistic
 from kvcal_artifacts.codecs import Shape
+from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.ledger import Ledger, Plan
-from kvcal_artifacts.scheme import Windows
-from kvcal_artifacts.statistics import Prefixes, refits, statistic
-from kvcal_artifacts.store import Ragged
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.storage.ledger import Ledger, Plan
+from kvcal_artifacts.windows import Windows
 from kvcal_kernels.quantise import factors_of
 
 WINDOWS = Windows(sink=3, recent=5, block=4)
@@ -134,20 +134,20 @@ def test_ragged_blocks_are_lists(data: st.DataObject) -> None:
     rows = data.draw(st.integers(1, 3))
     old, new = data.draw(ragged(rows)), data.draw(ragged(rows, blocks=data.draw(st.integers(0, 2))))
     plan = Plan(0, 1, 0, 0, len(new[0][0]), len(old[0][0]) + len(new[0][0]))
-    joined = store.append(pooled(old), pooled(new), plan)
+    joined = block_store.append(pooled(old), pooled(new), plan)
     wanted = [[a + b for a, b in zip(p, q, strict=True)] for p, q in zip(old, new, strict=True)]
     assert listed(joined) == wanted
     picked = data.draw(st.lists(st.integers(0, rows - 1), max_size=4))
-    assert listed(store.select(joined, torch.tensor(picked, dtype=torch.long))) == [wanted[i] for i in picked]
+    assert listed(block_store.select(joined, torch.tensor(picked, dtype=torch.long))) == [wanted[i] for i in picked]
     kept = data.draw(st.integers(0, plan.blocks))
-    assert listed(store.first_blocks(joined, kept)) == [[head[:kept] for head in row] for row in wanted]
-    assert listed(store.move(joined, "cpu")) == wanted
-    assert {t.dtype for t in store.tensors_of(joined)} == {torch.int16, torch.uint8}
+    assert listed(block_store.first_blocks(joined, kept)) == [[head[:kept] for head in row] for row in wanted]
+    assert listed(block_store.move(joined, "cpu")) == wanted
+    assert {t.dtype for t in block_store.tensors_of(joined)} == {torch.int16, torch.uint8}
 
 
 def test_ragged_rows_flush_different_numbers_of_blocks() -> None:
     old, new = [[[[1]], [[2, 2]]], [[[3]], [[]]]], [[[[4], [5]], [[6], [7]]], [[[8], [9]], [[10], [11]]]]
     rows, slots, picks = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 2]), torch.tensor([0, 0, 1])
     plan = Plan(0, 1, 0, 0, 2, 3, rows=rows, slots=slots, picks=picks)
-    joined = store.append(pooled(old), pooled(new), plan)
+    joined = block_store.append(pooled(old), pooled(new), plan)
     assert listed(joined) == [[[[1], [4], []], [[2, 2], [6], []]], [[[3], [8], [9]], [[], [10], [11]]]]

@@ -17,9 +17,9 @@ import schemes
 import test_fused
 import test_reconstructed
 import test_vectors
+from kvcal_artifacts.cache.statistics import principal
 from kvcal_artifacts.codecs import Context, Squat
 from kvcal_artifacts.scheme import Scheme
-from kvcal_artifacts.statistics import principal
 from schemes import close_all, left_mask, numbers, opened, token_ids
 from test_fused import PAIRS
 

@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from interpreted import interpreted, needs_triton
-from kvcal_artifacts import fused, preflight, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ, Shape
+from kvcal_artifacts.paths import choose, codebook
+from kvcal_artifacts.paths.preflight import (
+    trials,  # noqa: F401, of scripts below
+    verdicts,
+)
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_kernels.attention import reference as plain
 from kvcal_kernels.vq_attention import attend_exact
@@ -128,31 +132,31 @@ def test_describe_says_what_looks_for_codewords(monkeypatch: pytest.MonkeyPatch,
 def test_large_codebooks_are_attended_to_from_where_that_is_faster(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert vectors.least_tokens(PAIR) == 0
+    assert codebook.least_tokens(PAIR) == 0
     large = LayerCodecs(codes("key", size=8192), PAIR.value)
-    assert vectors.least_tokens(large) == 600
-    monkeypatch.setattr(vectors, "CODEWORDS", 32)
-    monkeypatch.setattr(vectors, "TOKENS", 63)
+    assert codebook.least_tokens(large) == 600
+    monkeypatch.setattr(codebook, "CODEWORDS", 32)
+    monkeypatch.setattr(codebook, "TOKENS", 63)
     caches = both()
     close(steps(caches, token_ids(1, 104), [80, 81, *range(99, 104)]))
     assert calls == [1] * 12  # behind 100 tokens, 64 of them packed
 
 
 def test_as_many_new_tokens_as_the_kernels_take() -> None:
-    assert [vectors.most_queries(ratio) for ratio in (1, 4, 5, 16)] == [16, 16, 12, 4]
+    assert [codebook.most_queries(ratio) for ratio in (1, 4, 5, 16)] == [16, 16, 12, 4]
 
 
 def test_kernels_that_fail_their_check_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     card = Card(monkeypatch, tmp_path)
-    monkeypatch.setattr(preflight, "_TRIED", {})
-    monkeypatch.setattr(preflight, "vectors_trial", card._trial)
+    monkeypatch.setattr(verdicts, "_TRIED", {})
+    monkeypatch.setattr(verdicts, "vectors_trial", card._trial)
     place = 2, torch.float16, torch.device("cuda", 0)
-    assert [fused.absence("auto", PAIR, *place) for _ in range(2)] == [None, None] and len(card.tried) == 1
+    assert [choose.absence("auto", PAIR, *place) for _ in range(2)] == [None, None] and len(card.tried) == 1
     card.says = "1 new tokens: off by 0.3"
     with pytest.warns(
         UserWarning, match="does not pass on Card 1: 1 new tokens: off by 0.3; packed blocks are decoded"
     ):
-        assert "off by 0.3" in str(fused.absence("auto", LayerCodecs(codes("key", size=128), PAIR.value), *place))
+        assert "off by 0.3" in str(choose.absence("auto", LayerCodecs(codes("key", size=128), PAIR.value), *place))
 
 
 @pytest.mark.gpu
@@ -170,12 +174,12 @@ caches = t.opened(made, own, kernels="triton"), t.opened(made, own, kernels="off
 mask = t.left_mask([75, 72])
 print(max(float(x) for x in t.steps(caches, t.token_ids(2, 75)[:, :74], [72, 73], mask[:, :74])))
 print(caches[0].describe()["layers"][0]["path"])
-t.preflight.BLOCKS, t.preflight.VECTOR_CALLS = (1, 0), (2,)
+t.trials.BLOCKS, t.trials.VECTOR_CALLS = (1, 0), (2,)
 place = 2, torch.float16, torch.device("cpu")
-print(t.preflight.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
-own = t.preflight.vq_attention.attend
-t.preflight.vq_attention.attend = lambda q, *rest: (own(q, *rest)[0], own(q, *rest)[1] + 0.1)
-print(t.preflight.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
+print(t.trials.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
+own = t.trials.vq_attention.attend
+t.trials.vq_attention.attend = lambda q, *rest: (own(q, *rest)[0], own(q, *rest)[1] + 0.1)
+print(t.trials.vectors_trial(t.PAIR.key, t.PAIR.value, *place))
 """
 
 

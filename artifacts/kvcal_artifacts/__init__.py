@@ -45,7 +45,7 @@ def load_cache(
     from .cache import KVCalCache
     from .errors import UsageError
     from .hf import check_supported
-    from .scheme import HeavyHitters
+    from .windows import HeavyHitters
 
     if keep is None and heavy is not None:
         raise UsageError(f"heavy={heavy:g} is a share of the tokens that keep=... keeps: give keep too")
@@ -56,7 +56,7 @@ def load_cache(
         loaded.scheme if keep is None else loaded.scheme.keeping(HeavyHitters(keep, 0.5 if heavy is None else heavy))
     )
     if subspace is not None:
-        from .codecs.squat import choose
+        from .schemes import choose
 
         scheme = choose(scheme, subspace)
     return KVCalCache(scheme, model, **options)

@@ -6,13 +6,9 @@ every tensor with dtype, shape and hash. Same content, same bytes. Readers check
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +17,15 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from . import checked, hf
+from . import checked
+from .canonical import canonical, dtype_name, sha256_text, tensor_bytes
 from .checked import Choice, Free, Hash, Listed, Named, Number, OrNull, Table, Text, Whole, shown
 from .codecs import Codec, Role, Shape, build, state_of
 from .errors import CorruptBundle, IncompatibleBundle, KVCalError
-from .files import is_read_only, kind_of, temporary_file
-from .scheme import FRAMES, HeavyHitters, LayerCodecs, Scheme, Windows
+from .files import write_atomically
+from .fingerprint import Fingerprint
+from .scheme import FRAMES, LayerCodecs, Scheme
+from .windows import HeavyHitters, Windows
 
 FORMAT = "kvcal"
 VERSIONS = (1, 2)  # 2: the scheme selects tokens, which a reader of version 1 would overlook
@@ -38,13 +37,6 @@ HEADER_PARTS = (
 ROLES: tuple[Role, ...] = ("key", "value")
 COUNTED_BY_CODES = frozenset({"kvtuner"})  # methods whose papers count bits without scales: "KVTuner-C3.25"
 
-# What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
-FINGERPRINT_FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
-    "sliding_window", "no_rope_layers", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
-    "logits_scaling",
-)  # fmt: skip
 
 # What the header holds. A codec's config and tensors are the codec's to check.
 _TOKENS = Whole(0, checked.TOKENS)
@@ -105,90 +97,6 @@ _HEADER = Table(
         ),
     }
 )
-PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtype differs by less than 1 %
-
-
-def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces: the same value gives the same text."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-
-
-def sha256_text(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """What a bundle remembers of its model. probe: some key weights, to tell other weights of the same shape."""
-
-    architecture: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    rope: dict[str, Any]
-    config_sha256: str
-    revision: str | None = None
-    probe: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> Fingerprint:
-        """probe: hf.key_probe of the first and the last layer, where the model does not hold them any more."""
-        config = hf.config_of(model)
-        plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
-        rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
-        plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
-        known = {name: value for name, value in plain.items() if value is not None}
-        return cls(
-            architecture=config.model_type,
-            layers=config.num_hidden_layers,
-            kv_heads=hf.kv_heads_of(config),
-            head_dim=hf.head_dim_of(config),
-            rope=rope,
-            config_sha256=sha256_text(canonical(known)),
-            revision=revision or getattr(config, "_commit_hash", None),
-            probe=_probe(model) if probe is None else probe,
-        )
-
-    def differences(self, other: Fingerprint) -> list[str]:
-        """One phrase a field in which the other model differs; empty if this bundle fits it."""
-        found = [
-            f"{name}: bundle {mine!r}, model {theirs!r}"
-            for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
-            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
-        ]
-        if not found and self.revision and other.revision and self.revision != other.revision:
-            found.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
-        if not found and self.probe and other.probe and not _close(self.probe, other.probe):
-            found.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
-        return found
-
-
-def _plain(value: Any) -> Any:
-    """Config values as JSON gives them back."""
-    return json.loads(json.dumps(value))
-
-
-def _probe(model: nn.Module) -> tuple[float, ...]:
-    sites = hf.attention_sites(model)
-    return tuple(number for index in probed_layers(len(sites)) for number in hf.key_probe(sites[index]))
-
-
-def probed_layers(count: int) -> tuple[int, ...]:
-    """The layers whose key weights a fingerprint looks at: the first and the last, once where they are one."""
-    return tuple(sorted({0, count - 1}))
-
-
-def _close(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    scale = max(map(abs, a))
-    return len(a) == len(b) and all(abs(x - y) <= PROBE_TOLERANCE * scale for x, y in zip(a, b, strict=True))
 
 
 @dataclass
@@ -275,109 +183,6 @@ class Bundle:
         """Refuse another model, naming both values. probe: as Fingerprint.of takes it; empty: weights are not compared."""
         if found := self.fingerprint.differences(Fingerprint.of(model, revision, probe)):
             raise IncompatibleBundle(f"{self.name} was made for another model: {'; '.join(found)}")
-
-
-STANDARD_STREAMS = {1: "standard output", 2: "standard error"}
-
-
-def named(path: Path) -> str:
-    """For messages. An empty path is the current folder to pathlib: nobody would find the option that an empty variable left
-    so in a message of `.` alone.
-    """
-    return "'' or ." if path == Path() else str(path)
-
-
-def refuse_dash(path: Path, option: str = "") -> None:
-    """Raise KVCalError for the name "-", which elsewhere means standard output, and here would be a file called so.
-
-    option: what the caller calls the path, put before it in the message.
-    """
-    if str(path) == "-":
-        raise KVCalError(f"{option or 'output'} -: standard output cannot be named by a dash; give a file name")
-
-
-def file_behind(path: Path, option: str = "") -> Path:
-    """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
-
-    option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
-    file, which a rename would destroy, for a file that is protected from writing, and for the file that standard output or
-    standard error goes to, whose text it would lose, and as `refuse_dash`.
-    """
-    refuse_dash(path, option)
-    name = f"{option} {named(path)}".lstrip()
-    behind = Path(os.path.realpath(path))
-    try:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            # /dev/stdout of a pipeline: its real path names nothing, but it can be looked at through the link
-            seen = _status(path) or os.lstat(behind)
-            if not stat.S_ISREG(seen.st_mode):
-                raise KVCalError(f"{name} is {kind_of(seen.st_mode)}: give a file name")
-            if is_read_only(behind, seen):
-                mode = f"mode {stat.S_IMODE(seen.st_mode):04o}"
-                raise KVCalError(f"{name} is read-only ({mode}): give another file name, or make it writable first")
-            for number, stream in STANDARD_STREAMS.items():
-                with suppress(OSError):  # closed
-                    if os.path.samestat(os.fstat(number), seen):
-                        raise KVCalError(f"{name} is this command's {stream}: give another file name")
-    except OSError as error:
-        raise KVCalError(f"{name}: cannot be written: {error.strerror or error}") from error
-    return behind
-
-
-def _status(path: Path) -> os.stat_result | None:
-    """None where no file can be reached, of links too."""
-    try:
-        return os.stat(path)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return None
-        raise
-
-
-def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
-    """All of `data` under `path`, or nothing. As `write_together`."""
-    write_together({path: data}, option)
-
-
-def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
-    """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
-    all of them are whole, so that a full disk or an interrupt changes none. What a killed write left there is removed.
-
-    A symlink stays one: the file it leads to is replaced. option: which names the paths, for messages. Raises KVCalError
-    where one cannot be written, and as `file_behind`.
-    """
-    with ExitStack() as waiting:
-        ready: list[tuple[Path, Path, Path]] = []
-        for path, data in files.items():
-            refuse_dash(path, option)
-            place = file_behind(path)
-            if not place.parent.is_dir():
-                raise KVCalError(f"{place.parent} is not a folder; create it or give another {option}")
-            with _explained(path):
-                handle, temporary = temporary_file(place)
-                waiting.callback(os.close, handle)  # the last: until then it is locked
-                waiting.callback(temporary.unlink, missing_ok=True)
-                _fill(handle, data)
-            ready.append((path, temporary, place))
-        for path, temporary, place in ready:
-            with _explained(path):
-                os.replace(temporary, place)
-
-
-def _fill(handle: int, data: bytes) -> None:
-    """On the disk; the descriptor stays open."""
-    with os.fdopen(handle, "wb", closefd=False) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise KVCalError(f"{path}: cannot be written: {error.strerror or error}; nothing was changed there") from error
 
 
 def load_bundle(path: str | os.PathLike[str], *, whole: bool = True) -> Bundle:

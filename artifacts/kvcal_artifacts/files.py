@@ -14,12 +14,14 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from .errors import KVCalError
 
 CAN_LOCK = find_spec("fcntl") is not None  # not on Windows
 if CAN_LOCK:
@@ -224,3 +226,106 @@ def is_read_only(path: Path, status: os.stat_result) -> bool:
     """Whether an existing file is protected from writing: by its mode, for root too, or as the system says for this user."""
     options: dict[str, Any] = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
     return not status.st_mode & 0o222 or not os.access(path, os.W_OK, **options)
+
+
+STANDARD_STREAMS = {1: "standard output", 2: "standard error"}
+
+
+def named(path: Path) -> str:
+    """For messages. An empty path is the current folder to pathlib: nobody would find the option that an empty variable left
+    so in a message of `.` alone.
+    """
+    return "'' or ." if path == Path() else str(path)
+
+
+def refuse_dash(path: Path, option: str = "") -> None:
+    """Raise KVCalError for the name "-", which elsewhere means standard output, and here would be a file called so.
+
+    option: what the caller calls the path, put before it in the message.
+    """
+    if str(path) == "-":
+        raise KVCalError(f"{option or 'output'} -: standard output cannot be named by a dash; give a file name")
+
+
+def file_behind(path: Path, option: str = "") -> Path:
+    """The file that `path` names, symlinks followed, there already or not: what a rename may replace.
+
+    option: what the caller calls the path, put before it in messages. Raises KVCalError for what is there and is no regular
+    file, which a rename would destroy, for a file that is protected from writing, and for the file that standard output or
+    standard error goes to, whose text it would lose, and as `refuse_dash`.
+    """
+    refuse_dash(path, option)
+    name = f"{option} {named(path)}".lstrip()
+    behind = Path(os.path.realpath(path))
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            # /dev/stdout of a pipeline: its real path names nothing, but it can be looked at through the link
+            seen = _status(path) or os.lstat(behind)
+            if not stat.S_ISREG(seen.st_mode):
+                raise KVCalError(f"{name} is {kind_of(seen.st_mode)}: give a file name")
+            if is_read_only(behind, seen):
+                mode = f"mode {stat.S_IMODE(seen.st_mode):04o}"
+                raise KVCalError(f"{name} is read-only ({mode}): give another file name, or make it writable first")
+            for number, stream in STANDARD_STREAMS.items():
+                with suppress(OSError):  # closed
+                    if os.path.samestat(os.fstat(number), seen):
+                        raise KVCalError(f"{name} is this command's {stream}: give another file name")
+    except OSError as error:
+        raise KVCalError(f"{name}: cannot be written: {error.strerror or error}") from error
+    return behind
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None where no file can be reached, of links too."""
+    try:
+        return os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
+def write_atomically(path: Path, data: bytes, option: str = "--output") -> None:
+    """All of `data` under `path`, or nothing. As `write_together`."""
+    write_together({path: data}, option)
+
+
+def write_together(files: Mapping[Path, bytes], option: str = "--output") -> None:
+    """All of each file's bytes under its path, in this order: temporary files in the same folders, synced, and renamed once
+    all of them are whole, so that a full disk or an interrupt changes none. What a killed write left there is removed.
+
+    A symlink stays one: the file it leads to is replaced. option: which names the paths, for messages. Raises KVCalError
+    where one cannot be written, and as `file_behind`.
+    """
+    with ExitStack() as waiting:
+        ready: list[tuple[Path, Path, Path]] = []
+        for path, data in files.items():
+            refuse_dash(path, option)
+            place = file_behind(path)
+            if not place.parent.is_dir():
+                raise KVCalError(f"{place.parent} is not a folder; create it or give another {option}")
+            with _explained(path):
+                handle, temporary = temporary_file(place)
+                waiting.callback(os.close, handle)  # the last: until then it is locked
+                waiting.callback(temporary.unlink, missing_ok=True)
+                _fill(handle, data)
+            ready.append((path, temporary, place))
+        for path, temporary, place in ready:
+            with _explained(path):
+                os.replace(temporary, place)
+
+
+def _fill(handle: int, data: bytes) -> None:
+    """On the disk; the descriptor stays open."""
+    with os.fdopen(handle, "wb", closefd=False) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise KVCalError(f"{path}: cannot be written: {error.strerror or error}; nothing was changed there") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -13,54 +12,17 @@ import torch
 from kvcal_kernels.layout import Form
 from kvcal_kernels.layout.form import fits_bytes
 
-from .codecs import Codec, MixKVQ, Packed
+from .codecs import Codec, Packed
 from .errors import KVCalError
+from .windows import HeavyHitters, Windows
 
 Frame = Literal["pre_rope", "post_rope"]
 FRAMES = ("pre_rope", "post_rope")
 
 
 @dataclass(frozen=True)
-class Windows:
-    """sink first tokens and at least `recent` newest ones stay in the model's dtype; the rest is packed `block` at a time."""
-
-    sink: int = 4
-    recent: int = 128
-    block: int = 32
-
-    def __post_init__(self) -> None:
-        for name, least in (("sink", 0), ("recent", 0), ("block", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise KVCalError(f"window {name} = {value!r}: must be an integer of at least {least}")
-
-
-@dataclass(frozen=True)
-class HeavyHitters:
-    """Token selection before compression, H2O (Zhang et al. 2023): of n tokens a row keeps keep * n, the share `heavy` of
-    them because attention has looked at them most, the rest because they are the newest. One set for all heads and layers.
-    """
-
-    keep: float = 0.2
-    heavy: float = 0.5
-
-    def __post_init__(self) -> None:
-        for name, least in (("keep", "above 0"), ("heavy", "at least 0")):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not 0 <= value <= 1 or (name == "keep" and value == 0):
-                raise KVCalError(f"selection {name} = {value!r}: must be a number {least}, at most 1")
-            object.__setattr__(self, name, float(value))
-
-    def budget(self, tokens: int) -> tuple[int, int]:
-        """Of so many tokens: how many are kept in all, and how many of them as heavy hitters."""
-        total = math.floor(self.keep * tokens + 1e-9)  # 0.29 * 100 is 28.999999999999996
-        return total, math.floor(self.heavy * total + 1e-9)
-
-
-@dataclass(frozen=True)
 class LayerCodecs:
-    """readers: of reconstructed.py, which caches on a device share."""
+    """readers: of paths/dequantised.py, which caches on a device share."""
 
     key: Codec
     value: Codec
@@ -98,7 +60,7 @@ class LayerCodecs:
         value = self.value.paper_bits() if packed is None else self.value.paper_bits_of(packed[1])
         if codes_alone:
             key = self.key.code_bits_per_value()
-        if codes_alone or isinstance(self.key, MixKVQ):
+        if codes_alone or self.key.values_by_codes:
             value = self.value.code_bits_per_value()
         numbers = self.key.shape.values, self.value.shape.values
         return (key * numbers[0] + value * numbers[1]) / sum(numbers)

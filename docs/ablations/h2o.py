@@ -3,7 +3,7 @@
     python docs/ablations/h2o.py --model tiny --keep 0.2
 
 A simulation: Transformers' DynamicCache holds everything, evicted tokens are hidden from attention, and nothing is packed.
-The rule is selection.py's with 16-bit tokens; so the line `row` is what `kvcal eval --preset exact --keep` prints.
+The rule is storage/eviction.py's with 16-bit tokens; so the line `row` is what `kvcal eval --preset exact --keep` prints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, DynamicCache
 from kvcal import corpus, models
 from kvcal.report.progress import progress
 from kvcal.workbench import open_model
-from kvcal_artifacts.scheme import HeavyHitters, Windows
+from kvcal_artifacts.windows import HeavyHitters, Windows
 
 SETS = {
     "row": (0, 2),

@@ -28,12 +28,13 @@ from kvcal.capture import Capture
 from kvcal.cli.output import print_table
 from kvcal.methods.squat import logit_squares, window_subspaces
 from kvcal.models import load_model, resolve
-from kvcal_artifacts import hf, statistics
-from kvcal_artifacts.cache import KVCalCache
+from kvcal_artifacts import hf
+from kvcal_artifacts.cache import KVCalCache, statistics
+from kvcal_artifacts.cache.statistics import QuerySubspace, Statistic, subspace
 from kvcal_artifacts.codecs import Context, Squat, Uniform
 from kvcal_artifacts.codecs.squat import responses
-from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
-from kvcal_artifacts.statistics import QuerySubspace, Statistic, subspace
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 
 WINDOWS, LENGTH, STEP = Windows(0, 32, 32), 1024, 32
 ROUNDINGS = ("recursion, float32", "codec", "solve, float64")

@@ -10,7 +10,7 @@ At each length all caches are in memory at once and take their steps in turn, on
 Williams squares (each cache follows each other one equally often), drawn anew for each square by --seed. A length has two
 passes over the same numbers of tokens, `first` and `again`: what torch and cuDNN prepare for a number of keys that they have
 not seen is in the former alone. At the first length a third and a fourth, `torch's choice`, let ours be attended by the
-backend that torch prefers, as before hf.without_plans.
+backend that torch prefers, as before hf.seam.without_plans.
 
 Of every step: microseconds until the device was done (`wall`), until the call returned (`host`), between CUDA events around it
 (`span`), of processor time of this thread (`busy`), and how many segments the allocator took and gave back, how often it had
@@ -50,8 +50,9 @@ from kvcal.bench.caches import Kind
 from kvcal.bench.kernels import predictor_flops
 from kvcal.bench.timing import Clock
 from kvcal.catalogue import Geometry
-from kvcal_artifacts import fused, hf, reconstructed
-from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.hf import seam
+from kvcal_artifacts.paths import choose, dequantised
+from kvcal_artifacts.windows import Windows
 
 WINDOWS = Windows(4, 128, 32)
 STEPS = 10  # of a graph, timed
@@ -89,15 +90,15 @@ def compile_for(name: str, geometry: Geometry, dtype: torch.dtype) -> None:
     """Have the kernels of a scheme compiled and tried: in a process of its own, beside others and the making of the model."""
     one, device = benched(name, geometry), torch.device("cuda")
     pair, ratio = one.codecs, geometry.heads // geometry.kv_heads
-    fused.packing("auto", pair, dtype, device)
+    choose.packing("auto", pair, dtype, device)
     if name == FUSED:
-        fused.absence("auto", pair, ratio, dtype, device)
-        fused.rules("auto", pair, dtype, device)
-        fused.block_rules("auto", pair, dtype, device)
+        choose.absence("auto", pair, ratio, dtype, device)
+        choose.rules("auto", pair, dtype, device)
+        choose.block_rules("auto", pair, dtype, device)
     else:
-        reconstructed.refusal("auto", pair, dtype, device)
+        dequantised.refusal("auto", pair, dtype, device)
         rotary = geometry.head_dim if one.frame == "pre_rope" else 0
-        reader = reconstructed.reader_of(pair, dtype, "auto", 0, 1)
+        reader = dequantised.reader_of(pair, dtype, "auto", 0, 1)
         reader.turns(rotary, device)
 
 
@@ -216,11 +217,11 @@ def in_turns(model: Any, every: Sequence[Kind], shape: tuple[int, int], turns: i
 @contextmanager
 def torchs_choice() -> Iterator[None]:
     """Caches that decode leave it to torch which backend attends, cuDNN on an H200."""
-    own, hf.has_flash = hf.has_flash, lambda query: False
+    own, seam.has_flash = seam.has_flash, lambda query: False
     try:
         yield
     finally:
-        hf.has_flash = own
+        seam.has_flash = own
 
 
 def passes(model: Any, every: Sequence[Kind], shape: tuple[int, int], chosen: Any, control: bool) -> dict[str, Any]:

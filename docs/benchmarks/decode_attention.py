@@ -57,7 +57,7 @@ from kvcal.bench import peers
 from kvcal.bench.layer import Case, angles
 from kvcal.bench.measure import fp16_scheme
 from kvcal.bench.timing import Clock
-from kvcal_artifacts.bundle import write_atomically
+from kvcal_artifacts.files import write_atomically
 from kvcal_kernels.attention import plan, reference
 from kvcal_kernels.attention import triton as fused
 from kvcal_kernels.layout import Blocks, Form, Rope, decode, grid_of, grids, rope

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.windows import Windows
 
 from ..catalogue import Geometry
 from .filled import fill_cache, scheme_of, tokens

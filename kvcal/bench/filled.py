@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
-from kvcal_artifacts.fixed import FixedLayer
-from kvcal_artifacts.ledger import Ledger, Plan
+from kvcal_artifacts.cache.static import StaticLayer
+from kvcal_artifacts.cache.statistics import Prefixes
+from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
-from kvcal_artifacts.statistics import Prefixes
-from kvcal_artifacts.store import Ragged, Stored
+from kvcal_artifacts.storage.block_store import Stored
+from kvcal_artifacts.storage.ledger import Ledger, Plan
 
 from ..catalogue import Geometry
 from .layer import Case, fill
@@ -70,7 +71,7 @@ def _fill_layer(layer: KVCalLayer, case: Case, batch: int, plan: Plan, length: i
     ]
     _observe(layer, case, batch)
     layer.columns = length
-    if isinstance(layer, FixedLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
+    if isinstance(layer, StaticLayer):  # packed blocks go where they stay: a copy of all would not fit beside them
         layer.publish()
         for role, packed in enumerate(filled.packed):
             for name, x in packed.items():

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts import reconstructed, vectors
 from kvcal_artifacts.errors import KernelsUnavailable
-from kvcal_artifacts.fused import DTYPES_TAKEN, Exact, absence, format_refusal, queries_for, ratio_refusal
-from kvcal_artifacts.preflight import interpreted, unsupported
+from kvcal_artifacts.paths import codebook, dequantised
+from kvcal_artifacts.paths.choose import DTYPES_TAKEN, absence, format_refusal, ratio_refusal
+from kvcal_artifacts.paths.fused import Exact, queries_for
+from kvcal_artifacts.paths.preflight.verdicts import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels.layout import Rope
 from kvcal_kernels.layout import rope as turning
@@ -31,7 +32,7 @@ def refuses_fused(case: Case) -> str | None:
         return why
     if not interpreted() and (why := unsupported(case.device)):
         return why if case.device.type == "cuda" else "needs a CUDA GPU"
-    if vectors.both(case.scheme.codecs) and case.new > (most := vectors.most_queries(case.group)):
+    if codebook.both(case.scheme.codecs) and case.new > (most := codebook.most_queries(case.group)):
         return f"vector codes are attended to by up to {most} new tokens a call at {case.group} query heads a kv head"
     return needs_window(case)
 
@@ -73,7 +74,7 @@ def require_fused(schemes: Sequence[Benched], geometry: Geometry, dtype: torch.d
 
 def _absent(one: Benched, pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
     why = unreadable(one, pair, ratio) or absence("auto", pair, ratio, dtype, device, _rotary(one))
-    decoded = one.scheme.selection is None and not reconstructed.refusal("auto", pair, dtype, device) if why else False
+    decoded = one.scheme.selection is None and not dequantised.refusal("auto", pair, dtype, device) if why else False
     return None if decoded else why
 
 
@@ -85,7 +86,7 @@ def fused_attention(case: Case) -> Prepared:
         raise KernelsUnavailable(f"{DTYPES_TAKEN}, not {DTYPE_NAMES[case.dtype]}; give --dtype float16")
     filled, queries = fill(case), case.queries()
     sink, recent = ((k.contiguous(), v.contiguous(), _rows(case, k.shape[2])) for k, v in (filled.sink, filled.window))
-    over = _over_vectors if vectors.both(case.scheme.codecs) else _over_blocks
+    over = _over_vectors if codebook.both(case.scheme.codecs) else _over_blocks
     attend, path, more = over(case, filled, sink, recent)
     return Prepared(
         lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
@@ -123,15 +124,15 @@ def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run
     """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many tokens
     on a cache does so.
     """
-    held = vectors.coded(filled.codecs, filled.packed)
+    held = codebook.coded(filled.codecs, filled.packed)
     count = packed_blocks(case)
-    blocks, space = _rows(case, count), vectors.workspace("triton", case.device, False)
-    scaling, least = case.geometry.head_dim**-0.5, vectors.least_tokens(filled.codecs)
+    blocks, space = _rows(case, count), codebook.workspace("triton", case.device, False)
+    scaling, least = case.geometry.head_dim**-0.5, codebook.least_tokens(filled.codecs)
     more: dict[str, Any] = {"codebook_bytes": filled.book_bytes}
     if count * case.scheme.windows.block <= least:
         more["note"] = f"a cache decodes up to {least} packed tokens of a row: with such codebooks that is faster"
 
     def attend(queries: Tensor) -> Tensor:
-        return vectors.attention("triton", queries, held, blocks, sink, recent, scaling, space)
+        return codebook.attention("triton", queries, held, blocks, sink, recent, scaling, space)
 
     return attend, "triton: fused, exact tokens by torch", more

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kvcal_artifacts import vectors
-from kvcal_artifacts.preflight import triton_version
+from kvcal_artifacts.paths import codebook
+from kvcal_artifacts.paths.preflight.verdicts import triton_version
 from kvcal_kernels.layout import Form
 
 from ..catalogue import CATALOGUE, Geometry
@@ -153,7 +153,7 @@ def _beyond(device: Device, size: float) -> str | None:
 
 def _instructions(case: Case) -> float | str:
     """An element, of a scheme that the fused kernel takes; else why they are not known."""
-    if vectors.both(case.scheme.codecs):
+    if codebook.both(case.scheme.codecs):
         return "instructions of the compiled kernels are not counted for vector codes"
     return roofline.counted(*_counted_of(case))
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcal_artifacts import store
 from kvcal_artifacts.codecs import Codec, Predicted, ResidualVQ
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.codecs.reconstruct import Reconstruction
-from kvcal_artifacts.ledger import Ledger
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.storage.ledger import Ledger
 from kvcal_kernels import vq
 
 from . import quantising
@@ -81,7 +81,7 @@ def append(case: Case) -> Prepared:
     def run() -> list[Packed]:
         packed = pack()
         return [
-            {name: store.append(old[name], one[name], plan) for name in one}
+            {name: block_store.append(old[name], one[name], plan) for name in one}
             for old, one in zip(filled.packed, packed, strict=True)
         ]
 

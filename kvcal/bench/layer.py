@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcal_artifacts.cache.statistics import Prefixes, Statistic, statistic
 from kvcal_artifacts.codecs import Codec, Context
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_artifacts.ledger import Ledger, Plan
+from kvcal_artifacts.codecs.ragged import Ragged
 from kvcal_artifacts.scheme import LayerCodecs
-from kvcal_artifacts.statistics import Prefixes, Statistic, statistic
-from kvcal_artifacts.store import Ragged, Stored, tensors_of
+from kvcal_artifacts.storage.block_store import Stored, tensors_of
+from kvcal_artifacts.storage.ledger import Ledger, Plan
 from kvcal_kernels.reconstruct import Turn
 
 from ..catalogue import Geometry

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from kvcal_artifacts.codecs import Exact, Shape
-from kvcal_artifacts.scheme import LayerCodecs, Windows
+from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_artifacts.windows import Windows
 
 from ..catalogue import Geometry
 from . import peers

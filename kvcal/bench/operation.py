@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvcal_artifacts import store
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.scheme import LayerCodecs
+from kvcal_artifacts.storage import block_store
 
 from . import distortion, needed
 from .layer import Case, Filled, nbytes
@@ -150,20 +150,20 @@ def misappended(old: Filled, new: Filled, grown: Sequence[Packed], by: LayerCode
             added = int(more[name].shape[2])
             if blocks != before + added:
                 return f"check failed: {blocks} blocks of {codec.role}s after appending {added} to {before}"
-            if not same(store.first_blocks(stored, before), was[name]):
+            if not same(block_store.first_blocks(stored, before), was[name]):
                 return f"check failed: {name} of {codec.role}s differs from what it was before appending"
-            if not alike(store.from_block(stored, before), more[name], allowed):
+            if not alike(block_store.from_block(stored, before), more[name], allowed):
                 return f"check failed: {name} of the appended {codec.role}s differs from what was to be appended"
     return None
 
 
-def same(one: store.Stored, other: store.Stored) -> bool:
+def same(one: block_store.Stored, other: block_store.Stored) -> bool:
     return alike(one, other, 0.0)
 
 
-def alike(one: store.Stored, other: store.Stored, apart: float) -> bool:
+def alike(one: block_store.Stored, other: block_store.Stored, apart: float) -> bool:
     """Whether both are of one shape, and of each tensor's numbers a part of at most `apart` differs."""
-    pairs = zip(store.tensors_of(one), store.tensors_of(other), strict=True)
+    pairs = zip(block_store.tensors_of(one), block_store.tensors_of(other), strict=True)
     return all(a.shape == b.shape and int((a != b).sum()) <= apart * a.numel() for a, b in pairs)
 
 

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvcal_artifacts import fixed, vectors
+from kvcal_artifacts.cache import device_steps
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Squat
 from kvcal_artifacts.codecs.base import Packed
-from kvcal_artifacts.fused import DTYPES_TAKEN, packing, rule_of
-from kvcal_artifacts.preflight import interpreted, unsupported
+from kvcal_artifacts.paths import codebook
+from kvcal_artifacts.paths.choose import DTYPES_TAKEN, packing, rule_of
+from kvcal_artifacts.paths.preflight.verdicts import interpreted, unsupported
 from kvcal_artifacts.scheme import LayerCodecs
 from kvcal_kernels import vq
 from kvcal_kernels.compensated import Digits
@@ -34,7 +35,7 @@ VECTORS_APART = 1e-3  # of the squared error: codes of the kernel against the co
 
 def rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
     """Of keys and values that steps append, of SQuat's as they are corrected; else why the reference path is measured."""
-    return fixed.refusal(case.scheme.codecs, False) or block_rules(case)
+    return device_steps.refusal(case.scheme.codecs, False) or block_rules(case)
 
 
 def block_rules(case: Case) -> tuple[AnyRule, AnyRule] | str:
@@ -179,9 +180,9 @@ def appends_vectors(case: Case) -> bool:
     """Whether a cache with max_length appends steps to this case's codes by the kernels of vq_append."""
     pair = case.scheme.codecs
     runs = interpreted() or unsupported(case.device) is None
-    if not runs or case.dtype not in SIXTEEN or not vectors.both(pair):
+    if not runs or case.dtype not in SIXTEEN or not codebook.both(pair):
         return False
-    return unreadable(case.scheme, pair, case.group) is None and fixed.refusal(pair, False) is None
+    return unreadable(case.scheme, pair, case.group) is None and device_steps.refusal(pair, False) is None
 
 
 def append_vectors(case: Case) -> Prepared:
@@ -191,7 +192,7 @@ def append_vectors(case: Case) -> Prepared:
     new, windows = fill(one_block(case)), _windows(case)
     made = [codec.empty(case.batch, case.device) for codec in new.pair]
     made = [{n: t.new_zeros(*t.shape[:2], 1, *t.shape[3:]) for n, t in one.items()} for one in made]
-    held, space = vectors.coded(new.codecs, made), vectors.workspace("triton", case.device, False)
+    held, space = codebook.coded(new.codecs, made), codebook.workspace("triton", case.device, False)
     sink, ring = _exact(case, new, windows)
     flags = torch.zeros(case.geometry.kv_heads, dtype=torch.int32, device=case.device)
 
@@ -207,7 +208,7 @@ def append_vectors(case: Case) -> Prepared:
         return None
 
     def step(counts: Counts, k: Tensor, v: Tensor) -> None:
-        vectors.append("triton", held, sink, ring, counts, flags, (k, v), space)
+        codebook.append("triton", held, sink, ring, counts, flags, (k, v), space)
 
     return _steps(case, new, windows, ring, flags, step, differing, "triton: append to vector codes")
 

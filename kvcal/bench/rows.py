@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import named
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.files import read_text
+from kvcal_artifacts.files import named, read_text
 
 
 @dataclass(frozen=True)

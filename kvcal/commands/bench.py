@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import Windows
+from kvcal_artifacts.files import write_atomically
+from kvcal_artifacts.windows import Windows
 from kvcal_kernels.device import on
 
 from .. import __version__, models

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from kvcal_artifacts.bundle import SUFFIX, canonical, sha256_text
+from kvcal_artifacts.bundle import SUFFIX
+from kvcal_artifacts.canonical import canonical, sha256_text
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.shown import message
+from kvcal_artifacts.windows import Windows
 
 from .. import fit, models
 from ..build import (

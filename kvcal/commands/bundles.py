@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import Bundle, write_atomically
+from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.files import read_bytes
+from kvcal_artifacts.files import read_bytes, write_atomically
 
 from .. import models
 from ..bundle_paths import given_bundle

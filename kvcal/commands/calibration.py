@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import HeavyHitters
+from kvcal_artifacts.windows import HeavyHitters
 
 from .. import corpus, models
 from ..fit import FitOptions, FitResult, check_output, fit

@@ -15,9 +15,10 @@ import torch
 from kvcal_artifacts import hf
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.fused import QUERIES
-from kvcal_artifacts.preflight import triton_version
-from kvcal_artifacts.scheme import HeavyHitters, coverage
+from kvcal_artifacts.paths.fused import QUERIES
+from kvcal_artifacts.paths.preflight.verdicts import triton_version
+from kvcal_artifacts.scheme import coverage
+from kvcal_artifacts.windows import HeavyHitters
 
 from .. import corpus, models
 from ..build import code_identity, model_identity

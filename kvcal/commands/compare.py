@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, write_atomically
+from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.errors import CorruptBundle, UsageError
+from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kvcal_kernels
-from kvcal_artifacts import preflight
+from kvcal_artifacts.paths.preflight import verdicts
 
 from .. import __version__
 from ..bench import devices, target
@@ -30,7 +30,7 @@ def run_doctor() -> dict[str, Any]:
     return {
         "machine": machine(),
         "kernels": kernels(capability, version("triton")),
-        "preflight": {"file": str(preflight.folder() / preflight.FILE), "verdicts": preflight.read()},
+        "preflight": {"file": str(verdicts.folder() / verdicts.FILE), "verdicts": verdicts.read()},
     }
 
 

@@ -11,9 +11,9 @@ import torch
 
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.cache import KVCalCache
-from kvcal_artifacts.codecs.squat import choose, has_subspace
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
+from kvcal_artifacts.schemes import choose, has_subspace
 
 from .. import models
 from ..evaluate.canary import Audit, Canary, canary

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__, models

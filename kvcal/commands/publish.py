@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import write_together
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.files import read_text
+from kvcal_artifacts.files import read_text, write_together
 
 from ..build import DefaultsOf, OptionsOf
 from ..bundle_paths import given_bundle

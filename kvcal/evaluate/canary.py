@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer
 from kvcal_artifacts.codecs.base import Packed
 from kvcal_artifacts.errors import GateFailed
+from kvcal_artifacts.storage import block_store
 
 from .layers import ROLES
 from .perplexity import CacheMaker
@@ -141,7 +141,7 @@ class Audit:
 def decoded(cache: KVCalCache, layer: KVCalLayer, packed: list[Packed]) -> tuple[Tensor, Tensor]:
     """Keys and values (B, H, T, D) float32 of these blocks as the layer would decode them in the current call."""
     with torch.no_grad(), torch.autocast(layer.window[0].device.type, enabled=False):
-        return layer._decoded(packed, cache.old_context(layer.index))
+        return layer.decode(packed, cache.old_context(layer.index))
 
 
 def _same(wanted: Tensor, received: Tensor) -> bool:
@@ -212,7 +212,7 @@ def _with_other(own: Packed, other: Packed, block: int) -> Packed | None:
     for source in sources:
         order = torch.arange(count)
         order[block] = source
-        made = {name: store.arrange(held, other[name], order[None].to(held.device)) for name, held in own.items()}
+        made = {name: block_store.arrange(held, other[name], order[None].to(held.device)) for name, held in own.items()}
         if not _equal(made, own):
             return made
     return None
@@ -222,7 +222,7 @@ def _equal(a: Packed, b: Packed) -> bool:
     return all(
         torch.equal(x, y)
         for name, held in a.items()
-        for x, y in zip(store.tensors_of(held), store.tensors_of(b[name]), strict=True)
+        for x, y in zip(block_store.tensors_of(held), block_store.tensors_of(b[name]), strict=True)
     )
 
 
@@ -234,9 +234,11 @@ def _others(own: KVCalLayer, other: KVCalLayer) -> list[Any]:
     """As many blocks as `own` holds, of the other window; where that has fewer (token selection), its own in reverse."""
     count = _blocks(own)
     if _blocks(other) >= count:
-        return [{name: store.first_blocks(held, count) for name, held in packed.items()} for packed in other.packed]
+        return [
+            {name: block_store.first_blocks(held, count) for name, held in packed.items()} for packed in other.packed
+        ]
     order = torch.arange(count).flip(0)[None]
     return [
-        {name: store.arrange(held, None, order.to(held.device)) for name, held in packed.items()}
+        {name: block_store.arrange(held, None, order.to(held.device)) for name, held in packed.items()}
         for packed in own.packed
     ]

@@ -13,11 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcal_artifacts import store
 from kvcal_artifacts.codecs import Codec, Context, MixKVQ, Packed, Predicted, Predictor
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
@@ -198,7 +199,9 @@ class _LayerRun:
             if codec.ragged:
                 own = codec.inner if isinstance(codec, Predicted) else codec
                 assert isinstance(own, MixKVQ)
-                self.sizes.add(own, {name: store.select(held, torch.arange(train)) for name, held in packed.items()})
+                self.sizes.add(
+                    own, {name: block_store.select(held, torch.arange(train)) for name, held in packed.items()}
+                )
             # held-out windows always as a cache has them, or the stated error would be of inputs that it never sees
             kept = torch.cat([x[:train].float(), made[train:]]) if self.method.quantiser_agnostic else made
             carry.write(f"{role}0", batch.rows, kept)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps
 from ..report.timing import PhaseTimer

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Codec, Scaled, Uniform
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs
+from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps, TapBatch
 from .backbones import INNERQ_KEYS, INNERQ_VALUES

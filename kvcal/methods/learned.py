@@ -14,9 +14,9 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvcal_artifacts.cache.statistics import subspace
 from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.statistics import subspace
 
 from ..hashed import spread
 from .backbones import backbone

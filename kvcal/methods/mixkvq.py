@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvcal_artifacts import codecs, store
+from kvcal_artifacts import codecs
 from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, UsageError
-from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme
+from kvcal_artifacts.storage import block_store
+from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps
 from .attention import OutputError, probe
@@ -103,7 +105,7 @@ class MixKVQ:
                 seen = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
                 train = carry.training_rows(batch.rows)
                 packed = key.encode(seen.k[:, :, seen.packed], seen.context())
-                sizes.add(key, {name: store.select(held, torch.arange(train)) for name, held in packed.items()})
+                sizes.add(key, {name: block_store.select(held, torch.arange(train)) for name, held in packed.items()})
                 if train < len(seen.k):
                     rest, made = seen.rows(train), key.decode(packed, seen.context())[train:]
                     keys.add(rest.k[:, :, rest.packed].float(), made)
@@ -135,7 +137,9 @@ class TierSizes:
 
     def add(self, codec: codecs.MixKVQ, packed: codecs.Packed) -> None:
         self.blocks += packed["perm"][..., 0].numel()
-        self.nbytes += sum(t.numel() * t.element_size() for held in packed.values() for t in store.tensors_of(held))
+        self.nbytes += sum(
+            t.numel() * t.element_size() for held in packed.values() for t in block_store.tensors_of(held)
+        )
         for tier, counts in enumerate(codec.counts(packed)[:2]):
             self.channels[tier] += int(counts.sum())
 

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvcal_artifacts.cache.statistics import STATISTICS, Prefixes, statistic
 from kvcal_artifacts.codecs import Codec
 from kvcal_artifacts.errors import KVCalError
-from kvcal_artifacts.ledger import Plan
-from kvcal_artifacts.scheme import Frame, Windows
-from kvcal_artifacts.statistics import STATISTICS, Prefixes, statistic
+from kvcal_artifacts.scheme import Frame
+from kvcal_artifacts.storage.ledger import Plan
+from kvcal_artifacts.windows import Windows
 
 from ..capture import LayerTaps, TapBatch
 

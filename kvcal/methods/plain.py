@@ -9,7 +9,8 @@ from torch import nn
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Codec, Role, Shape
 from kvcal_artifacts.errors import UsageError
-from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
+from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme
+from kvcal_artifacts.windows import Windows
 
 from ..near import allowed
 from .backbones import INNERQ_VALUES

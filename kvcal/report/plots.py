@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
+from kvcal_artifacts.files import write_atomically
 from kvcal_artifacts.shown import shown
 
 from ..fit import check_output

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.quantise import AnyRule
 
 from ..errors import KVCalError, NonFiniteError
 
@@ -31,7 +32,7 @@ class Context:
     """What the layers below left for the tokens being coded; every tensor (B, H, T, D) float32 or absent.
 
     k1, v1: reconstructions of the previous layer; k2, v2: of the one before; k0: this layer's reconstructed keys (for
-    values only). stats: run-time statistics by name (see kvcal_artifacts.statistics), (B, H, N or 1, ...) for the N blocks
+    values only). stats: run-time statistics by name (see cache/statistics.py), (B, H, N or 1, ...) for the N blocks
     being encoded; for decoding those that it needs, (B, H, 1, ...).
     """
 
@@ -118,6 +119,45 @@ class Codec(ABC):
     def fused(self) -> Form | str:
         """How the fused decode-attention kernel reads the packed tensors as they lie; else, in one line, why it cannot."""
         return f"no fused kernel reads {self.name}"
+
+    # What kernels other than the codec's own must know of it, to serve it.
+
+    divided: ClassVar[bool] = False  # whether keys are divided by factors before they are rounded
+    corrected_channels: int = (
+        0  # so many are rounded at a time, and those behind corrected; 0: keys are rounded as they are
+    )
+
+    def rule(self, within: str = "") -> AnyRule | str:
+        """How quantise's kernels write what the codec stores; else why they cannot. within: the codec that it lies in."""
+        return f"no kernel quantises for {within or self.name}"
+
+    @property
+    def rounding(self) -> Codec:
+        """The codec that rounds what `before_rounding` gives: itself, or the one inside."""
+        return self
+
+    @property
+    def standing_stats(self) -> frozenset[str]:
+        """Run-time statistics that steps on the device leave as the row's prompt has made them."""
+        return frozenset()
+
+    def step_refusal(self, stats: frozenset[str]) -> str | None:
+        """Why steps that store keys by this codec cannot be left to the device; None if they can. stats: run-time statistics
+        that keys or values read.
+        """
+        return None
+
+    @property
+    def encoding_codec(self) -> Codec:
+        """The codec whose kernels encode: itself, or the one inside, which is then given float32."""
+        return self
+
+    def encoding(self) -> str:
+        """What the code of its encoding kernels depends on, in the name of a verdict."""
+        return f"{self.outline()}, {self.describe()}"
+
+    def outline(self) -> str:
+        return f"{self.name}, {self.shape.heads} x {self.shape.dim}, blocks of {self.shape.block}"
 
     def as_blocks(self, packed: Packed) -> Blocks:
         """The packed tensors of a codec with a form as the kernel takes them, (B, H, N * b / 32, ...), without a copy."""
@@ -214,6 +254,8 @@ class Codec(ABC):
     def code_bits_per_value(self) -> float:
         """Bits a value of the codes alone, for papers that count nothing else; paper_bits() where no such paper uses it."""
         return self.paper_bits()
+
+    values_by_codes: ClassVar[bool] = False  # whether its paper counts the values beside such keys by their codes alone
 
     def paper_bits_of(self, packed: Packed) -> float:
         """As paper_bits, of these blocks, where their sizes differ (`ragged`)."""

@@ -262,8 +262,8 @@ class Higgs(Codec):
     def fused(self) -> Form | str:
         return self._form
 
-    def rule(self) -> GridRule | str:
-        """How quantise's kernel writes these blocks; else why it cannot. One for all caches, also after reset(): a CUDA graph
+    def rule(self, within: str = "") -> GridRule | str:
+        """As Codec.rule. One for all caches, also after reset(): a CUDA graph
         of a step knows where its table is.
         """
         if isinstance(self._form, str):

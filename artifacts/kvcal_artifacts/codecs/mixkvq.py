@@ -24,9 +24,9 @@ from kvcal_kernels.salience import Tiers
 
 from ..checked import BLOCK, Choice, Listed, Number, OrNull, Table, Whole, constants
 from ..errors import KVCalError
-from ..store import Ragged
 from .base import EMPTY, HALF_FLOOR, Codec, Context, Packed, Role, Shape, to_half
 from .exact import DTYPES
+from .ragged import Ragged
 
 Importance = Literal["query", "recent", "none"]
 Normalise = Literal["median", "none"]
@@ -157,6 +157,16 @@ class MixKVQ(Codec):
                 f"fused kernel's layout, {stored} as stored; as many channels of 4 bits as exact ones fill it"
             )
         return form
+
+    values_by_codes = True  # Eq. 17
+
+    def step_refusal(self, stats: frozenset[str]) -> str | None:
+        by = f", by {', '.join(sorted(stats))}, which the host counts" if stats else ""
+        return f"MixKVQ chooses the channels of its tiers block by block{by}: no kernel appends them"
+
+    def encoding(self) -> str:
+        how = f"{self.normalise} {self.importance} {self.full} {self.four}"
+        return f"{self.outline()}, {how}, rounded to {self.round_up}, group {self.group}, {self.dtype}"
 
     def as_blocks(self, packed: Packed) -> Blocks:
         if isinstance(self._form, str):

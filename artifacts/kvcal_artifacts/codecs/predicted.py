@@ -16,6 +16,7 @@ from ..checked import INNER, Choice, Listed, Table, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, by_fixed_rows
 from .predictors import INPUTS, PREDICTORS, Predictor, predictor_config
+from .registry import build
 
 SETTINGS = Table(
     {
@@ -105,6 +106,10 @@ class Predicted(Codec):
         packed, made = self.inner.encode_decode(x.float() - guess, context)
         return packed, made + guess
 
+    @property
+    def encoding_codec(self) -> Codec:
+        return self.inner
+
     def by_kernel(self) -> Predicted:
         inner = self.inner.by_kernel()
         if inner is self.inner:
@@ -134,8 +139,6 @@ class Predicted(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Predicted:
-        from . import build
-
         SETTINGS.check(config, "predicted codec")
         below, own, others = split(tensors, "inner.", "predictor.")
         constants(others, {}, "predicted codec")

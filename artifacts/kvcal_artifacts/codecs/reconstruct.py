@@ -132,6 +132,11 @@ def _linear(codec: Codec) -> tuple[Tensor | None, Tensor | None]:
     return weights["weight"], weights["bias"]
 
 
+def grid_kind(codec: Codec) -> str | None:
+    """As `kind`, of HIGGS alone; None of another codec."""
+    return kind(codec) if isinstance(codec, Higgs) else None
+
+
 def kind(codec: Codec) -> str:
     """What the kernel's code depends on, in words."""
     inner, _, factor = _parts(codec)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -216,3 +216,8 @@ class ResidualVQ(Codec):
             f"{self.name}({bands}{scaled}; {self.bits_per_value():.4g} bits, {self.paper_bits():.4g} in the "
             f"paper's count; codebooks {held:.3g} MB)"
         )
+
+
+def is_vector(codec: Codec) -> TypeGuard[ResidualVQ]:
+    """Whether it is this codec, whose codes kernels of their own read and append."""
+    return isinstance(codec, ResidualVQ)

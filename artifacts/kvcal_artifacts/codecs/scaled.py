@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kvcal_kernels.layout import Blocks, Form
+from kvcal_kernels.quantise import AnyRule
 
 from ..checked import INNER, Choice, Constant, Table, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape
+from .registry import build
 
 SOURCES = ("calibrated", "prefill")
 STATISTIC = "key_scale"
@@ -75,6 +77,16 @@ class Scaled(Codec):
             return "values divided by factors: the fused kernel adds packed and exact ones into one output"
         return self.inner.fused()
 
+    divided = True
+
+    def rule(self, within: str = "") -> AnyRule | str:
+        """That of the codec inside: factors are divided by before it, for keys alone."""
+        return super().rule(within) if within or self.role != "key" else self.inner.rule(self.name)
+
+    @property
+    def encoding_codec(self) -> Codec:
+        return self.inner
+
     def as_blocks(self, packed: Packed) -> Blocks:
         return self.inner.as_blocks(packed)
 
@@ -120,8 +132,6 @@ class Scaled(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Scaled:
-        from . import build
-
         SETTINGS.check(config, "scaled codec")
         below, own = split(tensors, "inner.")
         factor = Constant(torch.float16, (shape.heads, shape.dim), positive=True)

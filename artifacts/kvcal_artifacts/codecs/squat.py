@@ -15,10 +15,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -32,12 +32,11 @@ from kvcal_kernels.layout import Blocks, Form
 from ..checked import HEAD_DIM, INNER, Choice, Constant, Number, Table, Whole, constants, split
 from ..errors import KVCalError
 from .base import EMPTY, Codec, Context, Packed, Role, Shape, check_finite
+from .registry import build, state_of
 from .uniform import Uniform
 
 if TYPE_CHECKING:
     from kvcal_kernels.quantise import Counts
-
-    from ..scheme import Scheme
 
 Subspace = Literal["prompt", "calibrated", "both"]
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -84,6 +83,7 @@ class Squat(Codec):
     ) -> None:
         super().__init__(inner.shape, inner.role)
         self.inner, self.rank, self.strength, self.channels = inner, rank, strength, channels
+        self.corrected_channels = channels
         self.subspace, self.normalise, self.queries, self.calibrated = subspace, normalise, queries, calibrated
         self._memo: _Solved | None = None
         self._kernel = False  # whether one corrects
@@ -126,6 +126,23 @@ class Squat(Codec):
     def before_rounding(self, x: Tensor, context: Context = EMPTY) -> Tensor:
         # what the kernel makes of a NaN is not finite either, where it is rounded; torch rounds here, and refuses scales
         return self.corrected(x if self._kernel else check_finite(x, context.layer, self.role), context)
+
+    @property
+    def rounding(self) -> Codec:
+        return self.inner
+
+    @property
+    def standing_stats(self) -> frozenset[str]:
+        return frozenset({self.statistic})
+
+    def step_refusal(self, stats: frozenset[str]) -> str | None:
+        return None if self.plain else f"SQuat over {self.inner.describe()}, whose correction asks the host"
+
+    def encoding(self) -> str:
+        own = self.inner
+        if not isinstance(own, Uniform):
+            return super().encoding()
+        return f"{self.outline()}, {self.channels} channels, {own.bits} bits, group {own.group}, {self.subspace}"
 
     @property
     def plain(self) -> bool:
@@ -215,8 +232,6 @@ class Squat(Codec):
 
     def _rounded(self, part: Tensor) -> Tensor:
         """What the codec inside makes of some channels (B, H, N, b, g) alone; it treats channels apart."""
-        from . import build, state_of
-
         shape = Shape(self.shape.heads, part.shape[-1], self.shape.block)
         inner = build(shape, self.role, state_of(self.inner), self.inner.tensors())
         return shape.blocks(inner.decode(inner.encode(part.flatten(2, 3))))
@@ -273,8 +288,6 @@ class Squat(Codec):
 
     @classmethod
     def from_state(cls, shape: Shape, role: Role, config: dict[str, Any], tensors: dict[str, Tensor]) -> Squat:
-        from . import build
-
         SETTINGS.check(config, "squat codec")
         below, own = split(tensors, "inner.")
         if own or config["subspace"] != "prompt":
@@ -323,22 +336,9 @@ class _Solved:
         return compensated.moves(self.responses, self.channels)
 
 
-def has_subspace(scheme: Scheme) -> bool:
-    """Whether any layer's keys are stored by SQuat, so that there is a subspace to choose."""
-    return any(pair is not None and isinstance(pair.key, Squat) for pair in scheme.layers)
-
-
-def choose(scheme: Scheme, subspace: str) -> Scheme:
-    """A bundle's scheme with another choice of subspace, for a cache of its own: KVCalCache(choose(...), model)."""
-    from ..scheme import LayerCodecs
-
-    def other(codec: Codec) -> Codec:
-        return codec.choose(subspace) if isinstance(codec, Squat) else codec
-
-    layers = tuple(pair and LayerCodecs(other(pair.key), other(pair.value)) for pair in scheme.layers)
-    if not has_subspace(scheme):
-        raise KVCalError("no layer's keys are stored by the codec squat: there is no subspace to choose")
-    return replace(scheme, layers=layers, _placed={})
+def corrects(codec: Codec) -> TypeGuard[Squat]:
+    """Whether it is this codec, whose corrections steps on the device make by themselves."""
+    return isinstance(codec, Squat)
 
 
 def responses(basis: Tensor, steps: list[slice]) -> list[Tensor]:

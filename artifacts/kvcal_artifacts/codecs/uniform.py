@@ -25,6 +25,7 @@ from kvcal_kernels import layout
 from kvcal_kernels.hadamard import tree_sum
 from kvcal_kernels.layout import Blocks, Form
 from kvcal_kernels.packing import pack, packed_bytes, unpack
+from kvcal_kernels.quantise import AnyRule, Rule
 
 from ..checked import BLOCK, Choice, Constant, Field, Flag, Table, Whole, constants
 from ..errors import KVCalError
@@ -145,6 +146,19 @@ class Uniform(Codec):
                 f"kernel's layout, {nominal:g} as stored"
             )
         return form
+
+    def rule(self, within: str = "") -> AnyRule | str:
+        if self.weight is not None:
+            return (
+                "a search for scales weighted by queries is torch's (fit-norms --search plain is packed by the kernel)"
+            )
+        form = self.fused()
+        if isinstance(form, str):
+            return form
+        try:
+            return Rule(form, self.mode, self.search)
+        except ValueError as error:
+            return str(error)
 
     def as_blocks(self, packed: Packed) -> Blocks:
         if isinstance(self._form, str):

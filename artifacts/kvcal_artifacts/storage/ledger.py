@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import KVCalError
-from .scheme import Windows
+from ..errors import KVCalError
+from ..windows import Windows
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .errors import KVCalError, NonFiniteError
+from ..errors import KVCalError, NonFiniteError
+from ..windows import HeavyHitters, Windows
 from .ledger import CropPlan, Plan, check_batch, host_rows
-from .scheme import HeavyHitters, Windows
 
 SCORES = 1 << 24  # attention weights held at a time: 64 MB
 FULL = 0.75  # a block stays while so many of its tokens are kept; with fewer they are packed again, with others
@@ -65,7 +65,7 @@ def attention_mass(q: Tensor, k: Tensor, alive: Tensor, valid: Tensor | None, sc
 
 
 @dataclass(frozen=True)
-class SelectedPlan(Plan):
+class EvictingPlan(Plan):
     """What one forward does: attend to the tokens kept so far, hold the new ones exact.
 
     past: slots held, not columns. first: nothing came before, so that the model's own mask is right. alive (B, past) bool
@@ -77,7 +77,7 @@ class SelectedPlan(Plan):
     alive: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
     flushed: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
-    def to(self, device: torch.device) -> SelectedPlan:
+    def to(self, device: torch.device) -> EvictingPlan:
         """alive and flushed there; the rest stays on the CPU, where run-time statistics want it."""
         return replace(self, device=device, alive=self.alive.to(device), flushed=self.flushed.to(device))
 
@@ -176,7 +176,7 @@ def _counts() -> Tensor:
 
 
 @dataclass
-class SelectedLedger:
+class EvictingLedger:
     """Takes the place of ledger.Ledger where a scheme selects tokens.
 
     columns: of the attention mask, all there ever were. tokens (B, P) int32: the column in each slot, -1 if it holds none;
@@ -198,7 +198,7 @@ class SelectedLedger:
     left: Tensor = field(default_factory=_counts)
     positions: Tensor | None = None  # int32 (B, P) on the device, only for keys stored before RoPE
 
-    def begin(self, batch: int, query: int, new_valid: Tensor | None) -> SelectedPlan:
+    def begin(self, batch: int, query: int, new_valid: Tensor | None) -> EvictingPlan:
         """Advance by `query` columns; new_valid (B, query) bool on the CPU, None if all are real."""
         check_batch(self.columns, self.batch, batch)
         if not self.columns:
@@ -211,7 +211,7 @@ class SelectedLedger:
         before, alive = self.seen, self.tokens >= 0
         self._count(before + (new >= 0).sum(1))
         flushed = ((self.window - self.windows.recent) // self.windows.block).clamp_min(0)
-        plan = SelectedPlan(
+        plan = EvictingPlan(
             alive.shape[1], query, 0, 0, int(flushed.max()), self.widths[1], seen=before, packed=self.passed,
             valid=new_valid, first=self.columns == 0, alive=alive, flushed=flushed,
         )  # fmt: skip
@@ -220,7 +220,7 @@ class SelectedLedger:
         self.columns += query
         return plan
 
-    def hide(self, plan: SelectedPlan, shown: Tensor) -> SelectedPlan:
+    def hide(self, plan: EvictingPlan, shown: Tensor) -> EvictingPlan:
         """Not to be looked at: tokens of columns that the mask of this call takes back; shown (B, columns before it) bool."""
         if not plan.past or bool(shown.all()):
             return plan
@@ -243,7 +243,7 @@ class SelectedLedger:
         """One layer's attention of the current call, (B, P) float64."""
         self.mass = self.mass.to(mass.device) + mass
 
-    def choose(self, plan: SelectedPlan) -> Moves:
+    def choose(self, plan: EvictingPlan) -> Moves:
         """Choose anew in every row that tokens leave the window of; other rows keep what they have."""
         mass, start = self.mass.to("cpu"), self.widths[1] * self.windows.block
         if not bool(torch.isfinite(mass).all()):

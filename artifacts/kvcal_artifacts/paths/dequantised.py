@@ -13,11 +13,12 @@ from torch import Tensor
 from kvcal_kernels import reconstruct
 from kvcal_kernels.reconstruct import Turn
 
-from . import fused, hf, preflight
-from .codecs import Context
-from .codecs.base import Packed
-from .codecs.reconstruct import Reconstruction, refuses
-from .scheme import LayerCodecs
+from ..codecs import Context
+from ..codecs.base import Packed
+from ..codecs.reconstruct import Reconstruction, refuses
+from ..scheme import LayerCodecs
+from . import notices
+from .preflight import verdicts
 
 STEP = 256  # tokens by which shared storage grows at least
 
@@ -26,8 +27,8 @@ def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
     """Why torch decodes a layer's blocks where they are; None where the kernel does. On a GPU that is tried out once."""
     if kernels == "off":
         return "kernels='off'"
-    anywhere = kernels == "torch" or (kernels == "triton" and preflight.interpreted())
-    if not anywhere and (why := preflight.unsupported(device)):
+    anywhere = kernels == "torch" or (kernels == "triton" and verdicts.interpreted())
+    if not anywhere and (why := verdicts.unsupported(device)):
         return why
     for codec in (pair.key, pair.value):
         if why := refuses(codec, dtype if kernels != "torch" else torch.float16):
@@ -35,18 +36,11 @@ def refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.d
     if anywhere:
         return None
     for codec in (pair.key, pair.value):
-        if why := preflight.reconstruct_verdict(codec, dtype, 0, device):
+        if why := verdicts.reconstruct_verdict(codec, dtype, 0, device):
             said = f"the reconstruction kernel does not pass on {torch.cuda.get_device_name(device)}: {why}"
-            fused.warn(said, verdict=why)
+            notices.warn(said, verdict=why)
             return said
     return None
-
-
-def by_halves(site: hf.AttentionSite, width: int) -> bool:
-    """Whether RoPE turns channels i and i + width / 2 together, as Turn does; seen by turning unit vectors a quarter."""
-    units = torch.eye(site.head_dim)[None, None]
-    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
-    return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Turn(*quarter)(units))
 
 
 class Rooms:
@@ -101,9 +95,9 @@ class Reader:
         """Whether keys may be read with RoPE of so many channels; on a GPU that is tried out once."""
         if self._turning is None:
             if self._by == "auto" and (
-                why := preflight.reconstruct_verdict(self._pair.key, self._dtype, rotary, device)
+                why := verdicts.reconstruct_verdict(self._pair.key, self._dtype, rotary, device)
             ):
-                fused.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
+                notices.warn(f"reconstruction with RoPE: {why}", "keys are turned by torch", why)
                 return False
             self._turning = Reconstruction(self._pair.key, self._dtype, rotary, self._by)
         return True

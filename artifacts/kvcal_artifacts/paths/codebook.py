@@ -4,7 +4,7 @@ them in torch, both joined by the logarithms of their sums.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from kvcal_kernels import vq_append, vq_attention
 from kvcal_kernels.quantise import Counts
 from kvcal_kernels.vq_attention import Coded, reference
 
-from . import fused, preflight
-from .codecs import ResidualVQ
-from .scheme import LayerCodecs
+from ..codecs.residual_vq import is_vector
+from ..scheme import LayerCodecs
+from . import fused
+from .preflight import verdicts
 
 # Tables and sums by code are a fixed cost of every row and step. On an H200 (docs/benchmarks/vq_attention.md) it is made up
 # for at once with 4096 codewords; at the paper's sizes by 8000 tokens against a decode in one pass, so by about 600 against
@@ -26,21 +27,17 @@ Exact = tuple[Tensor, Tensor, Tensor]  # as of fused.py
 
 
 def both(pair: LayerCodecs) -> bool:
-    return _is_vq(pair.key) and _is_vq(pair.value)
-
-
-def _is_vq(codec: object) -> TypeGuard[ResidualVQ]:
-    return isinstance(codec, ResidualVQ)
+    return is_vector(pair.key) and is_vector(pair.value)
 
 
 def coded(pair: LayerCodecs, packed: list[dict[str, Any]]) -> tuple[Coded, Coded]:
-    assert _is_vq(pair.key) and _is_vq(pair.value)
+    assert is_vector(pair.key) and is_vector(pair.value)
     return pair.key.coded(packed[0]), pair.value.coded(packed[1])
 
 
 def refusal(pair: LayerCodecs) -> str | None:
     """Why blocks are decoded wherever the layer is; None where the kernels may read their codes."""
-    assert _is_vq(pair.key) and _is_vq(pair.value)
+    assert is_vector(pair.key) and is_vector(pair.value)
     if len(pair.key.bands) > 2:
         return f"keys: residual-vq in {len(pair.key.bands)} bands: the kernels take two at most"
     for codec in (pair.key, pair.value):
@@ -55,22 +52,22 @@ def most_queries(ratio: int) -> int:
 
 def least_tokens(pair: LayerCodecs) -> int:
     """Packed tokens of a row from which the kernels are faster than decoding."""
-    assert _is_vq(pair.key) and _is_vq(pair.value)
+    assert is_vector(pair.key) and is_vector(pair.value)
     largest = max(book.shape[1] for codec in (pair.key, pair.value) for book in codec.codebooks)
     return 0 if largest <= CODEWORDS else TOKENS
 
 
 def verdict(pair: LayerCodecs, ratio: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    assert _is_vq(pair.key) and _is_vq(pair.value)
-    return preflight.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
+    assert is_vector(pair.key) and is_vector(pair.value)
+    return verdicts.vectors_verdict(pair.key, pair.value, ratio, dtype, device)
 
 
 def append_refusal(kernels: str, pair: LayerCodecs, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why no kernel appends a step's tokens to these codes where the layer is; None where one does, or its reference."""
-    assert _is_vq(pair.key) and _is_vq(pair.value)
-    if kernels == "torch" or preflight.interpreted():
+    assert is_vector(pair.key) and is_vector(pair.value)
+    if kernels == "torch" or verdicts.interpreted():
         return None
-    why = preflight.vectors_append_verdict(pair.key, pair.value, dtype, device)
+    why = verdicts.vectors_append_verdict(pair.key, pair.value, dtype, device)
     return f"the append kernel of vector codes does not pass: {why}" if why else None
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from kvcal_kernels.device import on
 from kvcal_kernels.quantise import factors_of
 
-from .codecs.base import Shape
-from .errors import KVCalError
-from .ledger import Plan
-from .scheme import Windows
+from ..codecs.base import Shape
+from ..errors import KVCalError
+from ..storage.ledger import Plan
+from ..windows import Windows
 
 Wants = Literal["q", "q_pre", "k"]
 TAIL = 32  # newest columns of the last call that a crop can take back: more than speculative decoding rejects at a time

@@ -1,0 +1,9 @@
+"""The cache: what Transformers calls, its layers, and what they share during one forward."""
+
+from __future__ import annotations
+
+from .cache import KVCalCache
+from .evicting_layer import EvictingLayer
+from .layer import KVCalLayer, Watch
+
+__all__ = ["EvictingLayer", "KVCalCache", "KVCalLayer", "Watch"]

@@ -1,0 +1,200 @@
+"""Steps that the device does by itself: which layers can leave them to it, and what the host reads of them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvcal_kernels import quantise
+from kvcal_kernels.layout import BLOCK
+
+from .. import hf
+from ..errors import KVCalError, NonFiniteError, UsageError
+from ..paths import codebook, fused
+from ..scheme import LayerCodecs, Scheme
+from ..storage.ledger import Ledger
+from .layer import KVCalLayer
+from .static import StaticLayer
+from .static_storage import STORED, Steps
+from .statistics import KeyScale
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
+
+
+def in_decimals(number: int) -> str:
+    """A whole number of at least 0 in decimals. In a forward that is traced it may be a symbol, which dynamo does not put into
+    strings (torch 2.13): compared with what it may be, it is a number again.
+    """
+    if not torch.compiler.is_compiling():
+        return str(number)
+    digits = ""
+    while number or not digits:
+        digits = next(digit for digit in DIGITS if DIGITS[digit] == number % 10) + digits
+        number = number // 10
+    return digits
+
+
+DIGITS = {str(digit): digit for digit in range(10)}
+PROMPTS = (
+    "max_length: SQuat corrects keys by a subspace of the row's prompt, which steps on the device leave as it is; a prompt of "
+    "few tokens gives another one than a cache that grows comes to"
+)
+MOST_COLUMNS = 2**31 - 1  # kernels count tokens in 32 bits
+
+
+def check_length(max_length: int | None, scheme: Scheme, offload: bool) -> None:
+    if max_length is None:
+        return
+    least = scheme.windows.sink + scheme.windows.recent + scheme.windows.block
+    if type(max_length) is not int or not least <= max_length <= MOST_COLUMNS:
+        raise UsageError(
+            f"max_length={max_length!r}: must be a whole number from {least}, sink, recent window and a block, "
+            f"to {MOST_COLUMNS}"
+        )
+    if offload:
+        raise UsageError("max_length with offload=True: storage that moves has no fixed place; give one of them")
+
+
+def refusal(pair: LayerCodecs, moves: bool) -> str | None:
+    """Why a layer that takes the kernel cannot leave all of its step to the device; None if it can. moves: keys are stored
+    before a RoPE of which angles change as the sequence grows.
+    """
+    if moves:
+        return "keys before RoPE, whose angles change with the length of the sequence here: the host counts that"
+    if codebook.both(pair) and pair.key.shape.block % BLOCK:
+        return f"vector codes in blocks of {pair.key.shape.block} tokens: what appends them counts by {BLOCK}"
+    if why := pair.key.step_refusal(pair.stats):
+        return why
+    known = pair.key.standing_stats or {KeyScale.name}
+    if others := sorted(pair.stats - known):
+        return f"its rounding follows {others[0]}, a run-time statistic that the host counts"
+    return None
+
+
+def static_layers(cache: KVCalCache, layers: list[Any]) -> tuple[list[Any], str | None]:
+    """With max_length: layers with static storage, if the device can do the step of every one; else as they are, and why.
+
+    Whether the kernel runs where the model is and in its dtype, the first keys say: those that are refused then grow.
+    """
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, KVCalLayer):
+            return layers, f"layer {index} is left to Transformers' own cache, which grows"
+        why = None if layer.paths.readable else layer.paths.refused
+        if why := why or refusal(layer.codecs, cache.stored_rope.moves):
+            return layers, f"layer {index}: {why}"
+    return [StaticLayer(cache, layer.index, layer.codecs, layer.site) for layer in layers], None
+
+
+def can_step(cache: KVCalCache, keys: Tensor) -> bool:
+    """Whether a forward, of which a layer has keys (B, H, Q, D), is a step that the device does by itself."""
+    query, past, layers = keys.shape[2], cache.ledger.columns, cache.own_layers
+    if (
+        cache.watch is not None
+        or not cache.is_compileable
+        or query > cache.most_queries
+        or not all(layer.ready for layer in layers)
+    ):
+        return False
+    if hf.capturing():
+        return True
+    if not cache.hooks.active or len(keys) != cache.ledger.batch:
+        return False  # what the host says of that
+    if any(layer.columns != past for layer in layers):
+        raise KVCalError("layers hold different numbers of tokens: an earlier forward broke off; call reset()")
+    cache.record.check_returned()
+    forward, valid = cache.forward, cache.mask_history.new_columns(cache.forward, cache.ledger, query)
+    learns = torch.is_grad_enabled() and any(layer.learns(keys, keys) for layer in layers)
+    if forward.custom_mask or forward.hides_old or forward.gives_weights or cache.model.training or learns:
+        return False
+    cache.check_room(query)
+    if valid is not None and not bool(valid.all()):
+        return False
+    follows: bool = cache.scheme.frame == "post_rope" or cache.ledger.follows(forward.positions)
+    return follows
+
+
+def catch_up(cache: KVCalCache) -> None:
+    """Let the host know of the steps that the device did by itself. An error says what steps there could not say."""
+    ready = [layer for layer in cache.own_layers if isinstance(layer, StaticLayer) and layer.ready]
+    if not ready:
+        return
+    length, counts = read(ready)
+    if cache.max_length is not None and length > cache.max_length:
+        raise KVCalError(
+            f"compiled or recorded steps went on to {length} tokens: the cache was made for max_length={cache.max_length}; "
+            "make a larger one"
+        )
+    if new := length - cache.ledger.columns:
+        cache.ledger.proceed(new)
+        cache.mask_history.extend_by_steps(new)
+    compare(counts, cache.ledger, fused.kernel_blocks(ready[0].codecs))
+    for layer in ready if new else ():
+        layer.columns = length
+        layer.unseen += new
+        layer.missed += new
+        layer.overlook(cache.held)
+
+
+def why_not_compiled(cache: KVCalCache, query: int) -> str:
+    """Why a call of so many tokens cannot run compiled, and what to do."""
+    numbers = [in_decimals(number) for number in (cache.most_queries, query, cache.ledger.columns)]
+    what = f"behind a prompt, of a cache with max_length, not {numbers[1]} behind {numbers[2]}"
+    grows = f" ({cache.why_not_compileable})" if cache.why_not_compileable else ""
+    return (
+        f"only steps of up to {numbers[0]} tokens can run compiled, {what}{grows}: run this call with the "
+        "uncompiled model, as generate() runs its prompt"
+    )
+
+
+BROKE_OFF = "a forward broke off; call reset() and start again"
+
+
+def read(layers: Sequence[StaticLayer]) -> tuple[int, list[tuple[Steps, Tensor]]]:
+    """Columns that all of them hold, and of each device (3, B) what its rows do, as in STORED: one wait for each device. An
+    error says what steps there could not say.
+    """
+    found: list[tuple[Steps, Tensor]] = []
+    lengths: set[int] = set()
+    for steps in {id(layer.steps): layer.steps for layer in layers}.values():
+        rooms = [(layer.index, layer.room.flags) for layer in layers if layer.room is not None and layer.steps is steps]
+        flagged = torch.cat([flags for _, flags in rooms]).any()
+        held = [getattr(steps.counts, name) for name in STORED]
+        gap = torch.zeros_like(flagged) if steps.turns is None else steps.turns.gap
+        told = torch.cat([flagged[None], gap[None], steps.length[None], *held]).to("cpu")  # int64, as the length
+        if bool(told[0]):
+            _refuse(rooms)
+        if bool(told[1]):
+            raise KVCalError(
+                "compiled or recorded steps had tokens at positions that do not follow those before them, as they must where "
+                "keys are stored before RoPE; call reset() and start again, and give such positions to the uncompiled model"
+            )
+        lengths.add(int(told[2]))
+        found.append((steps, told[3:].view(len(STORED), -1)))
+    if len(lengths) > 1:
+        raise KVCalError(f"layers hold {sorted(lengths)} tokens: {BROKE_OFF}")
+    return lengths.pop(), found
+
+
+def _refuse(rooms: list[tuple[int, Tensor]]) -> None:
+    for index, flags in rooms:
+        if why := quantise.check(flags, index):
+            kind = KVCalError if "no slot left" in why else NonFiniteError
+            more = " (max_length)" if kind is KVCalError else ""
+            error = kind(f"{why}{more}; call reset() and start again")
+            if isinstance(error, NonFiniteError):
+                error.layer = index
+            raise error
+
+
+def compare(found: list[tuple[Steps, Tensor]], ledger: Ledger, each: int) -> None:
+    """Raises KVCalError where counts on a device are not the ledger's: its first layer ran a step, its last did not. each:
+    blocks of the kernel in one of the scheme.
+    """
+    wanted = torch.stack([ledger.sink, ledger.window, ledger.blocks * each])
+    for steps, held in found:
+        if not torch.equal(held, wanted):
+            raise KVCalError(f"layers on {steps.counts.data.device} hold different numbers of tokens: {BROKE_OFF}")

@@ -1,0 +1,98 @@
+"""What a layer sees of a call: its keys in the frame they are stored in, and what run-time statistics make of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import KVCalError
+from ..modes import without_grad
+from ..storage.ledger import Plan
+from .statistics import KeyScale, Summed
+
+if TYPE_CHECKING:
+    from .layer import KVCalLayer
+
+
+def frame_keys(layer: KVCalLayer, handed: Tensor) -> Tensor:
+    """The current call's keys in the frame they are stored in."""
+    if layer.cache.scheme.frame == "post_rope":
+        return handed
+    before = layer.cache.forward.keys_before.pop(layer.index, None)
+    if before is None:
+        raise KVCalError(f"layer {layer.index}: keys before RoPE were not seen; call the model the cache was made for")
+    if not layer.is_verified:
+        _verify_frame(layer, before, handed)
+    return before
+
+
+@without_grad
+def observe(layer: KVCalLayer, plan: Plan, keys: Tensor) -> dict[str, Tensor]:
+    """Show the call's queries and keys to the statistics -> those of the blocks that it packs."""
+    before = layer.cache.forward.queries_before.pop(layer.index, None)
+    if not layer.statistics:
+        return {}
+    if _is_settled(layer):
+        return layer.current_statistics() if plan.flush else {}
+    at, seen = layer.cache.forward.prefixes(keys.device), {"k": keys}
+    layer.unseen = 0
+    if before is None and any(s.wants != "k" for s in layer.statistics.values()):
+        raise KVCalError(f"layer {layer.index}: queries were not seen; call the model the cache was made for")
+    for own in layer.statistics.values():
+        if own.wants not in seen:
+            assert before is not None
+            seen[own.wants] = rotated(layer, before) if own.wants == "q" else before
+    found = {name: own.observe(seen[own.wants], at) for name, own in layer.statistics.items()}
+    for own in layer.statistics.values():
+        if isinstance(own, Summed):
+            own.remember(seen[own.wants], at)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_settled(layer: KVCalLayer) -> bool:
+    """Whether no token changes the statistics any more: all rows had blocks, by whose first one keys are divided."""
+    cache = layer.cache
+    plain = layer.statistics.keys() <= {KeyScale.name} and cache.scheme.selection is None
+    return plain and cache.forward.opened
+
+
+def rotated(layer: KVCalLayer, queries: Tensor) -> Tensor:
+    """The current call's queries after RoPE."""
+    return layer.site.rotate(queries, *layer.cache.forward.rotation(queries)) if layer.site.rope else queries
+
+
+def _verify_frame(layer: KVCalLayer, before: Tensor, handed: Tensor) -> None:
+    """Once: rotating what was captured must give what attention got, or the architecture is not understood."""
+    turned, handed = layer.site.rotate(before, *layer.cache.forward.rotation(handed)).detach(), handed.detach()
+    # the same function of the same cos and sin: not a bit may differ. A NaN is named when it is packed.
+    same = (turned == handed) | (turned.isnan() & handed.isnan())
+    if not bool(same.all()):
+        raise KVCalError(
+            f"layer {layer.index}: keys captured before RoPE do not give the model's keys when rotated "
+            f"(largest difference {float((turned - handed).abs().max()):.2g}); use a bundle with frame post_rope"
+        )
+    layer.is_verified = True
+
+
+@torch.no_grad()
+def forget(layer: KVCalLayer, count: int, held: Tensor, untouched: Tensor) -> None:
+    """After a crop: take the newest `count` columns out of the statistics. held, untouched: of the ledger."""
+    if not layer.is_initialized:
+        return
+    unseen = min(count, layer.unseen)
+    layer.unseen -= unseen
+    layer.missed -= unseen
+    for own in layer.statistics.values():
+        if isinstance(own, Summed):
+            own.crop(count - unseen)
+        if isinstance(own, KeyScale):
+            keys = torch.cat([layer.sink[0], layer.window[0]], 2)
+            own.renew(keys, held.to(keys.device), untouched.to(keys.device))
+
+
+def tail(layer: KVCalLayer) -> int | None:
+    """How many of the newest columns the statistics of queries can forget; None without any."""
+    tails = [own.tail + layer.unseen for own in layer.statistics.values() if isinstance(own, Summed)]
+    return min(tails, default=None)

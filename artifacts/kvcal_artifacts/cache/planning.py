@@ -1,0 +1,67 @@
+"""A forward begins: whether this cache may take it, and the ledger's plan for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import KVCalError
+from ..storage.eviction import EvictingPlan
+from ..storage.ledger import Plan
+from .layer import KVCalLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
+
+
+def plan_of(cache: KVCalCache, layer: KVCalLayer, batch: int, query: int, device: torch.device) -> Plan:
+    """The current forward's plan on a device, made when its first layer comes."""
+    if not cache.hooks.active:
+        if torch.compiler.is_compiling():
+            raise KVCalError(f"{layer.title}: {cache.why_not_compiled(query)}")
+        if not cache.hooks.closed and (replaced := cache.hooks.replaced) is not None:
+            raise KVCalError(replaced)
+        state = "was closed" if cache.hooks.closed else "belongs to another model or another forward"
+        more = "" if cache.hooks.closed else f". Or was the forward compiled? Then {cache.why_not_compiled(query)}"
+        raise KVCalError(f"layer {layer.index}: this cache {state}; make one with load_cache(bundle, model){more}")
+    if cache.forward.begun is None:
+        _check_whole(cache, layer.index, query)
+        cache.forward.begun = _begin(cache, batch, query)
+        cache.record.stage = "layers"
+    return cache.forward.on(device)
+
+
+def _check_whole(cache: KVCalCache, first: int, query: int) -> None:
+    """Before a forward changes anything: all layers hold the same tokens, those below `first` also the new ones."""
+    cache.record.check_whole()
+    for index, layer in enumerate(cache.layers):
+        wanted = cache.ledger.columns + (query if index < first else 0)
+        held = layer.columns if isinstance(layer, KVCalLayer) else layer.get_seq_length()
+        if isinstance(layer, CacheLayerMixin) and held != wanted:
+            raise KVCalError(
+                f"layer {index} holds {held} tokens, the cache {wanted}: "
+                "an earlier forward broke off; call reset() and start again"
+            )
+    cache.record.check_returned()
+
+
+def _begin(cache: KVCalCache, batch: int, query: int) -> Plan:
+    """The ledger's plan of a call of so many rows and new tokens, which it holds from now on, with their positions."""
+    past = cache.ledger.columns
+    cache.check_room(query)
+    forward = cache.forward
+    plan: Plan = cache.ledger.begin(batch, query, cache.mask_history.new_columns(forward, cache.ledger, query))
+    cache.mask_history.extend(forward, past, query)
+    if isinstance(plan, EvictingPlan) and forward.mask is not None:
+        plan = cache.ledger.hide(plan, forward.mask[:, :past].to("cpu").bool())
+    if cache.scheme.frame == "pre_rope":
+        new = forward.positions.to(torch.int32).expand(batch, query)
+        old = cache.ledger.positions
+        cache.ledger.positions = new.clone() if old is None or past == 0 else torch.cat([old, new], 1)
+        if any(layer.paths.readable and (layer.rotary or cache.max_length) for layer in cache.own_layers):
+            cache.ledger.follow(plan, new)
+            if cache.max_length and cache.stored_rope.rotary and not cache.stored_rope.is_even(cache.ledger):
+                cache.leave_rooms()
+    return plan

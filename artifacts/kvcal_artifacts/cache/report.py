@@ -1,0 +1,74 @@
+"""What a cache says of itself: bytes, bits a value, and what every layer does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import KVCalError
+from ..paths import choose
+from .layer import KVCalLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCalCache
+
+PARTS = ("packed", "window", "bookkeeping", "decoded")
+
+
+def nbytes(cache: KVCalCache, part: str) -> int:
+    """Bytes of real storage of one of PARTS."""
+    if part not in PARTS:
+        raise KVCalError(f"nbytes({part!r}): allowed are {', '.join(PARTS)}")
+    if part == "bookkeeping":
+        statistics = [t for layer in cache.own_layers for t in layer.bookkeeping()]
+        shared: int = cache.ledger.nbytes
+        return shared + sum(t.numel() * t.element_size() for t in statistics)
+    tensors = [t for layer in cache.own_layers for t in layer.stored(part)]
+    if part == "window":
+        plain = [layer for layer in cache.layers if not isinstance(layer, KVCalLayer)]
+        tensors += [t for layer in plain for t in (layer.keys, layer.values) if t is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def packed_values(cache: KVCalCache) -> int:
+    """How many numbers the packed blocks stand for; those of evicted tokens do not count."""
+    pairs = [pair for pair in cache.scheme.layers if pair is not None]
+    numbers = sum(pair.key.shape.values + pair.value.shape.values for pair in pairs)
+    if cache.scheme.selection is None:
+        blocks: int = cache.ledger.blocks.sum().item()
+        return blocks * numbers
+    tokens: int = cache.ledger.packed_tokens
+    return tokens * numbers // cache.scheme.windows.block
+
+
+def describe(cache: KVCalCache) -> dict[str, Any]:
+    """The answer of KVCalCache.describe, whose docstring explains its keys."""
+    return {
+        "windows": vars(cache.scheme.windows),
+        "frame": cache.scheme.frame,
+        "coverage": cache.scheme.coverage,
+        "tokens": cache.ledger.columns,
+        "selection": None if cache.scheme.selection is None else cache.ledger.describe(),
+        "packed_blocks": cache.ledger.blocks.tolist(),
+        "caveats": cache.caveats,
+        "returned_by_crop": cache.record.returned_tokens,
+        "unforgotten_by_statistics": dict(cache.record.unforgotten),
+        "mask": "custom (not 2-D): every token counts as real" if cache.forward.custom_mask else "2-D or none",
+        "decoded_steps": dict(cache.record.decoded_steps),
+        "path": choose.summary([layer.why_reference for layer in cache.own_layers], cache.kernels),
+        "max_length": cache.max_length,
+        "compileable": cache.why_not_compileable or True,
+        "nbytes": {name: cache.nbytes(name) for name in PARTS},
+        "shared_bytes": cache.shared_bytes,
+        "bits_per_value": cache.bits_per_value(),
+        "resident_bytes": cache.resident_bytes(),
+        "layers": [_row(cache, index, layer) for index, layer in enumerate(cache.layers)],
+    }
+
+
+def _row(cache: KVCalCache, index: int, layer: Any) -> dict[str, Any]:
+    if not isinstance(layer, KVCalLayer):
+        return {"layer": index, "state": "skipped", "why": cache.scheme.skipped[index]}
+    key, value = layer.codecs.key.describe(), layer.codecs.value.describe()
+    row = {"layer": index, "state": "applied", "key": key, "value": value, "path": layer.path}
+    return row | ({"packing": layer.packing} if layer.is_initialized else {})

@@ -1,0 +1,49 @@
+"""Items of different sizes in one pool of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Item (b, h, n) owns counts[b, h, n] consecutive rows of `data`; items lie in row-major order, so that offsets are
+    the running sum of the counts and need no storage. A slot that holds no block has a count of 0.
+
+    data: (sum of counts, ...); counts: (B, H, N) uint8, int16 or int32.
+    """
+
+    data: Tensor
+    counts: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, H, N), as of a dense packed tensor."""
+        return self.counts.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.counts.device
+
+    def offsets(self) -> Tensor:
+        """First row of each item: int64 (B, H, N)."""
+        flat = self.counts.flatten().long()
+        return (flat.cumsum(0) - flat).view(self.counts.shape)
+
+    def take(self, order: Tensor) -> Ragged:
+        """Items by their number in row-major order, int64 (B', H', N'); -1 gives an empty one."""
+        counts, starts = self.counts.flatten().long(), self.offsets().flatten()
+        wanted = order.flatten()
+        there = wanted >= 0
+        if not len(counts):
+            lengths = begins = torch.zeros_like(wanted)
+        else:
+            at = wanted.clamp_min(0)
+            lengths, begins = torch.where(there, counts[at], 0), starts[at]
+        own = lengths.cumsum(0) - lengths
+        index = torch.arange(int(lengths.sum()), device=order.device)
+        index += torch.repeat_interleave(begins - own, lengths)
+        return Ragged(self.data.index_select(0, index), lengths.view(order.shape).to(self.counts.dtype))

@@ -1,0 +1,87 @@
+"""Which model a bundle was made for: its shape, its RoPE, its config, and some of its key weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from . import hf
+from .canonical import canonical, sha256_text
+
+# What decides a model's function; other config fields (dtype, versions, paths) may differ between loads of one model.
+FINGERPRINT_FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias", "tie_word_embeddings",
+    "sliding_window", "no_rope_layers", "embedding_multiplier", "attention_multiplier", "residual_multiplier",
+    "logits_scaling",
+)  # fmt: skip
+PROBE_TOLERANCE = 0.02  # bfloat16 keeps 8 bits: the same weight in another dtype differs by less than 1 %
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a bundle remembers of its model. probe: some key weights, to tell other weights of the same shape."""
+
+    architecture: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: dict[str, Any]
+    config_sha256: str
+    revision: str | None = None
+    probe: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, revision: str | None = None, probe: tuple[float, ...] | None = None) -> Fingerprint:
+        """probe: hf.key_probe of the first and the last layer, where the model does not hold them any more."""
+        config = hf.config_of(model)
+        plain = {name: _plain(getattr(config, name, None)) for name in FINGERPRINT_FIELDS}
+        rope = {k: _plain(v) for k, v in (getattr(config, "rope_parameters", None) or {}).items() if v is not None}
+        plain |= {"head_dim": hf.head_dim_of(config), "rope": rope}
+        known = {name: value for name, value in plain.items() if value is not None}
+        return cls(
+            architecture=config.model_type,
+            layers=config.num_hidden_layers,
+            kv_heads=hf.kv_heads_of(config),
+            head_dim=hf.head_dim_of(config),
+            rope=rope,
+            config_sha256=sha256_text(canonical(known)),
+            revision=revision or getattr(config, "_commit_hash", None),
+            probe=_probe(model) if probe is None else probe,
+        )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """One phrase a field in which the other model differs; empty if this bundle fits it."""
+        found = [
+            f"{name}: bundle {mine!r}, model {theirs!r}"
+            for name in ("architecture", "layers", "kv_heads", "head_dim", "rope", "config_sha256")
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name))
+        ]
+        if not found and self.revision and other.revision and self.revision != other.revision:
+            found.append(f"weights revision: bundle {self.revision!r}, model {other.revision!r}")
+        if not found and self.probe and other.probe and not _close(self.probe, other.probe):
+            found.append(f"key weights: bundle starts {self.probe[:3]}, model {other.probe[:3]}")
+        return found
+
+
+def _plain(value: Any) -> Any:
+    """Config values as JSON gives them back."""
+    return json.loads(json.dumps(value))
+
+
+def _probe(model: nn.Module) -> tuple[float, ...]:
+    sites = hf.attention_sites(model)
+    return tuple(number for index in probed_layers(len(sites)) for number in hf.key_probe(sites[index]))
+
+
+def probed_layers(count: int) -> tuple[int, ...]:
+    """The layers whose key weights a fingerprint looks at: the first and the last, once where they are one."""
+    return tuple(sorted({0, count - 1}))
+
+
+def _close(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    scale = max(map(abs, a))
+    return len(a) == len(b) and all(abs(x - y) <= PROBE_TOLERANCE * scale for x, y in zip(a, b, strict=True))

@@ -1,0 +1,74 @@
+"""Everything that touches Transformers' internals (5.17 to 5.23); the rest of the runtime knows its cache classes alone."""
+
+from __future__ import annotations
+
+from kvcal_kernels.device import capturing
+
+from .attention import check_selectable, implementation, odd_attention, score_scaling
+from .decoder import (
+    config_of,
+    decoder_of,
+    head_dim_of,
+    kv_heads_of,
+    layer_kind,
+    layer_shape,
+    text_config,
+    unsupported_config,
+    unsupported_layers,
+)
+from .hooks import Hooks, InPlace
+from .masks import mask_for, real_columns
+from .rope import caveats, rope_moves, rope_tables, rotary_width
+from .seam import HandOff, Seams, drop_turn, hand, turn_of
+from .sites import (
+    AttentionSite,
+    attention_site,
+    attention_sites,
+    by_halves,
+    check_frame,
+    check_supported,
+    key_probe,
+    output_projection,
+    rope_partners,
+    unsupported,
+)
+
+__all__ = [
+    "AttentionSite",
+    "HandOff",
+    "Hooks",
+    "InPlace",
+    "Seams",
+    "attention_site",
+    "attention_sites",
+    "by_halves",
+    "capturing",
+    "caveats",
+    "check_frame",
+    "check_selectable",
+    "check_supported",
+    "config_of",
+    "decoder_of",
+    "drop_turn",
+    "hand",
+    "head_dim_of",
+    "implementation",
+    "key_probe",
+    "kv_heads_of",
+    "layer_kind",
+    "layer_shape",
+    "mask_for",
+    "odd_attention",
+    "output_projection",
+    "real_columns",
+    "rope_moves",
+    "rope_partners",
+    "rope_tables",
+    "rotary_width",
+    "score_scaling",
+    "text_config",
+    "turn_of",
+    "unsupported",
+    "unsupported_config",
+    "unsupported_layers",
+]

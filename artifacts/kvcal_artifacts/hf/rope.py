@@ -1,0 +1,87 @@
+"""A model's RoPE, as its own rotary module computes it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .decoder import decoder_of, layer_kind
+
+_CHANNELS: weakref.WeakKeyDictionary[nn.Module, dict[str, int | None]] = weakref.WeakKeyDictionary()  # by rotary module
+
+
+def rotary_channels(decoder: Any, index: int) -> int | None:
+    """The last dimension of a layer's cos and sin; None where the rotary module gives something else. Seen on a module of its
+    own, as the model's may be on the meta device and remembers lengths: a new one, or a copy of one that is made otherwise.
+    """
+    rotary = decoder.rotary_emb
+    kind, known = layer_kind(decoder.config, index), _CHANNELS.setdefault(rotary, {})
+    if kind not in known:
+        copies = (lambda: type(rotary)(config=decoder.config), lambda: copy.deepcopy(rotary))
+        known[kind] = next((width for make in copies if (width := _channels(make, kind)) is not None), None)
+    return known[kind]
+
+
+def _channels(make: Callable[[], Any], kind: str) -> int | None:
+    try:
+        with torch.device("cpu"):
+            made = make()
+            where = next(made.buffers(), torch.empty(0)).device
+            first = torch.zeros(1, 1, dtype=torch.long, device=where)
+            options = rotary_options(type(made), kind)
+            cos, sin = made.forward(torch.zeros(1, device=where), position_ids=first, **options)
+    except (TypeError, ValueError, AttributeError, RuntimeError, KeyError):
+        return None
+    return int(cos.shape[-1]) if isinstance(cos, Tensor) and cos.shape == sin.shape else None
+
+
+def rotary_options(rotary: type, kind: str = "full_attention") -> dict[str, str]:
+    """What the forward of a rotary module is given besides positions: models with two kinds of RoPE name the layers' kind."""
+    return {"layer_type": kind} if "layer_type" in inspect.signature(rotary.forward).parameters else {}  # type: ignore[attr-defined]
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """Of the full-attention layers."""
+    own = getattr(config, "rope_parameters", None) or {}
+    nested = own.get("full_attention")
+    return nested if isinstance(nested, dict) else own
+
+
+def rope_tables(model: nn.Module, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin (B, T, rotary dim) of int positions (B, T), as the model's own rotary module computes them now."""
+    like = torch.empty(0, dtype=dtype, device=positions.device)
+    # forward(), as a call would tell the hooks below about these positions
+    rotary = decoder_of(model).rotary_emb
+    cos, sin = rotary.forward(like, position_ids=positions, **rotary_options(type(rotary)))
+    return cos, sin
+
+
+def rope_moves(config: Any) -> bool:
+    """Whether a token's cosines and sines may change as the sequence grows."""
+    kind = str(rope_parameters(config).get("rope_type", "default"))
+    return kind not in ("default", "linear", "llama3", "yarn")
+
+
+def rotary_width(model: nn.Module) -> int:
+    """How many channels of a head RoPE turns: the last dimension of cos and sin. The rotary module must be in memory."""
+    rotary = decoder_of(model).rotary_emb
+    first = torch.zeros(1, 1, dtype=torch.long, device=next(rotary.buffers()).device)
+    return int(rope_tables(model, first, torch.float32)[0].shape[-1])
+
+
+def caveats(config: Any) -> list[str]:
+    """What Transformers does behind a cache's back with this model, for describe() and a warning."""
+    kind = str(rope_parameters(config).get("rope_type", ""))
+    limit = getattr(config, "original_max_position_embeddings", None)
+    if config.model_type == "phi3" and kind == "longrope" and limit:
+        return [
+            f"phi3 with LongRoPE: generate() drops any cache and starts an uncompressed one where a sequence passes "
+            f"{limit} tokens; keep prompt and new tokens below or above that length"
+        ]
+    return []

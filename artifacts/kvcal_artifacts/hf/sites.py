@@ -1,0 +1,197 @@
+"""Where a layer's keys and queries appear before RoPE, and how the layer rotates them.
+
+A cache gets keys after RoPE, without cosines, sines or positions. Keys before it are the output of `k_norm`, `k_proj` or the
+middle of `qkv_proj`; which one, and how RoPE is applied to it, `trial` finds out on the attention module itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvcal_kernels.reconstruct import Turn
+
+from ..errors import UnsupportedModel
+from . import trial
+from .decoder import SUPPORTED, decoder_of, find_decoder, layer_shape, model_type_of, unsupported_layers, why_no_decoder
+from .rope import rotary_channels
+
+TRIED = "kvcal-trial"  # the attention function of modules on trial
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention layer of a model: where its keys appear before RoPE, and their shape.
+
+    rotation: how RoPE is applied, a name of trial.ROTATIONS. keys_first, queries_first: whether a source's output is
+    (B, H, T, D). odd: why keys or queries before RoPE cannot be had; None where they can.
+    """
+
+    index: int
+    module: nn.Module
+    key_source: nn.Module
+    key_slice: slice | None  # part of key_source's last dimension that holds the keys (fused qkv)
+    query_source: nn.Module
+    query_slice: slice | None
+    kv_heads: int
+    head_dim: int
+    rope: bool
+    rotation: str = "whole"
+    keys_first: bool = False
+    queries_first: bool = False
+    odd: str | None = None
+
+    @property
+    def ratio(self) -> int:
+        """Query heads a kv head."""
+        config: Any = self.module.config
+        return int(config.num_attention_heads) // self.kv_heads
+
+    @property
+    def placed(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the layer's weights: what its keys will be, if nothing changes before they come."""
+        every, plain = list(self.module.parameters()), (torch.float16, torch.bfloat16, torch.float32)
+        if own := [p for p in every if p.dtype in plain]:
+            return own[0].device, own[0].dtype
+        named = getattr(getattr(self.module, "config", None), "dtype", None)  # of quantised weights
+        return every[0].device if every else torch.device("cpu"), named if named in plain else torch.float32
+
+    def keys_from(self, output: Tensor) -> Tensor:
+        """The source's output (B, T, C), (B, T, H, D) or (B, H, T, D) as keys (B, H, T, D), before RoPE."""
+        if self.keys_first:
+            return output
+        if self.key_slice is not None:
+            output = output[..., self.key_slice]
+        return output.reshape(*output.shape[:2], self.kv_heads, self.head_dim).transpose(1, 2)
+
+    def queries_from(self, output: Tensor) -> Tensor:
+        """The source's output as queries (B, heads, T, D), before RoPE."""
+        if self.queries_first:
+            return output
+        if self.query_slice is not None:
+            output = output[..., self.query_slice]
+        return output.reshape(*output.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """RoPE exactly as this model applies it (partial rotary, cos/sin dtype), or the keys where it has none.
+
+        keys (B, H, T, D) in the model's dtype; cos, sin (B or 1, T, rotary dim) as the model's rotary module gives.
+        """
+        return trial.rotate(self.module, self.rotation, keys, cos, sin) if self.rope else keys
+
+
+def unsupported(model: Any) -> str | None:
+    """Why a model cannot be compressed, in one clause; None where it can. Its weights are not read: it may be on the meta
+    device. A model that passes has a site for each layer, and RoPE is known for those that can be compressed.
+    """
+    decoder = find_decoder(model)
+    if (why := why_no_decoder(model, decoder)) is not None:
+        return why
+    config, skipped = decoder.config, unsupported_layers(decoder.config)
+    shape = layer_shape(config, 1)
+    for index in range(config.num_hidden_layers):
+        if index in skipped:
+            continue
+        layer = decoder.layers[index]
+        if not isinstance(getattr(layer, "self_attn", None), nn.Module):
+            return f"layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        seen = _trial(decoder, index)
+        if isinstance(seen, str):
+            return f"layer {index}: {seen}; {SUPPORTED}"
+        if (seen.kv_heads, seen.head_dim) != (shape.heads, shape.dim):
+            return (
+                f"layer {index} has keys of {seen.kv_heads} heads of {seen.head_dim}, its config says {shape.heads} of "
+                f"{shape.dim}; kvcal needs layers of one shape"
+            )
+        if seen.value_dim != seen.head_dim:
+            return (
+                f"layer {index} has keys of {seen.head_dim} channels a head and values of {seen.value_dim}; kvcal needs one "
+                "number for both"
+            )
+    return None
+
+
+def check_supported(model: Any) -> None:
+    """Raises UnsupportedModel, with the one reason that all commands give, for a model that cannot be compressed."""
+    if (why := unsupported(model)) is not None:
+        raise UnsupportedModel(f"{model_type_of(model)}: {why}")
+
+
+def check_frame(sites: Iterable[AttentionSite], frame: str) -> None:
+    """Raises UnsupportedModel where keys are to be stored before RoPE, and a layer's cannot be had there."""
+    for site in sites:
+        if frame == "pre_rope" and site.odd is not None:
+            raise UnsupportedModel(
+                f"{site.module.config.model_type}: layer {site.index}: {site.odd}, so that keys cannot be stored before "  # type: ignore[union-attr]
+                "RoPE; store them after it (--frame post_rope)"
+            )
+
+
+def attention_sites(model: nn.Module) -> list[AttentionSite]:
+    """One site a layer, or one clear error naming the layer that is not understood."""
+    decoder = decoder_of(model)
+    return [attention_site(decoder, index) for index in range(decoder.config.num_hidden_layers)]
+
+
+def attention_site(decoder: Any, index: int) -> AttentionSite:
+    config, layer = decoder.config, decoder.layers[index]
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:
+        raise UnsupportedModel(
+            f"{config.model_type}: layer {index} ({type(layer).__name__}) has no self_attn; {SUPPORTED}"
+        )
+    seen = _trial(decoder, index)
+    if isinstance(seen, str):
+        raise UnsupportedModel(f"{config.model_type}: layer {index}: {seen}; {SUPPORTED}")
+    key, query = seen.key, seen.query
+    return AttentionSite(
+        index, attention, getattr(attention, key.name), key.part, getattr(attention, query.name), query.part,
+        seen.kv_heads, seen.head_dim, seen.how is not None, seen.how or "whole", key.heads_first, query.heads_first,
+        seen.odd,
+    )  # fmt: skip
+
+
+def _trial(decoder: Any, index: int) -> trial.Trial | str:
+    ALL_ATTENTION_FUNCTIONS.register(TRIED, trial.attention)
+    attention = decoder.layers[index].self_attn
+    return trial.trial_of(attention, decoder.config, rotary_channels(decoder, index), TRIED)
+
+
+def rope_partners(site: AttentionSite, width: int) -> Tensor:
+    """int64 (D,): with which channel RoPE turns each channel of a head; itself where it is not turned.
+
+    width: as rotary_width gives it. Seen by turning unit vectors a quarter, so that any pairing an architecture has comes out.
+    """
+    units = torch.eye(site.head_dim)[None, None]
+    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
+    return site.rotate(units, *quarter)[0, 0].abs().argmax(-1)
+
+
+def output_projection(site: AttentionSite) -> Tensor | None:
+    """What the layer multiplies its heads' outputs by, (hidden size, heads * D); None where it has no such matrix."""
+    for name in ("o_proj", "dense", "out_proj"):
+        weight = getattr(getattr(site.module, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % (site.kv_heads * site.head_dim) == 0:
+            return weight.detach()
+    return None
+
+
+def key_probe(site: AttentionSite) -> tuple[float, ...]:
+    """Eight of a layer's key weights, to tell models of one shape apart; empty where they are not plain numbers."""
+    weight = getattr(getattr(site.module, "k_proj", None) or site.key_source, "weight", None)
+    if weight is None or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
+        return ()
+    row = weight.detach()[-1 if site.key_slice is None else site.key_slice.start, :8]
+    return tuple(float(f"{v:.6g}") for v in row.float().tolist())
+
+
+def by_halves(site: AttentionSite, width: int) -> bool:
+    """Whether RoPE turns channels i and i + width / 2 together, as Turn does; seen by turning unit vectors a quarter."""
+    units = torch.eye(site.head_dim)[None, None]
+    quarter = torch.zeros(1, site.head_dim, width), torch.ones(1, site.head_dim, width)
+    return width % 2 == 0 and torch.equal(site.rotate(units, *quarter), Turn(*quarter)(units))

@@ -1,0 +1,327 @@
+"""Whether the fused kernel gives on this GPU what its reference gives: tried once, the verdict kept in a file of the user's.
+
+The file is preflight.json in $KVCAL_CACHE_DIR, else in kvcal/ of the user's cache directory ($XDG_CACHE_HOME or ~/.cache;
+~/Library/Caches on macOS, %LOCALAPPDATA% on Windows). Delete it to have everything tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from threading import RLock
+
+import torch
+
+import kvcal_kernels
+from kvcal_kernels.device import capturing, on
+from kvcal_kernels.layout import Form
+from kvcal_kernels.quantise import AnyRule, Rule
+
+from ... import codecs
+from ...codecs import Codec, ResidualVQ
+from ...codecs.reconstruct import grid_kind, kind
+from ...errors import KVCalError
+from ...files import open_lock, read_text, write_atomically
+from ...modes import without_autocast
+from .trials import (
+    append_trial,
+    encode_trial,
+    quantise_trial,
+    reconstruct_trial,
+    trial,
+    vectors_append_trial,
+    vectors_trial,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+LEAST_CAPABILITY = (8, 0)  # what Triton supports
+FILE = "preflight.json"
+LOCK = "preflight.lock"
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def folder() -> Path:
+    if own := os.environ.get("KVCAL_CACHE_DIR"):
+        return Path(own).expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "kvcal"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvcal"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcal"
+
+
+@cache
+def triton_version() -> str | None:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def driver_version() -> str:
+    """Of NVIDIA's driver, as its kernel module says; where none does (Jetson, WSL, Windows) the CUDA that it offers."""
+    try:
+        if found := re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER.read_text("utf-8", "replace")):
+            return found[1]
+    except OSError:
+        pass
+    try:
+        cuda, number = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), ctypes.c_int()
+        failed = cuda.cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return "unknown"
+    return "unknown" if failed else f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+
+
+@cache
+def source_hash() -> str:
+    """Of all kernels and their references, and of what decides what is tried of them: codecs, and these checks."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    for package in (kvcal_kernels, codecs):
+        files += sorted(Path(str(package.__file__)).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unsupported(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on this device, whatever its shapes; None if they may."""
+    if device.type != "cuda":
+        return f"the layer is on {device.type}; the fused kernel needs a CUDA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        name, least = torch.cuda.get_device_name(device), ".".join(map(str, LEAST_CAPABILITY))
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; Triton needs {least}"
+    if triton_version() is None:
+        return "triton is not installed"
+    return None
+
+
+def verdict(
+    keys: Form, values: Form, heads: int, ratio: int, dtype: torch.dtype, device: torch.device, rotary: int = 0
+) -> str | None:
+    """None where the kernel gives what the reference gives; else what is wrong. ratio: query heads a kv head. rotary: channels
+    that it turns of keys before RoPE.
+    """
+    parts = ["decode_attention", _said(keys), _said(values), f"d{keys.dim}", f"h{heads}", f"r{ratio}"]
+    parts += [f"RoPE of {rotary}"] if rotary else []
+    return _found(parts, dtype, device, lambda: trial(keys, values, heads, ratio, dtype, device, rotary))
+
+
+def append_verdict(
+    key: AnyRule, value: AnyRule, dtype: torch.dtype, device: torch.device, channels: int = 0
+) -> str | None:
+    """As `verdict`, of the kernel that appends and packs the tokens of a step; heads count where there is a grid. channels: of
+    keys that SQuat corrects, rounded at a time; 0: they are packed as they are.
+    """
+    parts = ["append", rule_said(key), rule_said(value), f"d{key.form.dim}"]
+    parts += [f"corrected by {channels} channels"] if channels else []
+    return _found(parts, dtype, device, lambda: append_trial(key, value, dtype, device, channels))
+
+
+def quantise_verdict(
+    key: AnyRule, value: AnyRule, given: tuple[torch.dtype, torch.dtype], scaled: bool, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernel that packs whole blocks. given: dtypes of keys and values; scaled: keys are divided by
+    factors.
+    """
+    parts = ["quantise", rule_said(key), rule_said(value), f"d{key.form.dim}", f"keys of {given[0]}, scaled {scaled}"]
+    return _found(parts, given[1], device, lambda: quantise_trial(key, value, given, scaled, device))
+
+
+def rule_said(rule: AnyRule) -> str:
+    """In the name of a verdict."""
+    if isinstance(rule, Rule):
+        return f"{_said(rule.form)} {rule.mode}{' search' if rule.search else ''}"
+    return f"{_said(rule.form)} grid of {len(rule.grid.points)}, h{rule.heads}, gain {rule.gain:.4g}"
+
+
+def reconstruct_verdict(codec: Codec, dtype: torch.dtype, rotary: int, device: torch.device) -> str | None:
+    """As `verdict`, of the kernel that decodes HIGGS under linear predictors. rotary: channels that it turns by RoPE."""
+    parts = ["reconstruct", kind(codec), f"RoPE of {rotary}"]
+    return _found(parts, dtype, device, lambda: reconstruct_trial(codec, dtype, rotary, device))
+
+
+def encode_verdict(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """As `verdict`, of the kernels of a codec that encodes by some. dtype: of what is encoded, float32 behind factors and
+    predictors.
+    """
+    while codec.encoding_codec is not codec:
+        codec, dtype = codec.encoding_codec, torch.float32
+    return _found(["encode", _encoding(codec)], dtype, device, lambda: encode_trial(codec, dtype, device))
+
+
+def _encoding(codec: Codec) -> str:
+    """What the code of a codec's kernels depends on. Codes of HIGGS lie as the attention kernel reads them, or as bits that
+    also decode what they pack.
+    """
+    if (what := grid_kind(codec)) is None:
+        return codec.encoding()
+    form = codec.fused()
+    return f"{what}, {_said(form) if isinstance(form, Form) else 'plain codes'}"
+
+
+def vectors_verdict(
+    keys: ResidualVQ, values: ResidualVQ, ratio: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernels that attend to vector codes."""
+    shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
+    scaled = [codec.scale is not None for codec in (keys, values)]
+    held = f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"
+    parts = ["vq_attention", *books, held, f"r{ratio}"]
+    return _found(parts, dtype, device, lambda: vectors_trial(keys, values, ratio, dtype, device))
+
+
+def vectors_append_verdict(
+    keys: ResidualVQ, values: ResidualVQ, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """As `verdict`, of the kernels that append a step's tokens to vector codes."""
+    shape, books = keys.shape, [f"{[tuple(book.shape) for book in codec.codebooks]}" for codec in (keys, values)]
+    scaled = [codec.scale is not None for codec in (keys, values)]
+    parts = ["vq_append", *books, f"{shape.heads} x {shape.dim}, blocks of {shape.block}, scaled {scaled}"]
+    return _found(parts, dtype, device, lambda: vectors_append_trial(keys, values, dtype, device))
+
+
+# Of this process. A verdict, which is the kernel's on that kind of GPU, holds for all of them: (name, None). A check without
+# one, as there was no memory, say, is of the one device where it was made.
+_TRIED: dict[tuple[str, torch.device | None], str | None] = {}
+_ONE_AT_A_TIME = RLock()  # a second thread that asks waits, and makes no trial of its own
+
+
+def _found(parts: list[str], dtype: torch.dtype, device: torch.device, trial: Callable[[], str | None]) -> str | None:
+    """Why this kernel does not run on the device; None if it does. It is tried once, and the verdict kept."""
+    if why := unsupported(device):
+        return why
+    name = key_of(parts, dtype, device)
+    keys = (name, None), (name, device)
+    if not any(key in _TRIED for key in keys):
+        with _ONE_AT_A_TIME:
+            if not any(key in _TRIED for key in keys):
+                why, is_verdict = _kept(name, device, trial)
+                _TRIED[keys[0] if is_verdict else keys[1]] = why
+    return _TRIED[keys[0] if keys[0] in _TRIED else keys[1]]
+
+
+def _kept(name: str, device: torch.device, trial: Callable[[], str | None]) -> tuple[str | None, bool]:
+    """What is wrong with the kernel, and whether that is a verdict on it."""
+    known = read()
+    if name in known:
+        return known[name], True
+    if capturing():
+        raise KVCalError(
+            f"{name.split(' | ')[0]}: a CUDA graph is being recorded, in which this kernel cannot be checked before its first "
+            "use; make the cache, and run a prompt with it, before you record"
+        )
+    if fault := _fault(device):
+        raise KVCalError(
+            f"{torch.cuda.get_device_name(device)}: this process cannot use the GPU since what it ran before ({fault}); start "
+            "again, with CUDA_LAUNCH_BLOCKING=1 to see where it happens"
+        )
+    try:
+        with on(device), without_autocast(device.type):
+            why = trial()
+    except torch.OutOfMemoryError as error:  # says nothing of the kernel
+        return f"its check ran out of memory: {error}", False
+    except Exception as error:  # no compiler, say, which may be there next time: not written down
+        if fault := _fault(device):
+            keep(name, f"its check ended in a CUDA fault: {fault}")
+            raise KVCalError(_broken(name, device, fault)) from error
+        return f"its check failed: {type(error).__name__}: {error}".splitlines()[0], False
+    keep(name, why)
+    return why, True
+
+
+def _fault(device: torch.device) -> str | None:
+    """What CUDA says of a process that an illegal access, say, has left without the GPU; None where it can still use it."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return None if "captur" in said else said  # cudaErrorStreamCapture...: another thread records a graph
+    return None
+
+
+def _broken(name: str, device: torch.device, fault: str) -> str:
+    again = f"start again: {folder() / FILE} now keeps this kernel from being used"
+    if name not in read():
+        again = f"{folder() / FILE} cannot be written, so start again with kernels='off'"
+    return (
+        f"{name.split(' | ')[0]}: the check of this kernel ended in a CUDA fault on {torch.cuda.get_device_name(device)} "
+        f"({fault}), after which this process cannot use the GPU; {again}"
+    )
+
+
+def remembered(why: str) -> str:
+    """How to have a kernel tried again, where `why` is a verdict that the file has; else nothing: each process tries anew."""
+    return f"; to have it tried again delete {folder() / FILE}" if why in read().values() else ""
+
+
+def _said(form: Form) -> str:
+    return ", ".join(f"{name} {value}" for name, value in vars(form).items())
+
+
+def key_of(parts: list[str], dtype: torch.dtype, device: torch.device) -> str:
+    """Everything that a verdict may depend on."""
+    mode = "interpreted" if interpreted() else "compiled"
+    own = [str(dtype), torch.cuda.get_device_name(device), mode, source_hash(), f"triton {triton_version()}"]
+    return " | ".join([*parts, *own, f"torch {torch.__version__}", f"driver {driver_version()}"])
+
+
+def read() -> dict[str, str | None]:
+    """Known verdicts; nothing where the file is missing, damaged or not ours. Raises KVCalError where it is a pipe, say."""
+    try:
+        found = json.loads(read_text(folder() / FILE))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a pipe, say, which a run would wait for
+            raise KVCalError(
+                f"{folder() / FILE} is {error.strerror}: remove it, or set KVCAL_CACHE_DIR to another folder"
+            ) from error
+        return {}
+    except (ValueError, RecursionError):  # the last of brackets in brackets
+        return {}
+    ours = isinstance(found, dict) and all(why is None or isinstance(why, str) for why in found.values())
+    return found if ours else {}
+
+
+def keep(name: str, why: str | None) -> None:
+    """Beside what the file has by now: other processes keep theirs. A directory that cannot be written means that the next
+    process tries again.
+    """
+    with contextlib.suppress(OSError, KVCalError):
+        folder().mkdir(parents=True, exist_ok=True)
+        with _alone():
+            verdicts = read() | {name: why}
+            write_atomically(folder() / FILE, json.dumps(verdicts, indent=1, sort_keys=True).encode())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other process is in here; where files cannot be locked (Windows) one of two that are loses its verdict."""
+    handle = open_lock(folder() / LOCK)
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

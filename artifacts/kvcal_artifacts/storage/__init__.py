@@ -1,0 +1,1 @@
+"""Which token of which row lies where, and the packed blocks themselves."""
