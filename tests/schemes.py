@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from architectures import TINY, VARIANTS
-from kvcal.capture import WholeModel
-from kvcal.fit import fit
+from kvcal.calibrate.driver import fit
+from kvcal.capture.scan import WholeModel
 from kvcal.methods import mixkvq as tiers
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone

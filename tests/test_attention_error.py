@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from architectures import TINY, initialise
-from kvcal.capture import Capture, WholeModel
+from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.methods.plain import Preset
 from kvcal_artifacts.cache import KVCalCache

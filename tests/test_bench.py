@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from architectures import TINY
 from interpreted import interpreted, needs_triton
-from kvcal import checkout
 from kvcal.bench import (
     caches,
     decoding,
@@ -52,10 +51,11 @@ from kvcal.bench.operation import Operation
 from kvcal.bench.operations import OPERATIONS
 from kvcal.bench.target import Target
 from kvcal.bench.timing import Clock
-from kvcal.catalogue import CATALOGUE, Geometry
 from kvcal.commands import bench as command
 from kvcal.commands import doctor
+from kvcal.models.catalogue import CATALOGUE, Geometry
 from kvcal.report import bench as report
+from kvcal.report import checkout
 from kvcal_artifacts import preflight, store, vectors
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import (
@@ -982,7 +982,7 @@ from dataclasses import replace
 import torch
 from kvcal.bench import fused, kernels, schemes, tables
 from kvcal.bench.layer import Case
-from kvcal.catalogue import CATALOGUE
+from kvcal.models.catalogue import CATALOGUE
 from test_bench import of_few_codewords
 geometry = replace(CATALOGUE["llama-3.1-8b"].geometry, heads=2, kv_heads=1, head_dim=128)
 for name in ("kivi-2", "innerq-hybrid-plain", "innerq-hybrid", "squat-pre-2"):

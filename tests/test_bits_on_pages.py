@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvcal.catalogue import Geometry
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.plain import PRESETS, Preset
-from kvcal.models import geometry, resolve
+from kvcal.models.catalogue import Geometry
+from kvcal.models.loading import geometry, resolve
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import UsageError
 from pages import ROOT

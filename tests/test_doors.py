@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from kvcal.bundles.provenance import recorded
+from kvcal.bundles.publish import pull
 from kvcal.cli.app import COMMANDS
 from kvcal.commands.common import tokenizer_for
-from kvcal.folding import write_folded
-from kvcal.models import load_tokenizer, resolve
-from kvcal.publish import pull
-from kvcal.recorded import recorded
-from kvcal.textfiles import read_file
+from kvcal.models.folding import write_folded
+from kvcal.models.loading import load_tokenizer, resolve
+from kvcal.text.files import read_file
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle, write_together
 from kvcal_artifacts.errors import KVCalError, ModelUnavailable, TextError

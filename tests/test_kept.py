@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvcal import kept
+from kvcal.calibrate import checkpoint as kept
+from kvcal.calibrate.checkpoint import Work, beside
 from kvcal.commands import bench
 from kvcal.evaluate.perplexity import _Sums
-from kvcal.kept import Work, beside
 from kvcal_artifacts.errors import KVCalError
 from models_fixture import ROOT_COMMAND, SUFFIX, Done, denied, killed_at, kvcal, write_model, write_text
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import schemes
 from architectures import build
-from kvcal.capture import TapBatch, WholeModel
+from kvcal.calibrate.driver import fit
+from kvcal.capture.scan import TapBatch, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.evaluate.outliers import outlier_twin
-from kvcal.fit import fit
 from kvcal.methods.aqua_kv import AquaKV
 from kvcal.methods.backbones import backbone
 from kvcal.methods.base import Carry

@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from architectures import initialise
-from kvcal.capture import WholeModel
-from kvcal.fit import FitResult, fit
+from kvcal.calibrate.driver import FitResult, fit
+from kvcal.capture.scan import WholeModel
 from kvcal.methods import METHODS
 from kvcal.methods.base import settings_of
 from kvcal.methods.learned import LEARNED
-from kvcal.models import load_model, resolve
+from kvcal.models.loading import load_model, resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import IncompatibleBundle, NonFiniteError, UsageError

@@ -10,7 +10,7 @@ from kvcal.commands.names import KINDS, run_names
 from kvcal.methods.backbones import BACKBONES, backbone
 from kvcal.methods.learned import LEARNED, learned
 from kvcal.methods.plain import PRESETS, preset
-from kvcal.near import allowed, nearest
+from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from models_fixture import kvcal
 

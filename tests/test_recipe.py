@@ -8,7 +8,7 @@ import pytest
 
 from kvcal.methods.backbones import backbone
 from kvcal.methods.composition import Composition
-from kvcal.recipe import read_recipe
+from kvcal.pipeline.scheme_file import read_recipe
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.codecs import Predicted, Role, Shape
 from kvcal_artifacts.errors import UsageError

@@ -87,12 +87,12 @@ STATE: dict[str, Any] = {}
 def prepare(args: dict[str, Any]) -> None:
     import torch
 
-    from kvcal import corpus
-    from kvcal.workbench import open_model
+    from kvcal.commands.workbench import open_model
+    from kvcal.text import sources
 
     torch.set_num_threads(args["threads"])
     loaded = open_model(args["model"], None, dtype=args["dtype"], device=args["device"])
-    text = corpus.evaluation_windows(
+    text = sources.evaluation_windows(
         loaded.tokenizer, args["text"], windows=args["eval_windows"], length=args["length"]
     )
     STATE.update(args=args, loaded=loaded, text=text)
@@ -174,7 +174,7 @@ def made(what: dict[str, Any]) -> dict[str, Any]:
 def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Figures of some rows, beside one run of full precision."""
     from kvcal.commands.compare import measure
-    from kvcal.workbench import cache_makers
+    from kvcal.commands.workbench import cache_makers
     from kvcal_artifacts.scheme import HeavyHitters
 
     args, loaded, text = STATE["args"], STATE["loaded"], STATE["text"]

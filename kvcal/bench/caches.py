@@ -23,7 +23,7 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.scheme import Windows
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .filled import fill_cache, scheme_of, tokens
 from .schemes import Benched
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvcal_kernels.device import on
 
-from ..models import is_oom
-from ..room import cuda_bytes
+from ..models.loading import is_oom
+from ..models.memory import cuda_bytes
 from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
 from .layer import fill, some_rows
 from .peers import first_line

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvcal_artifacts.errors import UsageError
 
-from ..near import allowed
+from ..report.suggest import allowed
 
 CPU_INFO = Path("/proc/cpuinfo")
 BOARD = Path("/proc/device-tree/model")  # of a Jetson: "NVIDIA Jetson Orin Nano Developer Kit"

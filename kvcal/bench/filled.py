@@ -15,7 +15,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.statistics import Prefixes
 from kvcal_artifacts.store import Ragged, Stored
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .layer import Case, fill
 from .schemes import Benched
 

@@ -15,7 +15,7 @@ from kvcal_artifacts import vectors
 from kvcal_artifacts.preflight import triton_version
 from kvcal_kernels.layout import Form
 
-from ..catalogue import CATALOGUE, Geometry
+from ..models.catalogue import CATALOGUE, Geometry
 from . import paper, roofline
 from .devices import DEVICES, Device
 from .fused import refuses_anywhere

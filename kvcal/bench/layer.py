@@ -18,7 +18,7 @@ from kvcal_artifacts.statistics import Prefixes, Statistic, statistic
 from kvcal_artifacts.store import Ragged, Stored, tensors_of
 from kvcal_kernels.reconstruct import Turn
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .schemes import Benched
 
 ROPE_BASE = 10000.0  # of keys stored before RoPE: the work is the same whatever the base

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from .layer import Case
 from .operation import Operation
 from .peers import DTYPE_NAMES

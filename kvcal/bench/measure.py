@@ -11,7 +11,7 @@ import torch
 from kvcal_artifacts.codecs import Exact, Shape
 from kvcal_artifacts.scheme import LayerCodecs, Windows
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from . import peers
 from .layer import Case, fill
 from .needed import Room

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..catalogue import Geometry
+from ..models.catalogue import Geometry
 from . import paper
 from .devices import Device
 from .fused import unreadable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..room import free_bytes
+from ..models.memory import free_bytes
 from .timing import COPY_BYTES, Clock
 
 if TYPE_CHECKING:  # these import this module

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvcal_artifacts.errors import KVCalError
 
-from ..hub import one_line
-from ..models import is_oom
+from ..models.hub import one_line
+from ..models.loading import is_oom
 from . import needed
 from .layer import Case
 from .schemes import WINDOWS

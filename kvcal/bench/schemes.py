@@ -15,12 +15,12 @@ from kvcal_artifacts.codecs.predictors import Linear
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
-from ..bundle_paths import given_bundle
-from ..catalogue import Geometry
+from ..bundles.paths import given_bundle
 from ..methods.backbones import backbone
 from ..methods.mixkvq import MixKVQ
 from ..methods.plain import PRESETS, Preset
-from ..near import allowed
+from ..models.catalogue import Geometry
+from ..report.suggest import allowed
 
 WINDOWS = Windows(32, 96, 32)  # of all rows but bundles': so that schemes differ in their codecs alone
 LONG = 128  # tokens a group, and a block, of the schemes that end in -g128

@@ -32,10 +32,10 @@ def build(
 
     What each bundle was made of lies in <recipe>.lock.json beside the outputs. Exit code 3 if a gate of the recipe fails.
     """
-    from kvcal.build import read_build_recipe
     from kvcal.cli.defaults import defaults_of, options_of
     from kvcal.commands.build import run_build
-    from kvcal.gates import raise_if_failed, report
+    from kvcal.pipeline.build import read_build_recipe
+    from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(junit, summary)
     read = read_build_recipe(recipe, options_of, defaults_of)

@@ -66,7 +66,7 @@ def _errors(errors: dict[str, Any]) -> None:
 
 def _facts(found: dict[str, Any]) -> None:
     from kvcal.evaluate.errors import head_errors_fault
-    from kvcal.records import Table
+    from kvcal.report.records import Table
 
     model, made, metrics = found["model"], Table(found["provenance"]), Table(found["metrics"])
     text, settings = made.table("text"), made.table("settings")
@@ -94,7 +94,7 @@ def _facts(found: dict[str, Any]) -> None:
 
 
 def _listed(fields: Any) -> str:
-    """name=value, ... of a kvcal.records.Table; floats to five digits."""
+    """name=value, ... of a kvcal.report.records.Table; floats to five digits."""
     return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -141,7 +141,7 @@ def diff(
 
 def print_differences(found: dict[str, Any]) -> None:
     """Sections in order; in each what differs first."""
-    from kvcal.diff import SECTIONS, phrase
+    from kvcal.bundles.diff import SECTIONS, phrase
 
     if found["same"]:
         line("the same bytes")

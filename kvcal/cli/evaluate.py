@@ -81,7 +81,7 @@ def evaluate(
     """
     options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.evaluation import run_eval
-    from kvcal.gates import raise_if_failed, report
+    from kvcal.pipeline.gates import raise_if_failed, report
 
     check_reports(junit, summary)
     found = run_eval(options, note, said=said_of(context))
@@ -96,7 +96,7 @@ def evaluate(
 
 def check_reports(junit: Path | None, summary: Path | None) -> None:
     """Refuse now, not after an hour, what cannot be written."""
-    from kvcal.fit import check_output
+    from kvcal.calibrate.driver import check_output
 
     for option, path in (("--junit", junit), ("--summary", summary)):
         if path is not None:

@@ -103,7 +103,7 @@ def fit_predictors(
     """Calibrate AQUA-KV: fit each layer's predictors on text and write a bundle."""
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
     from kvcal.commands.fit_predictors import run_fit_predictors
-    from kvcal.recipe import read_recipe, with_recipe
+    from kvcal.pipeline.scheme_file import read_recipe, with_recipe
 
     said = said_of(context)
     options = with_recipe(given, said)

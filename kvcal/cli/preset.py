@@ -55,7 +55,7 @@ def preset(
     """
     given: dict[str, Any] = {option: value for option, value in locals().items() if option != "context"}
     from kvcal.commands.preset import run_preset
-    from kvcal.recipe import with_recipe
+    from kvcal.pipeline.scheme_file import with_recipe
 
     found = run_preset(with_recipe(given, said_of(context), plain=True), note, said_of(context))
     if json:

@@ -55,7 +55,7 @@ def reproduce(
 
 
 def _told(found: dict[str, Any]) -> None:
-    from kvcal.diff import phrase
+    from kvcal.bundles.diff import phrase
 
     if found["same"]:
         line(f"{found['bundle']}: the same bytes again (sha256 {found['sha256']})")

@@ -19,7 +19,7 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 from kvcal_kernels.device import on
 
-from .. import __version__, models
+from .. import __version__
 from ..bench import caches, devices, generation, jetson, measure, memory, paper, schemes
 from ..bench.fused import require_fused
 from ..bench.left_out import left_out
@@ -30,13 +30,14 @@ from ..bench.schemes import Benched
 from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
-from ..build import code_identity
-from ..checkout import commit
-from ..fit import check_output, cpu_record
-from ..kept import Work, short
-from ..near import allowed
+from ..calibrate.checkpoint import Work, short
+from ..calibrate.driver import check_output, cpu_record
+from ..models import loading
+from ..models.memory import check_room
+from ..pipeline.build import code_identity
+from ..report.checkout import commit
 from ..report.plots import check_plot, plot_bench
-from ..room import check_room
+from ..report.suggest import allowed
 from .bundles import file_sha256
 from .common import Say, refuse_idle
 from .doctor import machine
@@ -271,7 +272,7 @@ def _windows(o: dict[str, Any]) -> Windows:
 
 
 def _dtype(o: dict[str, Any], default: torch.dtype) -> torch.dtype:
-    return default if o["dtype"] == "auto" else models.to_dtype(o["dtype"])
+    return default if o["dtype"] == "auto" else loading.to_dtype(o["dtype"])
 
 
 def _papers(o: dict[str, Any], wanted: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
@@ -285,8 +286,8 @@ def _papers(o: dict[str, Any], wanted: Sequence[str], otherwise: torch.dtype) ->
 
 def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) -> dict[str, Any]:
     assert where.profile is not None
-    source = models.resolve(model, o["revision"])
-    geometry = models.geometry(source)
+    source = loading.resolve(model, o["revision"])
+    geometry = loading.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if TABLE_4 in wanted:
@@ -349,8 +350,8 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     """The result, and what is kept of it."""
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    source = models.resolve(model, o["revision"])
-    geometry = models.geometry(source)
+    source = loading.resolve(model, o["revision"])
+    geometry = loading.geometry(source)
     own = _schemes(o, geometry, GPU_SCHEMES if on_gpu else PAPER_SCHEMES)
     jetson_here = where.jetson and on_gpu
     lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
@@ -369,7 +370,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     if generated:  # before kernels are measured: a model that does not fit is known now
         whole, kind, runs = _whole(o, on_gpu, wanted)
         if runs:
-            check_room(whole.label, models.geometry(whole).parameters * kind.itemsize, kind, where.device)
+            check_room(whole.label, loading.geometry(whole).parameters * kind.itemsize, kind, where.device)
     able = bool(generated or rows)
     for shape in shapes if kernels else []:
         given = source.public, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
@@ -406,14 +407,14 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     }, kept.work
 
 
-def _record(o: dict[str, Any], source: models.ModelSource) -> dict[str, Any]:
+def _record(o: dict[str, Any], source: loading.ModelSource) -> dict[str, Any]:
     """What all rows of a run depend on."""
     files = ("bundle", "csv", "plot", "compare", "json", "resume", "model", "revision")
     here = {name: value for name, value in machine().items() if name != "GPU memory free"}
     return {
         "options": {name: value for name, value in o.items() if name not in files},
         "bundles": [file_sha256(path) for path in o["bundle"] or ()],
-        "model": [source.label, asdict(models.geometry(source))], "machine": here, "cpu": cpu_record(),
+        "model": [source.label, asdict(loading.geometry(source))], "machine": here, "cpu": cpu_record(),
         "code": code_identity(),
     }  # fmt: skip
 
@@ -477,11 +478,11 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     return out
 
 
-def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[models.ModelSource, torch.dtype, bool]:
+def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[loading.ModelSource, torch.dtype, bool]:
     """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
     runs_here = not on_gpu and bool(AT_SHAPE & set(wanted))
     name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
-    source = models.resolve(name, o["revision"])
+    source = loading.resolve(name, o["revision"])
     return source, _dtype(o, _papers(o, wanted, torch.bfloat16 if on_gpu else torch.float32)), on_gpu or runs_here
 
 
@@ -491,7 +492,7 @@ def _generation(
     assert where.device is not None
     on_gpu, copy = where.device.type == "cuda", kept.clock.ceilings.get("copy")
     source, dtype, runs = _whole(o, on_gpu, wanted)
-    geometry = models.geometry(source)
+    geometry = loading.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not on_gpu:  # a CPU has no memory of its own to fill
@@ -502,7 +503,7 @@ def _generation(
         total = torch.cuda.get_device_properties(where.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, o["memory"] * 2**30 / total), where.device)
     say(f"making {source.label} with random weights")
-    model = models.load_model(source, dtype=dtype, device=where.device, random_weights=True, seed=o["seed"]).model
+    model = loading.load_model(source, dtype=dtype, device=where.device, random_weights=True, seed=o["seed"]).model
     every = caches.kinds(model, geometry, own, o["require_kernels"])
     measured: list[Row] = []
     ways: dict[str, Callable[..., Iterable[Row]]]

@@ -12,13 +12,12 @@ from kvcal_artifacts.bundle import Bundle, write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_bytes
 
-from .. import models
-from ..bundle_paths import given_bundle
-from ..diff import diff
+from ..bundles.diff import diff
+from ..bundles.paths import given_bundle
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
-from ..records import check_depth
+from ..models import loading
 from ..report.plots import check_plot, head_errors_png
-from ..workbench import check_bundle, open_model
+from ..report.records import check_depth
 from .common import (
     Say,
     check_column,
@@ -29,6 +28,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .workbench import check_bundle, open_model
 
 INSPECT_WINDOWS, INSPECT_LENGTH = 4, 1024  # enough for two digits: an error is a mean over thousands of tokens
 
@@ -92,7 +92,7 @@ def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] |
 
 
 def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, str]:
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")

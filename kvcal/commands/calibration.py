@@ -9,10 +9,10 @@ from typing import Any
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
-from .. import corpus, models
-from ..fit import FitOptions, FitResult, check_output, fit
+from ..calibrate.driver import FitOptions, FitResult, check_output, fit
 from ..methods.base import Method
-from ..workbench import Opened, open_for_fit
+from ..models import loading
+from ..text import sources
 from .common import (
     Say,
     calibration_windows,
@@ -23,6 +23,7 @@ from .common import (
     text_for,
     tokenizer_for,
 )
+from .workbench import Opened, open_for_fit
 
 SPILLS = ("device", "cpu", "disk")
 
@@ -36,13 +37,13 @@ class Calibration:
     """
 
     opened: Opened
-    text: corpus.Windows
+    text: sources.Windows
     origin: str
     options: FitOptions
     seed: int
     say: Say
     selection: HeavyHitters | None
-    other: corpus.Windows | None = None
+    other: sources.Windows | None = None
 
     @property
     def length(self) -> int:
@@ -50,7 +51,7 @@ class Calibration:
         return int(self.text.train.shape[1])
 
     def fit(self, method: Method, output: Path) -> FitResult:
-        """kvcal.fit.fit with what is known here."""
+        """kvcal.calibrate.driver.fit with what is known here."""
         return fit(
             method, self.opened.source, self.text, output, model_record=self.opened.record,
             revision=self.opened.revision, device=self.opened.device, seed=self.seed, say=self.say,
@@ -66,7 +67,7 @@ class Calibration:
         }
 
 
-def prepare(o: dict[str, Any], source: models.ModelSource, output: Path | None, say: Say) -> Calibration:
+def prepare(o: dict[str, Any], source: loading.ModelSource, output: Path | None, say: Say) -> Calibration:
     """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
     output or --spill cannot be.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..bundle_paths import given_bundle
-from ..combine import combine
-from ..fit import check_output
+from ..bundles.combine import combine
+from ..bundles.paths import given_bundle
+from ..calibrate.driver import check_output
 from .bundles import file_sha256
 
 

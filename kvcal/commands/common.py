@@ -19,13 +19,14 @@ from kvcal_artifacts.fused import QUERIES
 from kvcal_artifacts.preflight import triton_version
 from kvcal_artifacts.scheme import HeavyHitters, coverage
 
-from .. import corpus, models
-from ..build import code_identity, model_identity
-from ..fit import check_output, cpu_record, device_name
+from ..calibrate.driver import check_output, cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
 from ..methods.plain import DataFree
+from ..models import loading
+from ..pipeline.build import code_identity, model_identity
 from ..report.progress import progress
-from ..workbench import default_output, pick_device, pick_dtype
+from ..text import sources
+from .workbench import default_output, pick_device, pick_dtype
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -33,8 +34,8 @@ RANDOM_WINDOWS = 4  # of an evaluation that is a smoke test: random weights have
 
 
 @contextmanager
-def reading() -> Iterator[corpus.Progress]:
-    """Progress of reading and tokenising a text, as kvcal.corpus reports it."""
+def reading() -> Iterator[sources.Progress]:
+    """Progress of reading and tokenising a text, as kvcal.text.sources reports it."""
     with progress("Reading text, tokens") as advance:
         before = 0
 
@@ -69,7 +70,7 @@ def refuse_idle_seed(o: Mapping[str, Any], said: Collection[str]) -> None:
         refuse_idle(said, ("seed",), "random weights", "give --random-weights, or leave it out")
 
 
-def output_for(o: dict[str, Any], source: models.ModelSource, method: str) -> Path:
+def output_for(o: dict[str, Any], source: loading.ModelSource, method: str) -> Path:
     """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
     output = Path(o["output"] or default_output(source, method))
     check_output(output)
@@ -99,26 +100,26 @@ def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
     return HeavyHitters(o["keep"], 0.5 if o["heavy"] is None else o["heavy"])
 
 
-def check_context(source: models.ModelSource, length: int, say: Say) -> None:
+def check_context(source: loading.ModelSource, length: int, say: Say) -> None:
     """Said, not refused: models run beyond their context, badly."""
-    context = models.geometry(source).context
+    context = loading.geometry(source).context
     if length > context:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
 
 
-def text_for(o: dict[str, Any], source: models.ModelSource, purpose: str) -> str:
+def text_for(o: dict[str, Any], source: loading.ModelSource, purpose: str) -> str:
     """Where the text is from; random weights of a model that is not here get random token ids."""
     if o["text"] is not None:
         return given_text(o)
     if o["random_weights"] and source.kind == "hub":
         return RANDOM_TOKENS
-    return corpus.default_text(source, purpose)
+    return sources.default_text(source, purpose)
 
 
 def check_column(column: str | None, *origins: str | None) -> None:
     """UsageError for a --column where no text, as `text_for` gives it, has any; files without are refused when read."""
     plain = [origin for origin in origins if origin is not None]
-    if column is not None and all(origin in (*corpus.EMBEDDED, RANDOM_TOKENS) for origin in plain):
+    if column is not None and all(origin in (*sources.EMBEDDED, RANDOM_TOKENS) for origin in plain):
         raise UsageError(
             f"--column {column}: {', '.join(plain)} has no columns, only files of rows and data sets of the hub; "
             "give --text, or leave it out"
@@ -138,37 +139,37 @@ def known(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def tokenizer_for(o: Mapping[str, Any], source: models.ModelSource, *origins: str | None) -> Any:
+def tokenizer_for(o: Mapping[str, Any], source: loading.ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
     Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file kvcal
     reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot be read.
     """
-    models.check_config(source, random_weights=o["random_weights"])
+    loading.check_config(source, random_weights=o["random_weights"])
     for origin in origins:
         if origin is not None and origin != RANDOM_TOKENS:
-            corpus.check_local(origin)
+            sources.check_local(origin)
     pick_dtype(o["dtype"], pick_device(o["device"]))
     if not o["random_weights"]:
-        return models.load_tokenizer(source)
-    return models.local_tokenizer(source)
+        return loading.load_tokenizer(source)
+    return loading.local_tokenizer(source)
 
 
 def evaluation_text(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, origin: str, length: int, say: Say
-) -> corpus.EvaluationWindows:
+    o: dict[str, Any], source: loading.ModelSource, tokenizer: Any, origin: str, length: int, say: Say
+) -> sources.EvaluationWindows:
     if origin == RANDOM_TOKENS:
-        vocabulary, count = models.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
-        return corpus.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
+        vocabulary, count = loading.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
+        return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
     with reading() as seen:
-        return corpus.evaluation_windows(
+        return sources.evaluation_windows(
             known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"], progress=seen, say=say
         )
 
 
-def window_numbers(o: dict[str, Any], source: models.ModelSource) -> tuple[int, int, int]:
+def window_numbers(o: dict[str, Any], source: loading.ModelSource) -> tuple[int, int, int]:
     """How many calibration windows, how many of them held out, tokens a window."""
-    paper = models.presets(source)["aqua-kv"]
+    paper = loading.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
     held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
     if held >= count:
@@ -177,15 +178,15 @@ def window_numbers(o: dict[str, Any], source: models.ModelSource) -> tuple[int, 
 
 
 def calibration_windows(
-    o: dict[str, Any], source: models.ModelSource, tokenizer: Any, text_source: str, say: Say
-) -> corpus.Windows:
+    o: dict[str, Any], source: loading.ModelSource, tokenizer: Any, text_source: str, say: Say
+) -> sources.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, held, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
-        vocabulary = models.geometry(source).vocab
-        return corpus.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
+        vocabulary = loading.geometry(source).vocab
+        return sources.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
     with reading() as seen:
-        return corpus.token_windows(
+        return sources.token_windows(
             known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"],
             column=o["column"], progress=seen, say=say,
         )  # fmt: skip
@@ -193,13 +194,13 @@ def calibration_windows(
 
 def other_windows(
     o: dict[str, Any], tokenizer: Any, text_source: str, windows: int, length: int, say: Say
-) -> corpus.Windows | None:
+) -> sources.Windows | None:
     """As many of --other-text, for methods that compare; None without it."""
     if o.get("other_text") is None:
         return None
     if text_source == RANDOM_TOKENS:
         raise UsageError("--other-text: random weights without a tokenizer read no text")
-    return corpus.token_windows(
+    return sources.token_windows(
         known(tokenizer), o["other_text"], windows=windows, length=length, seed=o["seed"], column=o["column"], say=say
     )
 

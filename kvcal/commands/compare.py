@@ -16,21 +16,21 @@ from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle, write_atomically
 from kvcal_artifacts.errors import CorruptBundle, UsageError
 from kvcal_artifacts.scheme import FRAMES
 
-from .. import __version__, models
-from ..bundle_paths import given_bundle
-from ..capture import WholeModel
-from ..compare import Ledger, as_csv, best, bytes_at, front, read_results
+from .. import __version__
+from ..bundles.paths import given_bundle
+from ..calibrate.checkpoint import Batches as KeptBatches
+from ..calibrate.checkpoint import Work, beside, short
+from ..calibrate.driver import FitOptions, check_output, fit
+from ..calibrate.outlier_guard import warnings
+from ..capture.scan import WholeModel
 from ..evaluate.attention_error import attention_errors
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
-from ..fit import FitOptions, check_output, fit
-from ..kept import Batches as KeptBatches
-from ..kept import Work, beside, short
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
 from ..methods.plain import DataFree, Preset, composed, preset
-from ..outliers import warnings
-from ..recipe import Recipe, read_recipe
-from ..workbench import cache_makers, open_model
+from ..models import loading
+from ..pipeline.scheme_file import Recipe, read_recipe
+from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results
 from .common import (
     Say,
     calibration_windows,
@@ -50,6 +50,7 @@ from .evaluation import EVAL_LENGTH
 from .fit_predictors import aqua_method
 from .fit_predictors import check_taken as check_predictor
 from .guard import schemes_of
+from .workbench import cache_makers, open_model
 
 PAIRED = ("predict", "per_layer", "sink", "recent", "block", "frame")
 PREDICTED = ("first_layer", "key_inputs", "value_inputs")
@@ -156,13 +157,13 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     fitted = any(isinstance(row.what, AquaKV) for row in rows)
     fitting_origin = text_for(o | {"text": o["calibration"]}, source, "calibration") if fitted else None
     check_column(o["column"], origin, fitting_origin)
     say(f"text: {origin}")
-    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o["length"] or min(loading.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     tokenizer = tokenizer_for(o, source, origin, fitting_origin)
     text = evaluation_text(o, source, tokenizer, origin, length, say)
     check_context(source, length, say)
@@ -256,7 +257,7 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _calibration(
-    o: dict[str, Any], fit_options: dict[str, Any], source: models.ModelSource, tokenizer: Any, say: Say
+    o: dict[str, Any], fit_options: dict[str, Any], source: loading.ModelSource, tokenizer: Any, say: Say
 ) -> dict[str, Any]:
     own = fit_options | {
         "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],

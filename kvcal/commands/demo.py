@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 
-from ..fit import check_output
+from ..calibrate.driver import check_output
 from .common import Say
 from .evaluation import run_eval
 from .fit_predictors import run_fit_predictors

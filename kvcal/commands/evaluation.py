@@ -15,17 +15,16 @@ from kvcal_artifacts.codecs.squat import choose, has_subspace
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from .. import models
+from ..calibrate.checkpoint import Batches, Work, short
+from ..calibrate.outlier_guard import warnings
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
-from ..gates import Check, Limits, broken_off, check_recorded, check_row
-from ..hub import one_line
-from ..kept import Batches, Work, short
 from ..methods.plain import DataFree
-from ..outliers import warnings
+from ..models import loading
+from ..models.hub import one_line
+from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..report.progress import progress
-from ..workbench import cache_makers, open_model, rows_named
 from .bundles import file_sha256
 from .common import (
     Say,
@@ -44,6 +43,7 @@ from .common import (
     tokenizer_for,
 )
 from .guard import guard_window, schemes_of
+from .workbench import cache_makers, open_model, rows_named
 
 EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
@@ -57,7 +57,7 @@ def run_eval(
     refuse_idle_seed(o, said)
     common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
     methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
@@ -73,7 +73,7 @@ def run_eval(
     held = {name: common if limits is None else limits[name] for name in methods}
     for name, what in methods.items():
         check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
-    length = o["length"] or min(models.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o["length"] or min(loading.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, tokenizer_for(o, source, origin), origin, length, say)
     check_context(source, length, say)
     loaded = open_model(
@@ -294,7 +294,7 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
     selection, methods = given_selection(o), with_subspace(methods, o["subspace"])
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     tokenizer = known(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
     loaded = open_model(

@@ -9,13 +9,14 @@ from typing import Any
 from kvcal_artifacts.bundle import Bundle, Fingerprint, refuse_dash
 from kvcal_artifacts.errors import UsageError
 
-from .. import __version__, models
-from ..bundle_paths import given_bundle
-from ..fit import check_output
-from ..folding import key_factors, without_factors, write_folded
-from ..workbench import check_bundle, key_probe, model_record
+from .. import __version__
+from ..bundles.paths import given_bundle
+from ..calibrate.driver import check_output
+from ..models import loading
+from ..models.folding import key_factors, without_factors, write_folded
 from .bundles import file_sha256
 from .common import Say
+from .workbench import check_bundle, key_probe, model_record
 
 
 def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
@@ -30,15 +31,15 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
         check_output(Path(rest), "--bundle-output")
     factors = key_factors(bundle.scheme)
     check_bundle(bundle, o["model"], o["revision"], device="cpu", random_weights=False, seed=0)
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     changed = write_folded(source, factors, output, dtype=o["dtype"])
-    folded = models.resolve(str(output.resolve()))
+    folded = loading.resolve(str(output.resolve()))
     found = {
         "model": str(output.resolve()),
         "layers": len(factors),
         "changed_tensors": len(changed),
-        "dtype": models.config_fields(folded)["dtype"],
-        "revision": models.weights_revision(folded, random_weights=False, seed=0),
+        "dtype": loading.config_fields(folded)["dtype"],
+        "revision": loading.weights_revision(folded, random_weights=False, seed=0),
         "bundle": None,
     }
     if rest is not None:
@@ -49,9 +50,9 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
     return found
 
 
-def folded_bundle(bundle: Bundle, folded: models.ModelSource, sha256: str, dtype: str) -> Bundle:
+def folded_bundle(bundle: Bundle, folded: loading.ModelSource, sha256: str, dtype: str) -> Bundle:
     """The bundle's scheme without factors, for the model that they were folded into. dtype: as asked for its weights."""
-    parts = models.open_layerwise(folded, dtype="float32", device="cpu")
+    parts = loading.open_layerwise(folded, dtype="float32", device="cpu")
     fingerprint = Fingerprint.of(parts.model, parts.revision, key_probe(parts))
     record = {
         **bundle.provenance,

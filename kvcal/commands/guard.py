@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.scheme import Scheme
 
-from .. import corpus
+from ..calibrate.outlier_guard import LENGTH, WINDOWS, window_length
 from ..methods.plain import DataFree
-from ..outliers import LENGTH, WINDOWS, window_length
+from ..text import sources
 
 TEXT = "embedded:evaluation"
 
@@ -30,4 +30,4 @@ def guard_window(tokenizer: Any, schemes: Mapping[str, Scheme]) -> Tensor:
     is.
     """
     pieces = -(-window_length(schemes.values()) // LENGTH) + 1  # one more: joined windows lose a BOS each
-    return corpus.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids
+    return sources.evaluation_windows(tokenizer, TEXT, windows=WINDOWS * pieces, length=LENGTH).ids

@@ -8,15 +8,15 @@ from typing import Any
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 
-from .. import models
 from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
 from ..methods.backbones import BACKBONES
 from ..methods.learned import LEARNED
 from ..methods.plain import PRESETS
-from ..models import Geometry
-from ..near import allowed
+from ..models import loading
+from ..models.loading import Geometry
+from ..report.suggest import allowed
 from .bench import ALWAYS_PROJECTED, GENERATION, GROUPS
 from .common import refuse_idle
 
@@ -35,7 +35,7 @@ def run_names(kind: str | None, model: str, said: Collection[str] = ()) -> list[
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
     if kind in ("operation", "device"):
         refuse_idle(said, ("model",), "names with bits a value", f"no {kind} has them; leave it out")
-    rows = _rows(models.geometry(models.resolve(model)))
+    rows = _rows(loading.geometry(loading.resolve(model)))
     return [row for row in rows if kind in (None, row["kind"])]
 
 

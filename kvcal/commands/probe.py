@@ -13,15 +13,16 @@ from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
-from .. import __version__, models
-from ..capture import Capture, default_batch
-from ..compare import Ledger, read_results
-from ..enough import few_tokens, worse_than_none
-from ..fit import check_output
-from ..kept import Work
-from ..probe import Probe, Settings, measure, paper_probes, table
+from .. import __version__
+from ..calibrate.checkpoint import Work
+from ..calibrate.driver import check_output
+from ..calibrate.needs import few_tokens, worse_than_none
+from ..capture.scan import Capture, default_batch
+from ..capture.spill import SpillStore
+from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
+from ..models import loading
 from ..report.timing import PhaseTimer
-from ..spill import SpillStore
+from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
 from .common import Say, decided_by, say_coverage
 
@@ -59,7 +60,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["output"] is not None:
         check_output(o["output"])
         read_results(o["output"], "probe")  # refused before any work, if it is none
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     if o["probe"]:  # the paper's own are of any model
         check_reach(settings, compressible(source))
     counts: dict[str, int] = {}
@@ -67,7 +68,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
     say_coverage(of.opened.source.model, say)
-    width = models.geometry(source).kv_heads * models.geometry(source).head_dim
+    width = loading.geometry(source).kv_heads * loading.geometry(source).head_dim
     tokens = len(of.text.train) * max(0, of.length - settings.first)
     for line in few_tokens({probe.name: len(probe.inputs) * width for probe in settings.probes}, tokens):
         say(line)
@@ -132,11 +133,11 @@ def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[
     }  # fmt: skip
 
 
-def compressible(source: models.ModelSource) -> int:
+def compressible(source: loading.ModelSource) -> int:
     """Layers that are probed: those that keep a cache of their own are not."""
     from kvcal_artifacts.hf import text_config, unsupported_layers
 
-    config = text_config(models.geometry_config(source))
+    config = text_config(loading.geometry_config(source))
     return int(config.num_hidden_layers) - len(unsupported_layers(config))
 
 

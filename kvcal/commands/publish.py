@@ -11,11 +11,11 @@ from kvcal_artifacts.bundle import write_together
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.files import read_text
 
-from ..build import DefaultsOf, OptionsOf
-from ..bundle_paths import given_bundle
-from ..card import Card, make_card
-from ..fit import check_output
-from ..publish import pull, push
+from ..bundles.card import Card, make_card
+from ..bundles.paths import given_bundle
+from ..bundles.publish import pull, push
+from ..calibrate.driver import check_output
+from ..pipeline.build import DefaultsOf, OptionsOf
 from .bundles import file_sha256
 from .reproduce import check_command
 

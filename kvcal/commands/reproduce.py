@@ -17,22 +17,14 @@ from kvcal_artifacts.bundle import SUFFIX, load_bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_bytes
 
-from .. import models
-from ..build import DefaultsOf, OptionsOf
-from ..bundle_paths import given_bundle, refuse_name
-from ..catalogue import CATALOGUE
-from ..corpus import EMBEDDED
-from ..diff import diff
-from ..fit import check_output
-from ..recorded import (
-    LOCAL,
-    Options,
-    Recorded,
-    check_threads,
-    checked_options,
-    recorded,
-    tasks_of,
-)
+from ..bundles.diff import diff
+from ..bundles.paths import given_bundle, refuse_name
+from ..bundles.provenance import LOCAL, Options, Recorded, check_threads, checked_options, recorded, tasks_of
+from ..calibrate.driver import check_output
+from ..models import loading
+from ..models.catalogue import CATALOGUE
+from ..pipeline.build import DefaultsOf, OptionsOf
+from ..text.sources import EMBEDDED
 from .bundles import file_sha256
 from .combine import run_combine
 from .common import Say
@@ -64,16 +56,16 @@ OF_OPTIONS: dict[str, Callable[[Options], Any]] = {
     "tune-bits": kvtuner_method,
     "tune-thresholds": lambda o: (search_settings(o), mixkvq_method(o)),
 }
-OF_MODEL: dict[str, Callable[[Options, models.ModelSource], Any]] = {
+OF_MODEL: dict[str, Callable[[Options, loading.ModelSource], Any]] = {
     "measure-subspaces": squat_method,
-    "train-codebooks": lambda o, source: vqkv_method(o, models.geometry(source)),
+    "train-codebooks": lambda o, source: vqkv_method(o, loading.geometry(source)),
 }
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
 
 
 def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, say: Say) -> dict[str, Any]:
-    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.diff.
+    """The command and what differs: {"command", "same", "inputs", "environment", ...} with the sections of kvcal.bundles.diff.
 
     Nothing in the bundle says what is read: a local text, model or folder of tasks is taken from the caller's options alone.
     Raises KVCalError where the provenance names what its command has no option for, or no such value: it is a file's content.
@@ -255,7 +247,7 @@ class Rerun:
         self._texts(was, self.defaults_of(was.command))
         if was.command in OF_MODEL:
             options = checked_options(was, self.defaults_of, self.options_of)
-            source = models.resolve(model, options["revision"])
+            source = loading.resolve(model, options["revision"])
             with _taken(was):
                 OF_MODEL[was.command](options, source)
 

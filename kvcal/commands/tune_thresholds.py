@@ -10,14 +10,14 @@ from typing import Any
 from kvcal_artifacts.bundle import SUFFIX
 from kvcal_artifacts.errors import UsageError
 
-from .. import models
-from ..enough import one_window
+from ..bundles.provenance import check_task, tasks_of
+from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
-from ..recorded import check_task, tasks_of
-from ..tune import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
-from ..workbench import Opened
+from ..models import loading
+from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
 from .common import Say, output_for, refuse_idle
+from .workbench import Opened
 
 WINDOWS, HOLDOUT = 12, 4  # the search needs few: two numbers are fitted
 ANSWERED = ("tasks_path", "limit", "metric")
@@ -80,7 +80,7 @@ def check_taken(o: dict[str, Any], said: Collection[str]) -> None:
         refuse_idle(said, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
 
 
-def objective_name(o: dict[str, Any], source: models.ModelSource) -> str:
+def objective_name(o: dict[str, Any], source: loading.ModelSource) -> str:
     """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is asked."""
     name = str(o["objective"])
     if name == "auto":
@@ -120,7 +120,7 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
     if o["spill"] not in ("device", "cpu"):
         raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
     check_taken(o, said)
-    source = models.resolve(o["model"], o["revision"])
+    source = loading.resolve(o["model"], o["revision"])
     name = objective_name(o, source)
     if name.startswith("task:"):
         from ..evaluate.tasks import check_installed

@@ -12,8 +12,8 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from ..records import is_number, kind_of, mistyped
 from ..report.progress import progress
+from ..report.records import is_number, kind_of, mistyped
 from .layers import LayerErrors
 
 Rows = list[list[float] | None]  # a row a layer, a number a kv head; None: a layer that is not compressed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..records import is_number
+from ..report.records import is_number
 
 ROLES = ("key", "value")
 LEAST = 1e-5  # what counts as recorded at least: figures have six decimals, and exact codecs are recorded as 0

@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import Composition
 from .learned import Learned

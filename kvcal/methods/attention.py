@@ -19,7 +19,7 @@ from kvcal_artifacts.ledger import Ledger
 from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.statistics import Prefixes, statistic
 
-from ..capture import TapBatch
+from ..capture.scan import TapBatch
 
 QUERIES = 64  # of each window, evenly spaced from where the first block is packed
 

@@ -11,7 +11,7 @@ from kvcal_artifacts.codecs.higgs import Points
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
-from ..near import allowed
+from ..report.suggest import allowed
 
 Backbone = Callable[[Shape, Role], Codec]
 QUANTO_GROUP = 64  # AQUA-KV section 4.1: Quanto, group size 64, per token

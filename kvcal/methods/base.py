@@ -13,9 +13,9 @@ from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
+from ..capture.spill import SpillStore
 from ..report.timing import PhaseTimer
-from ..spill import SpillStore
 
 
 @dataclass
@@ -156,7 +156,7 @@ class HoldoutError:
         """relative_error: |x - decoded|^2 / |x|^2. explained_variance: mean over channels, AQUA-KV section 3.1.
 
         head_errors: the relative error of each of the kv heads, a list. key_channel_error: mean over channels of their error
-        over their variance; key_channel_ratio: largest over median root mean square of a channel (see kvcal.forecast).
+        over their variance; key_channel_ratio: largest over median root mean square of a channel (calibrate/forecast.py).
         """
         if not self.count:
             return {}

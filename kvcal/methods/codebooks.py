@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs.base import to_half
 from kvcal_artifacts.errors import UsageError
 from kvcal_kernels.vq import nearest, sums
 
-from ..hashed import hashed_normal, spread
+from .hashing import hashed_normal, spread
 
 SAMPLE = 1 << 17  # vectors that a covariance is taken of
 ROWS = 1 << 20  # vectors changed at a time

@@ -19,7 +19,7 @@ from kvcal_artifacts.codecs import Codec, Scaled, Uniform
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
-from ..capture import LayerTaps, TapBatch
+from ..capture.scan import LayerTaps, TapBatch
 from .backbones import INNERQ_KEYS, INNERQ_VALUES
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import PlainComposition

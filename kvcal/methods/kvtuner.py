@@ -18,7 +18,7 @@ from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .attention import OutputError, Probe, probe
 from .backbones import divisor
 from .base import Carry, LayerFit

@@ -18,10 +18,10 @@ from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.statistics import subspace
 
-from ..hashed import spread
 from .backbones import backbone
 from .codebooks import Training, subtract, train_stage
 from .factors import by_queries, channel_factor, no_factors
+from .hashing import spread
 from .observed import taps_of
 from .seen import Seen
 from .transform import NAME as TRANSFORM

@@ -1,7 +1,8 @@
 """MixKVQ (Zhang et al. 2025): key channels in three tiers by query importance and range, values in 2 bits per token.
 
-The thresholds come from a search (kvcal/tune.py, the paper's Appendix C). With them given, this method only measures, layer by
-layer: how many channels a head has in each tier, what a block therefore takes, and what attention outputs lose.
+The thresholds come from a search (kvcal/search/thresholds.py, the paper's Appendix C). With them given, this method only
+measures, layer by layer: how many channels a head has in each tier, what a block therefore takes, and what attention
+outputs lose.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvcal_artifacts.codecs import Codec, Shape, Uniform
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .attention import OutputError, probe
 from .backbones import divisor
 from .base import Carry, LayerFit, layer_by_layer

@@ -13,7 +13,7 @@ from kvcal_artifacts.ledger import Plan
 from kvcal_artifacts.scheme import Frame, Windows
 from kvcal_artifacts.statistics import STATISTICS, Prefixes, statistic
 
-from ..capture import LayerTaps, TapBatch
+from ..capture.scan import LayerTaps, TapBatch
 
 
 def taps_of(stats: Iterable[str]) -> frozenset[str]:

@@ -11,7 +11,7 @@ from kvcal_artifacts.codecs import Codec, Role, Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
-from ..near import allowed
+from ..report.suggest import allowed
 from .backbones import INNERQ_VALUES
 from .base import layer_by_layer
 from .composition import PlainComposition

@@ -12,7 +12,7 @@ from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, 
 from kvcal_artifacts.hf import AttentionSite, output_projection
 from kvcal_artifacts.scheme import Frame, Windows
 
-from ..capture import LayerTaps, TapBatch
+from ..capture.scan import LayerTaps, TapBatch
 from .base import Carry
 from .observed import window_statistics
 from .transform import Moments

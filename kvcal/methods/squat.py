@@ -21,7 +21,7 @@ from kvcal_artifacts.ledger import Ledger
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, statistic, subspace
 
-from ..capture import LayerTaps
+from ..capture.scan import LayerTaps
 from .backbones import divisor
 from .base import Carry, HoldoutError, LayerFit, flat
 

@@ -17,8 +17,8 @@ from kvcal_artifacts.codecs import ResidualVQ, Shape
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 
-from ..hashed import spread
 from .codebooks import Training, subtract, train_stage
+from .hashing import spread
 
 PAPER_DIM = 128  # head_dim of both models in the paper
 PROBE_STAGES, PROBE_SIZE, PROBE_VECTORS = 4, 256, 1 << 16  # the quantiser that the bands are measured with

@@ -12,7 +12,7 @@ from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.shown import shown
 
-from ..fit import check_output
+from ..calibrate.driver import check_output
 from .png import png
 
 Rows = Sequence[Sequence[float] | None]
@@ -87,7 +87,7 @@ QUANTISERS = {1: 0.75, 2: 0.89}  # bits -> variance that they "usually explain",
 def plot_probes(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Explained variance (AQUA-KV Figures 2, 4 and 5): above the means, for keys and for values; below, layer by layer.
 
-    rows: as kvcal.probe.table gives them.
+    rows: as kvcal.evaluate.probe.table gives them.
     """
     from matplotlib.figure import Figure
 
