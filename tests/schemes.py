@@ -20,8 +20,8 @@ from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import WholeModel
 from kvcal.methods import mixkvq as tiers
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
+from kvcal.methods.registry import backbone
 from kvcal_artifacts import store
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import PREDICTORS, Codec, MixKVQ, Predicted, Shape, Squat, Uniform

@@ -20,11 +20,12 @@ from architectures import HYBRID, MIXTURES, SLICED, SLIDES, TINY, build
 from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import Capture
 from kvcal.methods.aqua_kv import AquaKV
+from kvcal.methods.data_free import preset
 from kvcal.methods.kvtuner import KVTuner
-from kvcal.methods.plain import preset
 from kvcal.models import loading
 from kvcal.models.conversion import Origins
 from kvcal.models.layerwise import open_layerwise
+from kvcal.models.names import resolve
 from kvcal.models.weights import empty_model
 from kvcal_artifacts import hf, load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
@@ -363,7 +364,7 @@ def test_text_towers(kind: str, frame: str, tmp_path: Path) -> None:
 
 def assert_layerwise(folder: Path, model: Any) -> None:
     """Whole and layer by layer, every parameter of the language model is the saved one."""
-    source = loading.resolve(str(folder))
+    source = resolve(str(folder))
     whole = dict(loading.load_model(source, dtype="float32", device="cpu").model.named_parameters())
     parts = open_layerwise(source, dtype="float32", device="cpu")
     parts.load_outer()
@@ -444,7 +445,7 @@ def test_a_tensor_of_another_shape_is_named(name: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[tensor] = tensors[tensor][:96].clone()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = loading.resolve(str(tmp_path))
+    source = resolve(str(tmp_path))
     parts = open_layerwise(source, dtype="float32", device="cpu")
     for load in (lambda: loading.load_model(source, dtype="float32", device="cpu"), lambda: parts.load_layer(1)):
         with pytest.raises(ModelUnavailable, match=rf"model\.safetensors: {tensor} {said}"):
@@ -457,7 +458,7 @@ def test_a_missing_expert_is_said(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.2.w1.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = loading.resolve(str(tmp_path))
+    source = resolve(str(tmp_path))
     for load in (
         lambda: loading.load_model(source, dtype="float32", device="cpu"),
         lambda: open_layerwise(source, dtype="float32", device="cpu").load_layer(1),
@@ -472,7 +473,7 @@ def test_config_of_another_width_names_the_tensor(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    source = loading.resolve(str(tmp_path))
+    source = resolve(str(tmp_path))
     said = r"model\.safetensors: model\.layers\.\d\.mlp\.\w+\.weight has shape .*, its config\.json asks for"
     with pytest.raises(ModelUnavailable, match=said):
         loading.load_model(source, dtype="float32", device="cpu")

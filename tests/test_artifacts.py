@@ -15,7 +15,8 @@ from huggingface_hub import ModelCard
 from kvcal.bundles.diff import SECTIONS, compared
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.errors import measured_head_errors, stored_head_errors
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.scheme import HeavyHitters
 from models_fixture import SMALL, SUFFIX, Done, kvcal, write_model, write_text

@@ -340,7 +340,7 @@ def test_another_cpu_builds_again_what_it_decides(
     built: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: Any
 ) -> None:
     """As provenance has it: `reproduce` would not find the same bytes. A preset is made of no sums."""
-    from kvcal.calibrate.driver import cpu_record
+    from kvcal.calibrate.provenance import cpu_record
 
     own = cpu_record()
     monkeypatch.setattr("kvcal.commands.build.cpu_record", lambda: own | {name: other})

@@ -18,7 +18,7 @@ from architectures import TINY, VARIANTS
 from kvcal.capture import call, spill
 from kvcal.capture.scan import Capture, LayerTaps, WholeModel, default_batch
 from kvcal.capture.spill import SpillStore
-from kvcal.models import loading
+from kvcal.models import layerwise, names
 from kvcal.report.timing import PhaseTimer
 from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
 
@@ -259,7 +259,7 @@ def test_one_layer_in_memory_at_a_time(name: str) -> None:
 
 def test_layerwise_weights_are_a_source(tmp_path: Path) -> None:
     tiny("granite").save_pretrained(tmp_path)
-    source = loading.open_layerwise(loading.resolve(str(tmp_path)), dtype="float32", device="cpu")
+    source = layerwise.open_layerwise(names.resolve(str(tmp_path)), dtype="float32", device="cpu")
     found = run(source, tokens())
     assert all(torch.equal(found[key], x) for key, x in captured("granite").items())
     assert all(parameter.is_meta for parameter in source.model.parameters())

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvcal.models import loading, weights
-from kvcal.models.loading import load_model, resolve
+from kvcal.models import configuration, names, weights
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.scheme import HeavyHitters
@@ -231,7 +232,7 @@ def test_random_weights_of_a_seed_from_fit_to_generate(base: Path, tmp_path: Pat
 
 def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tokenizer either: random token ids to evaluate on, and no prompt to read."""
-    geometry = loading.geometry_config(loading.resolve("qwen2.5-0.5b"))
+    geometry = configuration.geometry_config(names.resolve("qwen2.5-0.5b"))
     small = {
         "num_hidden_layers": 1,
         "layer_types": ["full_attention"],
@@ -241,8 +242,8 @@ def test_random_weights_of_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPa
     }
     for name, value in small.items():
         setattr(geometry, name, value)
-    monkeypatch.setattr(loading, "geometry_config", lambda source: geometry)
-    monkeypatch.setattr(loading, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
+    monkeypatch.setattr(configuration, "geometry_config", lambda source: geometry)
+    monkeypatch.setattr(configuration, "geometry", lambda source: SimpleNamespace(vocab=300, context=32768))
     mine = ["--model", "qwen2.5-0.5b", "--random-weights", "--preset", "higgs-2"]
     done = kvcal("eval", *mine, "--length", LENGTH, "--json")
     assert done.json["text"] == "random-tokens:0" and done.json["windows"] == 4, done.err

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvcal.bundles.combine import combine
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import UsageError

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kvcal.models import hub
-from kvcal.models.loading import resolve
+from kvcal.models.names import resolve
 from kvcal.text import files, sources
 from kvcal.text.files import read_file
 from kvcal.text.sources import EMBEDDED, evaluation_windows, pieces, random_windows, resolve_text, token_windows

@@ -16,8 +16,9 @@ from kvcal.bundles.provenance import recorded
 from kvcal.bundles.publish import pull
 from kvcal.cli.app import COMMANDS
 from kvcal.commands.common import tokenizer_for
+from kvcal.models.files import load_tokenizer
 from kvcal.models.folding import write_folded
-from kvcal.models.loading import load_tokenizer, resolve
+from kvcal.models.names import resolve
 from kvcal.text.files import read_file
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.bundle import Bundle, write_together

@@ -17,7 +17,7 @@ from kvcal.methods.kvtuner import KVTuner
 from kvcal.methods.mixkvq import MixKVQ
 from kvcal.methods.squat import Squat
 from kvcal.methods.vqkv import VQKV
-from kvcal.models import loading
+from kvcal.models import catalogue
 from kvcal_artifacts.codecs import Shape
 from models_fixture import kvcal, write_text, write_tokenizer
 
@@ -164,7 +164,9 @@ def test_little_text_is_said_before_the_work(
     def stopped(*_: Any, **__: Any) -> None:
         raise RuntimeError("stopped")
 
-    monkeypatch.setattr(f"kvcal.{'fit' if command == 'fit-predictors' else 'commands.probe'}.Capture", stopped)
+    monkeypatch.setattr(
+        f"kvcal.{'calibrate.driver' if command == 'fit-predictors' else 'commands.probe'}.Capture", stopped
+    )
     done = kvcal(command, *named, *LITTLE, *fitted, *asked, "--no-resume")
     assert ("too little text" in done.err and done.code == 70) or "stopped" in done.err
 
@@ -182,7 +184,7 @@ def test_little_text_for_codebooks_and_thresholds(base: Path, tmp_path: Path) ->
 
 def test_defaults_have_text_enough(base: Path) -> None:
     """What every preset of the catalogue calibrates on: nothing to say of any model's predictors."""
-    for entry in loading.CATALOGUE.values():
+    for entry in catalogue.CATALOGUE.values():
         geometry, own = entry.geometry, entry.presets["aqua-kv"]
         shape = Shape(geometry.kv_heads, geometry.head_dim, 32)
         windows, tokens = own["windows"] - own["holdout"], own["length"] - 4

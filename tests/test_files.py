@@ -19,7 +19,7 @@ import pytest
 from kvcal.calibrate import checkpoint
 from kvcal.calibrate.checkpoint import beside
 from kvcal.models.folding import write_folded
-from kvcal.models.loading import resolve
+from kvcal.models.names import resolve
 from kvcal_artifacts import files, preflight
 from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import KVCalError

@@ -19,7 +19,8 @@ from torch import Tensor
 from kvcal.capture.scan import Capture
 from kvcal.cli.failure import explain
 from kvcal.methods.aqua_kv import PREDICTOR_KINDS, AquaKV
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache

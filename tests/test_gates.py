@@ -15,9 +15,10 @@ from kvcal.commands.evaluation import Watched
 from kvcal.evaluate.canary import canary
 from kvcal.evaluate.layers import LayerErrors, worst_layer
 from kvcal.evaluate.perplexity import evaluate
+from kvcal.methods.data_free import DataFree, Preset
 from kvcal.methods.mixkvq import MixKVQ
-from kvcal.methods.plain import DataFree, Preset
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.pipeline.gates import Check, junit_xml, markdown, report
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache, KVCalLayer

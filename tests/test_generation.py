@@ -22,7 +22,7 @@ from kvcal.bench.caches import FLUSH_AT, Kind, Start
 from kvcal.bench.decoding import CHECKED, Ran, Stepper
 from kvcal.bench.generation import Search
 from kvcal.bench.rows import Row
-from kvcal.models import loading
+from kvcal.models import configuration, names
 from kvcal.models.catalogue import Geometry
 from kvcal.report import bench as bench_report
 from kvcal_artifacts.fixed import FixedLayer
@@ -495,7 +495,7 @@ def test_quantized_cache() -> None:
 
 def test_quantos_cuda_code_is_asked_for_as_many_numbers_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caches, "installed", lambda module: True)
-    llama = loading.geometry(loading.resolve("llama-3.1-8b"))
+    llama = configuration.geometry(names.resolve("llama-3.1-8b"))
     for one in caches.quanto_kinds(SimpleNamespace(device=torch.device("cuda")), llama):
         assert one.most_rows(32768) == 64 and one.refusal(64, 32768) is None
         assert "32-bit integers" in str(one.refusal(65, 32768))

@@ -20,13 +20,14 @@ from kvcal.calibrate.driver import fit
 from kvcal.capture.scan import Capture, WholeModel
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.methods.backbones import INNERQ_VALUES, backbone
+from kvcal.methods.data_free import preset
 from kvcal.methods.factors import by_queries, channel_factor, outlier_ratios, query_weight, share_pairs
 from kvcal.methods.innerq import InnerQ
-from kvcal.methods.plain import preset
+from kvcal.methods.registry import INNERQ_VALUES, backbone
 from kvcal.models import folding
 from kvcal.models.folding import fold_in_place, write_folded
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text.sources import evaluation_windows
 from kvcal_artifacts import fused, hf, load_bundle
 from kvcal_artifacts.cache import KVCalCache

@@ -19,19 +19,12 @@ from kvcal.capture.scan import TapBatch, WholeModel
 from kvcal.evaluate.attention_error import attention_errors
 from kvcal.evaluate.outliers import outlier_twin
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
 from kvcal.methods.base import Carry
+from kvcal.methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, learned
 from kvcal.methods.composition import Composition, PlainComposition
-from kvcal.methods.learned import (
-    LEARNED,
-    CodebookBackbone,
-    FactorBackbone,
-    SubspaceBackbone,
-    TierBackbone,
-    learned,
-)
-from kvcal.methods.plain import Preset
-from kvcal.methods.seen import Seen
+from kvcal.methods.data_free import Preset
+from kvcal.methods.registry import LEARNED, backbone
+from kvcal.methods.statistics import Seen
 from kvcal.report.timing import PhaseTimer
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache

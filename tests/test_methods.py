@@ -24,12 +24,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from architectures import initialise
-from kvcal.calibrate.driver import FitResult, fit
+from kvcal.calibrate.driver import fit
+from kvcal.calibrate.job import FitResult
 from kvcal.capture.scan import WholeModel
 from kvcal.methods import METHODS
 from kvcal.methods.base import settings_of
-from kvcal.methods.learned import LEARNED
-from kvcal.models.loading import load_model, resolve
+from kvcal.methods.registry import LEARNED
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import IncompatibleBundle, NonFiniteError, UsageError

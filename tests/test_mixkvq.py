@@ -17,7 +17,8 @@ from torch import Tensor
 import schemes
 from kvcal.capture.scan import TapBatch
 from kvcal.methods.attention import probe
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.search.thresholds import choose
 from kvcal.search.two_objectives import Found, Point, Storage, front_of, search, suggest, this_worker
 from kvcal_artifacts import hf, load_bundle, load_cache

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvcal.commands.names import KINDS, run_names
-from kvcal.methods.backbones import BACKBONES, backbone
-from kvcal.methods.learned import LEARNED, learned
-from kvcal.methods.plain import PRESETS, preset
+from kvcal.methods.calibrated import learned
+from kvcal.methods.data_free import PRESETS, preset
+from kvcal.methods.registry import BACKBONES, LEARNED, backbone
 from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from models_fixture import kvcal

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from kvcal.calibrate import forecast
-from kvcal.calibrate.driver import FitJob, fit, fit_together
+from kvcal.calibrate.driver import fit, fit_together
 from kvcal.calibrate.forecast import channel_ratio, forecasts, least_tokens, prompt_of
+from kvcal.calibrate.job import FitJob
 from kvcal.calibrate.outlier_guard import GRADES, Advice, _balanced, _factors, advice, grade, warnings, window_of
 from kvcal.capture.scan import WholeModel
 from kvcal.commands.workbench import cache_makers
@@ -24,11 +25,13 @@ from kvcal.evaluate.canary import decoded
 from kvcal.evaluate.outliers import outlier_twin, write_outlier_twin
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.backbones import backbone
 from kvcal.methods.codebooks import Training
-from kvcal.methods.plain import Preset, preset
+from kvcal.methods.data_free import Preset, preset
+from kvcal.methods.registry import backbone
 from kvcal.methods.vqkv import VQKV
-from kvcal.models.loading import load_model, open_layerwise, resolve
+from kvcal.models.layerwise import open_layerwise
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache
@@ -189,7 +192,7 @@ def test_balanced_factors_are_named_only_where_they_are_better(
 
     assert "higgs-2-balanced keys at the same bits" in advised(scheme)
     assert "balanced" not in advised(Preset("exact-16", "exact-16").scheme(twin))
-    monkeypatch.setattr("kvcal.methods.learned.channel_factor", lambda largest: torch.ones_like(largest).half())
+    monkeypatch.setattr("kvcal.methods.calibrated.channel_factor", lambda largest: torch.ones_like(largest).half())
     assert "balanced" not in advised(scheme)
     monkeypatch.setattr("kvcal.calibrate.outlier_guard.ALTERNATIVES", ())
     assert advised(scheme).startswith("no codec tried is clearly better")

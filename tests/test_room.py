@@ -9,6 +9,7 @@ import torch
 
 from kvcal.models import loading, memory, weights
 from kvcal.models.catalogue import CATALOGUE
+from kvcal.models.names import resolve
 from kvcal_artifacts.errors import OutOfMemory
 from models_fixture import kvcal
 
@@ -81,7 +82,7 @@ def test_random_weights_are_refused_before_any_is_made(system: Path, monkeypatch
     (system / "meminfo").write_text("MemAvailable: 2097152 kB\n")
     size = CATALOGUE["llama-3.2-1b"].geometry.parameters * 2 / GIB
     with pytest.raises(OutOfMemory, match=rf"need {size:.1f} GiB in bfloat16, 2\.0 GiB are free on cpu"):
-        loading.load_model(loading.resolve("llama-3.2-1b"), dtype="bfloat16", device="cpu", random_weights=True)
+        loading.load_model(resolve("llama-3.2-1b"), dtype="bfloat16", device="cpu", random_weights=True)
 
 
 def test_the_benchmark_says_so_before_it_measures(system: Path) -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from kvcal.calibrate.driver import FitJob, FitOptions, fit, fit_together
+from kvcal.calibrate.driver import fit, fit_together
+from kvcal.calibrate.job import FitJob, FitOptions
 from kvcal.calibrate.outlier_guard import Advice
 from kvcal.capture.scan import WholeModel
 from kvcal.methods import VQKV, AquaKV, InnerQ, KVTuner, MixKVQ, Squat
 from kvcal.methods.codebooks import Training
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import decoder_of

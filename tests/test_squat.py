@@ -19,7 +19,9 @@ from torch import Tensor
 from kvcal.capture.scan import Capture
 from kvcal.methods.squat import PAPER_MODELS, logit_squares, paper_settings
 from kvcal.methods.squat import Squat as Method
-from kvcal.models.loading import CATALOGUE, load_model, resolve
+from kvcal.models.catalogue import CATALOGUE
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import load_bundle, load_cache
 from kvcal_artifacts.cache import KVCalCache

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcal.models import loading
+from kvcal.models import layerwise, loading
 from kvcal.text import files as textfiles
 from kvcal.text import parquet_pages, sources
 from kvcal.text.files import ALLOWED, SECOND, folder_files, read_file
@@ -493,8 +493,8 @@ def test_the_text_is_looked_at_before_the_weights(
         raise AssertionError("weights were loaded")
 
     monkeypatch.chdir(tmp_path)
-    for name in ("load_model", "open_layerwise"):
-        monkeypatch.setattr(loading, name, loaded)
+    monkeypatch.setattr(loading, "load_model", loaded)
+    monkeypatch.setattr(layerwise, "open_layerwise", loaded)
     for name, content, said in [
         ("a.txt", b"word", "holds 4 tokens"), ("b.jsonl", b"", "is empty"), ("c.txt", b"\xff\xfe", "is not UTF-8"),
         ("d.pdf", b"%PDF", ".pdf files are not read as text"),

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
 from kvcal.cli.defaults import defaults_of
 from kvcal.commands.fit_predictors import run_fit_predictors
 from kvcal.commands.workbench import cache_makers, rows_named
 from kvcal.evaluate.perplexity import evaluate
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -38,7 +38,8 @@ from kvcal.methods.vqkv import (
     quantisers,
     reconstruction_errors,
 )
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle
 from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.codecs import ResidualVQ

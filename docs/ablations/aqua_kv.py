@@ -19,12 +19,13 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from kvcal.calibrate.driver import FitOptions, fit
+from kvcal.calibrate.driver import fit
+from kvcal.calibrate.job import FitOptions
 from kvcal.capture.scan import WholeModel
 from kvcal.commands.workbench import open_model
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.aqua_kv import AquaKV
-from kvcal.methods.plain import Preset
+from kvcal.methods.data_free import Preset
 from kvcal.text import sources
 from kvcal_artifacts.bundle import load_bundle
 from kvcal_artifacts.cache import KVCalCache

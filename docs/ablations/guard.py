@@ -48,7 +48,7 @@ def row(name: str) -> dict[str, Any]:
     from kvcal.calibrate.forecast import forecasts
     from kvcal.commands.workbench import cache_makers
     from kvcal.evaluate.perplexity import evaluate
-    from kvcal.methods.plain import PRESETS as KNOWN
+    from kvcal.methods.data_free import PRESETS as KNOWN
     from kvcal_artifacts.bundle import load_bundle
 
     what = KNOWN.get(name) or load_bundle(name)

@@ -37,7 +37,8 @@ from kvcal.capture.scan import Capture
 from kvcal.cli.output import print_table
 from kvcal.evaluate.perplexity import evaluate
 from kvcal.methods.factors import channel_factor, query_weight
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import hf
 from kvcal_artifacts.cache import KVCalCache

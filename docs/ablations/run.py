@@ -122,7 +122,7 @@ def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     """A preset or a bundle, and what its command told."""
     from dataclasses import replace
 
-    from kvcal.methods.plain import Preset, preset
+    from kvcal.methods.data_free import Preset, preset
     from kvcal_artifacts.bundle import load_bundle
 
     options = dict(what["options"])
@@ -140,6 +140,7 @@ def scheme_of(what: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
 def run_command(command: str, options: dict[str, Any]) -> dict[str, Any]:
     from importlib import import_module
 
+    import kvcal.cli.app  # noqa: F401, whose commands defaults_of asks
     from kvcal.cli.defaults import defaults_of
     from kvcal_artifacts.errors import UsageError
 

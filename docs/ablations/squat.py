@@ -26,7 +26,8 @@ from transformers import DynamicCache
 from kvcal.capture.scan import Capture
 from kvcal.cli.output import print_table
 from kvcal.methods.squat import logit_squares, window_subspaces
-from kvcal.models.loading import load_model, resolve
+from kvcal.models.loading import load_model
+from kvcal.models.names import resolve
 from kvcal.text import sources
 from kvcal_artifacts import hf, statistics
 from kvcal_artifacts.cache import KVCalCache

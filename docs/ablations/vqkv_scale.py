@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from kvcal.calibrate.codebooks import TrainResult, train
-from kvcal.calibrate.driver import FitOptions
+from kvcal.calibrate.codebooks import TrainResult
+from kvcal.calibrate.driver import train
+from kvcal.calibrate.job import FitOptions
 from kvcal.commands.workbench import open_for_fit
 from kvcal.methods.codebooks import TRAINERS, Training, last_fall
 from kvcal.methods.vqkv import SIZES, VQKV
-from kvcal.models import loading
+from kvcal.models import configuration, names
 from kvcal.text import sources
 
 LENGTH, HOLDOUT = 8192, 2
@@ -53,8 +54,8 @@ def method(options: argparse.Namespace, dim: int) -> VQKV:
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> TrainResult:
-    source = loading.resolve(options.model)
-    geometry = loading.geometry(source)
+    source = names.resolve(options.model)
+    geometry = configuration.geometry(source)
     length = min(LENGTH, geometry.context)
     a_window = geometry.layers * geometry.kv_heads * (length - 4)
     windows = -(-options.vectors // a_window)

@@ -48,8 +48,9 @@ from kvcal.bench import caches, decoding, filled, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.kernels import predictor_flops
 from kvcal.bench.timing import Clock
-from kvcal.models import loading
+from kvcal.models import configuration, devices, loading
 from kvcal.models.catalogue import Geometry
+from kvcal.models.names import resolve
 from kvcal_artifacts import fused, hf, reconstructed
 from kvcal_artifacts.scheme import Windows
 
@@ -342,10 +343,10 @@ def parsed(given: Sequence[str] | None) -> Any:
 
 def main(given: Sequence[str] | None = None) -> None:
     chosen, began = parsed(given), time.time()
-    source = loading.resolve(chosen.model)
-    geometry = loading.geometry(source)
+    source = resolve(chosen.model)
+    geometry = configuration.geometry(source)
     if chosen.compile:
-        compile_for(chosen.compile, geometry, loading.to_dtype(chosen.dtype))
+        compile_for(chosen.compile, geometry, devices.to_dtype(chosen.dtype))
         return
     on_gpu = chosen.device == "cuda"
     own = [sys.executable, __file__, "--model", chosen.model, "--dtype", chosen.dtype, "--compile"]

@@ -40,7 +40,8 @@ from kvcal.bench.caches import Kind
 from kvcal.bench.rows import Row
 from kvcal.bench.timing import Clock
 from kvcal.commands.bench import numbers
-from kvcal.models import loading
+from kvcal.models import configuration, loading
+from kvcal.models.names import resolve
 from kvcal.report.checkout import commit
 
 SCHEMES = ["innerq-small", "inner-4", "kivi-2-g128"]  # 3.0, 4.5 and 2.25 bits
@@ -215,8 +216,8 @@ def parsed(given: Sequence[str] | None) -> Any:
 
 def main(given: Sequence[str] | None = None) -> None:
     chosen, began = parsed(given), time.time()
-    source = loading.resolve(chosen.model)
-    geometry = loading.geometry(source)
+    source = resolve(chosen.model)
+    geometry = configuration.geometry(source)
     copy = copy_bandwidth(torch.device(chosen.device))
     model = loading.load_model(source, dtype=chosen.dtype, device=chosen.device, random_weights=True).model
     on_gpu = model.device.type == "cuda"

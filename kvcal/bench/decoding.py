@@ -21,8 +21,7 @@ from torch import Tensor
 
 from kvcal_kernels.device import on
 
-from ..models.loading import is_oom
-from ..models.memory import cuda_bytes
+from ..models.memory import cuda_bytes, is_oom
 from .caches import FLUSH_AT, Kind, Start, attention, weight_bytes
 from .layer import fill, some_rows
 from .peers import first_line

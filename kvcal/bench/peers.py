@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcal_artifacts.errors import KVCalError
 
 from ..models.hub import one_line
-from ..models.loading import is_oom
+from ..models.memory import is_oom
 from . import needed
 from .layer import Case
 from .schemes import WINDOWS

@@ -16,9 +16,9 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..bundles.paths import given_bundle
-from ..methods.backbones import backbone
+from ..methods.data_free import PRESETS, Preset
 from ..methods.mixkvq import MixKVQ
-from ..methods.plain import PRESETS, Preset
+from ..methods.registry import backbone
 from ..models.catalogue import Geometry
 from ..report.suggest import allowed
 

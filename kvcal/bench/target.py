@@ -8,7 +8,7 @@ import torch
 
 from kvcal_artifacts.errors import UsageError
 
-from ..commands.workbench import pick_device
+from ..models.devices import pick_device
 from . import devices, jetson
 from .devices import Device
 

@@ -12,8 +12,8 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.shown import message, shown
 
 from ..evaluate.errors import HeadErrors, stored_head_errors
-from ..methods.plain import PRESETS
-from ..models.loading import HUB_ID
+from ..methods.data_free import PRESETS
+from ..models.names import HUB_ID
 from ..pipeline.build import DefaultsOf
 from ..report.escape import Markdown, block, code, link, markdown, python, shell
 from ..report.front import front_png

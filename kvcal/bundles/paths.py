@@ -7,8 +7,8 @@ from pathlib import Path
 from kvcal_artifacts.bundle import SUFFIX, Bundle, load_bundle
 from kvcal_artifacts.errors import CorruptBundle
 
-from ..methods.backbones import BACKBONES
-from ..methods.plain import PRESETS
+from ..methods.data_free import PRESETS
+from ..methods.registry import BACKBONES
 from ..pipeline.build import COMMANDS
 
 

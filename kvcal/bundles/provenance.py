@@ -15,7 +15,7 @@ from typing import Any
 from kvcal_artifacts.bundle import SUFFIX, Bundle
 from kvcal_artifacts.errors import KVCalError, UsageError
 
-from ..methods.plain import COMPOSED, PRESETS
+from ..methods.data_free import COMPOSED, PRESETS
 from ..methods.squat import TASKS, paper_settings
 from ..models.catalogue import CATALOGUE
 from ..pipeline.build import HOW, MAYBE_PATHS, NOT_GIVEN, PATHS, DefaultsOf, OptionsOf

@@ -20,9 +20,9 @@ from kvcal_artifacts.bundle import SUFFIX, load_bundle, refuse_dash, write_toget
 from kvcal_artifacts.errors import CorruptBundle, KVCalError, ModelUnavailable, UsageError
 from kvcal_artifacts.files import read_bytes, temporary_folder
 
-from ..calibrate.driver import check_output
 from ..models import hub
-from ..models.loading import HUB_ID
+from ..models.names import HUB_ID
+from ..report.outputs import check_output
 from .card import Card
 
 CARD = "README.md"

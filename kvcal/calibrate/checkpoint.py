@@ -12,16 +12,20 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvcal_artifacts import preflight
-from kvcal_artifacts.bundle import canonical, sha256_text, write_atomically
+from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, load_bundle, sha256_text, write_atomically
 from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import is_temporary, kind_of, read_text
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
 from kvcal_artifacts.shown import message
+
+from ..methods.base import Method
+from ..report.outputs import check_output
 
 SETTINGS = "settings.json"
 DAYS = 30  # after which nobody is expected to go on with a killed run that has no output
@@ -243,3 +247,33 @@ class Batches:
 
     def keep(self, state: dict[str, Any]) -> None:
         self._work.keep(self._name, state)
+
+
+class Checkpoint(Kept):
+    """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
+
+    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
+        check_output(output)
+        super().__init__(beside(output), record, resume)
+
+    def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
+        """Fitted layers of these, up to the first that is missing or damaged."""
+        found: dict[int, Bundle] = {}
+        for index in compressed:
+            path = self._path(index)
+            if not path.exists():
+                break
+            try:
+                found[index] = load_bundle(path, whole=False)
+            except KVCalError:
+                path.unlink()
+                break
+        return found
+
+    def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
+        lone = Scheme(method.windows, method.frame, (pair,))
+        nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
+        Bundle(nothing, lone, {"layer": index}, metrics).write(self.place(self._path(index).name))
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"layer-{index:04d}.safetensors"

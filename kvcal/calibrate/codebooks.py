@@ -27,16 +27,18 @@ from kvcal_artifacts.bundle import Bundle, Fingerprint, canonical, tensor_bytes,
 from kvcal_artifacts.codecs import Shape
 from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import check_regular
-from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme
+from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
-from ..capture.scan import Capture, LayerSource, LayerTaps
+from ..capture.scan import Capture, LayerTaps
 from ..methods.codebooks import StageReport, subtract, train_stage
 from ..methods.hashing import spread
 from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
-from .driver import Checkpoint, FitJob, FitOptions, FitResult, Scan, fit_together, say_forecasts
+from .checkpoint import Checkpoint
+from .job import FitJob, FitResult, Scan
 from .needs import few_vectors
+from .outlier_guard import say_forecasts
 
 if TYPE_CHECKING:
     from ..text.sources import Windows
@@ -74,32 +76,6 @@ class TrainResult(FitResult):
     stages: list[dict[str, Any]] = field(default_factory=list)
     resumed_stages: int = 0
     peak_bytes: int = 0
-
-
-def train(
-    method: VQKV,
-    source: LayerSource,
-    text: Windows,
-    output: Path,
-    *,
-    model_record: dict[str, Any],
-    revision: str | None,
-    device: torch.device,
-    seed: int = 0,
-    options: FitOptions | None = None,
-    say: Say = lambda line: None,
-    selection: HeavyHitters | None = None,
-) -> TrainResult:
-    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
-
-    Raises KVCalError for models, windows or settings that cannot be trained, before any work.
-    """
-    [result] = fit_together(
-        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record,
-        revision=revision, device=device, options=options, say=say,
-    )  # fmt: skip
-    assert isinstance(result, TrainResult)
-    return result
 
 
 class TrainPart:

@@ -8,145 +8,33 @@ again), which gives the same bytes as an uninterrupted run.
 
 from __future__ import annotations
 
-import platform
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from kvcal_artifacts import hf
-from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint, file_behind, load_bundle
-from kvcal_artifacts.errors import KVCalError, NonFiniteError, UsageError
+from kvcal_artifacts.bundle import SUFFIX, Bundle, Fingerprint
+from kvcal_artifacts.errors import KVCalError, NonFiniteError
 from kvcal_artifacts.scheme import HeavyHitters, LayerCodecs, Scheme, coverage
 
-from .. import __version__
 from ..capture.checks import check_model
-from ..capture.scan import Capture, LayerSource, LayerTaps, default_batch
-from .checkpoint import Kept, beside
-from .needs import predictions_worse_than_none, too_little
-
-if TYPE_CHECKING:
-    from ..text.sources import Windows
-from ..capture.spill import SpillStore, Where
-from ..methods.base import Carry, Finishing, Method, settings_of
+from ..capture.scan import Capture, LayerSource, LayerTaps
+from ..capture.spill import SpillStore
+from ..methods.base import Carry, Finishing, Method, coded_tokens
 from ..methods.vqkv import VQKV
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
+from .checkpoint import Checkpoint
+from .codebooks import Say, TrainResult
+from .job import FitJob, FitOptions, FitResult, Part, Scan
+from .needs import predictions_worse_than_none, too_little
+from .outlier_guard import say_forecasts
 
-
-@dataclass(frozen=True)
-class FitOptions:
-    """How to run, not what to learn. spill: where hidden states and reconstructions lie."""
-
-    batch: int | None = None
-    spill: Where = "device"
-    spill_dir: Path | None = None
-    resume: bool = True
-
-
-@dataclass
-class FitResult:
-    bundle: Bundle
-    path: Path
-    sha256: str
-    seconds: dict[str, float]
-    resumed_layers: int
-    layer_metrics: list[dict[str, float]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class FitJob:
-    """One of the bundles that a scan makes. seed: which windows were drawn, for provenance.
-
-    searched: how the method's settings were found and what was seen there: `provenance` and `metrics`, kept under "search".
-    selection: tokens that a cache of this bundle keeps (H2O); nothing that is fitted depends on it.
-    """
-
-    method: Method | VQKV
-    output: Path
-    seed: int = 0
-    searched: Mapping[str, Mapping[str, Any]] | None = None
-    selection: HeavyHitters | None = None
-
-
-@dataclass(frozen=True)
-class Scan:
-    """What the bundles of one scan share. batch: windows at a time, as provenance states it."""
-
-    source: LayerSource
-    text: Windows
-    other: Windows | None
-    ids: Tensor
-    model_record: dict[str, Any]
-    revision: str | None
-    device: torch.device
-    options: FitOptions
-    timer: PhaseTimer
-    say: Callable[[str], None]
-
-    @property
-    def config(self) -> Any:
-        return hf.config_of(self.source.model)
-
-    @property
-    def skipped(self) -> dict[int, str]:
-        """Layers that keep a cache of their own, with the reason."""
-        return hf.unsupported_layers(self.config)
-
-    @property
-    def compressed(self) -> list[int]:
-        """The others, lowest first."""
-        skipped = self.skipped
-        return [index for index in range(self.config.num_hidden_layers) if index not in skipped]
-
-    def placed(self, codecs: Iterable[LayerCodecs]) -> tuple[LayerCodecs | None, ...]:
-        """Codecs of the compressed layers -> those of all layers."""
-        found = dict(zip(self.compressed, codecs, strict=True))
-        return tuple(found.get(index) for index in range(self.config.num_hidden_layers))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = next(self.source.model.parameters()).dtype
-        return found
-
-    def record(self, job: FitJob) -> dict[str, Any]:
-        batch = self.options.batch or default_batch(self.ids.shape[1], self.device)
-        found = provenance(job.method, self.text, self.model_record, self.device, self.dtype, batch, job.seed)
-        if job.searched is not None and "provenance" in job.searched:
-            found["search"] = job.searched["provenance"]
-        if job.selection is not None:
-            found["selection"] = asdict(job.selection)
-        if (other := self.other) is not None:
-            found["other_text"] = {"source": other.source, "sha256": other.sha256, "ids_sha256": other.ids_sha256}
-        return found
-
-
-class Part(Protocol):
-    """One bundle on its way through a scan.
-
-    known: the fingerprint's probe, where a run before kept all that the part takes from the layers; None: it must see them.
-    """
-
-    known: tuple[float, ...] | None
-
-    @property
-    def work(self) -> Checkpoint: ...
-
-    def open(self, stack: ExitStack) -> None:
-        """Before the first layer: what must be closed after the last goes on the stack."""
-
-    def layer(self, taps: LayerTaps) -> None: ...
-
-    def complete(self) -> Scheme | None:
-        """Once, after the last layer: the fitted scheme, to be forecast; None where `finish` makes and forecasts it."""
-
-    def finish(self, fingerprint: Fingerprint) -> FitResult:
-        """After `complete`, hidden states and reconstructions given back: write the bundle."""
+if TYPE_CHECKING:
+    from ..text.sources import Windows
 
 
 def fit(
@@ -256,20 +144,6 @@ def _warn(jobs: Sequence[FitJob], parts: Sequence[Part], scan: Scan) -> None:
         say_forecasts(scan, schemes)
 
 
-def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
-    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where the
-    held-out ones together are too short for a block of each.
-    """
-    from .forecast import least_tokens
-    from .outlier_guard import warnings
-
-    held, train = scan.text.holdout, scan.text.train
-    need = max(least_tokens(scheme) for scheme in schemes.values())
-    ids = held if held.numel() - len(held) >= need else torch.cat((held, train))  # joined windows lose a BOS each
-    for line in warnings(scan.source, ids, schemes, scan.device):
-        scan.say(line)
-
-
 def _part(job: FitJob, scan: Scan) -> Part:
     if isinstance(job.method, VQKV):  # its codebooks are shared by layers: trained after the scan
         from .codebooks import TrainPart
@@ -360,65 +234,6 @@ def _one_layer(
     return result.codecs, result.metrics
 
 
-def coded_tokens(length: int, sink: int, block: int) -> slice:
-    """Which tokens of a window a cache would pack: not the sink, and whole blocks only."""
-    blocks = (length - sink) // block
-    if blocks < 1:
-        raise UsageError(
-            f"windows of {length} tokens leave nothing to compress behind a sink of {sink} in blocks of {block}; "
-            f"use --length {sink + block} or more"
-        )
-    return slice(sink, sink + blocks * block)
-
-
-def provenance(
-    method: Method | VQKV,
-    text: Windows,
-    model_record: dict[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    batch: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Everything that decides the bytes; no times, no paths of this machine."""
-    import transformers
-
-    return {
-        "tool": f"kvcal {__version__}",
-        "method": method.name,
-        "settings": settings_of(method),
-        "model": model_record,
-        "text": {
-            "source": text.source,
-            "sha256": text.sha256,
-            "ids_sha256": text.ids_sha256,
-            "train_windows": len(text.train),
-            "holdout_windows": len(text.holdout),
-            "length": int(text.train.shape[1]),
-            **({} if text.column is None else {"column": text.column}),
-        },
-        "seed": seed,
-        "batch": batch,  # of windows: it decides the last bits of products
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device_name(device),
-        **({"cpu": cpu_record()} if device.type == "cpu" else {}),
-        "versions": {
-            "python": ".".join(platform.python_version_tuple()[:2]),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
-def device_name(device: torch.device) -> str:
-    return device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
-def cpu_record() -> dict[str, Any]:
-    """What decides the last bits of sums on a CPU: how they are split over threads, and its vector instructions."""
-    return {"threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
-
-
 def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
     """Means over the layers that have the figure; lists, a number a head, have none."""
     names = dict.fromkeys(name for row in metrics for name, value in row.items() if not isinstance(value, list))
@@ -426,49 +241,6 @@ def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
         name: round(sum(row[name] for row in metrics if name in row) / sum(name in row for row in metrics), 6)
         for name in names
     }
-
-
-def check_output(output: Path, option: str = "--output") -> None:
-    """Raise now, not after an hour, if no file can be written there: no folder, pipe or device is replaced by one."""
-    folder = file_behind(output, option).parent
-    if not folder.is_dir():
-        raise KVCalError(f"{folder} is not a folder; create it or give another {option}")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except FileNotFoundError as error:  # the folder is there: a file system of the kernel's own
-        raise KVCalError(f"{folder}: no file can be made in this folder; give another {option}") from error
-    except OSError as error:
-        raise KVCalError(f"{folder}: cannot be written to ({error.strerror}); give another {option}") from error
-
-
-class Checkpoint(Kept):
-    """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
-
-    def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
-        check_output(output)
-        super().__init__(beside(output), record, resume)
-
-    def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
-        """Fitted layers of these, up to the first that is missing or damaged."""
-        found: dict[int, Bundle] = {}
-        for index in compressed:
-            path = self._path(index)
-            if not path.exists():
-                break
-            try:
-                found[index] = load_bundle(path, whole=False)
-            except KVCalError:
-                path.unlink()
-                break
-        return found
-
-    def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
-        lone = Scheme(method.windows, method.frame, (pair,))
-        nothing = Fingerprint("layer", 1, pair.key.shape.heads, pair.key.shape.dim, {}, "")
-        Bundle(nothing, lone, {"layer": index}, metrics).write(self.place(self._path(index).name))
-
-    def _path(self, index: int) -> Path:
-        return self.folder / f"layer-{index:04d}.safetensors"
 
 
 @contextmanager
@@ -490,3 +262,29 @@ def _failing(works: Sequence[Checkpoint], others: Sequence[Checkpoint] = ()) -> 
                 f"{error} (fitted layers wait in {', '.join(waiting)}: start again to go on, or delete it)"
             ) from error
         raise
+
+
+def train(
+    method: VQKV,
+    source: LayerSource,
+    text: Windows,
+    output: Path,
+    *,
+    model_record: dict[str, Any],
+    revision: str | None,
+    device: torch.device,
+    seed: int = 0,
+    options: FitOptions | None = None,
+    say: Say = lambda line: None,
+    selection: HeavyHitters | None = None,
+) -> TrainResult:
+    """Codebooks of all layers into a bundle; the same arguments give the same bytes. selection: as of fit.
+
+    Raises KVCalError for models, windows or settings that cannot be trained, before any work.
+    """
+    [result] = fit_together(
+        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record,
+        revision=revision, device=device, options=options, say=say,
+    )  # fmt: skip
+    assert isinstance(result, TrainResult)
+    return result

@@ -26,7 +26,7 @@ from kvcal_artifacts.scheme import Scheme
 from ..capture.call import LayerCall, call_layer, check_rotation
 from ..capture.checks import check_finite
 from ..capture.scan import Capture, LayerSource, TapBatch
-from ..methods.observed import taps_of, window_statistics
+from ..methods.statistics import taps_of, window_statistics
 from ..report.progress import progress
 
 BEHIND = 128  # tokens at a window's end whose KL counts, none of them packed; a quarter of a window at most

@@ -13,9 +13,9 @@ from typing import Any
 from kvcal_artifacts.codecs import Role, Shape
 
 from ..methods.aqua_kv import AquaKV
+from ..methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, learned
 from ..methods.innerq import InnerQ
 from ..methods.kvtuner import KVTuner
-from ..methods.learned import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, learned
 from ..methods.squat import Squat
 from ..methods.transform import TransformBackbone
 from ..methods.vqkv import VQKV

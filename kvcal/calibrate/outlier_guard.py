@@ -24,14 +24,13 @@ from kvcal_artifacts.hf import config_of
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from ..capture.scan import Capture, LayerSource, WholeModel
-from ..methods.backbones import BACKBONES
-from ..methods.base import Carry
-from ..methods.factors import codes_apart
-from ..methods.learned import FactorBackbone
-from ..methods.seen import Seen
+from ..methods.base import Carry, coded_tokens
+from ..methods.calibrated import FactorBackbone
+from ..methods.registry import BACKBONES, codes_apart
+from ..methods.statistics import Seen
 from ..report.timing import PhaseTimer
-from .driver import coded_tokens
 from .forecast import Forecast, forecasts, least_tokens
+from .job import Scan
 
 # Forecast KL from which a scheme is warned of, and in which words. KL 0.1: what 2-bit integers cost SmolLM2-135M and
 # Qwen2.5-Coder-0.5B at their worst settings; at 1 the next token is another one in most places.
@@ -350,3 +349,16 @@ def _names(codec: Codec, role: Role) -> Iterator[str]:
 def _alike(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether constants that both have are equal: settings do not tell a grid in bytes from the papers'."""
     return all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first.keys() & second.keys())
+
+
+def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
+    """What these schemes are forecast to cost on held-out windows, where that is much; on training windows too, where the
+    held-out ones together are too short for a block of each.
+    """
+    from .forecast import least_tokens
+
+    held, train = scan.text.holdout, scan.text.train
+    need = max(least_tokens(scheme) for scheme in schemes.values())
+    ids = held if held.numel() - len(held) >= need else torch.cat((held, train))  # joined windows lose a BOS each
+    for line in warnings(scan.source, ids, schemes, scan.device):
+        scan.say(line)

@@ -32,6 +32,7 @@ from kvcal.cli import (
     tune_bits,
     tune_thresholds,
 )
+from kvcal.cli.defaults import register
 from kvcal.cli.failure import INTERRUPTED, guarded
 from kvcal_artifacts.shown import message
 
@@ -74,6 +75,7 @@ app = typer.Typer(
 )
 for _name, _command in COMMANDS.items():
     app.command(_name)(guarded(_command))
+register(COMMANDS, app)
 
 
 def _print_version(wanted: bool) -> None:

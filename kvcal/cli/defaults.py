@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
+
+_PROGRAM: dict[str, Any] = {"commands": None, "app": None}
+
+
+def register(commands: Mapping[str, Callable[..., Any]], app: Any) -> None:
+    """Called once, by app.py, which knows the commands: they are asked here for each other's options, so that this module
+    cannot import it.
+    """
+    _PROGRAM.update(commands=commands, app=app)
 
 
 def defaults_of(command: str) -> dict[str, Any]:
     """Option name -> default, as `kvcal COMMAND` alone would have them."""
-    from kvcal.cli.app import COMMANDS
-
-    parameters = inspect.signature(COMMANDS[command]).parameters.values()
+    parameters = inspect.signature(_PROGRAM["commands"][command]).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
@@ -39,9 +46,7 @@ def _parsers() -> Any:
     """Every command's; made once, as a recipe asks again and again."""
     import typer
 
-    from kvcal.cli.app import app
-
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(_PROGRAM["app"])
     return root.commands
 
 

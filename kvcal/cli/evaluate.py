@@ -96,7 +96,7 @@ def evaluate(
 
 def check_reports(junit: Path | None, summary: Path | None) -> None:
     """Refuse now, not after an hour, what cannot be written."""
-    from kvcal.calibrate.driver import check_output
+    from kvcal.report.outputs import check_output
 
     for option, path in (("--junit", junit), ("--summary", summary)):
         if path is not None:

@@ -31,11 +31,14 @@ from ..bench.tables import MIXKVQ, no_scheme
 from ..bench.target import Target, target
 from ..bench.timing import Clock
 from ..calibrate.checkpoint import Work, short
-from ..calibrate.driver import check_output, cpu_record
-from ..models import loading
+from ..calibrate.provenance import cpu_record
+from ..models import configuration, loading
+from ..models.devices import to_dtype
 from ..models.memory import check_room
+from ..models.names import ModelSource, resolve
 from ..pipeline.build import code_identity
 from ..report.checkout import commit
+from ..report.outputs import check_output
 from ..report.plots import check_plot, plot_bench
 from ..report.suggest import allowed
 from .bundles import file_sha256
@@ -272,7 +275,7 @@ def _windows(o: dict[str, Any]) -> Windows:
 
 
 def _dtype(o: dict[str, Any], default: torch.dtype) -> torch.dtype:
-    return default if o["dtype"] == "auto" else loading.to_dtype(o["dtype"])
+    return default if o["dtype"] == "auto" else to_dtype(o["dtype"])
 
 
 def _papers(o: dict[str, Any], wanted: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
@@ -286,8 +289,8 @@ def _papers(o: dict[str, Any], wanted: Sequence[str], otherwise: torch.dtype) ->
 
 def _projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) -> dict[str, Any]:
     assert where.profile is not None
-    source = loading.resolve(model, o["revision"])
-    geometry = loading.geometry(source)
+    source = resolve(model, o["revision"])
+    geometry = configuration.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if TABLE_4 in wanted:
@@ -350,8 +353,8 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     """The result, and what is kept of it."""
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
-    source = loading.resolve(model, o["revision"])
-    geometry = loading.geometry(source)
+    source = resolve(model, o["revision"])
+    geometry = configuration.geometry(source)
     own = _schemes(o, geometry, GPU_SCHEMES if on_gpu else PAPER_SCHEMES)
     jetson_here = where.jetson and on_gpu
     lengths = numbers(o["length"], "--length", paper.LENGTHS if jetson_here else [4096, 32768] if on_gpu else [2048])
@@ -370,7 +373,7 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     if generated:  # before kernels are measured: a model that does not fit is known now
         whole, kind, runs = _whole(o, on_gpu, wanted)
         if runs:
-            check_room(whole.label, loading.geometry(whole).parameters * kind.itemsize, kind, where.device)
+            check_room(whole.label, configuration.geometry(whole).parameters * kind.itemsize, kind, where.device)
     able = bool(generated or rows)
     for shape in shapes if kernels else []:
         given = source.public, geometry, own, kernels, [shape], clock, dtype, where.name, once, o["seed"], o["queries"]
@@ -407,14 +410,14 @@ def _measured(o: dict[str, Any], where: Target, model: str, wanted: list[str], s
     }, kept.work
 
 
-def _record(o: dict[str, Any], source: loading.ModelSource) -> dict[str, Any]:
+def _record(o: dict[str, Any], source: ModelSource) -> dict[str, Any]:
     """What all rows of a run depend on."""
     files = ("bundle", "csv", "plot", "compare", "json", "resume", "model", "revision")
     here = {name: value for name, value in machine().items() if name != "GPU memory free"}
     return {
         "options": {name: value for name, value in o.items() if name not in files},
         "bundles": [file_sha256(path) for path in o["bundle"] or ()],
-        "model": [source.label, asdict(loading.geometry(source))], "machine": here, "cpu": cpu_record(),
+        "model": [source.label, asdict(configuration.geometry(source))], "machine": here, "cpu": cpu_record(),
         "code": code_identity(),
     }  # fmt: skip
 
@@ -478,11 +481,11 @@ def _with_shares(rows: list[Row]) -> list[Row]:
     return out
 
 
-def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[loading.ModelSource, torch.dtype, bool]:
+def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
     """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
     runs_here = not on_gpu and bool(AT_SHAPE & set(wanted))
     name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
-    source = loading.resolve(name, o["revision"])
+    source = resolve(name, o["revision"])
     return source, _dtype(o, _papers(o, wanted, torch.bfloat16 if on_gpu else torch.float32)), on_gpu or runs_here
 
 
@@ -492,7 +495,7 @@ def _generation(
     assert where.device is not None
     on_gpu, copy = where.device.type == "cuda", kept.clock.ceilings.get("copy")
     source, dtype, runs = _whole(o, on_gpu, wanted)
-    geometry = loading.geometry(source)
+    geometry = configuration.geometry(source)
     own = _schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not on_gpu:  # a CPU has no memory of its own to fill

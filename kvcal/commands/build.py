@@ -26,9 +26,14 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.scheme import Windows
 from kvcal_artifacts.shown import message
 
-from ..calibrate import driver
-from ..calibrate.driver import FitJob, FitOptions, check_output, coded_tokens, cpu_record, fit_together
-from ..models import loading
+from ..calibrate import provenance
+from ..calibrate.driver import fit_together
+from ..calibrate.job import FitJob, FitOptions
+from ..calibrate.provenance import cpu_record
+from ..methods.base import coded_tokens
+from ..models import configuration
+from ..models.devices import pick_device
+from ..models.names import ModelSource, resolve
 from ..pipeline.build import (
     BuildRecipe,
     Entry,
@@ -41,6 +46,7 @@ from ..pipeline.build import (
     text_identity,
 )
 from ..pipeline.gates import Check, recalled, worth_keeping
+from ..report.outputs import check_output
 from .combine import run_combine
 from .common import (
     RANDOM_TOKENS,
@@ -66,7 +72,7 @@ from .tune_bits import kvtuner_method
 from .tune_thresholds import mixkvq_method, run_tune_thresholds, search_settings, window_counts
 from .tune_thresholds import objective_name as mixkvq_objective
 from .tune_thresholds import searches as mixkvq_searches
-from .workbench import Opened, open_for_fit, pick_device
+from .workbench import Opened, open_for_fit
 
 REPORTS = ("junit", "summary")  # options that say where gates are reported
 SPILLS = ("device", "cpu", "disk")
@@ -79,11 +85,11 @@ Written = Callable[[str, str, int], None]  # name, sha256 and bytes of a bundle 
 class Kind:
     """How a method's options become a method that `fit_together` takes, and the numbers of windows."""
 
-    method: Callable[[dict[str, Any], loading.ModelSource], Any]
+    method: Callable[[dict[str, Any], ModelSource], Any]
     counts: Callable[[dict[str, Any]], dict[str, Any]] = lambda o: {}
 
 
-def _mixkvq(o: dict[str, Any], source: loading.ModelSource) -> Any:
+def _mixkvq(o: dict[str, Any], source: ModelSource) -> Any:
     """With fixed thresholds; what is to be searched goes another way."""
     from ..search.thresholds import with_thresholds
 
@@ -96,7 +102,7 @@ KINDS: dict[str, Kind] = {
     "innerq": Kind(lambda o, source: innerq_method(o)),
     "kvtuner": Kind(lambda o, source: kvtuner_method(o), window_counts),
     "squat": Kind(squat_method, squat_counts),
-    "vqkv": Kind(lambda o, source: vqkv_method(o, loading.geometry(source))),
+    "vqkv": Kind(lambda o, source: vqkv_method(o, configuration.geometry(source))),
     "mixkvq": Kind(_mixkvq, window_counts),
 }
 
@@ -120,7 +126,7 @@ def check_entry(recipe: BuildRecipe, entry: Entry) -> None:
         if entry.method == "preset":
             wanted_preset(entry.options)
         elif entry.method in KINDS:
-            source = loading.resolve(entry.options["model"], entry.options["revision"])
+            source = resolve(entry.options["model"], entry.options["revision"])
             method = KINDS[entry.method].method(entry.options, source)
             *_, length = window_numbers(entry.options | KINDS[entry.method].counts(entry.options), source)
             if isinstance(windows := getattr(method, "windows", None), Windows):
@@ -164,7 +170,7 @@ class Planner:
             found["device"] = device_name(o)
             if found["device"] == "cpu":
                 found["cpu"] = cpu_record()  # as provenance: reproduce compares with it
-            source = loading.resolve(o["model"], o["revision"])
+            source = resolve(o["model"], o["revision"])
             origin = text_for(o, source, "calibration")
             check_column(o["column"], origin, o.get("other_text"))
             found["text"] = self._text(entry, origin, "text")
@@ -194,7 +200,7 @@ class Planner:
     def gate_key(self, entry: Entry, sha256: str) -> str:
         """Of everything that decides what the gates of a bundle say."""
         o = self.recipe.evaluation[entry.model]
-        origin = text_for(o, loading.resolve(o["model"], o["revision"]), "evaluation")
+        origin = text_for(o, resolve(o["model"], o["revision"]), "evaluation")
         text = (
             {}
             if origin == RANDOM_TOKENS
@@ -217,7 +223,7 @@ def _model_key(o: Mapping[str, Any]) -> list[Any]:
 
 def device_name(o: Mapping[str, Any]) -> str:
     """As provenance states it."""
-    return driver.device_name(pick_device(o["device"]))
+    return provenance.device_name(pick_device(o["device"]))
 
 
 @dataclass(frozen=True)
@@ -246,7 +252,7 @@ def works(plans: Iterable[Planned], share: bool) -> list[Work]:
 
 def _scan_key(entry: Entry) -> str:
     o = entry.options
-    source = loading.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     same = ("model", "revision", "random_weights", "seed", "dtype", "device", "batch", "text", "column")
     how = [o.get("layerwise", False), o.get("spill", "device"), o.get("spill_dir"), o.get("other_text")]
     numbers = window_numbers(o | KINDS[entry.method].counts(o), source)
@@ -296,7 +302,7 @@ def _scan_shared(work: Work, say: Say, written: Written) -> None:
 def _scan(work: Work, say: Say, written: Written) -> None:
     first = work.plans[0].entry
     o = first.options | KINDS[first.method].counts(first.options)
-    source = loading.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     origin = text_for(o, source, "calibration")
     tokenizer = tokenizer_for(o, source, origin, o.get("other_text"))
     text = calibration_windows(o, source, tokenizer, origin, say)

@@ -15,7 +15,7 @@ from kvcal_artifacts.files import read_bytes
 from ..bundles.diff import diff
 from ..bundles.paths import given_bundle
 from ..evaluate.errors import HeadErrors, head_errors_fault, measured_head_errors, stored_head_errors
-from ..models import loading
+from ..models import names
 from ..report.plots import check_plot, head_errors_png
 from ..report.records import check_depth
 from .common import (
@@ -92,7 +92,7 @@ def head_errors(bundle: Bundle, o: dict[str, Any], say: Say) -> dict[str, Any] |
 
 
 def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, str]:
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")

@@ -9,9 +9,11 @@ from typing import Any
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import HeavyHitters
 
-from ..calibrate.driver import FitOptions, FitResult, check_output, fit
+from ..calibrate.driver import fit
+from ..calibrate.job import FitOptions, FitResult
 from ..methods.base import Method
-from ..models import loading
+from ..models import names
+from ..report.outputs import check_output
 from ..text import sources
 from .common import (
     Say,
@@ -67,7 +69,7 @@ class Calibration:
         }
 
 
-def prepare(o: dict[str, Any], source: loading.ModelSource, output: Path | None, say: Say) -> Calibration:
+def prepare(o: dict[str, Any], source: names.ModelSource, output: Path | None, say: Say) -> Calibration:
     """Options by name, as the command line gives them. Raises KVCalError before any model is read, if one of the text, the
     output or --spill cannot be.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bundles.combine import combine
 from ..bundles.paths import given_bundle
-from ..calibrate.driver import check_output
+from ..report.outputs import check_output
 from .bundles import file_sha256
 
 

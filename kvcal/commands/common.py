@@ -19,14 +19,17 @@ from kvcal_artifacts.fused import QUERIES
 from kvcal_artifacts.preflight import triton_version
 from kvcal_artifacts.scheme import HeavyHitters, coverage
 
-from ..calibrate.driver import check_output, cpu_record, device_name
+from ..calibrate.provenance import cpu_record, device_name
 from ..methods.aqua_kv import AquaKV
-from ..methods.plain import DataFree
-from ..models import loading
+from ..methods.data_free import DataFree
+from ..models import configuration, files
+from ..models.devices import pick_device, pick_dtype
+from ..models.names import ModelSource
 from ..pipeline.build import code_identity, model_identity
+from ..report.outputs import check_output
 from ..report.progress import progress
 from ..text import sources
-from .workbench import default_output, pick_device, pick_dtype
+from .workbench import default_output
 
 Say = Callable[[str], None]
 RANDOM_TOKENS = "random token ids (random weights)"
@@ -70,7 +73,7 @@ def refuse_idle_seed(o: Mapping[str, Any], said: Collection[str]) -> None:
         refuse_idle(said, ("seed",), "random weights", "give --random-weights, or leave it out")
 
 
-def output_for(o: dict[str, Any], source: loading.ModelSource, method: str) -> Path:
+def output_for(o: dict[str, Any], source: ModelSource, method: str) -> Path:
     """--output, or a name made of model and method; raises KVCalError, before any work, where no file can be written."""
     output = Path(o["output"] or default_output(source, method))
     check_output(output)
@@ -100,14 +103,14 @@ def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
     return HeavyHitters(o["keep"], 0.5 if o["heavy"] is None else o["heavy"])
 
 
-def check_context(source: loading.ModelSource, length: int, say: Say) -> None:
+def check_context(source: ModelSource, length: int, say: Say) -> None:
     """Said, not refused: models run beyond their context, badly."""
-    context = loading.geometry(source).context
+    context = configuration.geometry(source).context
     if length > context:
         say(f"note: windows of {length} tokens exceed the {context} that {source.label} was made for")
 
 
-def text_for(o: dict[str, Any], source: loading.ModelSource, purpose: str) -> str:
+def text_for(o: dict[str, Any], source: ModelSource, purpose: str) -> str:
     """Where the text is from; random weights of a model that is not here get random token ids."""
     if o["text"] is not None:
         return given_text(o)
@@ -139,27 +142,27 @@ def known(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def tokenizer_for(o: Mapping[str, Any], source: loading.ModelSource, *origins: str | None) -> Any:
+def tokenizer_for(o: Mapping[str, Any], source: ModelSource, *origins: str | None) -> Any:
     """The model's tokenizer, so that a text is read before any weights are; None for random weights of a hub model.
 
     Raises, in this order, what `models.check_config` raises, TextError for one of the texts `origins` that is no file kvcal
     reads, UsageError for a --device or --dtype that cannot be used, ModelUnavailable for a tokenizer that cannot be read.
     """
-    loading.check_config(source, random_weights=o["random_weights"])
+    configuration.check_config(source, random_weights=o["random_weights"])
     for origin in origins:
         if origin is not None and origin != RANDOM_TOKENS:
             sources.check_local(origin)
     pick_dtype(o["dtype"], pick_device(o["device"]))
     if not o["random_weights"]:
-        return loading.load_tokenizer(source)
-    return loading.local_tokenizer(source)
+        return files.load_tokenizer(source)
+    return files.local_tokenizer(source)
 
 
 def evaluation_text(
-    o: dict[str, Any], source: loading.ModelSource, tokenizer: Any, origin: str, length: int, say: Say
+    o: dict[str, Any], source: ModelSource, tokenizer: Any, origin: str, length: int, say: Say
 ) -> sources.EvaluationWindows:
     if origin == RANDOM_TOKENS:
-        vocabulary, count = loading.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
+        vocabulary, count = configuration.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
         return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
     with reading() as seen:
         return sources.evaluation_windows(
@@ -167,9 +170,9 @@ def evaluation_text(
         )
 
 
-def window_numbers(o: dict[str, Any], source: loading.ModelSource) -> tuple[int, int, int]:
+def window_numbers(o: dict[str, Any], source: ModelSource) -> tuple[int, int, int]:
     """How many calibration windows, how many of them held out, tokens a window."""
-    paper = loading.presets(source)["aqua-kv"]
+    paper = configuration.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
     held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
     if held >= count:
@@ -178,12 +181,12 @@ def window_numbers(o: dict[str, Any], source: loading.ModelSource) -> tuple[int,
 
 
 def calibration_windows(
-    o: dict[str, Any], source: loading.ModelSource, tokenizer: Any, text_source: str, say: Say
+    o: dict[str, Any], source: ModelSource, tokenizer: Any, text_source: str, say: Say
 ) -> sources.Windows:
     """Windows as asked for, by default as the model's preset has them."""
     count, held, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
-        vocabulary = loading.geometry(source).vocab
+        vocabulary = configuration.geometry(source).vocab
         return sources.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
     with reading() as seen:
         return sources.token_windows(

@@ -20,16 +20,19 @@ from .. import __version__
 from ..bundles.paths import given_bundle
 from ..calibrate.checkpoint import Batches as KeptBatches
 from ..calibrate.checkpoint import Work, beside, short
-from ..calibrate.driver import FitOptions, check_output, fit
+from ..calibrate.driver import fit
+from ..calibrate.job import FitOptions
 from ..calibrate.outlier_guard import warnings
 from ..capture.scan import WholeModel
 from ..evaluate.attention_error import attention_errors
 from ..evaluate.perplexity import Batches, CacheMaker, evaluate
 from ..methods.aqua_kv import AquaKV
 from ..methods.composition import Composition
-from ..methods.plain import DataFree, Preset, composed, preset
-from ..models import loading
+from ..methods.data_free import DataFree, Preset, composed, preset
+from ..models import configuration
+from ..models.names import ModelSource, resolve
 from ..pipeline.scheme_file import Recipe, read_recipe
+from ..report.outputs import check_output
 from ..search.comparison import Ledger, as_csv, best, bytes_at, front, read_results
 from .common import (
     Say,
@@ -157,13 +160,13 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         from ..report.plots import check_plot
 
         check_plot(o["plot"])
-    source = loading.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     fitted = any(isinstance(row.what, AquaKV) for row in rows)
     fitting_origin = text_for(o | {"text": o["calibration"]}, source, "calibration") if fitted else None
     check_column(o["column"], origin, fitting_origin)
     say(f"text: {origin}")
-    length = o["length"] or min(loading.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o["length"] or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     tokenizer = tokenizer_for(o, source, origin, fitting_origin)
     text = evaluation_text(o, source, tokenizer, origin, length, say)
     check_context(source, length, say)
@@ -257,7 +260,7 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _calibration(
-    o: dict[str, Any], fit_options: dict[str, Any], source: loading.ModelSource, tokenizer: Any, say: Say
+    o: dict[str, Any], fit_options: dict[str, Any], source: ModelSource, tokenizer: Any, say: Say
 ) -> dict[str, Any]:
     own = fit_options | {
         "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],

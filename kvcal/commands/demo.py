@@ -11,7 +11,7 @@ from typing import Any
 
 from kvcal_artifacts.errors import KVCalError
 
-from ..calibrate.driver import check_output
+from ..report.outputs import check_output
 from .common import Say
 from .evaluation import run_eval
 from .fit_predictors import run_fit_predictors

@@ -20,9 +20,10 @@ from ..calibrate.outlier_guard import warnings
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
 from ..evaluate.perplexity import CacheMaker, Row, evaluate
-from ..methods.plain import DataFree
-from ..models import loading
+from ..methods.data_free import DataFree
+from ..models import configuration
 from ..models.hub import one_line
+from ..models.names import resolve
 from ..pipeline.gates import Check, Limits, broken_off, check_recorded, check_row
 from ..report.progress import progress
 from .bundles import file_sha256
@@ -57,7 +58,7 @@ def run_eval(
     refuse_idle_seed(o, said)
     common, bundles = Limits.of(o), [*(o["bundles"] or []), *(o["bundle"] or [])]
     methods, selection = rows_named(o["preset"] or [], bundles), given_selection(o)
-    source = loading.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     origin = text_for(o, source, "evaluation")
     check_column(o["column"], origin)
     say(f"text: {origin}")
@@ -73,7 +74,7 @@ def run_eval(
     held = {name: common if limits is None else limits[name] for name in methods}
     for name, what in methods.items():
         check_recorded(held[name], name, what if isinstance(what, Bundle) else None)
-    length = o["length"] or min(loading.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
+    length = o["length"] or min(configuration.presets(source)["aqua-kv"]["length"], EVAL_LENGTH[source.kind])
     text = evaluation_text(o, source, tokenizer_for(o, source, origin), origin, length, say)
     check_context(source, length, say)
     loaded = open_model(
@@ -294,7 +295,7 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
     if len(methods) != 1:
         raise UsageError("give one --bundle or one --preset")
     selection, methods = given_selection(o), with_subspace(methods, o["subspace"])
-    source = loading.resolve(o["model"], o["revision"])
+    source = resolve(o["model"], o["revision"])
     tokenizer = known(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
     loaded = open_model(

@@ -12,10 +12,9 @@ from kvcal_artifacts.codecs import Scaled
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Scheme
 
-from ..methods.backbones import INNERQ_KEYS, INNERQ_VALUES
-from ..methods.factors import no_factors
 from ..methods.innerq import InnerQ
-from ..models import loading
+from ..methods.registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
+from ..models import names
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -52,7 +51,7 @@ def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> di
         refuse_idle(said, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
     if o["values"] is not None:
         refuse_idle(said, ("variant",), "values without a codec of their own", "leave out it or --values")
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, f"{method.name}-{o['variant']}")
     calibration = prepare(o, source, output, say)
     result = calibration.fit(method, output)

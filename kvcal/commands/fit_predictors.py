@@ -12,7 +12,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from ..methods.aqua_kv import AquaKV
-from ..models import loading
+from ..models import names
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -74,7 +74,7 @@ def run_fit_predictors(o: dict[str, Any], say: Say, said: Collection[str] = ()) 
     check_taken(method, said)
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, method.name)
     calibration = prepare(o, source, output, say)
     result = calibration.fit(method, output)

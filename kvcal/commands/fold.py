@@ -11,9 +11,9 @@ from kvcal_artifacts.errors import UsageError
 
 from .. import __version__
 from ..bundles.paths import given_bundle
-from ..calibrate.driver import check_output
-from ..models import loading
+from ..models import configuration, files, layerwise, names
 from ..models.folding import key_factors, without_factors, write_folded
+from ..report.outputs import check_output
 from .bundles import file_sha256
 from .common import Say
 from .workbench import check_bundle, key_probe, model_record
@@ -31,15 +31,15 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
         check_output(Path(rest), "--bundle-output")
     factors = key_factors(bundle.scheme)
     check_bundle(bundle, o["model"], o["revision"], device="cpu", random_weights=False, seed=0)
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     changed = write_folded(source, factors, output, dtype=o["dtype"])
-    folded = loading.resolve(str(output.resolve()))
+    folded = names.resolve(str(output.resolve()))
     found = {
         "model": str(output.resolve()),
         "layers": len(factors),
         "changed_tensors": len(changed),
-        "dtype": loading.config_fields(folded)["dtype"],
-        "revision": loading.weights_revision(folded, random_weights=False, seed=0),
+        "dtype": configuration.config_fields(folded)["dtype"],
+        "revision": files.weights_revision(folded, random_weights=False, seed=0),
         "bundle": None,
     }
     if rest is not None:
@@ -50,9 +50,9 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
     return found
 
 
-def folded_bundle(bundle: Bundle, folded: loading.ModelSource, sha256: str, dtype: str) -> Bundle:
+def folded_bundle(bundle: Bundle, folded: names.ModelSource, sha256: str, dtype: str) -> Bundle:
     """The bundle's scheme without factors, for the model that they were folded into. dtype: as asked for its weights."""
-    parts = loading.open_layerwise(folded, dtype="float32", device="cpu")
+    parts = layerwise.open_layerwise(folded, dtype="float32", device="cpu")
     fingerprint = Fingerprint.of(parts.model, parts.revision, key_probe(parts))
     record = {
         **bundle.provenance,

@@ -14,7 +14,7 @@ from kvcal_artifacts.bundle import Bundle
 from kvcal_artifacts.scheme import Scheme
 
 from ..calibrate.outlier_guard import LENGTH, WINDOWS, window_length
-from ..methods.plain import DataFree
+from ..methods.data_free import DataFree
 from ..text import sources
 
 TEXT = "embedded:evaluation"

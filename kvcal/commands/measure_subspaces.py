@@ -8,9 +8,9 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
-from ..calibrate.driver import FitResult
+from ..calibrate.job import FitResult
 from ..methods.squat import DEVIATION_RANKS, SEARCH_RANKS, SEARCH_STRENGTHS, Squat, paper_settings, search_name
-from ..models import loading
+from ..models import configuration, names
 from .calibration import Calibration, prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -19,9 +19,9 @@ SET = ("rank", "strength", "channels")  # what --settings stands for
 SOURCES = {"window": "same window", "prompt": "its prompt", "same_text": "same text", "other_text": "other text"}
 
 
-def squat_method(o: dict[str, Any], source: loading.ModelSource) -> Squat:
+def squat_method(o: dict[str, Any], source: names.ModelSource) -> Squat:
     """The paper's settings for the model and task, where an option does not say otherwise."""
-    model, dim = source.entry.name if source.entry else source.name, loading.geometry(source).head_dim
+    model, dim = source.entry.name if source.entry else source.name, configuration.geometry(source).head_dim
     for name in ("rank", "channels"):
         if o[name] is not None and o[name] > dim:
             raise UsageError(f"--{name} {o[name]}: keys have {dim} channels a head; give at most {dim}")
@@ -65,7 +65,7 @@ def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = (
             "a rank, strength or number of channels that is not given",
             "leave out it or one of these",
         )
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     method = squat_method(o, source)
     if o["plot"] is not None:
         from ..report.plots import check_plot

@@ -11,11 +11,10 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
-from ..methods.backbones import BACKBONES
-from ..methods.learned import LEARNED
-from ..methods.plain import PRESETS
-from ..models import loading
-from ..models.loading import Geometry
+from ..methods.data_free import PRESETS
+from ..methods.registry import BACKBONES, LEARNED
+from ..models import configuration, names
+from ..models.catalogue import Geometry
 from ..report.suggest import allowed
 from .bench import ALWAYS_PROJECTED, GENERATION, GROUPS
 from .common import refuse_idle
@@ -35,7 +34,7 @@ def run_names(kind: str | None, model: str, said: Collection[str] = ()) -> list[
         raise UsageError(f"kind {kind!r} is not known; {allowed(kind, KINDS, 'kvcal names')}")
     if kind in ("operation", "device"):
         refuse_idle(said, ("model",), "names with bits a value", f"no {kind} has them; leave it out")
-    rows = _rows(loading.geometry(loading.resolve(model)))
+    rows = _rows(configuration.geometry(names.resolve(model)))
     return [row for row in rows if kind in (None, row["kind"])]
 
 

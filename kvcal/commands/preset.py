@@ -15,11 +15,12 @@ from kvcal_artifacts.scheme import Scheme
 from .. import __version__
 from ..calibrate.outlier_guard import warnings
 from ..methods.base import settings_of
-from ..methods.plain import COMPOSED, DataFree, Preset, composed
-from ..models import loading
+from ..methods.data_free import COMPOSED, DataFree, Preset, composed
+from ..models import configuration, files, layerwise, names
+from ..models.devices import pick_device, pick_dtype
 from .common import Say, given_selection, output_for, refuse_idle, refuse_idle_seed, say_coverage
 from .guard import guard_window
-from .workbench import key_probe, model_record, pick_device, pick_dtype
+from .workbench import key_probe, model_record
 
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
@@ -51,7 +52,7 @@ def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[
             said, idle, "the model's run on a text",
             "with --no-check, --config-only and --random-weights it is not run; leave it out",
         )  # fmt: skip
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     name = o["name"] or COMPOSED
     output = output_for(o, source, name)
     pick_device(o["device"])  # refused before anything is written
@@ -85,21 +86,21 @@ def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[
     }
 
 
-def _opened(source: loading.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tuple[float, ...]]:
-    parts = loading.open_layerwise(
+def _opened(source: names.ModelSource, o: dict[str, Any]) -> tuple[Any, str, tuple[float, ...]]:
+    parts = layerwise.open_layerwise(
         source, dtype="float32", device="cpu", random_weights=o["random_weights"], seed=o["seed"]
     )
     return parts.model, parts.revision, key_probe(parts)
 
 
-def _warnings(source: loading.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
+def _warnings(source: names.ModelSource, schemes: dict[str, Scheme], device: str) -> list[str]:
     where = pick_device(device)
-    parts = loading.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
-    return warnings(parts, guard_window(loading.load_tokenizer(source), schemes), schemes, where)
+    parts = layerwise.open_layerwise(source, dtype=pick_dtype("auto", where), device=where)
+    return warnings(parts, guard_window(files.load_tokenizer(source), schemes), schemes, where)
 
 
-def _from_config(source: loading.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
+def _from_config(source: names.ModelSource) -> tuple[Any, str | None, tuple[float, ...]]:
     """Nothing but config.json is read."""
     from ..models.weights import empty_model
 
-    return empty_model(loading.load_config(source), torch.float32), None, ()
+    return empty_model(configuration.load_config(source), torch.float32), None, ()

@@ -15,12 +15,12 @@ from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__
 from ..calibrate.checkpoint import Work
-from ..calibrate.driver import check_output
 from ..calibrate.needs import few_tokens, worse_than_none
 from ..capture.scan import Capture, default_batch
 from ..capture.spill import SpillStore
 from ..evaluate.probe import Probe, Settings, measure, paper_probes, table
-from ..models import loading
+from ..models import configuration, names
+from ..report.outputs import check_output
 from ..report.timing import PhaseTimer
 from ..search.comparison import Ledger, read_results
 from .calibration import Calibration, prepare
@@ -60,7 +60,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     if o["output"] is not None:
         check_output(o["output"])
         read_results(o["output"], "probe")  # refused before any work, if it is none
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     if o["probe"]:  # the paper's own are of any model
         check_reach(settings, compressible(source))
     counts: dict[str, int] = {}
@@ -68,7 +68,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         counts = {"windows": WINDOWS, "holdout": o["holdout"] or HOLDOUT}
     of = prepare(o | counts, source, o["output"], say)
     say_coverage(of.opened.source.model, say)
-    width = loading.geometry(source).kv_heads * loading.geometry(source).head_dim
+    width = configuration.geometry(source).kv_heads * configuration.geometry(source).head_dim
     tokens = len(of.text.train) * max(0, of.length - settings.first)
     for line in few_tokens({probe.name: len(probe.inputs) * width for probe in settings.probes}, tokens):
         say(line)
@@ -133,11 +133,11 @@ def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[
     }  # fmt: skip
 
 
-def compressible(source: loading.ModelSource) -> int:
+def compressible(source: names.ModelSource) -> int:
     """Layers that are probed: those that keep a cache of their own are not."""
     from kvcal_artifacts.hf import text_config, unsupported_layers
 
-    config = text_config(loading.geometry_config(source))
+    config = text_config(configuration.geometry_config(source))
     return int(config.num_hidden_layers) - len(unsupported_layers(config))
 
 

@@ -14,8 +14,8 @@ from kvcal_artifacts.files import read_text
 from ..bundles.card import Card, make_card
 from ..bundles.paths import given_bundle
 from ..bundles.publish import pull, push
-from ..calibrate.driver import check_output
 from ..pipeline.build import DefaultsOf, OptionsOf
+from ..report.outputs import check_output
 from .bundles import file_sha256
 from .reproduce import check_command
 

@@ -20,10 +20,10 @@ from kvcal_artifacts.files import read_bytes
 from ..bundles.diff import diff
 from ..bundles.paths import given_bundle, refuse_name
 from ..bundles.provenance import LOCAL, Options, Recorded, check_threads, checked_options, recorded, tasks_of
-from ..calibrate.driver import check_output
-from ..models import loading
+from ..models import configuration, names
 from ..models.catalogue import CATALOGUE
 from ..pipeline.build import DefaultsOf, OptionsOf
+from ..report.outputs import check_output
 from ..text.sources import EMBEDDED
 from .bundles import file_sha256
 from .combine import run_combine
@@ -56,9 +56,9 @@ OF_OPTIONS: dict[str, Callable[[Options], Any]] = {
     "tune-bits": kvtuner_method,
     "tune-thresholds": lambda o: (search_settings(o), mixkvq_method(o)),
 }
-OF_MODEL: dict[str, Callable[[Options, loading.ModelSource], Any]] = {
+OF_MODEL: dict[str, Callable[[Options, names.ModelSource], Any]] = {
     "measure-subspaces": squat_method,
-    "train-codebooks": lambda o, source: vqkv_method(o, loading.geometry(source)),
+    "train-codebooks": lambda o, source: vqkv_method(o, configuration.geometry(source)),
 }
 INPUTS = ("text.", "other_text.", "model.", "keys.sha256", "values.sha256", "folded_from.bundle_sha256")
 ENVIRONMENT = ("tool", "versions.", "device", "cpu.")
@@ -247,7 +247,7 @@ class Rerun:
         self._texts(was, self.defaults_of(was.command))
         if was.command in OF_MODEL:
             options = checked_options(was, self.defaults_of, self.options_of)
-            source = loading.resolve(model, options["revision"])
+            source = names.resolve(model, options["revision"])
             with _taken(was):
                 OF_MODEL[was.command](options, source)
 

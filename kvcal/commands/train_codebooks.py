@@ -8,10 +8,10 @@ from typing import Any
 
 from kvcal_artifacts.errors import UsageError
 
-from ..calibrate.codebooks import train
+from ..calibrate.driver import train
 from ..methods.codebooks import Training
 from ..methods.vqkv import SIZES, VQKV, Triple, default_sizes
-from ..models import loading
+from ..models import configuration, names
 from .calibration import prepare, written
 from .common import Say, output_for, refuse_idle
 
@@ -74,8 +74,8 @@ def run_train_codebooks(o: dict[str, Any], say: Say, said: Collection[str] = ())
     said: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
-    source = loading.resolve(o["model"], o["revision"])
-    method = vqkv_method(o, loading.geometry(source))
+    source = names.resolve(o["model"], o["revision"])
+    method = vqkv_method(o, configuration.geometry(source))
     check_taken(o, method, said)
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)

@@ -13,7 +13,7 @@ from kvcal_artifacts.errors import UsageError
 from ..bundles.provenance import check_task, tasks_of
 from ..calibrate.needs import one_window
 from ..methods.mixkvq import MixKVQ
-from ..models import loading
+from ..models import names
 from ..search.thresholds import HIGH, LOW, AttentionError, Job, Objective, Perplexity, Settings, Tuned, tune
 from .calibration import prepare
 from .common import Say, output_for, refuse_idle
@@ -80,7 +80,7 @@ def check_taken(o: dict[str, Any], said: Collection[str]) -> None:
         refuse_idle(said, ("heartbeat",), "a storage that workers share", "give --storage, or leave it out")
 
 
-def objective_name(o: dict[str, Any], source: loading.ModelSource) -> str:
+def objective_name(o: dict[str, Any], source: names.ModelSource) -> str:
     """attention, perplexity or task:NAMES; random weights can answer no task, and where nothing is searched none is asked."""
     name = str(o["objective"])
     if name == "auto":
@@ -120,7 +120,7 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, said: Collection[str] = ())
     if o["spill"] not in ("device", "cpu"):
         raise UsageError(f"--spill {o['spill']}: allowed are device and cpu")
     check_taken(o, said)
-    source = loading.resolve(o["model"], o["revision"])
+    source = names.resolve(o["model"], o["revision"])
     name = objective_name(o, source)
     if name.startswith("task:"):
         from ..evaluate.tasks import check_installed

@@ -18,22 +18,11 @@ from kvcal_artifacts.scheme import HeavyHitters
 from ..bundles.paths import given_bundle
 from ..capture.scan import LayerSource, WholeModel
 from ..evaluate.perplexity import CacheMaker
-from ..methods.plain import DataFree, preset
-from ..models import loading
-from ..models.layerwise import LayerwiseWeights
+from ..methods.data_free import DataFree, preset
+from ..models import files, loading, names
+from ..models.devices import pick_device, pick_dtype
+from ..models.layerwise import LayerwiseWeights, open_layerwise
 from ..report.progress import progress
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return loading.to_device(name)
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return loading.to_dtype(name)
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class Opened:
     """A model ready to calibrate: whole in memory, or one layer at a time."""
 
     source: LayerSource
-    name: loading.ModelSource
+    name: names.ModelSource
     revision: str
     random_weights: bool
     device: torch.device
@@ -58,16 +47,16 @@ def open_for_fit(
 ) -> Opened:
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    source = loading.resolve(name, revision)
+    source = names.resolve(name, revision)
     if layerwise:
-        parts = loading.open_layerwise(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
+        parts = open_layerwise(source, dtype=kind, device=where, random_weights=random_weights, seed=seed)
         return Opened(parts, source, parts.revision, random_weights, where, _tokenizer(source, random_weights))
     loaded = _loaded(source, kind, where, random_weights, seed)
     return Opened(WholeModel(loaded.model), source, loaded.revision, random_weights, where, loaded.tokenizer)
 
 
-def _tokenizer(source: loading.ModelSource, random_weights: bool) -> Any:
-    return None if random_weights and source.kind == "hub" else loading.load_tokenizer(source)
+def _tokenizer(source: names.ModelSource, random_weights: bool) -> Any:
+    return None if random_weights and source.kind == "hub" else files.load_tokenizer(source)
 
 
 def open_model(
@@ -75,12 +64,12 @@ def open_model(
 ) -> loading.LoadedModel:
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    source = loading.resolve(name, revision)
+    source = names.resolve(name, revision)
     return _loaded(source, kind, where, random_weights, seed)
 
 
 def _loaded(
-    source: loading.ModelSource, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int
+    source: names.ModelSource, dtype: torch.dtype, device: torch.device, random_weights: bool, seed: int
 ) -> loading.LoadedModel:
     with progress(f"{'Making' if random_weights else 'Loading'} {source.label}"):
         return loading.load_model(source, dtype=dtype, device=device, random_weights=random_weights, seed=seed)
@@ -91,8 +80,8 @@ def check_bundle(
 ) -> None:
     """Raise IncompatibleBundle if it was made for another model; reads config and revision, then two layers' weights."""
     where = pick_device(device)
-    parts = loading.open_layerwise(
-        loading.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
+    parts = open_layerwise(
+        names.resolve(name, revision), dtype="bfloat16", device=where, random_weights=random_weights, seed=seed
     )
     bundle.check(parts.model, parts.revision, probe=())
     bundle.check(parts.model, parts.revision, key_probe(parts))
@@ -108,7 +97,7 @@ def key_probe(parts: LayerwiseWeights) -> tuple[float, ...]:
     return probe
 
 
-def model_record(source: loading.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Any]:
+def model_record(source: names.ModelSource, revision: str | None, random_weights: bool) -> dict[str, Any]:
     """What provenance says of a model; no paths of this machine."""
     return {
         "name": source.public,
@@ -119,7 +108,7 @@ def model_record(source: loading.ModelSource, revision: str | None, random_weigh
     }
 
 
-def default_output(source: loading.ModelSource, method: str) -> Path:
+def default_output(source: names.ModelSource, method: str) -> Path:
     return Path(f"{source.stem}-{method}{SUFFIX}")
 
 

@@ -21,13 +21,12 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps
 from .base import Carry, HoldoutError, LayerFit, flat
+from .calibrated import Learned
 from .composition import Composition
-from .learned import Learned
 from .mixkvq import TierSizes
 from .mlp import MLPSettings, fit_mlp
-from .observed import taps_of, window_statistics
 from .regression import Gram, fit_bias, fit_linear, fit_quantised, fit_reduced_rank
-from .seen import Seen
+from .statistics import Seen, taps_of, window_statistics
 
 PREDICTOR_KINDS = ("linear", "reduced-rank", "mlp", "mlp-no-norm", "linear-4bit", "bias")
 KEY_INPUTS, VALUE_INPUTS = ("k1", "k2", "v1", "v2"), ("v1", "k0", "k1", "v2", "k2")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvcal_artifacts import hf
 from kvcal_artifacts.codecs import Context, Shape
+from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..capture.scan import LayerTaps
@@ -175,3 +176,14 @@ class HoldoutError:
             out[f"{role}_explained_variance"] = float((1 - residual / variance).mean())
         rounded = [round(value, 6) for value in by_head.tolist()]
         return {name: round(value, 6) for name, value in out.items()} | {f"{role}_head_errors": rounded}
+
+
+def coded_tokens(length: int, sink: int, block: int) -> slice:
+    """Which tokens of a window a cache would pack: not the sink, and whole blocks only."""
+    blocks = (length - sink) // block
+    if blocks < 1:
+        raise UsageError(
+            f"windows of {length} tokens leave nothing to compress behind a sink of {sink} in blocks of {block}; "
+            f"use --length {sink + block} or more"
+        )
+    return slice(sink, sink + blocks * block)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvcal_artifacts.codecs import Role
 from kvcal_artifacts.errors import UsageError
 
-from .backbones import Backbone, backbone
-from .learned import Learned, learned
+from .calibrated import Learned, learned
+from .registry import Backbone, backbone
 
 EXCEPTION = re.compile(r"(?P<first>-?\d+)(-(?P<last>\d+))?(:(?P<role>keys|values))?=(?P<codec>.+)")
 ROLES: dict[str, Role] = {"keys": "key", "values": "value"}

@@ -20,10 +20,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps, TapBatch
-from .backbones import INNERQ_KEYS, INNERQ_VALUES
 from .base import Carry, HoldoutError, LayerFit, flat
 from .composition import PlainComposition
-from .factors import by_queries, channel_factor, no_factors, outlier_ratios, share_pairs
+from .factors import by_queries, channel_factor, outlier_ratios, share_pairs
+from .registry import INNERQ_KEYS, INNERQ_VALUES, no_factors
 
 FACTORS = ("channel", "pair", "none")
 SEARCHES = ("queries", "plain")

@@ -20,8 +20,8 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Windows
 
 from ..capture.scan import LayerTaps
 from .attention import OutputError, Probe, probe
-from .backbones import divisor
 from .base import Carry, LayerFit
+from .registry import divisor
 
 Pair = tuple[int, int]  # key bits, value bits
 

@@ -19,8 +19,8 @@ from kvcal_artifacts.scheme import Frame, LayerCodecs, Scheme, Windows
 
 from ..capture.scan import LayerTaps
 from .attention import OutputError, probe
-from .backbones import divisor
 from .base import Carry, LayerFit, layer_by_layer
+from .registry import divisor
 
 
 @dataclass(frozen=True)

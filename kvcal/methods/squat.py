@@ -22,8 +22,8 @@ from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Windows
 from kvcal_artifacts.statistics import Prefixes, due_tokens, principal, statistic, subspace
 
 from ..capture.scan import LayerTaps
-from .backbones import divisor
 from .base import Carry, HoldoutError, LayerFit, flat
+from .registry import divisor
 
 DEVIATION_RANKS = (1, 2, 5, 10, 20, 30, 40, 60, 80, 100, 120)
 # Table 3's grid; over the root of the length, strengths that do the same to a few thousand queries

@@ -26,7 +26,8 @@ from kvcal_artifacts.files import new_file_mode, temporary_folder
 from kvcal_artifacts.scheme import LayerCodecs, Scheme
 
 from ..report.progress import progress
-from . import hub, loading
+from . import configuration, devices, hub, layerwise
+from .names import ModelSource
 
 if TYPE_CHECKING:
     from .layerwise import LayerwiseWeights
@@ -151,9 +152,7 @@ def _multiplied(parameter: Tensor, rows: Tensor) -> Tensor:
     return (parameter.double() * (by[:, None] if parameter.ndim == 2 else by)).to(parameter.dtype)
 
 
-def write_folded(
-    source: loading.ModelSource, factors: Mapping[int, Tensor], output: Path, *, dtype: str = "auto"
-) -> list[str]:
+def write_folded(source: ModelSource, factors: Mapping[int, Tensor], output: Path, *, dtype: str = "auto") -> list[str]:
     """Write the model with these factors folded in as a new folder: config, safetensors, tokenizer; all or nothing.
 
     factors: layer -> (H, D) of its keys. dtype: of the new weights; "auto": the checkpoint's own. A shard of at most 4 GiB is
@@ -168,11 +167,11 @@ def write_folded(
         raise UsageError(f"{output} is there already; give the name of a new folder")
     if not place.parent.is_dir():
         raise KVCalError(f"{place.parent} is not a folder; create it or give another --output")
-    fields = loading.config_fields(source)
+    fields = configuration.config_fields(source)
     if "quantization_config" in fields:
         raise UsageError(f"{source.label}: its weights are quantised; factors can only be folded into plain ones")
     kind = _dtype(fields, dtype)
-    parts = loading.open_layerwise(source, dtype=kind, device="cpu")
+    parts = layerwise.open_layerwise(source, dtype=kind, device="cpu")
     rows = changed_rows(parts, factors)
     try:
         with temporary_folder(place) as temporary:
@@ -196,7 +195,7 @@ def _open_up(folder: Path) -> None:
 
 def _dtype(fields: dict[str, Any], asked: str) -> str:
     if asked != "auto":
-        loading.to_dtype(asked)
+        devices.to_dtype(asked)
         return asked
     return str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
 
@@ -251,17 +250,17 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def _copy_rest(source: loading.ModelSource, folder: Path) -> None:
+def _copy_rest(source: ModelSource, folder: Path) -> None:
     for path in _rest(source):
         shutil.copyfile(path, folder / path.name)
 
 
-def _rest(source: loading.ModelSource) -> Iterator[Path]:
+def _rest(source: ModelSource) -> Iterator[Path]:
     """Tokenizer and generation settings, as far as the model has them."""
     home = source.folder
     if source.kind == "hub":
         assert source.hub_id is not None
-        sha = str(loading.load_config(source)._commit_hash)
+        sha = str(configuration.load_config(source)._commit_hash)
         home = hub.fetch_tokenizer(source.hub_id, sha)
         with suppress(ModelUnavailable):  # few models have none; offline it cannot be told from one not downloaded
             hub.fetch(source.hub_id, "generation_config.json", sha)

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from kvcal_artifacts.hf import decoder_of
 
-from . import hub, loading
+from . import configuration, devices, files, hub, loading
 from .weights import FileWeights, Weights, empty_model, fill, release, tie, tied
 
 if TYPE_CHECKING:
     import torch
 
-    from .loading import ModelSource
+    from .names import ModelSource
 
 
 NORMS = ("norm", "final_layernorm")  # what architectures call the last one
@@ -127,11 +127,11 @@ def open_layerwise(
     seed: int = 0,
 ) -> LayerwiseWeights:
     """Open a model for loading in parts. A hub model's shard is downloaded when a layer first needs it."""
-    target, kind = loading.to_device(device), loading.to_dtype(dtype)
-    config = loading.geometry_config(source) if random_weights else loading.load_config(source)
+    target, kind = devices.to_device(device), devices.to_dtype(dtype)
+    config = configuration.geometry_config(source) if random_weights else configuration.load_config(source)
     model = empty_model(config, kind)
     weights = loading.random_source(config, seed) if random_weights else _stored(source, model)
-    revision = loading.weights_revision(source, random_weights=random_weights, seed=seed)
+    revision = files.weights_revision(source, random_weights=random_weights, seed=seed)
     return LayerwiseWeights(source, model, weights, device=target, revision=revision, random_weights=random_weights)
 
 
@@ -139,8 +139,8 @@ def _stored(source: ModelSource, model: Any) -> Weights:
     if source.kind == "embedded":
         from .embedded import PackedWeights
 
-        return PackedWeights(loading.packed_path(source))
-    index = loading.weights_index(source)
+        return PackedWeights(files.packed_path(source))
+    index = files.weights_index(source)
     return FileWeights(source.label, index, partial(_locate, source, index), model)
 
 

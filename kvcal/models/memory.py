@@ -84,3 +84,11 @@ def _groups() -> Iterator[tuple[Path, int]]:
                 yield folder, version
                 if folder == top:
                     break
+
+
+def is_oom(error: BaseException) -> bool:
+    import torch
+
+    said = str(error).lower()
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or "out of memory" in said or "can't allocate memory" in said

@@ -59,7 +59,7 @@ class FileWeights:
         return tensor.to(like.dtype)
 
     def _made(self, name: str, origin: Origin, like: Tensor, device: torch.device) -> Tensor:
-        from .loading import is_oom
+        from .memory import is_oom
 
         def read(part: str) -> Tensor:
             tensor: Tensor = self._reader(self.shard_of[part], device).get_tensor(part)

@@ -20,7 +20,9 @@ from kvcal_artifacts.errors import KVCalError, UsageError
 from kvcal_artifacts.files import read_text
 
 from .. import __version__
-from ..models import hub, loading
+from ..models import hub
+from ..models.files import weights_revision
+from ..models.names import resolve
 from ..models.weights import file_sha256
 from ..text import sources
 from .gates import Check, Limits
@@ -256,11 +258,11 @@ def _slug(option: str, value: Any) -> str:
 
 def model_identity(options: Options) -> dict[str, Any]:
     """The weights' revision and, of a folder, a hash of its other files: config and tokenizer decide bytes too."""
-    source = loading.resolve(options["model"], options["revision"])
+    source = resolve(options["model"], options["revision"])
     random = bool(options.get("random_weights"))
     found: dict[str, Any] = {
         "name": source.stem,
-        "revision": loading.weights_revision(source, random_weights=random, seed=options.get("seed", 0)),
+        "revision": weights_revision(source, random_weights=random, seed=options.get("seed", 0)),
     }
     if source.folder is not None:
         names = [*hub.TOKENIZER_FILES, "config.json"]

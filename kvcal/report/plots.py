@@ -12,7 +12,7 @@ from kvcal_artifacts.bundle import write_atomically
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.shown import shown
 
-from ..calibrate.driver import check_output
+from .outputs import check_output
 from .png import png
 
 Rows = Sequence[Sequence[float] | None]

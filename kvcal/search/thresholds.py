@@ -21,13 +21,16 @@ from kvcal_artifacts.cache import KVCalCache
 from kvcal_artifacts.errors import KVCalError, UsageError
 
 from ..calibrate.checkpoint import check_ours
-from ..calibrate.driver import FitOptions, FitResult, check_output, fit, provenance
+from ..calibrate.driver import fit
+from ..calibrate.job import FitOptions, FitResult
+from ..calibrate.provenance import provenance
 from ..capture.checks import check_model
 from ..capture.scan import Capture, WholeModel
 from ..evaluate.perplexity import evaluate
 from ..methods.attention import QUERIES, OutputError, Probe, probe
 from ..methods.mixkvq import MixKVQ, TierSizes
 from ..report.front import front_png
+from ..report.outputs import check_output
 from ..text.sources import Windows as TextWindows
 from .two_objectives import NAMES, Found, Point, Space, Storage, front_of, rounded, search
 

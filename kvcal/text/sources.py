@@ -26,7 +26,7 @@ from .rows import Picker, Render
 if TYPE_CHECKING:
     from torch import LongTensor
 
-    from ..models.loading import ModelSource
+    from ..models.names import ModelSource
 
 TEXT = Path(__file__).parents[1] / "demo" / "text"
 EMBEDDED = {f"embedded:{path.stem}": path for path in (TEXT / "calibration.txt", TEXT / "evaluation.txt")}

@@ -18,14 +18,12 @@ from kvcal_artifacts.codecs import Codec, MixKVQ, ResidualVQ, Scaled, Squat
 from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.statistics import subspace
 
-from .backbones import backbone
 from .codebooks import Training, subtract, train_stage
-from .factors import by_queries, channel_factor, no_factors
+from .factors import by_queries, channel_factor
 from .hashing import spread
-from .observed import taps_of
-from .seen import Seen
-from .transform import NAME as TRANSFORM
-from .transform import Moments, transform_backbone
+from .registry import CODEWORDS, backbone, learned_name, refuse_factors
+from .statistics import Moments, Seen, taps_of
+from .transform import TransformBackbone
 from .vqkv import head_scale
 
 VECTORS = 128  # at most, for each codeword: twice as many lower the error of vq-2 on `tiny` (keys, values) by 4 %
@@ -52,7 +50,7 @@ class CodebookBackbone:
     """
 
     bits: float
-    size: int = 256
+    size: int = CODEWORDS
 
     def stages(self, dim: int) -> int:
         """As many as come nearest to the bits, at least one."""
@@ -119,11 +117,7 @@ class FactorBackbone:
     rule: Rule
 
     def __post_init__(self) -> None:
-        if (found := no_factors(self.codec)) is not None:
-            why, bare = found
-            other = f"{self.codec}, or factors with codes along channels, as higgs-2-wide-{self.rule}"
-            take = f"{bare}-{self.rule}" if bare else other
-            raise UsageError(f"codec '{self.codec}-{self.rule}': {why}; take {take}")
+        refuse_factors(self.codec, self.rule)
 
     def learn(self, seen: Seen) -> Codec:
         inner = backbone(self.codec)(seen.shape, seen.role)
@@ -204,63 +198,23 @@ def _at(base: MixKVQ, power: float) -> MixKVQ:
     return MixKVQ.from_state(base.shape, base.role, base.config() | {"tau_low": tau, "tau_high": FLAT * tau}, {})
 
 
-def _codebooks(found: re.Match[str]) -> Learned:
-    size, bits = int(found["size"] or 256), float(found["bits"])
-    if not 2 <= size <= 65536 or size & (size - 1):
-        raise UsageError(f"codec {found[0]!r}: a codebook has a power of two from 2 to 65536 codewords")
-    if not 0 < bits <= 16:
-        raise UsageError(f"codec {found[0]!r}: residual codebooks take above 0 to 16 bits")
-    return CodebookBackbone(bits, size)
-
-
-def _tiers(found: re.Match[str]) -> Learned:
-    if not 2 <= (bits := float(found["bits"])) <= 16:
-        raise UsageError(f"codec {found[0]!r}: tiers of 2, 4 and 16 bits make 2 to 16 bits")
-    return TierBackbone(bits)
-
-
-def _subspace(found: re.Match[str]) -> Learned:
-    backbone(found["codec"])  # refuses bits that SQuat is not named with
-    return SubspaceBackbone(found["codec"])
-
-
-def _factors(found: re.Match[str]) -> Learned:
-    if learned(found["codec"]) is not None:
-        raise UsageError(f"codec {found[0]!r}: {found['codec']} learns its own units or tiers; take it without factors")
-    return FactorBackbone(found["codec"], "scaled" if found["rule"] == "scaled" else "balanced")
-
-
-def _transform(found: re.Match[str]) -> Learned:
-    made = transform_backbone(found[0])
-    assert made is not None
-    return made
-
-
-@dataclass(frozen=True)
-class Family:
-    """Names of one kind. example: one of them."""
-
-    example: str
-    pattern: re.Pattern[str]
-    make: Callable[[re.Match[str]], Learned]
-
-
-# By how they read. Adding one here adds its example to the contract tests.
-LEARNED = {
-    "transform-BITS[-debiased]": Family("transform-2.5", TRANSFORM, _transform),
-    "vq-BITS[-kCODEWORDS]": Family("vq-2", re.compile(r"vq-(?P<bits>\d+(\.\d+)?)(-k(?P<size>\d+))?"), _codebooks),
-    "mixkvq-BITS": Family("mixkvq-3", re.compile(r"mixkvq-(?P<bits>\d+(\.\d+)?)"), _tiers),
-    "squat-BITS[-g128]-calibrated": Family(
-        "squat-2-calibrated", re.compile(r"(?P<codec>squat-\d(-g128)?)-calibrated"), _subspace
+# The maker of each kind in LEARNED, from the parts of a name.
+MAKERS: dict[str, Callable[[re.Match[str]], Learned]] = {
+    "transform-BITS[-debiased]": lambda name: TransformBackbone(
+        float(name["bits"]), "debiased" if name["gain"] else "mse"
     ),
-    "CODEC-scaled": Family("inner-2-symmetric-scaled", re.compile(r"(?P<codec>.+)-(?P<rule>scaled)"), _factors),
-    "CODEC-balanced": Family("higgs-2-wide-balanced", re.compile(r"(?P<codec>.+)-(?P<rule>balanced)"), _factors),
+    "vq-BITS[-kCODEWORDS]": lambda name: CodebookBackbone(float(name["bits"]), int(name["size"] or CODEWORDS)),
+    "mixkvq-BITS": lambda name: TierBackbone(float(name["bits"])),
+    "squat-BITS[-g128]-calibrated": lambda name: SubspaceBackbone(name["codec"]),
+    "CODEC-scaled": lambda name: FactorBackbone(name["codec"], "scaled"),
+    "CODEC-balanced": lambda name: FactorBackbone(name["codec"], "balanced"),
 }
 
 
 def learned(name: str) -> Learned | None:
     """What learns the codec of that name; None for names of other codecs. Raises UsageError for one that cannot be."""
-    for family in LEARNED.values():
-        if (found := family.pattern.fullmatch(name)) is not None:
-            return family.make(found)
-    return None
+    kind_and_parts = learned_name(name)
+    if kind_and_parts is None:
+        return None
+    kind, parts = kind_and_parts
+    return MAKERS[kind](parts)

@@ -1,21 +1,67 @@
-"""What calibration shows a codec that is learned under predictors: what it will store, and what that will be multiplied by."""
+"""What calibration knows of a layer's keys and values: the run-time statistics that a cache would have when it packs each
+block of a window, what a layer stores on the training windows, and the moments of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcal_artifacts.codecs import Codec, Context, Exact, Predicted, Predictor, Role, Shape
+from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.hf import AttentionSite, output_projection
+from kvcal_artifacts.ledger import Plan
 from kvcal_artifacts.scheme import Frame, Windows
+from kvcal_artifacts.statistics import STATISTICS, Prefixes, statistic
 
 from ..capture.scan import LayerTaps, TapBatch
 from .base import Carry
-from .observed import window_statistics
-from .transform import Moments
+
+
+def taps_of(stats: Iterable[str]) -> frozenset[str]:
+    """Which of q, k the statistics of these names are of."""
+    return frozenset(_wants(name)[0] for name in stats)  # q_pre is q, too
+
+
+def _wants(name: str) -> str:
+    kind = name.partition(":")[0]
+    if kind not in STATISTICS:
+        raise KVCalError(f"statistic {name!r}: known are {', '.join(STATISTICS)}")
+    return STATISTICS[kind].wants
+
+
+def window_statistics(
+    codec: Codec, windows: Windows, frame: Frame, taps: LayerTaps, batch: TapBatch
+) -> dict[str, Tensor]:
+    """The codec's statistics (B, H, N or 1, ...) for the N coded blocks of whole windows.
+
+    batch: of `frame`, so q (B, heads, T, D) is before or after RoPE with it, and k as the cache stores it. The last
+    blocks of a window, which a cache would not pack yet, get the statistic of the whole window.
+    """
+    found: dict[str, Tensor] = {}
+    for name in sorted(codec.stats):
+        wants = _wants(name)
+        x = batch.k if wants == "k" else batch.q
+        assert x is not None
+        if wants == "q" and frame == "pre_rope" and taps.rope is not None:
+            x = taps.site.rotate(x, *taps.rope)
+        if wants == "q_pre" and frame == "post_rope" and taps.rope is not None:
+            raise KVCalError(f"statistic {name}: queries before RoPE are seen in the frame pre_rope only")
+        made = statistic(name, codec.shape).observe(x, whole_window(x, windows))
+        assert made is not None
+        found[name] = made
+    return found
+
+
+def whole_window(x: Tensor, windows: Windows) -> Prefixes:
+    """All blocks of windows (B, heads, T, D) that came in one piece."""
+    rows, length = x.shape[0], x.shape[2]
+    blocks = (length - windows.sink) // windows.block
+    none = torch.zeros(rows, dtype=torch.long)
+    return Prefixes(Plan(0, length, 0, 0, blocks, blocks, seen=none, packed=none), windows, x.device)
 
 
 @dataclass(frozen=True)
@@ -102,3 +148,42 @@ def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tenso
     at = drawn.long().to(queries.device)
     cos, sin = (t[:, at] for t in rope)
     return site.rotate(queries, cos, sin)
+
+
+class Moments:
+    """Sums over training tokens, float64, per kv head."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        size = (shape.heads, shape.dim)
+        self.count = 0
+        self.total = torch.zeros(size, dtype=torch.float64, device=device)
+        self.square = torch.zeros(*size, shape.dim, dtype=torch.float64, device=device)
+        self.weight = torch.zeros_like(self.square)
+
+    def add(self, x: Tensor) -> None:
+        """x (B, H, T, D): what will be stored."""
+        rows = x.movedim(1, 0).flatten(1, 2).double()
+        self.count += rows.shape[1]
+        self.total += rows.sum(1)
+        self.square += rows.mT @ rows
+
+    def weigh(self, queries: Tensor) -> None:
+        """queries (B, H * group, T, D) in the frame in which keys are stored."""
+        wide = torch.unflatten(queries, 1, (len(self.total), -1)).movedim(1, 0).flatten(1, 3).double()
+        self.weight += wide.mT @ wide
+
+    def weigh_output(self, projection: Tensor) -> None:
+        """projection (hidden, heads * D): rows that attention outputs are multiplied by."""
+        heads, dim = self.total.shape
+        parts = projection.double().unflatten(1, (heads, -1, dim)).permute(1, 2, 0, 3).flatten(1, 2)
+        self.weight += parts.mT @ parts
+
+    def covariance(self) -> tuple[Tensor, Tensor]:
+        """Covariance (H, D, D) and mean (H, D)."""
+        mean = self.total / max(1, self.count)
+        return self.square / max(1, self.count) - mean[:, :, None] * mean[:, None], mean
+
+    def metric(self) -> Tensor:
+        """(H, D, D), the identity where nothing was weighed."""
+        eye = torch.eye(self.weight.shape[-1], dtype=torch.float64, device=self.weight.device).expand_as(self.weight)
+        return self.weight if bool(self.weight.any()) else eye

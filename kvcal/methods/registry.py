@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvcal_artifacts.codecs import Codec, Exact, Float8, Higgs, MixKVQ, Role, Scaled, Shape, Squat, Uniform
 from kvcal_artifacts.codecs.higgs import Points
+from kvcal_artifacts.codecs.transform import MSE as TRANSFORM_MSE
 from kvcal_artifacts.codecs.uniform import MODES
 from kvcal_artifacts.errors import UsageError
 
@@ -158,8 +160,6 @@ FIXED_TIERS = re.compile(r"mixkvq-(\d+)-(\d+)")
 
 def backbone(name: str) -> Backbone:
     """The maker of that name, of a codec that needs no data; UsageError naming what is allowed."""
-    from .learned import LEARNED, learned
-
     if name in BACKBONES:
         return BACKBONES[name]
     if found := FIXED_TIERS.fullmatch(name):
@@ -169,10 +169,104 @@ def backbone(name: str) -> Backbone:
         raise UsageError(
             f"codec {name!r} needs a fit of its own (`kvcal {command}`), its name alone is no codec; {instead}"
         )
-    if learned(name) is not None:
+    if learned_name(name) is not None:
         raise UsageError(
             f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`, without predictors "
             "with --key-inputs none --value-inputs none"
         )
     known = [*BACKBONES, *(family.example for family in LEARNED.values())]
     raise UsageError(f"codec {name!r} is not known; {allowed(name, known, 'kvcal names codec')}")
+
+
+def no_factors(codec: str) -> tuple[str, str] | None:
+    """Why factors from text are of no use to keys of that codec, and which codec is the same without factors
+    of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
+    """
+    made = backbone(codec)(Shape(1, 256, 32), "key")
+    if isinstance(made, Scaled):
+        return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
+    if codes_apart(made):
+        return f"{codec} codes each key channel by itself, where a factor changes nothing", ""
+    return None
+
+
+def codes_apart(codec: Codec) -> bool:
+    """Whether keys' channels do not share a scale, so that a large one costs the others nothing."""
+    return isinstance(codec, Exact | Float8 | MixKVQ | Squat) or getattr(codec, "axis", "channel") == "token"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one kind of codec that is learned from text (see calibrated). example: one of them.
+
+    check: raises UsageError for a name that reads like this kind, but cannot be made.
+    """
+
+    example: str
+    pattern: re.Pattern[str]
+    check: Callable[[re.Match[str]], None]
+
+
+def _check_transform(name: re.Match[str]) -> None:
+    if not 0 < float(name["bits"]) <= max(TRANSFORM_MSE):
+        raise UsageError(f"codec {name[0]!r}: transform coding takes above 0 to {max(TRANSFORM_MSE)} bits")
+
+
+def _check_codebooks(name: re.Match[str]) -> None:
+    size = int(name["size"] or CODEWORDS)
+    if not 2 <= size <= 65536 or size & (size - 1):
+        raise UsageError(f"codec {name[0]!r}: a codebook has a power of two from 2 to 65536 codewords")
+    if not 0 < float(name["bits"]) <= 16:
+        raise UsageError(f"codec {name[0]!r}: residual codebooks take above 0 to 16 bits")
+
+
+def _check_tiers(name: re.Match[str]) -> None:
+    if not 2 <= float(name["bits"]) <= 16:
+        raise UsageError(f"codec {name[0]!r}: tiers of 2, 4 and 16 bits make 2 to 16 bits")
+
+
+def _check_subspace(name: re.Match[str]) -> None:
+    backbone(name["codec"])  # refuses bits that SQuat is not named with
+
+
+def _check_factors(name: re.Match[str]) -> None:
+    if learned_name(name["codec"]) is not None:
+        raise UsageError(f"codec {name[0]!r}: {name['codec']} learns its own units or tiers; take it without factors")
+    refuse_factors(name["codec"], name["rule"])
+
+
+def refuse_factors(codec: str, rule: str) -> None:
+    """Raises UsageError where factors from text are of no use to that codec, naming what to take."""
+    if (refusal := no_factors(codec)) is not None:
+        why, bare = refusal
+        other = f"{codec}, or factors with codes along channels, as higgs-2-wide-{rule}"
+        raise UsageError(f"codec '{codec}-{rule}': {why}; take {f'{bare}-{rule}' if bare else other}")
+
+
+CODEWORDS = 256  # of a codebook whose name gives no other number
+
+# By how they read. `calibrated` has the maker of each; adding one here adds its example to the contract tests.
+LEARNED = {
+    "transform-BITS[-debiased]": Family(
+        "transform-2.5", re.compile(r"transform-(?P<bits>\d(\.\d+)?)(?P<gain>-debiased)?"), _check_transform
+    ),
+    "vq-BITS[-kCODEWORDS]": Family("vq-2", re.compile(r"vq-(?P<bits>\d+(\.\d+)?)(-k(?P<size>\d+))?"), _check_codebooks),
+    "mixkvq-BITS": Family("mixkvq-3", re.compile(r"mixkvq-(?P<bits>\d+(\.\d+)?)"), _check_tiers),
+    "squat-BITS[-g128]-calibrated": Family(
+        "squat-2-calibrated", re.compile(r"(?P<codec>squat-\d(-g128)?)-calibrated"), _check_subspace
+    ),
+    "CODEC-scaled": Family("inner-2-symmetric-scaled", re.compile(r"(?P<codec>.+)-(?P<rule>scaled)"), _check_factors),
+    "CODEC-balanced": Family("higgs-2-wide-balanced", re.compile(r"(?P<codec>.+)-(?P<rule>balanced)"), _check_factors),
+}
+
+
+def learned_name(name: str) -> tuple[str, re.Match[str]] | None:
+    """The kind (a key of LEARNED) and the parts of the name of a codec that is learned from text; None for names of others.
+
+    Raises UsageError for one that cannot be.
+    """
+    for kind, family in LEARNED.items():
+        if (parts := family.pattern.fullmatch(name)) is not None:
+            family.check(parts)
+            return kind, parts
+    return None

@@ -12,10 +12,10 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
 from ..report.suggest import allowed
-from .backbones import INNERQ_VALUES
 from .base import layer_by_layer
 from .composition import PlainComposition
 from .mixkvq import MixKVQ
+from .registry import INNERQ_VALUES
 
 COMPOSED = "composed"  # in place of a preset's name, where codecs are named one by one
 ROLES: tuple[Role, Role] = ("key", "value")
