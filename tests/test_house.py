@@ -159,12 +159,6 @@ TOO_LARGE: dict[str, set[str]] = {  # to be cut: a name here may only go
     "kvcal": {
         "cli.compare.compare",
         "cli.train_codebooks.train_codebooks",
-        "commands.bench._generation",
-        "commands.bench._idle",
-        "commands.bench._measured",
-        "commands.compare.candidates",
-        "commands.compare.run_compare",
-        "commands.evaluation.run_eval",
         "demo.train.train",
     },
     "kvcal_artifacts": {

@@ -39,12 +39,12 @@ def test_names_of_the_bench_are_taken_by_it() -> None:
     """All at once, on a tiny shape and one row, are refused only for what this machine is."""
     from kvcal.bench.devices import device
     from kvcal.bench.target import target
-    from kvcal.commands.bench import _wanted
+    from kvcal.commands.bench_options import wanted_operations
 
     here, away = target("cpu"), target("jetson-orin-nano")
     for row in run_names("operation", "tiny"):
-        assert _wanted([row["name"]], here)
-    assert _wanted(["innerq-table-4"], away)
+        assert wanted_operations([row["name"]], here)
+    assert wanted_operations(["innerq-table-4"], away)
     about = {row["name"]: row["about"] for row in run_names("device", "tiny")}
     assert about.pop("jetson").startswith("measured on a Jetson, else projected: the Orin Nano, and Table 4")
     assert all(said == "measured here" or device(name).name == name for name, said in about.items())

@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvcal.bench import caches, decoding, schemes
 from kvcal.bench.filled import filled_cache
-from kvcal.commands.bench import numbers
+from kvcal.commands.bench_options import numbers
 from kvcal.models import configuration, loading, names
 
 SCHEMES = "innerq-base,kivi-2,higgs-2,turboquant-4"

@@ -39,7 +39,7 @@ from kvcal.bench import caches, decoding, generation, schemes
 from kvcal.bench.caches import Kind
 from kvcal.bench.rows import Row
 from kvcal.bench.timing import Clock
-from kvcal.commands.bench import numbers
+from kvcal.commands.bench_options import numbers
 from kvcal.models import configuration, loading
 from kvcal.models.names import resolve
 from kvcal.report.checkout import commit

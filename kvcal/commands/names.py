@@ -16,7 +16,7 @@ from ..methods.registry import BACKBONES, LEARNED
 from ..models import configuration, names
 from ..models.catalogue import Geometry
 from ..report.suggest import allowed
-from .bench import ALWAYS_PROJECTED, GENERATION, GROUPS
+from .bench_options import ALWAYS_PROJECTED, GENERATION, GROUPS
 from .common import refuse_idle
 
 BLOCK = 32  # tokens; groups of keys along the tokens are no longer
