@@ -156,11 +156,6 @@ KERNEL = (
 KERNEL_LIMITS = (150, 64, 40)
 
 TOO_LARGE: dict[str, set[str]] = {  # to be cut: a name here may only go
-    "kvcal": {
-        "cli.compare.compare",
-        "cli.train_codebooks.train_codebooks",
-        "demo.train.train",
-    },
     "kvcal_artifacts": {
         "cache",
         "cache.KVCalCache",

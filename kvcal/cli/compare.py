@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,11 +11,10 @@ from kvcal.cli.options import (
     Batch,
     Bundles,
     Column,
-    Device,
-    Dtype,
     Heavy,
     Json,
     Keep,
+    Machine,
     Model,
     PerLayer,
     Presets,
@@ -25,11 +24,14 @@ from kvcal.cli.options import (
     Revision,
     Step,
     Text,
+    grouped,
+    options_by_name,
     said_of,
 )
 from kvcal.cli.output import line, note, print_json, print_table
 
 
+@grouped
 def compare(
     context: typer.Context,
     model: Model = "tiny",
@@ -85,8 +87,7 @@ def compare(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Of --random-weights, and of the windows of what is fitted.")
     ] = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
+    machine: Machine = Machine(),  # noqa: B008, frozen
     resume: Resume = True,
     json: Json = False,
 ) -> None:
@@ -95,7 +96,7 @@ def compare(
     After a kill the same command goes on: rows, fitted layers and batches of windows (--batch) that were done are not done
     again.
     """
-    options: dict[str, Any] = {name: value for name, value in locals().items() if name != "context"}
+    options = options_by_name(locals())
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.compare import run_compare
 
