@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvcal.calibrate import checkpoint
-from kvcal.calibrate.checkpoint import beside
+from kvcal.calibrate.checkpoint import partial_folder
 from kvcal.models.folding import write_folded
 from kvcal.models.names import resolve
 from kvcal_artifacts import files, preflight
@@ -195,7 +195,7 @@ def test_a_foreign_folder_in_the_place_of_a_killed_run_stays(
     what: str, resume: str, base: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / f"x{SUFFIX}"
-    folder, far = beside(output), tmp_path / "far"
+    folder, far = partial_folder(output), tmp_path / "far"
     far.mkdir()
     (far / "thesis.txt").write_text("years of work")
     if what == "link":
@@ -221,7 +221,7 @@ def test_a_foreign_folder_in_the_place_of_a_killed_run_stays(
 @pytest.mark.parametrize("what", ["empty", "temporary", "damaged", "of before"])
 def test_a_folder_of_ours_is_used_or_removed(what: str, base: Path, tmp_path: Path) -> None:
     output = tmp_path / f"x{SUFFIX}"
-    folder = beside(output)
+    folder = partial_folder(output)
     folder.mkdir()
     if what == "temporary":
         (folder / ".settings.json.abcdefgh.tmp").write_text("{")
@@ -258,7 +258,7 @@ def test_only_folders_of_ours_are_forgotten(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "partial" / names[2] / "settings.json").write_text(json.dumps({"key": "0" * 64}))
     for name in names:
         os.utime(tmp_path / "partial" / name, (0, 0))
-    checkpoint.Work("eval", {}, output=None, resume=True, say=lambda line: None)
+    checkpoint.CommandCheckpoint("eval", {}, output=None, resume=True, say=lambda line: None)
     assert sorted(path.name for path in (tmp_path / "partial").iterdir()) == sorted(names[:2])
 
 
@@ -370,12 +370,12 @@ def test_pipes_among_what_a_killed_run_left(base: Path, tmp_path: Path, monkeypa
     output = tmp_path / f"x{SUFFIX}"
     done = finished(started(*fitting(base, output, "--text", base / "missing"), folder=tmp_path))
     assert done.code == 1  # nothing kept yet
-    folder = beside(output)
+    folder = partial_folder(output)
     folder.mkdir()
     os.mkfifo(folder / "layer-0000.safetensors")
     assert kvcal(*fitting(base, output)).code == 0
     monkeypatch.setenv("KVCAL_CACHE_DIR", str(tmp_path / "cache"))
-    work = checkpoint.Work("eval", {}, output=None, resume=True, say=lambda line: None)
+    work = checkpoint.CommandCheckpoint("eval", {}, output=None, resume=True, say=lambda line: None)
     work.keep("row", 1)
     (work.folder / "row.json").unlink()
     os.mkfifo(work.folder / "row.json")

@@ -29,7 +29,7 @@ from kvcal.calibrate.job import FitResult
 from kvcal.capture.scan import WholeModel
 from kvcal.methods import METHODS
 from kvcal.methods.base import settings_of
-from kvcal.methods.registry import LEARNED
+from kvcal.methods.registry import CALIBRATED
 from kvcal.models.loading import load_model
 from kvcal.models.names import resolve
 from kvcal_artifacts import load_bundle, load_cache
@@ -43,7 +43,7 @@ SMALL: dict[str, Any] = {"sink": 4, "recent": 16, "block": 32, "stages": (2, 2, 
 LAYERS, LENGTH = 4, 132
 PROMPT, STEP = 120, 6  # tokens of the first call and of the two behind it, which read what it packed
 
-UNDER = {f"aqua-kv-{family.example}": family.example for family in LEARNED.values()}
+UNDER = {f"aqua-kv-{family.example}": family.example for family in CALIBRATED.values()}
 ALL = [*METHODS, *UNDER]
 every_method = pytest.mark.parametrize("name", ALL)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvcal.commands.names import KINDS, run_names
-from kvcal.methods.calibrated import learned
+from kvcal.methods.calibrated import calibration_of
 from kvcal.methods.data_free import PRESETS, preset
-from kvcal.methods.registry import BACKBONES, LEARNED, backbone
+from kvcal.methods.registry import BACKBONES, CALIBRATED, backbone
 from kvcal.report.suggest import allowed, nearest
 from kvcal_artifacts.errors import ModelUnavailable, UsageError
 from models_fixture import kvcal
@@ -26,12 +26,12 @@ def rows() -> dict[tuple[str, str], dict[str, Any]]:
 def test_all_that_options_take_is_there(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     by_kind = {kind: {name for k, name in rows if k == kind} for kind in KINDS}
     assert by_kind["preset"] == set(PRESETS)
-    assert by_kind["codec"] == {*BACKBONES, *LEARNED, "mixkvq-FULL-FOUR"}
+    assert by_kind["codec"] == {*BACKBONES, *CALIBRATED, "mixkvq-FULL-FOUR"}
     for name in by_kind["preset"]:
         preset(name)
     for row in rows.values():
         if row["about"].startswith("learned"):
-            assert learned(row["about"].split()[-1]) is not None
+            assert calibration_of(row["about"].split()[-1]) is not None
     backbone("mixkvq-8-16")
 
 

@@ -61,7 +61,7 @@ def test_a_container_of_version_1_sees_its_own_group_at_the_top(system: Path) ->
 def test_where_the_system_does_not_say_it_nothing_is_refused(system: Path, text: str | None) -> None:
     (system / "meminfo").unlink() if text is None else (system / "meminfo").write_text(text)
     assert memory.free_bytes(CPU) is None
-    memory.check_room("m", 2**60, torch.float32, CPU)
+    memory.check_fits("m", 2**60, torch.float32, CPU)
 
 
 def test_this_machine() -> None:
@@ -70,11 +70,11 @@ def test_this_machine() -> None:
 
 
 def test_weights_that_just_fit(system: Path) -> None:
-    memory.check_room("m", 16 * GIB, torch.float32, CPU)
+    memory.check_fits("m", 16 * GIB, torch.float32, CPU)
     with pytest.raises(
         OutOfMemory, match=r"m: its weights need 16\.0 GiB in float32, 16\.0 GiB are free on cpu; take a "
     ):
-        memory.check_room("m", 16 * GIB + 1, torch.float32, CPU)
+        memory.check_fits("m", 16 * GIB + 1, torch.float32, CPU)
 
 
 def test_random_weights_are_refused_before_any_is_made(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +129,4 @@ def test_free_memory_of_a_gpu() -> None:
     else:
         pytest.fail(f"{before}, {while_held}, {after} bytes free before, with and after one GiB")
     with pytest.raises(OutOfMemory, match="are free on cuda"):
-        memory.check_room("m", before + GIB, torch.bfloat16, device)
+        memory.check_fits("m", before + GIB, torch.bfloat16, device)

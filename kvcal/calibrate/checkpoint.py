@@ -39,7 +39,7 @@ NAMES = re.compile(
 )
 
 
-def beside(output: Path) -> Path:
+def partial_folder(output: Path) -> Path:
     return output.parent / f".{output.name}.partial"
 
 
@@ -59,7 +59,7 @@ def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
     """
     try:
         mode = os.lstat(folder).st_mode
-        found = sorted(entry.name for entry in os.scandir(folder)) if stat.S_ISDIR(mode) else []
+        entries = sorted(entry.name for entry in os.scandir(folder)) if stat.S_ISDIR(mode) else []
     except FileNotFoundError:
         return
     except OSError as error:
@@ -69,7 +69,7 @@ def check_ours(folder: Path, names: re.Pattern[str] = NAMES) -> None:
         raise KVCalError(f"{folder} is {kind}, where kvcal keeps a folder for a killed run: move it away")
     if stored_key(folder) is not None:
         return
-    if foreign := [name for name in found if not (names.fullmatch(name) or is_temporary(name))]:
+    if foreign := [name for name in entries if not (names.fullmatch(name) or is_temporary(name))]:
         raise KVCalError(
             f"{folder} holds {foreign[0]}, which kvcal did not make, and would be removed: move the folder away, or give "
             "another --output"
@@ -93,7 +93,7 @@ def stored_key(folder: Path) -> str | None:
     return key if isinstance(key, str) and KEY.fullmatch(key) else None
 
 
-class Kept:
+class CheckpointFolder:
     """Files in `folder`, for what `record` (as JSON) says; what a run of another record left there is removed.
 
     resume: False removes what the same record left, too. Raises KVCalError where the folder is not one of ours.
@@ -117,7 +117,7 @@ class Kept:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Work(Kept):
+class CommandCheckpoint(CheckpointFolder):
     """JSON values by name, with a hash each, of a command that writes figures and no bundle.
 
     A folder that cannot be written costs the going on, not the run: it is said once.
@@ -126,34 +126,34 @@ class Work(Kept):
     def __init__(
         self, command: str, record: Any, *, output: Path | None, resume: bool, say: Callable[[str], None]
     ) -> None:
-        about = [command, record]
-        folder = in_cache(command, canonical(about)) if output is None else beside(output)
+        key = [command, record]
+        folder = in_cache(command, canonical(key)) if output is None else partial_folder(output)
         if output is None:
             _forget(folder.parent)
-        super().__init__(folder, about, resume)
+        super().__init__(folder, key, resume)
         self._say, self._able, self.own = say, True, set[str]()  # own: names that this run has kept
 
     def read(self, name: str) -> Any:
         """None: there is no such value, or a damaged one."""
         try:
-            known = json.loads(read_text(self.folder / f"{name}.json"))
-            return known["value"] if known["sha256"] == _hash(known["value"]) else None
+            saved = json.loads(read_text(self.folder / f"{name}.json"))
+            return saved["value"] if saved["sha256"] == _hash(saved["value"]) else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def named(self, start: str) -> Iterator[Any]:
         """All values whose names start so."""
-        found = (self.read(path.stem) for path in sorted(self.folder.glob(f"{start}*.json")))
-        return (value for value in found if value is not None)
+        values = (self.read(path.stem) for path in sorted(self.folder.glob(f"{start}*.json")))
+        return (value for value in values if value is not None)
 
     def keep(self, name: str, value: Any) -> None:
-        if (path := self.room(f"{name}.json")) is None:
+        if (path := self.file(f"{name}.json")) is None:
             return
         self.own.add(name)
-        known = {"value": value, "sha256": _hash(value)}
-        self._tried(lambda: write_atomically(path, json.dumps(known).encode()))
+        saved = {"value": value, "sha256": _hash(value)}
+        self._tried(lambda: write_atomically(path, json.dumps(saved).encode()))
 
-    def room(self, name: str) -> Path | None:
+    def file(self, name: str) -> Path | None:
         """As `place`; None where nothing can be kept."""
         return self._tried(lambda: self.place(name))
 
@@ -227,48 +227,50 @@ def _forget(folder: Path) -> None:
                 shutil.rmtree(old)
 
 
-class Batches:
+class BatchCheckpoint:
     """A kvcal.evaluate.perplexity.Batches in `work` under `name`, which says where it goes on. label: what is measured;
     windows: of the text. resumed: how many of them were there.
     """
 
-    def __init__(self, work: Work, name: str, label: str, windows: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, work: CommandCheckpoint, name: str, label: str, windows: int, say: Callable[[str], None]
+    ) -> None:
         self._work, self._name, self._label, self._windows, self._say = work, name, label, windows, say
         self.resumed = 0
 
     def load(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self._work.read(self._name)
-        if found is not None and self._name not in self._work.own:
-            self.resumed = found["windows"]
+        saved: dict[str, Any] | None = self._work.read(self._name)
+        if saved is not None and self._name not in self._work.own:
+            self.resumed = saved["windows"]
             self._say(
                 f"{self._label}: resuming after {self.resumed} of {self._windows} windows from {self._work.folder}"
             )
-        return found
+        return saved
 
     def keep(self, state: dict[str, Any]) -> None:
         self._work.keep(self._name, state)
 
 
-class Checkpoint(Kept):
+class LayerCheckpoint(CheckpointFolder):
     """A hidden folder beside the output: one small bundle a fitted layer, for the settings it was made with."""
 
     def __init__(self, output: Path, record: dict[str, Any], resume: bool) -> None:
         check_output(output)
-        super().__init__(beside(output), record, resume)
+        super().__init__(partial_folder(output), record, resume)
 
     def layers(self, compressed: Sequence[int]) -> dict[int, Bundle]:
         """Fitted layers of these, up to the first that is missing or damaged."""
-        found: dict[int, Bundle] = {}
+        bundles: dict[int, Bundle] = {}
         for index in compressed:
             path = self._path(index)
             if not path.exists():
                 break
             try:
-                found[index] = load_bundle(path, whole=False)
+                bundles[index] = load_bundle(path, whole=False)
             except KVCalError:
                 path.unlink()
                 break
-        return found
+        return bundles
 
     def save(self, index: int, method: Method, pair: LayerCodecs, metrics: dict[str, float]) -> None:
         lone = Scheme(method.windows, method.frame, (pair,))

@@ -35,7 +35,7 @@ from ..methods.hashing import spread
 from ..methods.vqkv import VQKV, band_split, peak_memory, quantisers, reconstruction_errors, two_scales
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
-from .checkpoint import Checkpoint
+from .checkpoint import LayerCheckpoint
 from .job import FitJob, FitResult, Scan
 from .needs import few_vectors
 from .outlier_guard import say_forecasts
@@ -126,9 +126,9 @@ class TrainPart:
             self.scan.say(f"note: vectors are not kept, a killed run collects them again: {error}")
             return
         if layer + 1 == self.layers:
-            kept = sum(part.nbytes for part in self.collected.parts)
+            saved = sum(part.nbytes for part in self.collected.parts)
             self.scan.say(
-                f"vectors of all {self.layers} layers, {kept / 1e6:,.1f} MB, wait in {folder} until training is done"
+                f"vectors of all {self.layers} layers, {saved / 1e6:,.1f} MB, wait in {folder} until training is done"
             )
 
     def complete(self) -> None:
@@ -155,10 +155,10 @@ class TrainPart:
 
 def collect(method: VQKV, capture: Capture, train: int, heads: int, say: Say = lambda line: None) -> Vectors:
     """A Collection of all layers of a capture that serves nothing else."""
-    found = Collection(method, train, heads, len(capture))
+    collection = Collection(method, train, heads, len(capture))
     for taps in capture:
-        found.add(taps)
-    return found.vectors(say)
+        collection.add(taps)
+    return collection.vectors(say)
 
 
 class Collection:
@@ -195,7 +195,7 @@ class Collection:
         """What was sampled; the parts are given back."""
         rotary, probe = self.rotary, self.probe
         parts, self.parts = self.parts, []
-        found = Vectors(
+        vectors = Vectors(
             keys=torch.cat([p.keys for p in parts]),
             values=torch.cat([p.values for p in parts]),
             held_keys=torch.cat([p.held_keys for p in parts]),
@@ -208,9 +208,9 @@ class Collection:
             scales=[p.scales for p in parts],
             probe=probe,
         )
-        if len(found.keys) < self.method.vectors:
-            say(f"note: {len(found.keys)} vectors, all that these windows have, not {self.method.vectors}")
-        return found
+        if len(vectors.keys) < self.method.vectors:
+            say(f"note: {len(vectors.keys)} vectors, all that these windows have, not {self.method.vectors}")
+        return vectors
 
 
 def _runs(counts: list[int]) -> Iterator[slice]:
@@ -227,8 +227,8 @@ def _check_enough(method: VQKV, text: Windows, layers: int, heads: int) -> int:
         raise UsageError(
             f"windows of {text.train.shape[1]} tokens are all sink ({method.sink}): give a larger --length"
         )
-    own = len(text.train) * heads * tokens  # of a layer
-    least = min(method.vectors, own * layers) if method.shared else min(method.vectors // layers, own)
+    per_layer = len(text.train) * heads * tokens  # of a layer
+    least = min(method.vectors, per_layer * layers) if method.shared else min(method.vectors // layers, per_layer)
     if least < max(method.sizes):
         raise UsageError(
             f"{least} vectors{'' if method.shared else ' a layer'} for codebooks of {max(method.sizes)} codewords: "
@@ -279,12 +279,12 @@ class Sample:
 class LayerSample:
     """One layer's sample, in one pass over the windows."""
 
-    def __init__(self, method: VQKV, taps: LayerTaps, train: int, heads: int, layers: int, held: int) -> None:
+    def __init__(self, method: VQKV, taps: LayerTaps, train: int, heads: int, layers: int, holdout: int) -> None:
         self.method, self.taps, self.windows, self.heads = method, taps, train, heads
         self.tokens = taps.length - method.sink
         self.places = {
             "train": self._places("train", 0, train, _share(method.vectors, layers, taps.place)),
-            "held": self._places("held", train, taps.windows, _share(held, layers, taps.place)),
+            "held": self._places("held", train, taps.windows, _share(holdout, layers, taps.place)),
         }
 
     def gather(self) -> Sample:
@@ -304,10 +304,10 @@ class LayerSample:
         mean = {name: total / (self.windows * self.tokens) for name, total in squares.items()}
         self.scales = two_scales(self.method, mean["k"], mean["v"], mean.get("q"))
         fitted = self._scaled(taken["train"], torch.bfloat16 if cuda else torch.float32)
-        held = self._scaled(taken["held"], torch.float32)
+        holdout = self._scaled(taken["held"], torch.float32)
         scales = {name: None if s is None else s.cpu() for name, s in self.scales.items()}
         rotary = 0 if self.taps.rope is None else self.taps.rope[0].shape[-1]
-        return Sample(fitted.keys, fitted.values, held.keys, held.values, held.head, scales, rotary)
+        return Sample(fitted.keys, fitted.values, holdout.keys, holdout.values, holdout.head, scales, rotary)
 
     def _places(self, name: str, first: int, stop: int, count: int) -> Tensor:
         """Sorted numbers of (window, head, token) among all, windows counted from the first of the text."""
@@ -330,11 +330,11 @@ class LayerSample:
 
     def _scaled(self, parts: list[Picked], dtype: torch.dtype) -> Picked:
         head = torch.cat([p.head for p in parts])
-        made = {}
-        for role, own in (("key", [p.keys for p in parts]), ("value", [p.values for p in parts])):
-            x, scale = torch.cat(own).float(), self.scales[role]
-            made[role] = (x if scale is None else x / scale.to(x.device).float()[head]).to(dtype)
-        return Picked(made["key"], made["value"], head)
+        scaled = {}
+        for role, pieces in (("key", [p.keys for p in parts]), ("value", [p.values for p in parts])):
+            x, scale = torch.cat(pieces).float(), self.scales[role]
+            scaled[role] = (x if scale is None else x / scale.to(x.device).float()[head]).to(dtype)
+        return Picked(scaled["key"], scaled["value"], head)
 
 
 def _share(total: int, parts: int, index: int) -> int:
@@ -345,7 +345,7 @@ def _share(total: int, parts: int, index: int) -> int:
 # Training.
 
 
-class StageCheckpoint(Checkpoint):
+class StageCheckpoint(LayerCheckpoint):
     """Beside the output: one file a layer's vectors and one a trained stage, with its report; each with a hash."""
 
     VERSION = 2  # of a report: 1 had no errors by iteration
@@ -359,7 +359,7 @@ class StageCheckpoint(Checkpoint):
     def load(self, job: str, stage: int) -> tuple[Tensor, StageReport] | None:
         """A stage as it was kept; a damaged one is removed, and trained again."""
         return self._read(
-            self._stage(job, stage), lambda tensors, known: (tensors["codewords"], StageReport(**known["report"]))
+            self._stage(job, stage), lambda tensors, record: (tensors["codewords"], StageReport(**record["report"]))
         )
 
     def keep(self, job: str, book: Tensor, report: StageReport) -> None:
@@ -370,41 +370,41 @@ class StageCheckpoint(Checkpoint):
         if not all(self._sample(layer).exists() for layer in range(layers)):
             return []
 
-        def made(tensors: dict[str, Tensor], known: dict[str, Any]) -> Sample:
+        def made(tensors: dict[str, Tensor], record: dict[str, Any]) -> Sample:
             vectors = {name: tensors[name].to(device) for name in Sample.VECTORS}
-            scales = {role: tensors.get(f"scales.{role}") for role in known["roles"]}
-            return Sample(**vectors, scales=scales, rotary=known["rotary"], probe=tuple(known["probe"]))
+            scales = {role: tensors.get(f"scales.{role}") for role in record["roles"]}
+            return Sample(**vectors, scales=scales, rotary=record["rotary"], probe=tuple(record["probe"]))
 
-        found: list[Sample] = []
+        samples: list[Sample] = []
         for layer in range(layers):
             if (sample := self._read(self._sample(layer), made)) is None:
                 return []
-            found.append(sample)
-        return found
+            samples.append(sample)
+        return samples
 
     def keep_sample(self, layer: int, sample: Sample) -> None:
-        about = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
-        self._write(self._sample(layer), sample.tensors, about)
+        record = {"roles": list(sample.scales), "rotary": sample.rotary, "probe": sample.probe}
+        self._write(self._sample(layer), sample.tensors, record)
 
     def drop_samples(self) -> None:
         for path in self.folder.glob(self._sample(0).name.replace("0", "[0-9]")):
             path.unlink(missing_ok=True)
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-        own = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        known = about | {"sha256": _digest(own)}
-        write_atomically(self.place(path.name), save(own, metadata={"stage": canonical(known)}))
+    def _write(self, path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        on_host = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        signed = record | {"sha256": _digest(on_host)}
+        write_atomically(self.place(path.name), save(on_host, metadata={"stage": canonical(signed)}))
 
-    def _read(self, path: Path, made: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
-        """What `made` makes of the file; None where there is none, or a damaged one, which is removed."""
+    def _read(self, path: Path, make: Callable[[dict[str, Tensor], dict[str, Any]], Made]) -> Made | None:
+        """What `make` makes of the file; None where there is none, or a damaged one, which is removed."""
         try:
             check_regular(path, path.stat().st_mode)  # a pipe would be waited for
             with safe_open(path, framework="pt") as file:
-                names, known = file.keys(), json.loads(file.metadata()["stage"])
+                names, record = file.keys(), json.loads(file.metadata()["stage"])
                 tensors = {name: file.get_tensor(name) for name in names}
-            if _digest(tensors) != known["sha256"]:
+            if _digest(tensors) != record["sha256"]:
                 raise ValueError("damaged")
-            return made(tensors, known)
+            return make(tensors, record)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             path.unlink(missing_ok=True)
             return None
@@ -417,10 +417,10 @@ class StageCheckpoint(Checkpoint):
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        found.update(tensor_bytes(tensor))
-    return found.hexdigest()
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
 
 
 class Run:
@@ -448,27 +448,27 @@ class Run:
         count = len(self.vectors.scales)
         groups = [range(count)] if self.method.shared else [range(i, i + 1) for i in range(count)]
         stages = sum(number for number, _ in quantisers(self.method).values())
-        made: list[LayerCodecs] = []
+        codecs: list[LayerCodecs] = []
         with progress("Training stages", total=stages * len(groups)) as self.advance:
             for group in groups:
                 bands, books = self._group(group)
-                made += [self.method.layer_codecs(shape, bands, books, self.vectors.scales[i]) for i in group]
-        return made
+                codecs += [self.method.layer_codecs(shape, bands, books, self.vectors.scales[i]) for i in group]
+        return codecs
 
     def _group(self, layers: range) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Bands and codebooks of some neighbouring layers that share them."""
-        own, held = self._slice(self.vectors.train_of, layers), self._slice(self.vectors.held_of, layers)
+        train, holdout = self._slice(self.vectors.train_of, layers), self._slice(self.vectors.held_of, layers)
         suffix = "" if self.method.shared else f"-layer-{layers.start:04d}"
         label = f"{self.method.training.seed}{suffix}"
         with self.timer("split"):
-            bands = self._bands(self.vectors.keys[own], self.vectors.held_keys[held], label, layers)
+            bands = self._bands(self.vectors.keys[train], self.vectors.held_keys[holdout], label, layers)
         books: dict[str, Tensor] = {}
         for name, (stages, size) in quantisers(self.method).items():
             role = "value" if name == "value" else "key"
             dims = list(range(self.vectors.values.shape[1])) if role == "value" else bands[name == "high"]
-            x, rest = self._part(role, own, dims), self._part(f"held_{role}", held, dims).clone()
+            x, rest = self._part(role, train, dims), self._part(f"held_{role}", holdout, dims).clone()
             books[name] = self._quantiser(f"{name}{suffix}", f"{label}:{name}", x, rest, stages, size)
-            self.left[role][held.start : held.stop, torch.tensor(dims, device=rest.device)] = rest
+            self.left[role][holdout.start : holdout.stop, torch.tensor(dims, device=rest.device)] = rest
         return bands, books
 
     def _slice(self, parts: list[slice], layers: range) -> slice:
@@ -479,12 +479,12 @@ class Run:
         x: Tensor = getattr(self.vectors, f"{role}s")[rows]
         return x if len(dims) == x.shape[1] else x[:, torch.tensor(dims, device=x.device)]
 
-    def _bands(self, keys: Tensor, held: Tensor, label: str, layers: range) -> list[list[int]]:
+    def _bands(self, keys: Tensor, holdout: Tensor, label: str, layers: range) -> list[list[int]]:
         dim = keys.shape[1]
         high = self.method.high_dims(dim)
         if not high:
             return band_split(torch.zeros(dim), torch.zeros(dim), 0, 0, self.method.split)
-        error, energy = (t.cpu() for t in reconstruction_errors(keys, held, label, self.method.training))
+        error, energy = (t.cpu() for t in reconstruction_errors(keys, holdout, label, self.method.training))
         bands = band_split(error, energy, high, self.vectors.rotary, self.method.split)
         share = [round(float(e / a), 6) if a else 0.0 for e, a in zip(error, energy, strict=True)]
         self.splits.append(
@@ -497,30 +497,30 @@ class Run:
         self.say(f"bands: {len(bands[0])} low, {high} high dimensions, the worst reconstructed: {bands[1]}")
         return bands
 
-    def _quantiser(self, job: str, label: str, x: Tensor, held: Tensor, stages: int, size: int) -> Tensor:
+    def _quantiser(self, job: str, label: str, x: Tensor, holdout: Tensor, stages: int, size: int) -> Tensor:
         """Codebooks (S, k, d) float16 on the CPU; x and held become what they leave."""
-        energy = float(held.double().square().sum())
+        energy = float(holdout.double().square().sum())
         books = []
         for stage in range(stages):
             with self.timer("train"):
-                book, report = self._stage(job, label, x, held, energy, stage, size)
+                book, report = self._stage(job, label, x, holdout, energy, stage, size)
             books.append(book.cpu())
             self.rows.append({"quantiser": job, **vars(report)})
             self.advance()
         return torch.stack(books)
 
     def _stage(
-        self, job: str, label: str, x: Tensor, held: Tensor, energy: float, stage: int, size: int
+        self, job: str, label: str, x: Tensor, holdout: Tensor, energy: float, stage: int, size: int
     ) -> tuple[Tensor, StageReport]:
-        if (known := self.work.load(job, stage)) is not None:
-            book, report = known[0].to(x.device), known[1]
+        if (saved := self.work.load(job, stage)) is not None:
+            book, report = saved[0].to(x.device), saved[1]
             subtract(x, book)
-            subtract(held, book)
+            subtract(holdout, book)
             self.resumed += 1
             return book, report
         started = time.monotonic()
-        book, report = train_stage(x, held, energy, stage, size, f"{label}:{stage}", self.method.training)
-        subtract(held, book)
+        book, report = train_stage(x, holdout, energy, stage, size, f"{label}:{stage}", self.method.training)
+        subtract(holdout, book)
         report.used = subtract(x, book)
         report.seconds = round(time.monotonic() - started, 2)
         self.work.keep(job, book, report)
@@ -548,10 +548,10 @@ class Run:
 
     def _relative_error(self, role: str) -> float:
         """Held-out |x - decoded|^2 / |x|^2 in the units of keys and values, whatever they were divided by."""
-        held, left = getattr(self.vectors, f"held_{role}s"), self.left[role]
+        original, rest = getattr(self.vectors, f"held_{role}s"), self.left[role]
         table = [scales[role] for scales in self.vectors.scales]
         if table[0] is not None:
-            units = torch.stack([t for t in table if t is not None]).to(held.device).float()
+            units = torch.stack([t for t in table if t is not None]).to(original.device).float()
             units = units[self.vectors.held_layer, self.vectors.held_head]
-            held, left = held * units, left * units
-        return round(float(left.double().square().sum() / held.double().square().sum().clamp_min(1e-300)), 6)
+            original, rest = original * units, rest * units
+        return round(float(rest.double().square().sum() / original.double().square().sum().clamp_min(1e-300)), 6)

@@ -27,7 +27,7 @@ from ..methods.base import Carry, Finishing, Method, coded_tokens
 from ..methods.vqkv import VQKV
 from ..report.progress import progress
 from ..report.timing import PhaseTimer
-from .checkpoint import Checkpoint
+from .checkpoint import LayerCheckpoint
 from .codebooks import Say, TrainResult
 from .job import FitJob, FitOptions, FitResult, Part, Scan
 from .needs import predictions_worse_than_none, too_little
@@ -124,8 +124,8 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
             for taps in capture:
                 probe += taps.probe
                 for part in parts[:-1]:
-                    with taps.shared() as own:
-                        part.layer(own)
+                    with taps.shared() as shared:
+                        part.layer(shared)
                 parts[-1].layer(taps)  # runs the whole layer in its own last pass
                 advance()
     return probe
@@ -164,7 +164,7 @@ class LayerPart:
         windows = self.method.windows
         self.tokens = coded_tokens(scan.ids.shape[1], windows.sink, windows.block)
         self.record = scan.record(job)
-        self.work = Checkpoint(job.output, self.record, scan.options.resume)
+        self.work = LayerCheckpoint(job.output, self.record, scan.options.resume)
         self.done = self.work.layers(scan.compressed)
         self.fitted: list[LayerCodecs] = []
         self.metrics: list[dict[str, float]] = []
@@ -183,14 +183,14 @@ class LayerPart:
             len(text.train), self.tokens, self.shape, scan.timer, layers, held=len(text.holdout), skipped=scan.skipped
         )  # fmt: skip
         width = (len(scan.ids), self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
-        made: dict[str, SpillStore] = {}
+        stores: dict[str, SpillStore] = {}
         for name, buffer in self.method.buffers().items():
-            if buffer not in made:
-                made[buffer] = stack.enter_context(
+            if buffer not in stores:
+                stores[buffer] = stack.enter_context(
                     SpillStore(width, scan.dtype, device=scan.device, where=scan.options.spill,
                                spill_dir=scan.options.spill_dir, label="reconstructions")
                 )  # fmt: skip
-            self.carry.stores[name] = made[buffer]
+            self.carry.stores[name] = stores[buffer]
 
     def layer(self, taps: LayerTaps) -> None:
         pair, measured = _one_layer(self.method, taps, self.carry, self.done, self.work)
@@ -210,8 +210,8 @@ class LayerPart:
         metrics = [rows.get(index, {}) for index in range(len(scheme.layers))]
         for line in predictions_worse_than_none(metrics):
             self.scan.say(line)
-        held = len(self.scan.text.holdout)
-        summary = {"layers": metrics, "holdout_windows": held, "bits_per_value": scheme.bits_per_value()}
+        holdout = len(self.scan.text.holdout)
+        summary = {"layers": metrics, "holdout_windows": holdout, "bits_per_value": scheme.bits_per_value()}
         searched = self.job.searched or {}
         summary |= {"search": searched["metrics"]} if "metrics" in searched else {}
         bundle = Bundle(fingerprint, scheme, self.record, summary | averages(metrics))
@@ -222,13 +222,13 @@ class LayerPart:
 
 
 def _one_layer(
-    method: Method, taps: LayerTaps, carry: Carry, done: dict[int, Bundle], work: Checkpoint
+    method: Method, taps: LayerTaps, carry: Carry, done: dict[int, Bundle], work: LayerCheckpoint
 ) -> tuple[LayerCodecs, dict[str, float]]:
-    if (known := done.get(taps.index)) is not None:
-        pair = known.scheme.layers[0]
+    if (saved := done.get(taps.index)) is not None:
+        pair = saved.scheme.layers[0]
         assert pair is not None
         method.replay_layer(taps.index, taps, carry, pair)
-        return pair, known.metrics
+        return pair, saved.metrics
     result = method.fit_layer(taps.index, taps, carry)
     work.save(taps.index, method, result.codecs, result.metrics)
     return result.codecs, result.metrics
@@ -244,7 +244,7 @@ def averages(metrics: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @contextmanager
-def _failing(works: Sequence[Checkpoint], others: Sequence[Checkpoint] = ()) -> Iterator[None]:
+def _failing(works: Sequence[LayerCheckpoint], others: Sequence[LayerCheckpoint] = ()) -> Iterator[None]:
     """Within, an error says what stays on disk; after one that would come again, nothing does.
 
     others: have no fitted layers to speak of.

@@ -114,19 +114,19 @@ def _compressed(
     """
     kwargs, site = capture.kwargs_of(index), attention_site(capture.decoder, index)
     rope = kwargs.get("position_embeddings") if site.rope else None
-    wanted = {name: run.taps(index) for name, run in runs.items()}
-    if any(wanted.values()):
+    taps = {name: run.taps(index) for name, run in runs.items()}
+    if any(taps.values()):
         check_frame([site], "pre_rope")  # else no keys or queries before RoPE are known
-    exact = call_layer(layer, x, kwargs, site, frozenset().union(*wanted.values()) & {"k"}, stop=False)
+    exact = call_layer(layer, x, kwargs, site, frozenset().union(*taps.values()) & {"k"}, stop=False)
     check_rotation(site, rope, exact)
     for role, states in (("key", exact.keys), ("value", exact.values)):
         check_finite(states, f"layer {index}, {role} head", slice(0, len(x)))
     for name, run in runs.items():
-        own = call_layer(layer, run.x, kwargs, site, wanted[name], stop=True)
-        run.pack(_Layer(index, site, rope), own)
-        given = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
-        assert given.output is not None
-        run.x = given.output
+        stopped = call_layer(layer, run.x, kwargs, site, taps[name], stop=True)
+        run.pack(_Layer(index, site, rope), stopped)
+        attended = call_layer(layer, run.x, kwargs, site, frozenset(), stop=False, change=run.packed_in)
+        assert attended.output is not None
+        run.x = attended.output
     assert exact.output is not None
     return exact.output, channel_ratio(exact.keys)
 
@@ -161,38 +161,38 @@ class _Run:
             taps_of(pair.key.stats | pair.value.stats) & {"q"}
         )
 
-    def pack(self, layer: _Layer, own: LayerCall) -> None:
+    def pack(self, layer: _Layer, stopped: LayerCall) -> None:
         """Encode and decode what is packed of the layer's keys and values, of what a call on `x` gave."""
         self._made = None
         if self.scheme.layers[layer.index] is not None and self.blocks and not self.broken:
             try:
-                self._pack(layer, own)
+                self._pack(layer, stopped)
             except NonFiniteError:
                 self.broken = True
 
-    def _pack(self, layer: _Layer, own: LayerCall) -> None:
+    def _pack(self, layer: _Layer, stopped: LayerCall) -> None:
         pre, rope, site = self.scheme.frame == "pre_rope", layer.rope, layer.site
-        keys, queries = (own.pre_rope_keys if pre else own.keys), own.pre_rope_queries
+        keys, queries = (stopped.pre_rope_keys if pre else stopped.keys), stopped.pre_rope_queries
         assert keys is not None
         if queries is not None and not pre and rope is not None:
             queries = site.rotate(queries, *rope)
-        keys, values = keys[:, :, : self.prompt], own.values[:, :, : self.prompt]
+        keys, values = keys[:, :, : self.prompt], stopped.values[:, :, : self.prompt]
         queries = queries if queries is None else queries[:, :, : self.prompt]
         pair = self.scheme.on(layer.index, keys.device)
-        seen: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
+        taps: Any = _Layer(layer.index, site, rope and (rope[0][:, : self.prompt], rope[1][:, : self.prompt]))
         batch, whole = TapBatch(slice(0, len(keys)), queries, keys, values), dict[str, Tensor]()
         for codec in (pair.key, pair.value):
-            whole |= window_statistics(codec, self.scheme.windows, self.scheme.frame, seen, batch)
+            whole |= window_statistics(codec, self.scheme.windows, self.scheme.frame, taps, batch)
         stats = {name: x[:, :, : self.blocks] if x.shape[2] > 1 else x for name, x in whole.items()}
         context = Context(layer.index, **self._below, stats=stats)
         context.k0 = pair.key.encode_decode(keys[:, :, self.packed], context)[1]
-        made = pair.value.encode_decode(values[:, :, self.packed], context)[1]
+        values_back = pair.value.encode_decode(values[:, :, self.packed], context)[1]
         deeper = {"k2": self._below["k1"], "v2": self._below["v1"]} if self._below else {}
-        self._below = {"k1": context.k0, "v1": made} | deeper
+        self._below = {"k1": context.k0, "v1": values_back} | deeper
         turned = context.k0.to(keys.dtype)
         if pre and rope is not None:
             turned = site.rotate(turned, *(x[:, self.packed] for x in rope))
-        self._made = turned, made.to(values.dtype)
+        self._made = turned, values_back.to(values.dtype)
 
     def packed_in(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys after RoPE and values (N, H, T, D) with what is packed in its place."""
@@ -204,8 +204,8 @@ class _Run:
 
 
 def _output(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 def _kls(
@@ -216,14 +216,14 @@ def _kls(
     try:
         behind = ids[:, -exact.shape[1] :].to(exact.device)
         right = _log_probabilities(capture, behind, exact)
-        found = {}
+        results = {}
         for name, run in runs.items():
-            own = _log_probabilities(capture, behind, run.x[:, -behind.shape[1] :])
-            kl = float(functional.kl_div(own, right, reduction="none", log_target=True).sum(-1).double().mean())
+            logs = _log_probabilities(capture, behind, run.x[:, -behind.shape[1] :])
+            kl = float(functional.kl_div(logs, right, reduction="none", log_target=True).sum(-1).double().mean())
             tokens = run.packed.stop - run.packed.start
             kl = max(0.0, kl) if math.isfinite(kl) and not run.broken else math.inf
-            found[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
-        return found
+            results[name] = Forecast(kl if tokens else 0.0, tokens, *worst)
+        return results
     finally:
         capture.source.free_outer()
 

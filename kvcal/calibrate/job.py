@@ -20,7 +20,7 @@ from ..capture.spill import Where
 from ..methods.base import Method
 from ..methods.vqkv import VQKV
 from ..report.timing import PhaseTimer
-from .checkpoint import Checkpoint
+from .checkpoint import LayerCheckpoint
 from .provenance import provenance
 
 if TYPE_CHECKING:
@@ -94,24 +94,24 @@ class Scan:
 
     def placed(self, codecs: Iterable[LayerCodecs]) -> tuple[LayerCodecs | None, ...]:
         """Codecs of the compressed layers -> those of all layers."""
-        found = dict(zip(self.compressed, codecs, strict=True))
-        return tuple(found.get(index) for index in range(self.config.num_hidden_layers))
+        by_layer = dict(zip(self.compressed, codecs, strict=True))
+        return tuple(by_layer.get(index) for index in range(self.config.num_hidden_layers))
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = next(self.source.model.parameters()).dtype
-        return found
+        dtype: torch.dtype = next(self.source.model.parameters()).dtype
+        return dtype
 
     def record(self, job: FitJob) -> dict[str, Any]:
         batch = self.options.batch or default_batch(self.ids.shape[1], self.device)
-        found = provenance(job.method, self.text, self.model_record, self.device, self.dtype, batch, job.seed)
+        record = provenance(job.method, self.text, self.model_record, self.device, self.dtype, batch, job.seed)
         if job.searched is not None and "provenance" in job.searched:
-            found["search"] = job.searched["provenance"]
+            record["search"] = job.searched["provenance"]
         if job.selection is not None:
-            found["selection"] = asdict(job.selection)
+            record["selection"] = asdict(job.selection)
         if (other := self.other) is not None:
-            found["other_text"] = {"source": other.source, "sha256": other.sha256, "ids_sha256": other.ids_sha256}
-        return found
+            record["other_text"] = {"source": other.source, "sha256": other.sha256, "ids_sha256": other.ids_sha256}
+        return record
 
 
 class Part(Protocol):
@@ -123,7 +123,7 @@ class Part(Protocol):
     known: tuple[float, ...] | None
 
     @property
-    def work(self) -> Checkpoint: ...
+    def work(self) -> LayerCheckpoint: ...
 
     def open(self, stack: ExitStack) -> None:
         """Before the first layer: what must be closed after the last goes on the stack."""

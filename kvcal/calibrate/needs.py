@@ -13,7 +13,7 @@ from typing import Any
 from kvcal_artifacts.codecs import Role, Shape
 
 from ..methods.aqua_kv import AquaKV
-from ..methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, learned
+from ..methods.calibrated import CodebookBackbone, FactorBackbone, SubspaceBackbone, TierBackbone, calibration_of
 from ..methods.innerq import InnerQ
 from ..methods.kvtuner import KVTuner
 from ..methods.squat import Squat
@@ -81,15 +81,15 @@ def _needs(method: object, shape: Shape, group: int, tokens: int) -> Iterator[Ne
 
 def _codec_needs(name: str, roles: Collection[Role], shape: Shape, group: int, tokens: int) -> Iterator[Need]:
     """roles: what the codec is of. Factors, subspaces and tiers are learned for keys alone."""
-    made = learned(name)
-    if "key" not in roles and isinstance(made, SubspaceBackbone | FactorBackbone | TierBackbone):
+    maker = calibration_of(name)
+    if "key" not in roles and isinstance(maker, SubspaceBackbone | FactorBackbone | TierBackbone):
         return
-    if isinstance(made, CodebookBackbone):
+    if isinstance(maker, CodebookBackbone):
         count = tokens * shape.heads
-        yield Need(f"codec {name}", count, "vectors a layer", made.size, "codewords")
-    elif isinstance(made, SubspaceBackbone):
+        yield Need(f"codec {name}", count, "vectors a layer", maker.size, "codewords")
+    elif isinstance(maker, SubspaceBackbone):
         yield Need(f"codec {name}", tokens * group, "queries a head", shape.dim, "channels a head")
-    elif isinstance(made, TransformBackbone | FactorBackbone | TierBackbone):
+    elif isinstance(maker, TransformBackbone | FactorBackbone | TierBackbone):
         yield Need(f"codec {name}", tokens, "tokens", shape.dim, "channels a head")
 
 
@@ -123,8 +123,8 @@ def worse_than_none(what: str, scores: Sequence[float | None]) -> str | None:
 
 def predictions_worse_than_none(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """`worse_than_none` of the keys and the values that a bundle's predictors predict. metrics: a row a layer."""
-    found = (
+    lines = (
         worse_than_none(f"predicted {role}s", [row.get(f"{role}_explained_variance") for row in metrics])
         for role in ("key", "value")
     )
-    return [line for line in found if line is not None]
+    return [line for line in lines if line is not None]

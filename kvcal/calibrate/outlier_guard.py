@@ -27,7 +27,7 @@ from ..capture.scan import Capture, LayerSource, WholeModel
 from ..methods.base import Carry, coded_tokens
 from ..methods.calibrated import FactorBackbone
 from ..methods.registry import BACKBONES, codes_apart
-from ..methods.statistics import Seen
+from ..methods.statistics import TrainingData
 from ..report.timing import PhaseTimer
 from .forecast import Forecast, forecasts, least_tokens
 from .job import Scan
@@ -103,13 +103,13 @@ def warnings(
     if not schemes:
         return []
     context = getattr(config_of(_source(model).model), "max_position_embeddings", None)
-    own = window_of(ids, schemes.values(), context)
-    told = {name: scheme for name, scheme in schemes.items() if least_tokens(scheme) <= own.shape[1]}
-    lines = [_no_forecast(name, one, ids, context) for name, one in schemes.items() if name not in told]
-    made = forecasts(model, own, told, device)
-    words = {name: word for name, found in made.items() if (word := grade(found.kl)) is not None}
-    instead = advice(model, own, {name: (told[name], made[name].kl) for name in words}, device)
-    return lines + [_line(name, made[name], word, instead[name]) for name, word in words.items()]
+    windows = window_of(ids, schemes.values(), context)
+    forecastable = {name: scheme for name, scheme in schemes.items() if least_tokens(scheme) <= windows.shape[1]}
+    lines = [_no_forecast(name, one, ids, context) for name, one in schemes.items() if name not in forecastable]
+    by_name = forecasts(model, windows, forecastable, device)
+    words = {name: word for name, result in by_name.items() if (word := grade(result.kl)) is not None}
+    instead = advice(model, windows, {name: (forecastable[name], by_name[name].kl) for name in words}, device)
+    return lines + [_line(name, by_name[name], word, instead[name]) for name, word in words.items()]
 
 
 def _source(model: LayerSource | nn.Module) -> LayerSource:
@@ -133,12 +133,12 @@ class Advice:
     channels: bool = False
 
 
-def _line(name: str, found: Forecast, word: str, instead: Advice) -> str:
-    channels = f"key channels are up to {found.ratio:.0f} times the median (layer {found.layer}); "
+def _line(name: str, result: Forecast, word: str, instead: Advice) -> str:
+    channels = f"key channels are up to {result.ratio:.0f} times the median (layer {result.layer}); "
     return (
-        f"warning: {name} {word} here: KL about {found.kl:.2g} nats per token, of tokens behind {found.packed} packed ones "
+        f"warning: {name} {word} here: KL about {result.kl:.2g} nats per token, of tokens behind {result.packed} packed ones "
         "(`kvcal eval` averages over all tokens, those before the first packed block too); "
-        f"{channels if instead.channels and found.ratio >= OUTLIER else ''}{instead.text}"
+        f"{channels if instead.channels and result.ratio >= OUTLIER else ''}{instead.text}"
     )
 
 
@@ -167,7 +167,10 @@ def advice(
         return {}
     balanced = _balanced(model, ids, {name: scheme for name, (scheme, _) in schemes.items()}, device)
     tried = {name: _tried(scheme, balanced[name]) for name, (scheme, _) in schemes.items()}
-    flat = {str(number): one.scheme for number, one in enumerate(one for own in tried.values() for one in own)}
+    flat = {
+        str(number): one.scheme
+        for number, one in enumerate(one for alternatives in tried.values() for one in alternatives)
+    }
     costs = iter(forecasts(model, ids, flat, device).values())
     return {name: _advice([(one, next(costs).kl) for one in tried[name]], kl) for name, (_, kl) in schemes.items()}
 
@@ -176,9 +179,9 @@ def _tried(scheme: Scheme, balanced: Tried | None) -> list[Tried]:
     """The scheme with each of ALTERNATIVES that fits, and `balanced`."""
     tried = []
     for one in ALTERNATIVES:
-        if (made := _with(scheme, one)) is not None:
+        if (changed := _with(scheme, one)) is not None:
             apart = one.keys.endswith("-channel") and not one.values and not _apart(scheme)
-            tried.append(Tried(str(one), made, apart and made.bits_per_value() - scheme.bits_per_value() < WIDER))
+            tried.append(Tried(str(one), changed, apart and changed.bits_per_value() - scheme.bits_per_value() < WIDER))
     return tried + ([balanced] if balanced is not None else [])
 
 
@@ -188,19 +191,19 @@ def _apart(scheme: Scheme) -> bool:
     return all(codes_apart(key.inner if isinstance(key, Predicted) else key) for key in keys)
 
 
-def _advice(found: Sequence[tuple[Tried, float]], kl: float) -> Advice:
+def _advice(results: Sequence[tuple[Tried, float]], kl: float) -> Advice:
     """Of these alternatives and their forecast KL, where the scheme's own is `kl`.
 
     Unequal key channels are a cause where an alternative that treats them apart, at about the same bits, has BETTER times the
     KL or less. A large ratio alone is none: keys may be coded by channel, and values what is coarse.
     """
     most = min(BETTER * kl, sys.float_info.max)
-    channels = any(one.apart and cost <= most for one, cost in found)
-    better = [(one, cost) for one, cost in found if cost <= most and grade(cost) is None]
-    others, own = ([pair for pair in better if bool(pair[0].command) == learned] for learned in (False, True))
-    if said := [_said(*pair) for pair in (*others[:1], *own)]:
-        return Advice(" or ".join(said), channels)
-    best = min(found, key=lambda pair: pair[1], default=None)
+    channels = any(one.apart and cost <= most for one, cost in results)
+    better = [(one, cost) for one, cost in results if cost <= most and grade(cost) is None]
+    others, learning = ([pair for pair in better if bool(pair[0].command) == learned] for learned in (False, True))
+    if phrases := [_said(*pair) for pair in (*others[:1], *learning)]:
+        return Advice(" or ".join(phrases), channels)
+    best = min(results, key=lambda pair: pair[1], default=None)
     if best is None or not best[1] <= most:
         return Advice("no codec tried is clearly better: keep keys and values in 16 bits", channels)
     return Advice(f"the best of the codecs tried is {_said(*best)}", channels)
@@ -248,8 +251,8 @@ def _balanced(
                     factors = None if pair is None else _factors(pair.key)
                     if pair is not None and factors is not None:
                         carry = Carry(len(ids), span, pair.key.shape, PhaseTimer())
-                        seen = Seen(taps.index, "key", scheme.windows, scheme.frame, taps, carry)
-                        keys[name][taps.index] = factors.learn(seen)
+                        data = TrainingData(taps.index, "key", scheme.windows, scheme.frame, taps, carry)
+                        keys[name][taps.index] = factors.learn(data)
                         names[name][taps.index] = f"{factors.codec}-{factors.rule}"
     return {name: _tried_balanced(one, keys[name], names[name]) for name, one in schemes.items()}
 
@@ -258,8 +261,8 @@ def _tried_balanced(scheme: Scheme, keys: Sequence[Codec | None], names: Mapping
     """names: of these keys, by layer."""
     if not names:
         return None
-    said = " and ".join(dict.fromkeys(names.values())) + " keys"
-    return Tried(said, _with_keys(scheme, keys), True, _command(scheme, names))
+    phrase = " and ".join(dict.fromkeys(names.values())) + " keys"
+    return Tried(phrase, _with_keys(scheme, keys), True, _command(scheme, names))
 
 
 MANY = 6  # exceptions by layer that a command is printed with
@@ -272,14 +275,14 @@ def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
     pairs = {index: pair for index, pair in enumerate(scheme.layers) if pair is not None}
     keys = {index: balanced.get(index) or _name(pair.key, "key") for index, pair in pairs.items()}
     values = {index: _name(pair.value, "value") for index, pair in pairs.items()}
-    [main, *own], [value, *others] = _options("keys", keys), _options("values", values)
+    [main, *exceptions], [value, *others] = _options("keys", keys), _options("values", values)
     predicted = [any(isinstance(codec, Predicted) for codec in role) for role in _by_role(pairs.values())]
-    if None in keys.values() or None in values.values() or predicted[1] or len(own) + len(others) > MANY:
+    if None in keys.values() or None in values.values() or predicted[1] or len(exceptions) + len(others) > MANY:
         also = ["--key-inputs none"] if predicted[0] else []
         return f"`{' '.join(['kvcal fit-predictors', main, *also])}` with the scheme's other options"
     windows = scheme.windows
     rest = [
-        "--first-layer ''", *own, *others, "--key-inputs none", "--value-inputs none", f"--sink {windows.sink}",
+        "--first-layer ''", *exceptions, *others, "--key-inputs none", "--value-inputs none", f"--sink {windows.sink}",
         f"--recent {windows.recent}", f"--block {windows.block}", f"--frame {scheme.frame}",
     ]  # fmt: skip
     return f"`{' '.join(['kvcal fit-predictors', main, value, *rest])}`"
@@ -295,13 +298,13 @@ def _options(role: str, names: Mapping[int, str | None]) -> list[str]:
     """--keys or --values, the most frequent name, and a --per-layer for each run of layers with another."""
     main = Counter(name for name in names.values() if name is not None).most_common(1)
     first = main[0][0] if main else ""
-    found = [f"--{role} {shlex.quote(first)}"]
+    options = [f"--{role} {shlex.quote(first)}"]
     for name, run in groupby(names, key=lambda index: names[index]):
         layers = list(run)
         if name not in (None, first):
             span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
-            found.append(f"--per-layer {span}:{role}={name}")
-    return found
+            options.append(f"--per-layer {span}:{role}={name}")
+    return options
 
 
 def _span(scheme: Scheme, length: int) -> slice | None:
@@ -336,13 +339,13 @@ def _name(codec: Codec, role: Role) -> str | None:
 
 
 def _names(codec: Codec, role: Role) -> Iterator[str]:
-    own = codec.inner if isinstance(codec, Predicted) else codec
+    inner = codec.inner if isinstance(codec, Predicted) else codec
     for name, make in BACKBONES.items():
         try:
-            made = make(own.shape, role)
+            maker = make(inner.shape, role)
         except KVCalError:  # that codec does not fit this head
             continue
-        if type(made) is type(own) and made.config() == own.config() and _alike(made.tensors(), own.tensors()):
+        if type(maker) is type(inner) and maker.config() == inner.config() and _alike(maker.tensors(), inner.tensors()):
             yield name
 
 
@@ -357,8 +360,10 @@ def say_forecasts(scan: Scan, schemes: Mapping[str, Scheme]) -> None:
     """
     from .forecast import least_tokens
 
-    held, train = scan.text.holdout, scan.text.train
+    holdout, train = scan.text.holdout, scan.text.train
     need = max(least_tokens(scheme) for scheme in schemes.values())
-    ids = held if held.numel() - len(held) >= need else torch.cat((held, train))  # joined windows lose a BOS each
+    ids = (
+        holdout if holdout.numel() - len(holdout) >= need else torch.cat((holdout, train))
+    )  # joined windows lose a BOS each
     for line in warnings(scan.source, ids, schemes, scan.device):
         scan.say(line)

@@ -38,12 +38,12 @@ def check_rotation(site: AttentionSite, rope: tuple[Tensor, Tensor] | None, call
     if before is None:
         return
     with torch.no_grad():
-        made = before if rope is None else site.rotate(before, *rope)
-    same = (made == called.keys) | (made.isnan() & called.keys.isnan())
+        rotated = before if rope is None else site.rotate(before, *rope)
+    same = (rotated == called.keys) | (rotated.isnan() & called.keys.isnan())
     if not bool(same.all()):
         raise KVCalError(
             f"layer {site.index}: keys captured before RoPE do not give the model's keys when rotated (largest difference "
-            f"{float((made - called.keys).abs().max()):.2g}); store keys after RoPE (--frame post_rope)"
+            f"{float((rotated - called.keys).abs().max()):.2g}); store keys after RoPE (--frame post_rope)"
         )
 
 
@@ -78,22 +78,22 @@ def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, 
     No layer runs. No inference mode: rotary modules keep tensors made here, and methods may train on what they are handed.
     """
     kinds = [layer_kind(decoder.config, index) for index in range(decoder.config.num_hidden_layers)]
-    wanted = set(kinds)
+    missing = set(kinds)
     caught: dict[str, dict[str, Any]] = {}
     inputs: list[Tensor] = []
 
     def catch(kind: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = dict(kwargs)
-            x = args[0] if args else given.pop("hidden_states")
+            options = dict(kwargs)
+            x = args[0] if args else options.pop("hidden_states")
             if len(args) > 1 or x.ndim != 3:
                 raise KVCalError(
                     f"{type(decoder).__name__} calls its layers with {max(1, len(args))} tensors, the first of {x.ndim} "
                     "dimensions; calibration knows layers that get hidden states (windows, tokens, channels) alone"
                 )
             inputs.append(x)
-            caught.setdefault(kind, given)
-            if wanted == caught.keys():
+            caught.setdefault(kind, options)
+            if missing == caught.keys():
                 raise _Stop
 
         return hook
@@ -101,7 +101,7 @@ def layer_calls(decoder: Any, ids: Tensor) -> tuple[Tensor, dict[str, dict[str, 
     with ExitStack() as stack:
         for layer, kind in zip(decoder.layers, kinds, strict=False):
             stack.enter_context(layer.register_forward_pre_hook(catch(kind), with_kwargs=True))
-            if len(wanted) > 1:
+            if len(missing) > 1:
                 stack.enter_context(_passed_by(layer))
         with suppress(_Stop):
             decoder(input_ids=ids, use_cache=False)
@@ -135,11 +135,11 @@ def call_layer(
     of the layer's keys (after RoPE) and values, (B, H, T, D) each.
     """
     repeat = kv_repeats(site, x)
-    cache, seen = _StandIn(stop, repeat, change), {}
+    cache, noted = _StandIn(stop, repeat, change), {}
 
     def note(name: str, read: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            seen[name] = read(output)
+            noted[name] = read(output)
 
         return hook
 
@@ -156,7 +156,7 @@ def call_layer(
     if cache.received is None:
         raise KVCalError(f"layer {site.index} ({type(layer).__name__}) gave its cache no keys; it is not supported")
     output = output[0] if isinstance(output, tuple) else output
-    return LayerCall(*cache.received, seen.get("k"), seen.get("q"), output)
+    return LayerCall(*cache.received, noted.get("k"), noted.get("q"), output)
 
 
 def kv_repeats(site: AttentionSite, x: Tensor) -> int:

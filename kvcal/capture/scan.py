@@ -182,14 +182,14 @@ class Capture:
 
     def _probes_of_skipped(self) -> dict[int, tuple[float, ...]]:
         """hf.key_probe of the layers that a fingerprint looks at and that are not handed out."""
-        found = {}
+        probes = {}
         for index in probed_layers(int(self.decoder.config.num_hidden_layers)):
             if index in self.skipped:
                 with self.timer("load"):
                     self.source.load_layer(index)
-                found[index] = key_probe(attention_site(self.decoder, index))
+                probes[index] = key_probe(attention_site(self.decoder, index))
                 self.source.free_layer(index)
-        return found
+        return probes
 
     def chunks(self, rows: slice | None = None) -> list[slice]:
         """The batches, in window order, in which those rows are run."""
@@ -273,14 +273,14 @@ class LayerTaps:
     @property
     def probe(self) -> tuple[float, ...]:
         """What the layer adds to a fingerprint's probe; the first and the last one handed out speak for those beyond them."""
-        layers, own = self._capture.layers, self._probes
+        layers, skipped = self._capture.layers, self._probes
         probed = probed_layers(int(self._capture.decoder.config.num_hidden_layers))
-        found = {self.index: key_probe(self.site)} if self.index in probed else {}
+        probes = {self.index: key_probe(self.site)} if self.index in probed else {}
         if self.index == layers[0]:
-            found |= {index: probe for index, probe in own.items() if index < self.index}
+            probes |= {index: probe for index, probe in skipped.items() if index < self.index}
         if self.index == layers[-1]:
-            found |= {index: probe for index, probe in own.items() if index > self.index}
-        return tuple(number for index in sorted(found) for number in found[index])
+            probes |= {index: probe for index, probe in skipped.items() if index > self.index}
+        return tuple(number for index in sorted(probes) for number in probes[index])
 
     @property
     def windows(self) -> int:

@@ -13,7 +13,7 @@ from kvcal_kernels.device import on
 from .. import __version__
 from ..bench.rows import KEY, SETTINGS, compared, made_by, read_earlier, remarks, to_csv
 from ..bench.target import target
-from ..calibrate.checkpoint import Work
+from ..calibrate.checkpoint import CommandCheckpoint
 from ..report.checkout import commit
 from ..report.plots import plot_bench
 from .bench_measured import measured_rows
@@ -39,7 +39,7 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     model = o["model"]
     if model is None:
         model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
-    work: Work | None = None
+    work: CommandCheckpoint | None = None
     if where.device is None:
         found = projected(o, where, model, wanted)
     else:

@@ -23,10 +23,10 @@ from ..bench.schemes import Benched
 from ..bench.tables import MIXKVQ
 from ..bench.target import Target
 from ..bench.timing import Clock
-from ..calibrate.checkpoint import Work, short
+from ..calibrate.checkpoint import CommandCheckpoint, short
 from ..calibrate.provenance import cpu_record
 from ..models import configuration, loading
-from ..models.memory import check_room
+from ..models.memory import check_fits
 from ..models.names import ModelSource, resolve
 from ..pipeline.build import code_identity
 from .bench_options import (
@@ -61,7 +61,7 @@ class Session:
     benched: list[Benched]
     shapes: list[tuple[int, int]]
     dtype: torch.dtype
-    rows: KeptRows
+    rows: RowCheckpoint
     say: Say
     say_once: Say
 
@@ -85,7 +85,9 @@ def _session(o: dict[str, Any], where: Target, model: str, wanted: list[str], sa
     batches = numbers(o["batch"], "--batch", [1] if jetson_here or not on_gpu else [1, 8, 32])
     shapes = [(batch, length) for batch in batches for length in lengths]
     clock = Clock(where.device, o["repeats"], o["seconds"])
-    rows = KeptRows(Work("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock)
+    rows = RowCheckpoint(
+        CommandCheckpoint("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock
+    )
     return Session(
         o, where, where.device, wanted, source, geometry, benched, shapes, dtype_of(o, torch.float16), rows, say, _once(say)
     )  # fmt: skip
@@ -93,7 +95,7 @@ def _session(o: dict[str, Any], where: Target, model: str, wanted: list[str], sa
 
 def measured_rows(
     o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say
-) -> tuple[dict[str, Any], Work]:
+) -> tuple[dict[str, Any], CommandCheckpoint]:
     """The result, and what is kept of it."""
     session = _session(o, where, model, wanted, say)
     clock = session.clock
@@ -138,7 +140,7 @@ def _check_model_fits(session: Session) -> bool:
     source, dtype, runs = _whole(session.o, session.on_gpu, session.wanted)
     if runs:
         size = configuration.geometry(source).parameters * dtype.itemsize
-        check_room(source.label, size, dtype, session.device)
+        check_fits(source.label, size, dtype, session.device)
     return runs
 
 
@@ -181,13 +183,13 @@ def _record(o: dict[str, Any], source: ModelSource) -> dict[str, Any]:
 
 
 @dataclass
-class KeptRows:
+class RowCheckpoint:
     """Rows that a killed run had measured, by what they are of: kernels of one shape all in one run, and so beside FP16 of the
     same; of whole models each scheme. resumed: how many rows were taken over; copies: bytes a second that the runs which
     measured them copied at.
     """
 
-    work: Work
+    work: CommandCheckpoint
     say: Say
     clock: Clock
     resumed: int = 0

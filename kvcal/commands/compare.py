@@ -18,8 +18,8 @@ from kvcal_artifacts.scheme import FRAMES, HeavyHitters
 
 from .. import __version__
 from ..bundles.paths import given_bundle
-from ..calibrate.checkpoint import Batches as SavedBatches
-from ..calibrate.checkpoint import Work, beside, short
+from ..calibrate.checkpoint import BatchCheckpoint as SavedBatches
+from ..calibrate.checkpoint import CommandCheckpoint, partial_folder, short
 from ..calibrate.driver import fit
 from ..calibrate.job import FitOptions
 from ..calibrate.outlier_guard import warnings
@@ -171,7 +171,7 @@ def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: 
         say(line)
     hashes = [texts.evaluation.ids_sha256, *([texts.fitting["text"].ids_sha256] if texts.fitting else [])]
     record = settings | decided_by(o, loaded.model.dtype, loaded.model.device, *hashes)
-    work = Work("compare", record, output=o["output"], resume=o["resume"], say=say)
+    work = CommandCheckpoint("compare", record, output=o["output"], resume=o["resume"], say=say)
     ledger = Ledger("compare", o["output"], settings, work, o["resume"])
     resumed = sum(row.key in ledger.rows for row in rows)
     if resumed:
@@ -244,7 +244,7 @@ def _settings(o: dict[str, Any], texts: Texts, loaded: LoadedModel, selection: H
 def _measure_rows(
     rows: list[Candidate],
     ledger: Ledger,
-    work: Work,
+    work: CommandCheckpoint,
     loaded: LoadedModel,
     texts: Texts,
     makers: Callable[[str, DataFree | Bundle], dict[str, CacheMaker]],
@@ -264,7 +264,7 @@ def _measure_rows(
             method = _fitted(method, loaded, texts.fitting, work, bundle, say)
         batches = SavedBatches(work, windows, row.name, len(ids), say)
         ledger.add(row.key, *measure(loaded, ids, makers(row.name, method), settings, batch, batches).values())
-        work.drop(f"{windows}.json", bundle, beside(Path(bundle)).name)
+        work.drop(f"{windows}.json", bundle, partial_folder(Path(bundle)).name)
     ledger.done(row.key for row in rows)
 
 
@@ -336,10 +336,12 @@ def _calibration(
     }
 
 
-def _fitted(method: AquaKV, loaded: Any, fitting: dict[str, Any], work: Work, name: str, say: Say) -> Bundle:
+def _fitted(
+    method: AquaKV, loaded: Any, fitting: dict[str, Any], work: CommandCheckpoint, name: str, say: Say
+) -> Bundle:
     """From `work`, where a killed run left it, whole or some layers of it. name: of its file."""
     with tempfile.TemporaryDirectory() as folder:
-        path = work.room(name) or Path(folder) / name
+        path = work.file(name) or Path(folder) / name
         if path.exists():
             with suppress(CorruptBundle):
                 return load_bundle(path)

@@ -15,7 +15,7 @@ from kvcal_artifacts.codecs.squat import choose, has_subspace
 from kvcal_artifacts.errors import NonFiniteError, UsageError
 from kvcal_artifacts.scheme import HeavyHitters, Scheme
 
-from ..calibrate.checkpoint import Batches, Work, short
+from ..calibrate.checkpoint import BatchCheckpoint, CommandCheckpoint, short
 from ..calibrate.outlier_guard import warnings
 from ..evaluate.canary import Audit, Canary, canary
 from ..evaluate.layers import LayerErrors
@@ -63,7 +63,7 @@ def run_eval(
     check_context(plan.source, plan.length, say)
     loaded, makers = _opened(o, plan, text, say)
     started = time.monotonic()
-    work = Work("eval", _record(o, plan, loaded.model, text), output=None, resume=o["resume"], say=say)
+    work = CommandCheckpoint("eval", _record(o, plan, loaded.model, text), output=None, resume=o["resume"], say=say)
     with work.until_done():
         measured, broken = _measured(loaded.model, text.ids, makers, o, work, say)
     row_names = dict(zip(makers, plan.methods, strict=True))  # a row's name tells of --keep, too
@@ -204,7 +204,12 @@ class Measured:
 
 
 def _measured(
-    model: Any, ids: torch.Tensor, makers: Mapping[str, CacheMaker], o: Mapping[str, Any], work: Work, say: Say
+    model: Any,
+    ids: torch.Tensor,
+    makers: Mapping[str, CacheMaker],
+    o: Mapping[str, Any],
+    work: CommandCheckpoint,
+    say: Say,
 ) -> tuple[Measured, dict[str, tuple[int | None, str]]]:
     """All side by side; where numbers of one overflow each for itself, and those that do not once more together. Second: layer
     and message of those that do.
@@ -282,7 +287,7 @@ class Watched:
         self.audit.restore(state["audit"])
 
 
-class WatchedBatches(Batches):
+class WatchedBatches(BatchCheckpoint):
     """With what was watched."""
 
     def __init__(self, watched: Mapping[str, Watched], *rest: Any) -> None:

@@ -12,7 +12,7 @@ from ..bench import schemes
 from ..bench.devices import DEVICES, MEASURED
 from ..bench.operations import OPERATIONS
 from ..methods.data_free import PRESETS
-from ..methods.registry import BACKBONES, LEARNED
+from ..methods.registry import BACKBONES, CALIBRATED
 from ..models import configuration, names
 from ..models.catalogue import Geometry
 from ..report.suggest import allowed
@@ -44,7 +44,7 @@ def _rows(geometry: Geometry) -> Iterator[dict[str, Any]]:
     for name, make in BACKBONES.items():
         yield _row("codec", name, "", *(_bits(make, geometry, role) for role in ("key", "value")))
     yield _row("codec", TIERS, "keys in float16, 4 and 2 bits: so many channels a head in the first two")
-    for name, family in LEARNED.items():
+    for name, family in CALIBRATED.items():
         yield _row("codec", name, f"learned by `kvcal fit-predictors`, as {family.example}")
     for name, operation in OPERATIONS.items():
         yield _row("operation", name, operation.what)

@@ -14,7 +14,7 @@ from kvcal_artifacts.errors import UsageError
 from kvcal_artifacts.scheme import FRAMES
 
 from .. import __version__
-from ..calibrate.checkpoint import Work
+from ..calibrate.checkpoint import CommandCheckpoint
 from ..calibrate.needs import few_tokens, worse_than_none
 from ..capture.scan import Capture, default_batch
 from ..capture.spill import SpillStore
@@ -74,7 +74,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         say(line)
     everything = _everything(o, settings, of)
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
-    work = Work("probe", record, output=o["output"], resume=of.options.resume, say=say)
+    work = CommandCheckpoint("probe", record, output=o["output"], resume=of.options.resume, say=say)
     ledger = Ledger("probe", o["output"], everything, work, of.options.resume)
     known = len(ledger.rows)
     if known:

@@ -143,12 +143,12 @@ class HoldoutError:
     error: Tensor | float = 0.0  # per channel, squared
     count: int = 0
 
-    def add(self, x: Tensor, guess: Tensor | None, made: Tensor) -> None:
+    def add(self, x: Tensor, guess: Tensor | None, decoded: Tensor) -> None:
         """x, guess, made (n, C)."""
         wide = x.double()
         self.square = self.square + wide.square().sum(0)
         self.total = self.total + wide.sum(0)
-        self.error = self.error + (wide - made).square().sum(0)
+        self.error = self.error + (wide - decoded).square().sum(0)
         if guess is not None:
             self.residual = self.residual + (wide - guess).square().sum(0)
         self.count += len(x)

@@ -21,8 +21,8 @@ from kvcal_artifacts.statistics import subspace
 from .codebooks import Training, subtract, train_stage
 from .factors import by_queries, channel_factor
 from .hashing import spread
-from .registry import CODEWORDS, backbone, learned_name, refuse_factors
-from .statistics import Moments, Seen, taps_of
+from .registry import CODEWORDS, backbone, calibrated_name, refuse_factors
+from .statistics import Moments, TrainingData, taps_of
 from .transform import TransformBackbone
 from .vqkv import head_scale
 
@@ -35,10 +35,10 @@ Rule = Literal["scaled", "balanced"]
 
 
 @runtime_checkable
-class Learned(Protocol):
+class Calibrated(Protocol):
     """What makes a codec of what calibration shows."""
 
-    def learn(self, seen: Seen) -> Codec:
+    def learn(self, data: TrainingData) -> Codec:
         """The codec of one layer's keys or values. Raises UsageError where the text or the shape does not suffice."""
 
 
@@ -56,48 +56,48 @@ class CodebookBackbone:
         """As many as come nearest to the bits, at least one."""
         return max(1, round(self.bits * dim / (self.size.bit_length() - 1)))
 
-    def learn(self, seen: Seen) -> ResidualVQ:
-        label = f"vq:{seen.layer}:{seen.role}"
-        count = min(seen.vectors, VECTORS * self.size)
+    def learn(self, data: TrainingData) -> ResidualVQ:
+        label = f"vq:{data.layer}:{data.role}"
+        count = min(data.vectors, VECTORS * self.size)
         if count - -(-count // ASIDE) < self.size:
             raise UsageError(
-                f"codec vq: {seen.vectors} vectors a layer for codebooks of {self.size} codewords; give more --windows, or "
+                f"codec vq: {data.vectors} vectors a layer for codebooks of {self.size} codewords; give more --windows, or "
                 f"a smaller size, as vq-{self.bits:g}-k16"
             )
-        x, scale = sampled(seen, count, label)
+        x, scale = sampled(data, count, label)
         aside = torch.arange(len(x), device=x.device) % ASIDE == 0
-        x, held = x[~aside], x[aside]
-        energy, books = float(held.double().square().sum()), []
-        for stage in range(self.stages(seen.shape.dim)):
-            with seen.carry.timer("train"):
-                book, _ = train_stage(x, held, energy, stage, self.size, f"{label}:{stage}", TRAINING)
+        x, holdout = x[~aside], x[aside]
+        energy, books = float(holdout.double().square().sum()), []
+        for stage in range(self.stages(data.shape.dim)):
+            with data.carry.timer("train"):
+                book, _ = train_stage(x, holdout, energy, stage, self.size, f"{label}:{stage}", TRAINING)
                 subtract(x, book)
-                subtract(held, book)
+                subtract(holdout, book)
             books.append(book.cpu())
-        return ResidualVQ(seen.shape, seen.role, [range(seen.shape.dim)], [torch.stack(books)], scale.cpu())
+        return ResidualVQ(data.shape, data.role, [range(data.shape.dim)], [torch.stack(books)], scale.cpu())
 
 
-def sampled(seen: Seen, count: int, label: str) -> tuple[Tensor, Tensor]:
+def sampled(data: TrainingData, count: int, label: str) -> tuple[Tensor, Tensor]:
     """So many of the training windows' vectors, evenly strewn, (count, D) float32, divided by a scale, (H, D) float16, that
     gives them a mean square of about 1.
     """
-    shape, tokens = seen.shape, seen.carry.tokens.stop - seen.carry.tokens.start
-    places = spread(seen.vectors, count, label).sort().values
-    taken, heads, found = [], [], Moments(shape, torch.device("cpu"))
-    for stored, batch in seen.batches({"q"} if seen.role == "key" else ()):
+    shape, tokens = data.shape, data.carry.tokens.stop - data.carry.tokens.start
+    places = spread(data.vectors, count, label).sort().values
+    taken, heads, moments = [], [], Moments(shape, torch.device("cpu"))
+    for stored, batch in data.batches({"q"} if data.role == "key" else ()):
         unit = shape.heads * tokens
         edges = torch.tensor([batch.rows.start * unit, batch.rows.stop * unit])
         low, high = torch.searchsorted(places, edges).tolist()
         here = (places[low:high] - batch.rows.start * unit).to(stored.device)
         taken.append(stored.flatten(0, 2)[here])
         heads.append(here // tokens % shape.heads)
-        found = found if found.count else Moments(shape, stored.device)
-        found.add(stored)
-        seen.weighed(found, batch)
-    square = found.square.diagonal(dim1=1, dim2=2) / max(1, found.count)
-    weight = found.metric().diagonal(dim1=1, dim2=2)
+        moments = moments if moments.count else Moments(shape, stored.device)
+        moments.add(stored)
+        data.weighed(moments, batch)
+    square = moments.square.diagonal(dim1=1, dim2=2) / max(1, moments.count)
+    weight = moments.metric().diagonal(dim1=1, dim2=2)
     scale = head_scale(
-        "query" if seen.role == "key" else "head", square, weight / (square * weight).mean().clamp_min(1e-30)
+        "query" if data.role == "key" else "head", square, weight / (square * weight).mean().clamp_min(1e-30)
     )
     assert scale is not None
     return torch.cat(taken) / scale.float()[torch.cat(heads)], scale
@@ -119,26 +119,26 @@ class FactorBackbone:
     def __post_init__(self) -> None:
         refuse_factors(self.codec, self.rule)
 
-    def learn(self, seen: Seen) -> Codec:
-        inner = backbone(self.codec)(seen.shape, seen.role)
-        if seen.role == "value":
+    def learn(self, data: TrainingData) -> Codec:
+        inner = backbone(self.codec)(data.shape, data.role)
+        if data.role == "value":
             return inner
-        found = seen.moments()
-        factor = self._largest(seen) if self.rule == "scaled" else self._balance(found)
-        inner = by_queries(inner, found.metric().diagonal(dim1=1, dim2=2))
+        moments = data.moments()
+        factor = self._largest(data) if self.rule == "scaled" else self._balance(moments)
+        inner = by_queries(inner, moments.metric().diagonal(dim1=1, dim2=2))
         return Scaled(inner, channel_factor(factor).cpu())
 
     @staticmethod
-    def _largest(seen: Seen) -> Tensor:
+    def _largest(data: TrainingData) -> Tensor:
         """(H, D) float32."""
-        return torch.stack([stored.abs().amax((0, 2)) for stored, _ in seen.batches()]).amax(0)
+        return torch.stack([stored.abs().amax((0, 2)) for stored, _ in data.batches()]).amax(0)
 
     @staticmethod
-    def _balance(found: Moments) -> Tensor:
+    def _balance(moments: Moments) -> Tensor:
         """(H, D) float32, about 1 for keys of unit size."""
-        weight = found.metric().diagonal(dim1=1, dim2=2)
+        weight = moments.metric().diagonal(dim1=1, dim2=2)
         weight = (weight / weight.mean()).clamp_min(1e-12)
-        energy = found.square.diagonal(dim1=1, dim2=2) / max(1, found.count)
+        energy = moments.square.diagonal(dim1=1, dim2=2) / max(1, moments.count)
         return (energy / weight).sqrt().float()
 
 
@@ -151,13 +151,21 @@ class SubspaceBackbone:
 
     codec: str
 
-    def learn(self, seen: Seen) -> Codec:
-        made = backbone(self.codec)(seen.shape, seen.role)
-        if not isinstance(made, Squat):
-            return made
-        gram = seen.moments().weight.cpu() / seen.carry.train
-        own = subspace(gram, made.rank).float()
-        return Squat(made.inner, made.rank, made.strength, made.channels, "calibrated", made.normalise, calibrated=own)
+    def learn(self, data: TrainingData) -> Codec:
+        codec = backbone(self.codec)(data.shape, data.role)
+        if not isinstance(codec, Squat):
+            return codec
+        gram = data.moments().weight.cpu() / data.carry.train
+        directions = subspace(gram, codec.rank).float()
+        return Squat(
+            codec.inner,
+            codec.rank,
+            codec.strength,
+            codec.channels,
+            "calibrated",
+            codec.normalise,
+            calibrated=directions,
+        )
 
 
 @dataclass(frozen=True)
@@ -170,13 +178,13 @@ class TierBackbone:
 
     bits: float
 
-    def learn(self, seen: Seen) -> Codec:
-        base = backbone("mixkvq")(seen.shape, seen.role)
+    def learn(self, data: TrainingData) -> Codec:
+        base = backbone("mixkvq")(data.shape, data.role)
         if not isinstance(base, MixKVQ):
             return base
-        step, parts = -(-seen.vectors // (seen.shape.heads * seen.shape.block * BLOCKS)), []
-        for stored, batch in seen.batches(taps_of(base.stats)):
-            salience = base.salience(stored, seen.context(base, batch))
+        step, parts = -(-data.vectors // (data.shape.heads * data.shape.block * BLOCKS)), []
+        for stored, batch in data.batches(taps_of(base.stats)):
+            salience = base.salience(stored, data.context(base, batch))
             parts.append(salience.transpose(1, 2).flatten(0, 1)[::step].transpose(0, 1)[None])
         salience = torch.cat(parts, 2)  # (1, H, blocks, D)
         low, high = -20.0, 20.0
@@ -199,7 +207,7 @@ def _at(base: MixKVQ, power: float) -> MixKVQ:
 
 
 # The maker of each kind in LEARNED, from the parts of a name.
-MAKERS: dict[str, Callable[[re.Match[str]], Learned]] = {
+MAKERS: dict[str, Callable[[re.Match[str]], Calibrated]] = {
     "transform-BITS[-debiased]": lambda name: TransformBackbone(
         float(name["bits"]), "debiased" if name["gain"] else "mse"
     ),
@@ -211,9 +219,9 @@ MAKERS: dict[str, Callable[[re.Match[str]], Learned]] = {
 }
 
 
-def learned(name: str) -> Learned | None:
+def calibration_of(name: str) -> Calibrated | None:
     """What learns the codec of that name; None for names of other codecs. Raises UsageError for one that cannot be."""
-    kind_and_parts = learned_name(name)
+    kind_and_parts = calibrated_name(name)
     if kind_and_parts is None:
         return None
     kind, parts = kind_and_parts

@@ -13,7 +13,7 @@ from kvcal_artifacts.scheme import FRAMES, Frame, LayerCodecs, Scheme, Windows
 
 from ..report.suggest import allowed
 from .base import layer_by_layer
-from .composition import PlainComposition
+from .composition import DataFreeComposition
 from .mixkvq import MixKVQ
 from .registry import INNERQ_VALUES
 
@@ -36,8 +36,8 @@ class Preset:
     per_layer: tuple[str, ...] = ()
 
     @property
-    def composition(self) -> PlainComposition:
-        return PlainComposition(self.key, self.value, self.per_layer)
+    def composition(self) -> DataFreeComposition:
+        return DataFreeComposition(self.key, self.value, self.per_layer)
 
     def scheme(self, model: nn.Module) -> Scheme:
         """The preset for this model; layers that cannot be compressed are skipped with the reason."""
@@ -50,11 +50,11 @@ class Preset:
         def codec(layer: int, shape: Shape, role: Role) -> Codec:
             return composition.codec(layer, layers, role)(shape, role)
 
-        made = layer_by_layer(
+        scheme = layer_by_layer(
             model, windows, self.rope, lambda layer, shape: LayerCodecs(*(codec(layer, shape, role) for role in ROLES))
         )
-        composition.check_reach(layers, made.skipped)
-        return made
+        composition.check_reach(layers, scheme.skipped)
+        return scheme
 
 
 DataFree = Preset | MixKVQ  # what has a scheme without calibration
@@ -93,16 +93,16 @@ def composed(name: str | None, keys: str | None, values: str | None, per_layer: 
     if name is None:
         if keys is None or values is None:
             raise UsageError("nothing says what to store: give a preset's name, --keys with --values, or --recipe")
-        made = Preset(keys, values, per_layer=per_layer)
+        method = Preset(keys, values, per_layer=per_layer)
     else:
-        own = preset(name)
+        base = preset(name)
         if keys is None and values is None and not per_layer:
-            return own
-        if isinstance(own, MixKVQ):  # the same codecs by their names
-            own = Preset("mixkvq", "mixkvq", sink=own.sink, recent=own.recent, block=own.block)
-        made = replace(own, key=keys or own.key, value=values or own.value, per_layer=per_layer)
-    made.composition  # noqa: B018  names are checked
-    return made
+            return base
+        if isinstance(base, MixKVQ):  # the same codecs by their names
+            base = Preset("mixkvq", "mixkvq", sink=base.sink, recent=base.recent, block=base.block)
+        method = replace(base, key=keys or base.key, value=values or base.value, per_layer=per_layer)
+    method.composition  # noqa: B018  names are checked
+    return method
 
 
 def preset(name: str) -> DataFree:

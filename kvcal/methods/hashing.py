@@ -26,8 +26,8 @@ def hashed_normal(rows: int, columns: int, label: str) -> Tensor:
 def _quantiles() -> Tensor:
     middle = (torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS
     # float16 has 11 bits: a last bit of another machine's double-precision logarithm does not show
-    found: Tensor = torch.special.ndtri(middle)
-    return found.half().float()
+    quantiles: Tensor = torch.special.ndtri(middle)
+    return quantiles.half().float()
 
 
 def spread(population: int, count: int, label: str) -> Tensor:

@@ -101,17 +101,17 @@ class MixKVQ:
         sizes, error, keys = TierSizes(), OutputError(), OutputError()
         for batch in taps.batches(self.taps, self.frame, advance=True):
             with carry.timer("encode"):
-                seen = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
+                layer_probe = probe(batch, layer, taps.site, carry.shape, self.windows, key.stats)
                 train = carry.training_rows(batch.rows)
-                packed = key.encode(seen.k[:, :, seen.packed], seen.context())
-                sizes.add(key, {name: store.select(held, torch.arange(train)) for name, held in packed.items()})
-                if train < len(seen.k):
-                    rest, made = seen.rows(train), key.decode(packed, seen.context())[train:]
-                    keys.add(rest.k[:, :, rest.packed].float(), made)
-                    error.add(rest.outputs(), rest.outputs(made, rest.decoded(value)))
+                packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
+                sizes.add(key, {name: store.select(tensors, torch.arange(train)) for name, tensors in packed.items()})
+                if train < len(layer_probe.k):
+                    rest, decoded = layer_probe.rows(train), key.decode(packed, layer_probe.context())[train:]
+                    keys.add(rest.k[:, :, rest.packed].float(), decoded)
+                    error.add(rest.outputs(), rest.outputs(decoded, rest.decoded(value)))
         first, second = sizes.means()
-        told = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
-        pair = LayerCodecs(told, value)
+        expected = self.key_codec(carry.shape, dtype, None if self.full is not None else (first, second))
+        pair = LayerCodecs(expected, value)
         metrics = {
             "full_channels": first,
             "four_bit_channels": second,
@@ -136,7 +136,7 @@ class TierSizes:
 
     def add(self, codec: codecs.MixKVQ, packed: codecs.Packed) -> None:
         self.blocks += packed["perm"][..., 0].numel()
-        self.nbytes += sum(t.numel() * t.element_size() for held in packed.values() for t in store.tensors_of(held))
+        self.nbytes += sum(t.numel() * t.element_size() for field in packed.values() for t in store.tensors_of(field))
         for tier, counts in enumerate(codec.counts(packed)[:2]):
             self.channels[tier] += int(counts.sum())
 

@@ -162,30 +162,30 @@ def backbone(name: str) -> Backbone:
     """The maker of that name, of a codec that needs no data; UsageError naming what is allowed."""
     if name in BACKBONES:
         return BACKBONES[name]
-    if found := FIXED_TIERS.fullmatch(name):
-        return _mixkvq(int(found[1]), int(found[2]))
+    if tiers := FIXED_TIERS.fullmatch(name):
+        return _mixkvq(int(tiers[1]), int(tiers[2]))
     if name in FITTED:
         command, instead = FITTED[name]
         raise UsageError(
             f"codec {name!r} needs a fit of its own (`kvcal {command}`), its name alone is no codec; {instead}"
         )
-    if learned_name(name) is not None:
+    if calibrated_name(name) is not None:
         raise UsageError(
             f"codec {name!r} is learned from text: fit it with `kvcal fit-predictors --residual {name}`, without predictors "
             "with --key-inputs none --value-inputs none"
         )
-    known = [*BACKBONES, *(family.example for family in LEARNED.values())]
-    raise UsageError(f"codec {name!r} is not known; {allowed(name, known, 'kvcal names codec')}")
+    names = [*BACKBONES, *(family.example for family in CALIBRATED.values())]
+    raise UsageError(f"codec {name!r} is not known; {allowed(name, names, 'kvcal names codec')}")
 
 
 def no_factors(codec: str) -> tuple[str, str] | None:
     """Why factors from text are of no use to keys of that codec, and which codec is the same without factors
     of its own, "" for none; None where they are of use. Raises UsageError for an unknown name.
     """
-    made = backbone(codec)(Shape(1, 256, 32), "key")
-    if isinstance(made, Scaled):
+    example = backbone(codec)(Shape(1, 256, 32), "key")
+    if isinstance(example, Scaled):
         return f"{codec} divides keys by factors of each row's own already", f"{codec}-plain"
-    if codes_apart(made):
+    if codes_apart(example):
         return f"{codec} codes each key channel by itself, where a factor changes nothing", ""
     return None
 
@@ -230,7 +230,7 @@ def _check_subspace(name: re.Match[str]) -> None:
 
 
 def _check_factors(name: re.Match[str]) -> None:
-    if learned_name(name["codec"]) is not None:
+    if calibrated_name(name["codec"]) is not None:
         raise UsageError(f"codec {name[0]!r}: {name['codec']} learns its own units or tiers; take it without factors")
     refuse_factors(name["codec"], name["rule"])
 
@@ -246,7 +246,7 @@ def refuse_factors(codec: str, rule: str) -> None:
 CODEWORDS = 256  # of a codebook whose name gives no other number
 
 # By how they read. `calibrated` has the maker of each; adding one here adds its example to the contract tests.
-LEARNED = {
+CALIBRATED = {
     "transform-BITS[-debiased]": Family(
         "transform-2.5", re.compile(r"transform-(?P<bits>\d(\.\d+)?)(?P<gain>-debiased)?"), _check_transform
     ),
@@ -260,12 +260,12 @@ LEARNED = {
 }
 
 
-def learned_name(name: str) -> tuple[str, re.Match[str]] | None:
+def calibrated_name(name: str) -> tuple[str, re.Match[str]] | None:
     """The kind (a key of LEARNED) and the parts of the name of a codec that is learned from text; None for names of others.
 
     Raises UsageError for one that cannot be.
     """
-    for kind, family in LEARNED.items():
+    for kind, family in CALIBRATED.items():
         if (parts := family.pattern.fullmatch(name)) is not None:
             family.check(parts)
             return kind, parts

@@ -41,7 +41,7 @@ def window_statistics(
     batch: of `frame`, so q (B, heads, T, D) is before or after RoPE with it, and k as the cache stores it. The last
     blocks of a window, which a cache would not pack yet, get the statistic of the whole window.
     """
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name in sorted(codec.stats):
         wants = _wants(name)
         x = batch.k if wants == "k" else batch.q
@@ -50,10 +50,10 @@ def window_statistics(
             x = taps.site.rotate(x, *taps.rope)
         if wants == "q_pre" and frame == "post_rope" and taps.rope is not None:
             raise KVCalError(f"statistic {name}: queries before RoPE are seen in the frame pre_rope only")
-        made = statistic(name, codec.shape).observe(x, whole_window(x, windows))
-        assert made is not None
-        found[name] = made
-    return found
+        blocks = statistic(name, codec.shape).observe(x, whole_window(x, windows))
+        assert blocks is not None
+        values[name] = blocks
+    return values
 
 
 def whole_window(x: Tensor, windows: Windows) -> Prefixes:
@@ -65,7 +65,7 @@ def whole_window(x: Tensor, windows: Windows) -> Prefixes:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TrainingData:
     """One layer's keys or values on the training windows. predictor, inputs: what is taken off first; None: nothing.
 
     windows, frame: of the scheme. Each pass computes q, k, v and the predictions again: nothing of a layer is kept.
@@ -94,11 +94,11 @@ class Seen:
         """What is stored of some windows, residuals where there is a predictor: (B, H, coded tokens, D) float32. The batch has
         the layer's keys or values whole, and those of q, k, v that are named.
         """
-        carry, own = self.carry, "k" if self.role == "key" else "v"
+        carry, tap = self.carry, "k" if self.role == "key" else "v"
         stand_in = (
             None if self.predictor is None else Predicted(Exact(self.shape, self.role), self.predictor, self.inputs)
         )
-        for batch in self.taps.batches({own, *also}, self.frame, rows=slice(0, carry.train)):
+        for batch in self.taps.batches({tap, *also}, self.frame, rows=slice(0, carry.train)):
             x = batch.k if self.role == "key" else batch.v
             assert x is not None
             with carry.timer("moments"):
@@ -117,23 +117,23 @@ class Seen:
         """What encoding these windows by `codec` reads: the run-time statistics that a cache would know."""
         return Context(self.layer, stats=window_statistics(codec, self.windows, self.frame, self.taps, batch))
 
-    def weighed(self, found: Moments, batch: TapBatch) -> None:
-        """Add to the metric of `found` what a batch's keys will be multiplied by; values are weighed at the end."""
+    def weighed(self, moments: Moments, batch: TapBatch) -> None:
+        """Add to the metric of `moments` what a batch's keys will be multiplied by; values are weighed at the end."""
         if batch.q is not None:
-            found.weigh(self.queries(batch))
+            moments.weigh(self.queries(batch))
 
     def moments(self) -> Moments:
         """Of what is stored, with the metric of what it will be multiplied by: queries, or rows of the output projection."""
-        found: Moments | None = None
+        moments: Moments | None = None
         for stored, batch in self.batches({"q"} if self.role == "key" else ()):
-            found = found or Moments(self.shape, stored.device)
+            moments = moments or Moments(self.shape, stored.device)
             with self.carry.timer("moments"):
-                found.add(stored)
-                self.weighed(found, batch)
-        assert found is not None
+                moments.add(stored)
+                self.weighed(moments, batch)
+        assert moments is not None
         if self.role == "value" and (projection := output_projection(self.taps.site)) is not None:
-            found.weigh_output(projection)
-        return found
+            moments.weigh_output(projection)
+        return moments
 
 
 def at_distances(site: AttentionSite, queries: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -23,7 +23,7 @@ from kvcal_artifacts.codecs import Shape, Transform
 from kvcal_artifacts.codecs.base import Role
 from kvcal_artifacts.codecs.transform import MSE
 
-from .statistics import Moments, Seen
+from .statistics import Moments, TrainingData
 
 FLOOR = 1e-5  # of the mean: the smallest metric and variance of a direction, so that all have an inverse in float16
 
@@ -35,12 +35,12 @@ class TransformBackbone:
     bits: float
     gain: str = "mse"
 
-    def learn(self, seen: Seen) -> Transform:
-        return self.fit(seen.shape, seen.role, seen.moments())
+    def learn(self, data: TrainingData) -> Transform:
+        return self.fit(data.shape, data.role, data.moments())
 
-    def fit(self, shape: Shape, role: Role, found: Moments) -> Transform:
-        spread, mean = found.covariance()
-        return fit_transform(shape, role, spread, found.metric(), mean, self.bits, self.gain)
+    def fit(self, shape: Shape, role: Role, moments: Moments) -> Transform:
+        spread, mean = moments.covariance()
+        return fit_transform(shape, role, spread, moments.metric(), mean, self.bits, self.gain)
 
 
 def fit_transform(
@@ -67,12 +67,12 @@ def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
 def allocate(variance: Tensor, bits: float) -> list[int]:
     """Bits of each direction, in pairs, `bits` on average: variance (D,), not rising."""
     pairs = variance.unflatten(0, (-1, 2)).sum(1).tolist()
-    given = [0] * len(pairs)
+    bits_of = [0] * len(pairs)
     heap = [(-energy * (MSE[0] - MSE[1]), j) for j, energy in enumerate(pairs)]
     heapq.heapify(heap)
     for _ in range(max(1, round(bits * len(pairs)))):
         _, j = heapq.heappop(heap)
-        given[j] += 1
-        if (b := given[j]) < max(MSE):
+        bits_of[j] += 1
+        if (b := bits_of[j]) < max(MSE):
             heapq.heappush(heap, (-pairs[j] * (MSE[b] - MSE[b + 1]), j))
-    return [b for b in sorted(given, reverse=True) for _ in range(2)]
+    return [b for b in sorted(bits_of, reverse=True) for _ in range(2)]

@@ -90,13 +90,13 @@ class VQKV:
     block: int = 1024
 
     def __post_init__(self) -> None:
-        for what, given, allowed in (
+        for what, setting, allowed in (
             ("scale", self.scale, SCALES),
             ("split-by", self.split, SPLITS),
             ("frame", self.rope, FRAMES),
         ):
-            if given not in allowed:
-                raise UsageError(f"--{what} {given!r}: allowed are {', '.join(allowed)}")
+            if setting not in allowed:
+                raise UsageError(f"--{what} {setting!r}: allowed are {', '.join(allowed)}")
         if len(self.stages) != 3 or min(self.stages) < 1:
             raise UsageError(f"--stages {self.stages}: three numbers of at least 1: values, low band, high band")
         if len(self.sizes) != 3 or any(not 2 <= k <= 65536 or k & (k - 1) for k in self.sizes):
@@ -150,13 +150,13 @@ def quantisers(method: VQKV) -> dict[str, tuple[int, int]]:
     return {name: (method.stages[i], method.sizes[i]) for i, name in enumerate(names)}
 
 
-def reconstruction_errors(keys: Tensor, held: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
+def reconstruction_errors(keys: Tensor, holdout: Tensor, label: str, training: Training) -> tuple[Tensor, Tensor]:
     """How badly each dimension comes out of one small residual quantiser of whole keys: (squared error, energy), each (D,)
     float64 over held (m, D). keys (n, D); neither is changed.
     """
     rows = spread(len(keys), min(len(keys), PROBE_VECTORS), f"{label}:probe").to(keys.device)
-    rest, tail = keys[rows].clone(), held.clone()
-    energy = held.double().square().sum(0)
+    rest, tail = keys[rows].clone(), holdout.clone()
+    energy = holdout.double().square().sum(0)
     probe = Training("k-means", least=training.least, most=training.least)
     for stage in range(PROBE_STAGES):
         size = min(PROBE_SIZE, 1 << (len(rest).bit_length() - 1))
@@ -194,12 +194,12 @@ def head_scale(kind: str, square: Tensor, queries: Tensor | None) -> Tensor | No
     if kind == "none":
         return None
     if kind == "query" and queries is not None:
-        made = 1 / _floored(queries.sqrt())
+        scale = 1 / _floored(queries.sqrt())
     elif kind == "channel":
-        made = _floored(square.sqrt())
+        scale = _floored(square.sqrt())
     else:
-        made = square.mean(-1, keepdim=True).sqrt().expand_as(square)
-    return made.clamp(2.0**-14, 32768.0).half().contiguous()
+        scale = square.mean(-1, keepdim=True).sqrt().expand_as(square)
+    return scale.clamp(2.0**-14, 32768.0).half().contiguous()
 
 
 def _floored(root: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kvcal_artifacts.errors import ModelUnavailable
 from .hub import one_line
 
 
-class PackedWeights:
+class EmbeddedWeights:
     """A source of parameters for `kvcal.models.weights.fill`."""
 
     def __init__(self, path: Path) -> None:

@@ -42,7 +42,7 @@ def local_tokenizer(source: ModelSource) -> Any | None:
     return load_tokenizer(source) if has else None
 
 
-def packed_path(source: ModelSource) -> Path:
+def embedded_weights(source: ModelSource) -> Path:
     assert source.folder is not None
     path = source.folder / PACKED
     if not path.is_file():
@@ -97,6 +97,6 @@ def weights_revision(source: ModelSource, *, random_weights: bool, seed: int) ->
     from .weights import content_revision, file_sha256
 
     if source.kind == "embedded":
-        return f"sha256:{file_sha256(packed_path(source))}"
+        return f"sha256:{file_sha256(embedded_weights(source))}"
     folder = weights_folder(source)
     return content_revision(folder / shard for shard in set(shard_names(source, weights_index(source))))

@@ -137,9 +137,9 @@ def open_layerwise(
 
 def _stored(source: ModelSource, model: Any) -> Weights:
     if source.kind == "embedded":
-        from .embedded import PackedWeights
+        from .embedded import EmbeddedWeights
 
-        return PackedWeights(files.packed_path(source))
+        return EmbeddedWeights(files.embedded_weights(source))
     index = files.weights_index(source)
     return FileWeights(source.label, index, partial(_locate, source, index), model)
 

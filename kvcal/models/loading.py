@@ -19,7 +19,7 @@ from kvcal_artifacts.errors import KVCalError, ModelUnavailable, OutOfMemory
 from . import hub
 from .configuration import geometry, geometry_config, load_config
 from .devices import to_device, to_dtype
-from .files import load_tokenizer, local_tokenizer, packed_path, weights_folder, weights_index, weights_revision
+from .files import embedded_weights, load_tokenizer, local_tokenizer, weights_folder, weights_index, weights_revision
 from .hub import one_line
 from .memory import is_oom
 from .names import ModelSource
@@ -60,11 +60,11 @@ def load_model(
 
 def _random(source: ModelSource, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
     from . import weights
-    from .memory import check_room
+    from .memory import check_fits
 
     config = geometry_config(source)
     model = weights.empty_model(config, dtype)
-    check_room(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
+    check_fits(source.label, sum(one.numel() * one.element_size() for one in model.parameters()), dtype, device)
     weights.fill(model, "", random_source(config, seed), device)
     weights.tie(model)
     revision = weights_revision(source, random_weights=True, seed=seed)
@@ -79,10 +79,10 @@ def random_source(config: Any, seed: int) -> Weights:
 
 def _embedded(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
     from . import weights
-    from .embedded import PackedWeights
+    from .embedded import EmbeddedWeights
 
     model = weights.empty_model(load_config(source), dtype)
-    weights.fill(model, "", PackedWeights(packed_path(source)), device)
+    weights.fill(model, "", EmbeddedWeights(embedded_weights(source)), device)
     weights.tie(model)
     return model
 

@@ -19,7 +19,7 @@ GROUP_FILES = {  # version of control groups -> limit, bytes in use, what of mem
 }
 
 
-def check_room(label: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_fits(label: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises OutOfMemory where weights of `size` bytes are more than is free on the device. label: of the model."""
     free = free_bytes(device)
     if free is not None and size > free:

@@ -15,7 +15,7 @@ from kvcal_artifacts.errors import KVCalError
 from kvcal_artifacts.files import read_text
 from kvcal_artifacts.scheme import Scheme
 
-from ..calibrate.checkpoint import Work, short
+from ..calibrate.checkpoint import CommandCheckpoint, short
 
 
 def front(rows: Iterable[dict[str, Any]], quality: str = "kl") -> set[str]:
@@ -39,8 +39,8 @@ def best(rows: Iterable[dict[str, Any]], max_bits: float, quality: str = "kl") -
     return min(fitting, key=lambda row: (row[quality], row["bits_per_value"]), default=None)
 
 
-def bytes_at(scheme: Scheme, row: dict[str, Any], seen: int, length: int, itemsize: int) -> int:
-    """Bytes of one sequence of `length` tokens: what was measured of `seen` tokens (packed, windows, run-time statistics,
+def bytes_at(scheme: Scheme, row: dict[str, Any], tokens: int, length: int, itemsize: int) -> int:
+    """Bytes of one sequence of `length` tokens: what was measured of `tokens` tokens (packed, windows, run-time statistics,
     predictors and codebooks), and more or fewer tokens at the row's stored bits a value.
 
     itemsize: of the model's dtype, in which layers are that the scheme leaves alone.
@@ -51,7 +51,7 @@ def bytes_at(scheme: Scheme, row: dict[str, Any], seen: int, length: int, itemsi
     numbers = sum(pair.key.shape.heads * pair.key.shape.dim * 2 for pair in pairs)
     a_token = numbers * bits / 8 * share + numbers / max(1, len(pairs)) * len(scheme.skipped) * itemsize
     measured = row["cache_bytes"] + row["window_bytes"] + row["resident_bytes"]
-    return max(0, round(float(measured + (length - seen) * a_token)))
+    return max(0, round(float(measured + (length - tokens) * a_token)))
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
@@ -72,10 +72,10 @@ def read_results(path: Path, command: str) -> dict[str, Any]:
     """
     try:
         text = read_text(path) if path.exists() else ""
-        found: dict[str, Any] = json.loads(text) if text else {"command": command, "settings": {}, "rows": []}
-        ours = isinstance(found["settings"], dict) and isinstance(found["rows"], list)
-        ours = ours and all(isinstance(row["key"], str) for row in found["rows"])
-        ours = ours and found.get("command", command) == command  # files of before have no name of a command
+        results: dict[str, Any] = json.loads(text) if text else {"command": command, "settings": {}, "rows": []}
+        ours = isinstance(results["settings"], dict) and isinstance(results["rows"], list)
+        ours = ours and all(isinstance(row["key"], str) for row in results["rows"])
+        ours = ours and results.get("command", command) == command  # files of before have no name of a command
     except OSError as error:
         raise KVCalError(f"--output {path}: cannot be read: {error.strerror or error}; give another name") from error
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -84,7 +84,7 @@ def read_results(path: Path, command: str) -> dict[str, Any]:
         raise KVCalError(
             f"--output {path} is there already and is no result file of `kvcal {command}`; give another name or remove it"
         )
-    return found
+    return results
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Ledger:
     command: str
     path: Path | None
     settings: dict[str, Any]
-    work: Work
+    work: CommandCheckpoint
     resume: bool = True
 
     def __post_init__(self) -> None:
@@ -121,8 +121,8 @@ class Ledger:
         if self.path is None:
             self.work.keep(_file(key), self.rows[key])
             return
-        found = {"command": self.command, "settings": self.settings, "rows": list(self.rows.values())}
-        write_atomically(self.path, (json.dumps(found, indent=1) + "\n").encode())
+        results = {"command": self.command, "settings": self.settings, "rows": list(self.rows.values())}
+        write_atomically(self.path, (json.dumps(results, indent=1) + "\n").encode())
 
     def done(self, keys: Iterable[str]) -> None:
         """These rows are on their way to the reader; those of other runs stay in `work`."""

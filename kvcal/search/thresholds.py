@@ -75,9 +75,11 @@ class AttentionError:
         with Capture(WholeModel(model), ids, device=device, batch=batch) as capture, torch.no_grad():
             for taps in capture:
                 here = []
-                for given in taps.batches({"q", "k", "v"}, "post_rope", advance=True):
-                    seen = probe(given, taps.index, taps.site, self.shape, method.windows, stats)
-                    here.append((seen.to(rest), seen.decoded(value).to(rest), seen.outputs().to(rest)))
+                for taken in taps.batches({"q", "k", "v"}, "post_rope", advance=True):
+                    layer_probe = probe(taken, taps.index, taps.site, self.shape, method.windows, stats)
+                    here.append(
+                        (layer_probe.to(rest), layer_probe.decoded(value).to(rest), layer_probe.outputs().to(rest))
+                    )
                 self.layers.append(here)
 
     @torch.no_grad()
@@ -86,11 +88,15 @@ class AttentionError:
         sizes, errors = TierSizes(), []
         for layer in self.layers:
             error = OutputError()
-            for kept in layer:
-                seen, values, exact = kept[0].to(self.device), kept[1].to(self.device), kept[2].to(self.device)
-                packed = key.encode(seen.k[:, :, seen.packed], seen.context())
+            for saved in layer:
+                layer_probe, values, exact = (
+                    saved[0].to(self.device),
+                    saved[1].to(self.device),
+                    saved[2].to(self.device),
+                )
+                packed = key.encode(layer_probe.k[:, :, layer_probe.packed], layer_probe.context())
                 sizes.add(key, packed)
-                error.add(exact, seen.outputs(key.decode(packed, seen.context()), values))
+                error.add(exact, layer_probe.outputs(key.decode(packed, layer_probe.context()), values))
             errors.append(error.value)
         return sum(errors) / len(errors), (sizes.bits(self.shape) + value.bits_per_value()) / 2
 
@@ -221,19 +227,19 @@ def tune(
     check_ours(job.folder, NAMES)
     if not job.options.resume:
         shutil.rmtree(job.folder, ignore_errors=True)
-    found, goal = _search(method, job, settings, objective, storage, heartbeat)
-    front = front_of(found.points, goal.maximise)
-    number = choose(found.points, front, settings.max_bits)
-    best = with_thresholds(method, found.points[number].parameters)
-    asked = {"trials": settings.trials, "max_bits": settings.max_bits, "order": ORDER[found.in_order]}
+    points, goal = _search(method, job, settings, objective, storage, heartbeat)
+    front = front_of(points.points, goal.maximise)
+    number = choose(points.points, front, settings.max_bits)
+    best = with_thresholds(method, points.points[number].parameters)
+    asked = {"trials": settings.trials, "max_bits": settings.max_bits, "order": ORDER[points.in_order]}
     record = _record(settings, goal.record) | asked
-    seen = _seen(method, found, goal, front, number)
-    result = _measured(best, job, settings, {"provenance": record, "metrics": seen})
-    pairs = [(point.cost, point.quality) for point in found.points]
+    metrics = _seen(method, points, goal, front, number)
+    result = _measured(best, job, settings, {"provenance": record, "metrics": metrics})
+    pairs = [(point.cost, point.quality) for point in points.points]
     picture = front_png(pairs, front, number, settings.max_bits, goal.label, "stored bits a value")
     write_atomically(job.plot, picture, "--plot")
     shutil.rmtree(job.folder, ignore_errors=True)
-    return Tuned(result, best, found, front, number)
+    return Tuned(result, best, points, front, number)
 
 
 @dataclass(frozen=True)
@@ -254,11 +260,11 @@ def _search(
     heartbeat: int,
 ) -> tuple[Found, Goal]:
     """The objective, which may be large, ends here."""
-    made = objective()
-    goal = Goal(made.label, made.maximise, made.record)
+    ready = objective()
+    goal = Goal(ready.label, ready.maximise, ready.record)
     name = _study_name(method, job, settings, goal.record)
-    found = search(
-        lambda parameters: made(with_thresholds(method, parameters)),
+    points = search(
+        lambda parameters: ready(with_thresholds(method, parameters)),
         settings.space,
         trials=settings.trials,
         seed=settings.seed,
@@ -266,7 +272,7 @@ def _search(
         storage=Storage(name, job.folder, storage, heartbeat),
         say=job.say,
     )
-    return found, goal
+    return points, goal
 
 
 ORDER = {
@@ -309,15 +315,15 @@ def _record(settings: Settings, objective: dict[str, Any]) -> dict[str, Any]:
 def _study_name(method: MixKVQ, job: Job, settings: Settings, objective: dict[str, Any]) -> str:
     """Workers that would do the same work share a study."""
     free, batch = replace(method, tau_low=0.0, tau_high=0.0), job.options.batch or 0
-    about = provenance(free, job.text, job.model_record, job.device, job.model.dtype, batch, settings.seed)
-    return f"kvcal-mixkvq-{sha256_text(canonical([about, _record(settings, objective)]))[:20]}"
+    key = provenance(free, job.text, job.model_record, job.device, job.model.dtype, batch, settings.seed)
+    return f"kvcal-mixkvq-{sha256_text(canonical([key, _record(settings, objective)]))[:20]}"
 
 
-def _seen(method: MixKVQ, found: Found, goal: Goal, front: list[int], chosen: int) -> dict[str, Any]:
-    tried = [with_thresholds(method, point.parameters) for point in found.points]
+def _seen(method: MixKVQ, points: Found, goal: Goal, front: list[int], chosen: int) -> dict[str, Any]:
+    tried = [with_thresholds(method, point.parameters) for point in points.points]
     rows = [
-        {"tau_low": own.tau_low, "tau_high": own.tau_high, "quality": point.quality, "bits": point.cost}
-        for own, point in zip(tried, found.points, strict=True)
+        {"tau_low": row.tau_low, "tau_high": row.tau_high, "quality": point.quality, "bits": point.cost}
+        for row, point in zip(tried, points.points, strict=True)
     ]
     what = {"quality": goal.label, "higher_is_better": goal.maximise}
     return what | {"trials": rows, "front": front, "chosen": chosen}

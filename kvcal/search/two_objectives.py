@@ -59,14 +59,14 @@ def suggest(points: list[Point], space: Space, seed: int, number: int, maximise:
     import optuna
 
     scales = {name: optuna.distributions.FloatDistribution(low, high, log=True) for name, (low, high) in space.items()}
-    own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-    study = optuna.create_study(directions=_directions(maximise), sampler=optuna.samplers.TPESampler(seed=own))
+    own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+    study = optuna.create_study(directions=_directions(maximise), sampler=optuna.samplers.TPESampler(seed=own_seed))
     for point in points:
         study.add_trial(
             optuna.create_trial(params=point.parameters, distributions=dict(scales), values=[point.quality, point.cost])
         )
-    found = study.ask(dict(scales)).params
-    return {name: min(max(rounded(found[name]), low), high) for name, (low, high) in space.items()}
+    parameters = study.ask(dict(scales)).params
+    return {name: min(max(rounded(parameters[name]), low), high) for name, (low, high) in space.items()}
 
 
 def rounded(x: float) -> float:
@@ -111,8 +111,8 @@ def search(
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
-        with _opened(storage, maximise) as (study, made):
-            work = _Worker(study, made, storage, evaluate, space, trials, seed, maximise)
+        with _opened(storage, maximise) as (study, engine):
+            work = _Worker(study, engine, storage, evaluate, space, trials, seed, maximise)
             if done := len(work.complete()):
                 say(f"resuming: {done} of {trials} trials are in the storage")
             with progress("Searching", total=trials) as advance:
@@ -136,7 +136,7 @@ class _Worker:
     def __init__(
         self,
         study: Any,
-        made: Any,
+        engine: Any,
         storage: Storage,
         evaluate: Evaluate,
         space: Space,
@@ -144,8 +144,8 @@ class _Worker:
         seed: int,
         maximise: bool,
     ) -> None:
-        """made: the study's storage object."""
-        self.study, self.made, self.storage = study, made, storage
+        """engine: the study's storage object."""
+        self.study, self.made, self.storage = study, engine, storage
         self.evaluate, self.space = evaluate, space
         self.trials, self.seed, self.maximise = trials, seed, maximise
         self.nameless: dict[int, float] = {}  # running trials whose worker did not even leave its name: since when seen
@@ -161,12 +161,12 @@ class _Worker:
         return sorted(self.study.get_trials(deepcopy=False, states=states), key=lambda trial: trial.number)
 
     def run(self, advance: Callable[..., None]) -> None:
-        told = 0
+        reported = 0
         while True:
             self._bury()
             done = len(self.complete())
-            advance(min(done, self.trials) - told)
-            told = min(done, self.trials)
+            advance(min(done, self.trials) - reported)
+            reported = min(done, self.trials)
             if done >= self.trials:
                 return
             if done + len(self._in_state("RUNNING")) < self.trials:
@@ -266,8 +266,8 @@ class _Worker:
 
     def found(self) -> Found:
         done = self.complete()[: self.trials]
-        known = [trial.user_attrs.get("known") for trial in done]
-        return Found(_points(done), known == list(range(len(done))))
+        earlier = [trial.user_attrs.get("known") for trial in done]
+        return Found(_points(done), earlier == list(range(len(done))))
 
 
 def run_again(study: Any, trial: Any) -> None:
@@ -356,18 +356,18 @@ def _study(url: str, storage: Storage, maximise: bool) -> tuple[Any, Any]:
 
     for attempt in range(5):
         try:
-            made = _rdb(url, storage)
+            engine = _rdb(url, storage)
             directions = _directions(maximise)
             study = optuna.create_study(
-                storage=made, study_name=storage.name, directions=directions, load_if_exists=True
+                storage=engine, study_name=storage.name, directions=directions, load_if_exists=True
             )
-            return study, made
+            return study, engine
         except Exception as error:
             collided = any(word in str(error).lower() for word in ("exists", "unique", "duplicate", "locked"))
             if attempt == 4 or not collided:
-                said = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
                 raise KVCalError(
-                    f"--storage {_public(url)}: cannot be used ({type(error).__name__}: {said})"
+                    f"--storage {_public(url)}: cannot be used ({type(error).__name__}: {reason})"
                 ) from error
             time.sleep(0.2 * (attempt + 1))
     raise AssertionError

@@ -75,11 +75,11 @@ def looks_like_file(name: str) -> bool:
 def folder_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Files of a folder's first tier that has any, and those left out, both in order; hidden ones are in neither."""
     inside = ((path, path.relative_to(folder).parts) for path in folder.rglob("*") if path.is_file())
-    found = sorted(path for path, parts in inside if not any(part.startswith(".") for part in parts))
+    files = sorted(path for path, parts in inside if not any(part.startswith(".") for part in parts))
     for tier in TIERS:
-        if taken := [path for path in found if path.name.lower().endswith(tier)]:
-            return taken, [path for path in found if path not in set(taken)]
-    return [], found
+        if taken := [path for path in files if path.name.lower().endswith(tier)]:
+            return taken, [path for path in files if path not in set(taken)]
+    return [], files
 
 
 def read_file(path: Path, column: str | None = None, picker: Picker | None = None) -> Iterator[Document]:
@@ -267,12 +267,12 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
 
 def _array_of(path: Path, whole: dict[str, Any]) -> list[Any]:
     """{"version": 1, "data": [...]}: the one field that is a list of rows; the object itself, a row, where none is."""
-    found = [value for value in whole.values() if isinstance(value, list) and _are_rows(value)]
-    if len(found) > 1:
+    arrays = [value for value in whole.values() if isinstance(value, list) and _are_rows(value)]
+    if len(arrays) > 1:
         raise TextError(
-            f"{path}: {len(found)} fields of {listed(list(whole))} are arrays; give a file of one array of rows"
+            f"{path}: {len(arrays)} fields of {listed(list(whole))} are arrays; give a file of one array of rows"
         )
-    return found[0] if found else [whole]
+    return arrays[0] if arrays else [whole]
 
 
 def _are_rows(value: list[Any]) -> bool:
@@ -292,8 +292,8 @@ class _Values:
     def peek(self) -> str:
         """The next character that is not blank; empty at the end."""
         while True:
-            found = self.BLANK.match(self._text, self._at)
-            self._at = found.end() if found else self._at
+            blank = self.BLANK.match(self._text, self._at)
+            self._at = blank.end() if blank else self._at
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._more():

@@ -40,12 +40,12 @@ def columns(names: Sequence[str], column: str | None) -> list[str]:
 
 def listed(names: Sequence[str]) -> str:
     """Columns for a message, cut short: without a header a whole document stands where a name should."""
-    said: list[str] = []
+    shown: list[str] = []
     for name in names:
-        if len(said) == SHOWN or sum(map(len, said)) > SHOWN_ALL:
-            return ", ".join([*said, "..."])
-        said.append(quoted(name))
-    return ", ".join(said)
+        if len(shown) == SHOWN or sum(map(len, shown)) > SHOWN_ALL:
+            return ", ".join([*shown, "..."])
+        shown.append(quoted(name))
+    return ", ".join(shown)
 
 
 def quoted(name: str) -> str:
@@ -84,12 +84,12 @@ class Picker:
         """The columns to read of these. Raises TextError where none holds text; instead: what to do then."""
         chosen = columns(names, self.column)
         if not chosen:
-            wanted = (
+            choices = (
                 f"no column {self.column!r}"
                 if self.column
                 else "no text or content, no question and answer, no messages"
             )
-            raise TextError(f"{self._of}: {wanted}; its columns are {listed(names)}: {instead}")
+            raise TextError(f"{self._of}: {choices}; its columns are {listed(names)}: {instead}")
         self._chosen = chosen
         return chosen
 
@@ -102,18 +102,18 @@ class Picker:
         """A row's text; None for one that has none. Raises TextError."""
         self.rows += 1
         try:
-            found = self._text(row, where)
+            text = self._text(row, where)
         except TypeError as error:
             raise TextError(f"{where}: {error}") from None
-        if found is None:
+        if text is None:
             self.null += 1
-        elif not found or found.isspace():
+        elif not text or text.isspace():
             self.empty += 1
         else:
             self._last = self.rows
         if self.rows - self._last > WITHOUT:
             raise TextError(f"{where}: the last {WITHOUT:,} rows are empty or null; give a file of text")
-        return found
+        return text
 
     def _text(self, row: Any, where: str) -> str | None:
         if row is None or row == {}:
@@ -134,8 +134,8 @@ class Picker:
             raise TypeError(f"columns {' and '.join(chosen)} are text and a chat; both must be one or the other")
         return "\n".join(texts)
 
-    def _chat(self, given: list[Any], where: str) -> str:
-        messages = [_message(one) for one in given]
+    def _chat(self, turns: list[Any], where: str) -> str:
+        messages = [_message(one) for one in turns]
         if not any(message.get("content") or message.get("tool_calls") for message in messages):
             return ""
         if self.render is None:
@@ -173,27 +173,27 @@ def _value(row: Mapping[str, Any], name: str) -> str | list[Any] | None:
         return value
     if isinstance(value, list) and all(_is_message(one) for one in value):
         return value
-    found = "a list of other things than messages with a role" if isinstance(value, list) else type(value).__name__
-    raise TypeError(f"column {name!r} is {found}, not text")
+    kind = "a list of other things than messages with a role" if isinstance(value, list) else type(value).__name__
+    raise TypeError(f"column {name!r} is {kind}, not text")
 
 
-def _message(given: Mapping[str, Any]) -> Message:
+def _message(fields: Mapping[str, Any]) -> Message:
     """{"role", "content"} of a message, or of ShareGPT's {"from", "value"}; what else it has stays, without nulls."""
-    role = given.get("role") or given.get("from")
+    role = fields.get("role") or fields.get("from")
     if not isinstance(role, str):
         raise TypeError(f"a message's role is {type(role).__name__}, not text")
-    more = {k: v for k, v in given.items() if k not in ("role", "from", "content", "value") and v is not None}
-    content = _content(given["content"] if given.get("content") is not None else given.get("value"))
+    more = {k: v for k, v in fields.items() if k not in ("role", "from", "content", "value") and v is not None}
+    content = _content(fields["content"] if fields.get("content") is not None else fields.get("value"))
     return {"role": ROLES.get(role.lower(), role), "content": content, **more}
 
 
-def _content(given: Any) -> str:
+def _content(content: Any) -> str:
     """Text, or a list of parts that are text."""
-    if given is None:
+    if content is None:
         return ""
-    if isinstance(given, str):
-        return given
-    parts = given if isinstance(given, list) else [given]
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     for part, text in zip(parts, texts, strict=True):
         if not isinstance(text, str):

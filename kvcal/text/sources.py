@@ -160,10 +160,11 @@ def token_windows(
     slots = reader.slots(body)
     if len(slots) < windows or reader.blank:
         raise TextError(_too_little(source, reader, windows, length, body))
-    train, held = _choose(len(slots), windows - holdout, holdout, seed)
-    train, held = reader.with_bos(slots[train]), reader.with_bos(slots[held])
+    train, heldout = _choose(len(slots), windows - holdout, holdout, seed)
+    train, heldout = reader.with_bos(slots[train]), reader.with_bos(slots[heldout])
     return Windows(
-        train, held, reader.label, reader.text_hash(), ids_hash(train, held), reader.count, bool(reader.bos), source.column
+        train, heldout, reader.label, reader.text_hash(), ids_hash(train, heldout), reader.count, bool(reader.bos),
+        source.column,
     )  # fmt: skip
 
 
@@ -203,17 +204,17 @@ def random_windows(vocab: int, *, windows: int, length: int, holdout: int = 0, s
     _check_counts(windows, length, holdout)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab, (windows, length), generator=generator)
-    train, held = ids[: windows - holdout], ids[windows - holdout :]
+    train, heldout = ids[: windows - holdout], ids[windows - holdout :]
     label = f"random-tokens:{seed}"
     digest = hashlib.sha256(f"{label}:{vocab}".encode()).hexdigest()
-    return Windows(train, held, label, digest, ids_hash(train, held), windows * length, bos=False)  # type: ignore[arg-type]
+    return Windows(train, heldout, label, digest, ids_hash(train, heldout), windows * length, bos=False)  # type: ignore[arg-type]
 
 
 def random_evaluation(vocab: int, *, windows: int, length: int, seed: int = 0) -> EvaluationWindows:
     """The same for evaluation."""
-    made = random_windows(vocab, windows=windows, length=length, seed=seed)
-    ids = made.train
-    return EvaluationWindows(ids, made.source, made.sha256, ids_hash(ids), ids.numel(), bos=False)
+    drawn = random_windows(vocab, windows=windows, length=length, seed=seed)
+    ids = drawn.train
+    return EvaluationWindows(ids, drawn.source, drawn.sha256, ids_hash(ids), ids.numel(), bos=False)
 
 
 def ids_hash(*tensors: Any) -> str:
@@ -240,8 +241,8 @@ def _choose(slots: int, train: int, holdout: int, seed: int) -> tuple[Any, Any]:
     tail = max(holdout, slots * holdout // (train + holdout))
     tail = min(tail, slots - train)
     chosen = torch.randperm(slots - tail, generator=generator)[:train]
-    held = slots - tail + torch.randperm(tail, generator=generator)[:holdout]
-    return chosen, held
+    heldout = slots - tail + torch.randperm(tail, generator=generator)[:holdout]
+    return chosen, heldout
 
 
 def _tell(source: TextSource, reader: _Reader, say: Say | None) -> None:
@@ -261,9 +262,9 @@ def _too_little(source: TextSource, reader: _Reader, windows: int, length: int, 
     if reader.blank:
         rows = f": its {reader.picker.rows:,} rows are empty or null" if reader.picker.rows else ""
         return f"text {source.label} is empty{rows}"
-    wanted = f"{windows:,} windows of {length:,} need" if windows > 1 else f"one window of {length:,} needs"
+    need = f"{windows:,} windows of {length:,} need" if windows > 1 else f"one window of {length:,} needs"
     return (
-        f"text {source.label} holds {reader.count:,} tokens, {wanted} {windows * body:,}: "
+        f"text {source.label} holds {reader.count:,} tokens, {need} {windows * body:,}: "
         "ask for fewer or shorter windows, or give more text"
     )
 
@@ -283,23 +284,23 @@ class _Reader:
         documents, self.label = open_documents(source, self.picker)
         self._pieces = pieces(documents, piece)
 
-    def read(self, wanted: int | None) -> None:
-        """Tokenise until `wanted` tokens are there, or to the end."""
+    def read(self, slots: int | None) -> None:
+        """Tokenise until `slots` tokens are there, or to the end."""
         batch: list[str] = []
         size = 0
         for piece in self._pieces:
             batch.append(piece)
             size += len(piece)
             # no tokenizer in use makes more than a token of two characters of prose: stop about there
-            if len(batch) == BATCH or (wanted is not None and size >= 2 * (wanted - self.count)):
-                self._encode(batch, wanted)
+            if len(batch) == BATCH or (slots is not None and size >= 2 * (slots - self.count)):
+                self._encode(batch, slots)
                 batch, size = [], 0
-            if wanted is not None and self.count >= wanted:
+            if slots is not None and self.count >= slots:
                 return
         if batch:
-            self._encode(batch, wanted)
+            self._encode(batch, slots)
 
-    def _encode(self, batch: list[str], wanted: int | None) -> None:
+    def _encode(self, batch: list[str], slots: int | None) -> None:
         import torch
 
         for piece in batch:
@@ -311,7 +312,7 @@ class _Reader:
             self._chunks.append(torch.tensor(ids, dtype=torch.int32))
             self.count += len(ids)
         if self._progress is not None:
-            self._progress(self.count if wanted is None else min(self.count, wanted), wanted or self.count)
+            self._progress(self.count if slots is None else min(self.count, slots), slots or self.count)
 
     def slots(self, body: int) -> Any:
         """All tokens read as (slots, body), the rest cut off."""
@@ -350,18 +351,18 @@ def _bos(tokenizer: Any) -> list[int]:
 def pieces(documents: Iterable[Document], size: int) -> Iterator[str]:
     """Documents joined by blank lines, in pieces of at most `size` characters, cut where tokenizers cut."""
     buffer: list[str] = []
-    held = 0
+    size_now = 0
     for part in _joined(documents):
         buffer.append(part)
-        held += len(part)
-        if held > size:
+        size_now += len(part)
+        if size_now > size:
             text, start = "".join(buffer), 0
-            while held > size:
+            while size_now > size:
                 cut = _cut(text, start, size)
                 yield text[start:cut]
-                start, held = cut, len(text) - cut
+                start, size_now = cut, len(text) - cut
             buffer = [text[start:]]
-    if held:
+    if size_now:
         yield "".join(buffer)
 
 
@@ -402,8 +403,8 @@ def source_files(source: TextSource) -> list[Path]:
         return [source.path]
     files, others = folder_files(source.path)
     if not files:
-        found = f" among {len(others)} files ({_first(others)})" if others else ""
-        raise TextError(f"folder {source.path} holds no text{found}: looked for {ALLOWED}")
+        among = f" among {len(others)} files ({_first(others)})" if others else ""
+        raise TextError(f"folder {source.path} holds no text{among}: looked for {ALLOWED}")
     return files
 
 
