@@ -1336,7 +1336,7 @@ def test_shapes_that_were_measured_on_gpus_are_not_refused(batch: int, length: i
         every = [operation.needs(one) for operation in OPERATIONS.values()]
         assert max(*every, needed.peers(one, torch.float16)) < 78 * 2**30
     assert needed.whole(one) > 2 * 2 * batch * length * 8 * 128  # what comes in, at least
-    beyond = needed.Room(gpu, 78 << 30).lacks(needed.whole(replace(one, batch=1024, length=32768)))
+    beyond = needed.FreeMemory(gpu, 78 << 30).lacks(needed.whole(replace(one, batch=1024, length=32768)))
     assert str(beyond).startswith("needs ") and "78.0 GiB are free on cuda" in str(beyond)
 
 

@@ -75,8 +75,8 @@ class Stepper:
 
     def step(self) -> Tensor:
         """Logits (B, vocabulary) of the next token, which is chosen."""
-        given = {"input_ids": self.token, "position_ids": self.place, "past_key_values": self.start.cache}
-        logits: Tensor = self.forward(**given, use_cache=True).logits[:, -1]
+        inputs = {"input_ids": self.token, "position_ids": self.place, "past_key_values": self.start.cache}
+        logits: Tensor = self.forward(**inputs, use_cache=True).logits[:, -1]
         self.token.copy_(logits.argmax(-1, keepdim=True))
         self.place.add_(1)
         return logits
@@ -182,24 +182,24 @@ def _warm_up(stepper: Stepper, aside: bool) -> None:
 
 
 def _eager(stepper: Stepper, steps: int) -> Pass:
-    found, began = Pass(), time.perf_counter()
+    run, began = Pass(), time.perf_counter()
     if stepper.model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(stepper.model.device)  # of steps alone, without filling
     for i in range(max(steps, CHECKED)):
         if i >= LEAST and time.perf_counter() - began > SECONDS:
             break
         if i < CHECKED:
-            found.tokens.append(stepper.token.clone())
+            run.tokens.append(stepper.token.clone())
         wait(stepper.model.device)
         start = time.perf_counter()
         logits = stepper.step()
         wait(stepper.model.device)
-        found.times.append((time.perf_counter() - start) * 1e6)
+        run.times.append((time.perf_counter() - start) * 1e6)
         if i < CHECKED:
-            found.logits.append(logits[stepper.rows].clone())
+            run.logits.append(logits[stepper.rows].clone())
         if i == CHECKED - 1:
-            found.witness = stepper.start.witness()
-    return found
+            run.witness = stepper.start.witness()
+    return run
 
 
 # By a graph.
@@ -233,11 +233,11 @@ def _compare(
     """Why the steps of a graph are not the eager ones from the same start, None if they are; relative error of logits."""
     stepper.back()
     worst = 0.0
-    for token, wanted in zip(eager.tokens, eager.logits, strict=True):
+    for token, expected in zip(eager.tokens, eager.logits, strict=True):
         stepper.token.copy_(token)
         replay()
-        found = logits[stepper.rows].double()
-        apart = float((found - wanted.double()).norm() / wanted.double().norm())
+        stepped = logits[stepper.rows].double()
+        apart = float((stepped - expected.double()).norm() / expected.double().norm())
         worst = max(worst, apart) if apart == apart else float("nan")
         if worst != worst:
             break

@@ -208,12 +208,12 @@ def of_gpu(called: str, memory: float, sms: int) -> Device | None:
     """The Jetson whose GPU calls itself so, as "Orin", and has so many GiB and SMs; None where there is none, or where two are
     alike (Orin Nano and Orin Nano Super; Orin NX of 8 GB, too).
     """
-    own = chip(called)
-    if own is None:
+    part = chip(called)
+    if part is None:
         return None
     every = [one for one in DEVICES.values() if one.jetson and one.sms == sms and _as_large(one, memory)]
-    found = [one for one in every if any(own in name for name in one.found_as)]
-    return found[0] if len(found) == 1 else None
+    matches = [one for one in every if any(part in name for name in one.found_as)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def chip(called: str) -> str | None:

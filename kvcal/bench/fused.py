@@ -108,13 +108,15 @@ def _over_blocks(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run:
     keys, values = (codec.as_blocks(packed) for codec, packed in zip(filled.pair, filled.packed, strict=True))
     blocks, space = _rows(case, keys.words.shape[2]), kernel.Workspace(case.device)
     scaling, factor = case.geometry.head_dim**-0.5, filled.codecs.key.key_factor(filled.decoding)
-    own = None
+    rotations = None
     if case.scheme.frame == "pre_rope":
-        own = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
+        rotations = turns(case, sink[0].shape[2], keys.words.shape[2], recent[0].shape[2])
 
     def attend(queries: Tensor) -> Tensor:
         packed_q = queries_for(queries, factor)
-        return kernel.attend(queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=own)
+        return kernel.attend(
+            queries, keys, values, blocks, sink, recent, scaling, None, space, packed_q, rope=rotations
+        )
 
     return attend, "triton: fused", {}
 
@@ -123,7 +125,7 @@ def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run
     """Packed tokens by the kernels, exact ones by torch, as a cache attends. more: with large codebooks from how many tokens
     on a cache does so.
     """
-    held = vectors.coded(filled.codecs, filled.packed)
+    coded = vectors.coded(filled.codecs, filled.packed)
     count = packed_blocks(case)
     blocks, space = _rows(case, count), vectors.workspace("triton", case.device, False)
     scaling, least = case.geometry.head_dim**-0.5, vectors.least_tokens(filled.codecs)
@@ -132,6 +134,6 @@ def _over_vectors(case: Case, filled: Filled, sink: Exact, recent: Exact) -> Run
         more["note"] = f"a cache decodes up to {least} packed tokens of a row: with such codebooks that is faster"
 
     def attend(queries: Tensor) -> Tensor:
-        return vectors.attention("triton", queries, held, blocks, sink, recent, scaling, space)
+        return vectors.attention("triton", queries, coded, blocks, sink, recent, scaling, space)
 
     return attend, "triton: fused, exact tokens by torch", more

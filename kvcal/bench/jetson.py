@@ -79,19 +79,19 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
     shared, _, _ = _cell(machine, geometry, part, length, bits, geometry.kv_heads)
     reported = float(paper.TABLE_4[scheme][part][paper.LENGTHS.index(length)])
     implied = machine.implied(size, reported, launches)
-    own = {"K": bits[0], "V": bits[1], "total": sum(bits) / 2}[part]
+    bits_per_value = {"K": bits[0], "V": bits[1], "total": sum(bits) / 2}[part]
     elements = launches * geometry.heads * geometry.head_dim * length
-    beside = {"paper_bits": paper.TABLE_4_BITS[scheme][part]} if scheme in paper.TABLE_4_BITS else {}
+    of_paper = {"paper_bits": paper.TABLE_4_BITS[scheme][part]} if scheme in paper.TABLE_4_BITS else {}
     slots = (reported - launches * machine.launch) * 1e-6 * machine.device.issue_rate / elements
     return Row(
         operation=f"innerq-table-4 {part}", scheme=scheme, model=PAPER_MODEL, batch=1, length=length,
-        microseconds=microseconds, stored_bits=own, fraction_of_copy=machine.reading(size) / microseconds,
+        microseconds=microseconds, stored_bits=bits_per_value, fraction_of_copy=machine.reading(size) / microseconds,
         ratio_to_fp16=full / microseconds, fp16_backend="projected", projected=True, device=PAPER_DEVICE,
         path="projected: the paper's kernel, a query head at a time", bytes=round(size),
         more={
             "paper_microseconds": reported, "off_by": microseconds / reported - 1, "paper_gb_per_s": implied,
             "paper_slots_per_element": slots, "shared_microseconds": shared,
-            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS, **beside,
+            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS, **of_paper,
         },
     )  # fmt: skip
 
@@ -104,8 +104,8 @@ def projected(
 
     Efficiency and launch time are the Xavier NX's of `fitted`: another board's may differ.
     """
-    known = fitted()
-    machine = Machine(device, known.efficiency, known.launch)
+    fit = fitted()
+    machine = Machine(device, fit.efficiency, fit.launch)
     values = batch * geometry.kv_heads * geometry.head_dim
     size = 2.0 * values * length * 2
     beyond = _beyond(device, size)
@@ -165,8 +165,8 @@ def _counted_of(case: Case) -> tuple[Form, Form, bool, int]:
     return keys, values, case.scheme.frame == "pre_rope", case.group
 
 
-def _note(*said: str | None) -> dict[str, Any]:
-    every = ", ".join(filter(None, said))
+def _note(*notes: str | None) -> dict[str, Any]:
+    every = ", ".join(filter(None, notes))
     return {"note": every} if every else {}
 
 

@@ -118,12 +118,12 @@ class Filled:
     def encoded(self, raw: Sequence[Tensor], by: LayerCodecs | None = None) -> list[Packed]:
         """Keys and values (B, H, N * b, D) as this layer packs them; by: the same codecs, encoding by other code."""
         codecs = by or self.codecs
-        keys, made = (
+        keys, blocks = (
             codecs.key.encode_decode(raw[0], self.encoding)
             if "k0" in codecs.value.needs
             else (codecs.key.encode(raw[0], self.encoding), None)
         )
-        return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=made))]
+        return [keys, codecs.value.encode(raw[1], replace(self.encoding, k0=blocks))]
 
     def materialised(self, decoded: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """All tokens (B, H, T, D) in the model's dtype, keys after RoPE: what decode-then-attend attends to. decoded: packed
@@ -169,10 +169,10 @@ def _contexts(
 ) -> tuple[Context, Context]:
     """Statistics of the row, and random reconstructions of the layers below where predictors read them."""
     at = Prefixes(plan, case.scheme.windows, case.device)
-    seen: dict[str, Tensor] = {"k": keys}
+    states: dict[str, Tensor] = {"k": keys}
     if any(one.wants != "k" for one in observers.values()):
-        seen["q"] = seen["q_pre"] = case.random(case.geometry.heads, case.length, salt=50 + row, rows=1)
-    observed = {name: one.observe(seen[one.wants], at) for name, one in observers.items()}
+        states["q"] = states["q_pre"] = case.random(case.geometry.heads, case.length, salt=50 + row, rows=1)
+    observed = {name: one.observe(states[one.wants], at) for name, one in observers.items()}
     current = {name: one.current() for name, one in observers.items()}
     tokens = plan.flush * case.scheme.windows.block
     below = {

@@ -14,7 +14,7 @@ from kvcal_artifacts.scheme import LayerCodecs, Windows
 from ..models.catalogue import Geometry
 from . import peers
 from .layer import Case, fill
-from .needed import Room
+from .needed import FreeMemory
 from .operation import Operation, Prepared
 from .peers import DTYPE_NAMES, Peer
 from .rows import Row
@@ -58,18 +58,18 @@ def rows_of(
         attends = [operation for operation in operations if operation.peer == "attention"]
         if any(one.alone or one.refuses(case) is None for one in attends for case in cases):
             say(f"batch {batch}, length {length}: FP16 attention, every backend")
-            found = peers.measure(plain, clock)
-            best = peers.best(found)
-            if best is None and found:
-                left_out[f"FP16 attention at {length}"] = found[0].why_not or "no backend runs"
-            rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in found]
-        room = Room.of(clock)
+            measured_peers = peers.measure(plain, clock)
+            best = peers.best(measured_peers)
+            if best is None and measured_peers:
+                left_out[f"FP16 attention at {length}"] = measured_peers[0].why_not or "no backend runs"
+            rows += [_peer_row(model, plain, peer, best, clock, device_name) for peer in measured_peers]
+        room = FreeMemory.of(clock)
         for operation in operations:
             if operation.alone:
                 say(f"batch {batch}, length {length}: {operation.name}")
                 rows.append(_row(model, plain, operation, best, clock, device_name, room))
         for case in cases:
-            scheme, room = case.scheme, Room.of(clock)  # before what operations share is there
+            scheme, room = case.scheme, FreeMemory.of(clock)  # before what operations share is there
             for operation in operations:
                 why = operation.refuses(case)
                 if why is not None:
@@ -109,7 +109,13 @@ def _spread(timed: Any, per: float = 1.0) -> dict[str, Any]:
 
 
 def _row(
-    model: str, case: Case, operation: Operation, best: Peer | None, clock: Clock, device: str, room: Room | None = None
+    model: str,
+    case: Case,
+    operation: Operation,
+    best: Peer | None,
+    clock: Clock,
+    device: str,
+    room: FreeMemory | None = None,
 ) -> Row:
     """room: None for enough."""
     prepared: Prepared | None = None
@@ -154,7 +160,7 @@ def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -
     return rate / clock.matmul_rate(again=True) if prepared.bounded and fraction > POSSIBLE else fraction
 
 
-def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **own: Any) -> Row:
+def _figure(model: str, case: Case, operation: Operation, device: str, prepared: Prepared | None, **fields: Any) -> Row:
     empty = {"microseconds": None, "fraction_of_copy": None, "ratio_to_fp16": None, "fp16_backend": None}
     without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
     windows = {} if without else case.scheme.settings
@@ -162,5 +168,5 @@ def _figure(model: str, case: Case, operation: Operation, device: str, prepared:
         operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
         length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
         path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
-        dtype=DTYPE_NAMES[case.dtype], queries=case.new if operation.of_calls else None, **windows, **(empty | own),
+        dtype=DTYPE_NAMES[case.dtype], queries=case.new if operation.of_calls else None, **windows, **(empty | fields),
     )  # fmt: skip

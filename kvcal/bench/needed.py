@@ -57,7 +57,7 @@ def feed_forward(case: Case) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """free: bytes, None where the system does not say it. buffer: bytes of those that the clock will take, too."""
 
     device: torch.device
@@ -65,7 +65,7 @@ class Room:
     buffer: int = 0
 
     @classmethod
-    def of(cls, clock: Clock) -> Room:
+    def of(cls, clock: Clock) -> FreeMemory:
         """As it is now."""
         return cls(clock.device, free_bytes(clock.device), clock.buffer_to_come())
 

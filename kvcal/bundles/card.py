@@ -101,13 +101,13 @@ def _own_row(bundle: Bundle, sha256: str, evaluation: Mapping[str, Any]) -> Mapp
     if missing:
         raise UsageError(f"--eval: not what `kvcal eval --json` prints (no {missing[0]})")
     _check_types(evaluation, rows)
-    found: Mapping[str, Any] = rows[names.index(bundle.name)]
-    if found.get("sha256") != sha256:
-        seen = f"sha256 {str(found['sha256'])[:16]}…" if "sha256" in found else "no sha256 (an older kvcal's)"
+    evaluated: Mapping[str, Any] = rows[names.index(bundle.name)]
+    if evaluated.get("sha256") != sha256:
+        shown = f"sha256 {str(evaluated['sha256'])[:16]}…" if "sha256" in evaluated else "no sha256 (an older kvcal's)"
         raise UsageError(
-            f"--eval: its {bundle.name} has {seen}, this file {sha256[:16]}…: figures of another file; run `kvcal eval` again"
+            f"--eval: its {bundle.name} has {shown}, this file {sha256[:16]}…: figures of another file; run `kvcal eval` again"
         )
-    return found
+    return evaluated
 
 
 EVALUATED: dict[str, type] = {"windows": int, "length": int, "step": int, "dtype": str, "text": str}
@@ -115,8 +115,8 @@ EVALUATED: dict[str, type] = {"windows": int, "length": int, "step": int, "dtype
 
 def _check_types(evaluation: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """UsageError for a value of another type than `kvcal eval --json` prints."""
-    for name, wanted in EVALUATED.items():
-        if type(evaluation[name]) is not wanted:
+    for name, kind in EVALUATED.items():
+        if type(evaluation[name]) is not kind:
             raise UsageError(f"--eval: {name} is {kind_of(evaluation[name])}, not what `kvcal eval --json` prints")
     for row in rows:
         for name in FIGURES:
@@ -131,13 +131,13 @@ def _front(
 ) -> str:
     from huggingface_hub import ModelCardData
 
-    made = Table(bundle.provenance)
+    record = Table(bundle.provenance)
     method, base = _method(bundle), _base_model(bundle)
     data = ModelCardData(
         library_name="kvcal",
         base_model=base,
         base_model_relation="quantized" if base else None,
-        license=shown(licence) if licence else LICENCES.get(str(made.table("model").value("name", str))),
+        license=shown(licence) if licence else LICENCES.get(str(record.table("model").value("name", str))),
         datasets=_datasets(bundle) or None,
         metrics=["perplexity", "kl_divergence"]
         if row
@@ -155,14 +155,14 @@ def _results(bundle: Bundle, evaluation: Mapping[str, Any], row: Mapping[str, An
     from huggingface_hub import EvalResult
 
     text = shown(evaluation.get("text", "text"))
-    about: dict[str, Any] = {
+    model_index: dict[str, Any] = {
         "task_type": "text-generation",
         "dataset_type": _id(text.split(":")[0]) or "text",  # of a local file the name of its loader in `datasets`
         "dataset_name": text,
     }
     figures = {"perplexity": row["perplexity"], "kl_divergence": row["kl"], "bits_per_value": row["bits_per_value"]}
     results = [
-        EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **about)
+        EvalResult(metric_type=kind, metric_value=value, metric_name=kind, **model_index)
         for kind, value in figures.items()
         if is_number(value)
     ]
@@ -176,20 +176,20 @@ def _id(label: Any) -> str | None:
 
 def _base_model(bundle: Bundle) -> str | None:
     """Of a folded model the one before folding; none for random weights."""
-    made = Table(bundle.provenance)
-    if made.table("model").fields.get("random_weights"):
+    record = Table(bundle.provenance)
+    if record.table("model").fields.get("random_weights"):
         return None
-    places = made.table("model"), made.table("folded_from").table("model")
-    return next((found for place in places if (found := _id(place.value("hub_id", str))) is not None), None)
+    places = record.table("model"), record.table("folded_from").table("model")
+    return next((hub_id for place in places if (hub_id := _id(place.value("hub_id", str))) is not None), None)
 
 
 def _datasets(bundle: Bundle) -> list[str]:
     """Ids of data sets on the hub."""
-    made = Table(bundle.provenance)
-    texts = [made.table(name) for name in ("text", "other_text")]
-    texts += [made.table(part).table("provenance").table("text") for part in ("keys", "values")]
-    found = [_id((text.value("source", str) or "").split(":")[0]) for text in texts]
-    return list(dict.fromkeys(one for one in found if one is not None))
+    record = Table(bundle.provenance)
+    texts = [record.table(name) for name in ("text", "other_text")]
+    texts += [record.table(part).table("provenance").table("text") for part in ("keys", "values")]
+    hub_ids = [_id((text.value("source", str) or "").split(":")[0]) for text in texts]
+    return list(dict.fromkeys(one for one in hub_ids if one is not None))
 
 
 def _method(bundle: Bundle) -> str:
@@ -252,13 +252,13 @@ def _random_weights(bundle: Bundle) -> list[str]:
 
 
 def _facts(bundle: Bundle, sha256: str) -> str:
-    made, scheme, model = Table(bundle.provenance), bundle.scheme, bundle.fingerprint
-    text, settings, versions = (made.table(name) for name in ("text", "settings", "versions"))
+    record, scheme, model = Table(bundle.provenance), bundle.scheme, bundle.fingerprint
+    text, settings, versions = (record.table(name) for name in ("text", "settings", "versions"))
     train = counted(text.said("train_windows", int), "window")
     counts = f"{train} of {text.said('length', int)} tokens, {text.said('holdout_windows', int)} held out"
     windows = scheme.windows
     rows = {
-        "method": made.said("method"),
+        "method": record.said("method"),
         "settings": settings.fault or ", ".join(f"{name} {value}" for name, value in settings.fields.items()),
         "bits a value": f"{scheme.bits_per_value():.4f}"
         + (" (expected: blocks differ in size)" if scheme.ragged else ""),
@@ -268,9 +268,9 @@ def _facts(bundle: Bundle, sha256: str) -> str:
         "made for": f"{model.architecture}, {model.layers} layers, {model.kv_heads} × {model.head_dim}, {model.revision}",
         "calibrated on": text.fault or (f"{text.said('source')}: {counts}" if text else None),
         "text sha256": text.said("sha256"),
-        "other text": made.table("other_text").fault or made.table("other_text").said("source"),
+        "other text": record.table("other_text").fault or record.table("other_text").said("source"),
         "layers left alone": "; ".join(f"{i}: {why}" for i, why in scheme.skipped.items()) or None,
-        "made by": ", ".join([str(made.said("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
+        "made by": ", ".join([str(record.said("tool")), *(f"{k} {v}" for k, v in versions.fields.items())]),
         "sha256": sha256,
     }
     cells = [[name, code(value) if SHA256.fullmatch(str(value)) else value] for name, value in rows.items() if value]
@@ -292,7 +292,7 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         formats = dict(zip(FIGURES, (".4f", ".5f", ".3f", ","), strict=True))
         return [row["name"], *(_figure(row[name], style) for name, style in formats.items())]
 
-    about = (
+    setup = (
         f"{counted(evaluation['windows'], 'window')} of {evaluation['length']} tokens of {markdown(evaluation['text'])} "
         f"in steps of {evaluation['step']}, {markdown(evaluation['dtype'])}; each step sees the compressed past. KL is to "
         "full precision."
@@ -311,7 +311,7 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         ]
     )  # fmt: skip
     figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"]))
-    return f"## Quality\n\n{about}\n\n{figures}\n\n{block('bash', [line])}"
+    return f"## Quality\n\n{setup}\n\n{figures}\n\n{block('bash', [line])}"
 
 
 def _figure(value: Any, style: str) -> str | None:
@@ -353,12 +353,12 @@ def _errors(errors: HeadErrors) -> str:
 
 
 def _plots(bundle: Bundle) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    images: dict[str, bytes] = {}
     if (errors := stored_head_errors(bundle.metrics)) is not None:
-        found[f"{bundle.name}.errors.png"] = head_errors_png(errors.key, errors.value, bundle.name)
+        images[f"{bundle.name}.errors.png"] = head_errors_png(errors.key, errors.value, bundle.name)
     if (picture := _search_plot(bundle)) is not None:
-        found[f"{bundle.name}.front.png"] = picture
-    return found
+        images[f"{bundle.name}.front.png"] = picture
+    return images
 
 
 def _search_plot(bundle: Bundle) -> bytes | None:
@@ -390,7 +390,7 @@ def _again(bundle: Bundle, defaults_of: DefaultsOf, check: Callable[[Recorded], 
         places += ["--model", str(was.model["name"])]
     rerun = shell(["kvcal", "reproduce", f"{bundle.name}{SUFFIX}", *places])
     name = f"{bundle.name}{SUFFIX}"
-    made = was.line(defaults_of(was.command), name)
+    command = was.line(defaults_of(was.command), name)
     return "## Make it again\n\n" + block(
-        "bash", [f"{made}    # what made it", f"{rerun}    # the same again, and compare"]
+        "bash", [f"{command}    # what made it", f"{rerun}    # the same again, and compare"]
     )

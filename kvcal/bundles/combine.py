@@ -18,8 +18,10 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
 
     Raises IncompatibleBundle for bundles of different models, UsageError for parts that cannot work together, naming both.
     """
-    if found := keys.fingerprint.differences(values.fingerprint):
-        raise IncompatibleBundle(f"{keys.name} and {values.name} were made for different models: {'; '.join(found)}")
+    if differences := keys.fingerprint.differences(values.fingerprint):
+        raise IncompatibleBundle(
+            f"{keys.name} and {values.name} were made for different models: {'; '.join(differences)}"
+        )
     if keys.scheme.windows != values.scheme.windows:
         raise UsageError(
             f"{keys.name} has windows {_windows(keys)}, {values.name} {_windows(values)}: make one of them again with the "
@@ -55,18 +57,18 @@ def combine(keys: Bundle, values: Bundle, *, hashes: tuple[str, str]) -> Bundle:
     return Bundle(keys.fingerprint, scheme, record, {"bits_per_value": scheme.bits_per_value()})
 
 
-def _check(index: int, bundle: Bundle, part: str, wanted: frozenset[str], other: str) -> None:
+def _check(index: int, bundle: Bundle, part: str, needs: frozenset[str], other: str) -> None:
     """A predictor was fitted on reconstructions of its own bundle's other half."""
-    if wanted:
+    if needs:
         raise UsageError(
             f"layer {index}: the {part} of {bundle.name} are predicted from {other} as {bundle.name} itself stores them "
-            f"({', '.join(sorted(wanted))}); fit them again without that input, or take {other} from {bundle.name} too"
+            f"({', '.join(sorted(needs))}); fit them again without that input, or take {other} from {bundle.name} too"
         )
 
 
 def _kept(bundle: Bundle) -> str:
-    found = bundle.scheme.selection
-    return "every token" if found is None else f"{found.keep:g} of the tokens ({found.heavy:g} heavy)"
+    selection = bundle.scheme.selection
+    return "every token" if selection is None else f"{selection.keep:g} of the tokens ({selection.heavy:g} heavy)"
 
 
 def _windows(bundle: Bundle) -> str:

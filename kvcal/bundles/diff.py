@@ -27,7 +27,7 @@ def diff(a: Bundle, b: Bundle, *, same_bytes: bool) -> dict[str, Any]:
     """
     for bundle in (a, b):
         check_depth(bundle)
-    found: dict[str, Any] = {
+    differences: dict[str, Any] = {
         "model": compared(asdict(a.fingerprint), asdict(b.fingerprint)),
         "settings": compared(a.provenance, b.provenance),
         "scheme": compared(_scheme(a), _scheme(b)),
@@ -35,8 +35,8 @@ def diff(a: Bundle, b: Bundle, *, same_bytes: bool) -> dict[str, Any]:
         "tensors": list(_tensors(a, b)),
         "metrics": compared(a.metrics, b.metrics),
     }
-    first = found["tensors"][0] if found["tensors"] else None
-    return {"same": same_bytes, "first_tensor": first, **found}
+    first = differences["tensors"][0] if differences["tensors"] else None
+    return {"same": same_bytes, "first_tensor": first, **differences}
 
 
 def compared(a: Any, b: Any, where: str = "") -> list[Difference]:
@@ -85,18 +85,18 @@ def named_tensors(bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
 def _tensors(a: Bundle, b: Bundle) -> Iterator[Difference]:
     mine, theirs = dict(named_tensors(a)), dict(named_tensors(b))
     hashes: dict[int, str] = {}
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for name in sorted({*mine, *theirs}, key=_place):
         x, y = mine.get(name), theirs.get(name)
         if x is None or y is None:
             side = "a" if y is None else "b"
-            held = x if y is None else y
-            assert held is not None
-            yield {"what": name, "only_in": side, side: _kind(held)}
+            tensor = x if y is None else y
+            assert tensor is not None
+            yield {"what": name, "only_in": side, side: _kind(tensor)}
             continue
         pair = _digest(x, hashes), _digest(y, hashes)
-        if pair[0] != pair[1] and pair not in told:
-            told.add(pair)
+        if pair[0] != pair[1] and pair not in reported:
+            reported.add(pair)
             yield {"what": name} | _change(x, y)
 
 
@@ -110,11 +110,11 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
-def _digest(tensor: Tensor, known: dict[int, str]) -> str:
-    """Of content, dtype and shape; codebooks of 100 MB that layers share are hashed once. known: by id, of held tensors."""
-    if id(tensor) not in known:
-        known[id(tensor)] = _kind(tensor) + hashlib.sha256(tensor_bytes(tensor)).hexdigest()
-    return known[id(tensor)]
+def _digest(tensor: Tensor, digests: dict[int, str]) -> str:
+    """Of content, dtype and shape; codebooks of 100 MB that layers share are hashed once. digests: by id, of held tensors."""
+    if id(tensor) not in digests:
+        digests[id(tensor)] = _kind(tensor) + hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+    return digests[id(tensor)]
 
 
 def _change(x: Tensor, y: Tensor) -> Difference:

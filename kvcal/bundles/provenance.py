@@ -92,26 +92,26 @@ def checked_options(was: Recorded, defaults_of: DefaultsOf, options_of: OptionsO
     """All options of the command, the recorded ones as the command line would take them. Raises KVCalError."""
     if was.command == "combine":
         return {}
-    own, needed = (
+    options, needed = (
         dict(was.options),
         {"name": was.positional[0]} if was.command == "preset" and was.positional else {},
     )
     if was.command == "fold":
-        needed = {"bundle": "bundle", "output": own.pop("output")}  # places, which `kvcal reproduce` fills in
+        needed = {"bundle": "bundle", "output": options.pop("output")}  # places, which `kvcal reproduce` fills in
     allowed = set(defaults_of(was.command)) - NOT_RECORDED
-    if unknown := sorted(set(own) - allowed):
+    if unknown := sorted(set(options) - allowed):
         raise KVCalError(f"provenance has {unknown[0]}, which `kvcal {was.command}` does not take from a record")
     defaults = defaults_of(was.command)
-    left = {name: value for name, value in own.items() if value in (None, []) and defaults[name] in (None, [])}
-    given = needed | {name: value for name, value in own.items() if name not in left}
+    empty = {name: value for name, value in options.items() if value in (None, []) and defaults[name] in (None, [])}
+    typed = needed | {name: value for name, value in options.items() if name not in empty}
     try:
-        read = options_of(was.command, given)
+        read = options_of(was.command, typed)
     except UsageError as error:
         raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
-    for name, value in given.items():  # "6" or [6] would be read as 6
+    for name, value in typed.items():  # "6" or [6] would be read as 6
         if name not in needed and not _as_typed(value, read[name]):
             raise KVCalError(f"provenance says {name} is {value!r}, which is not what `kvcal {was.command}` takes")
-    return read | left
+    return read | empty
 
 
 def _as_typed(recorded: Any, read: Any) -> bool:
@@ -137,9 +137,9 @@ def _recorded(provenance: Mapping[str, Any], name: str, depth: int = 0) -> Recor
     try:
         if depth > DEEPEST:
             raise ValueError(f"bundles within bundles, more than {DEEPEST} deep")
-        found = _made(provenance, depth)
-        _check(found)
-        return found
+        command = _made(provenance, depth)
+        _check(command)
+        return command
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise KVCalError(
             f"{name}: its provenance does not say how it was made ({_why(error)}); a version of kvcal "
@@ -153,26 +153,26 @@ def _why(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else "a value is of another type than kvcal records"
 
 
-def _check(found: Recorded) -> None:
+def _check(command: Recorded) -> None:
     """Raise ValueError for what no user could type, and for names that lead somewhere."""
-    for name in found.positional if found.command == "preset" else ():
+    for name in command.positional if command.command == "preset" else ():
         if name not in PRESETS:
             raise ValueError(f"method {name!r} is not known")
-    if found.model:
-        _check_model(found.model)
-    for one in found.inputs:
+    if command.model:
+        _check_model(command.model)
+    for one in command.inputs:
         _check_name("bundle", one["name"])
         _check_hash(one["sha256"])
-    for label in (found.text, found.other_text):
+    for label in (command.text, command.other_text):
         _check_text(label)
-    for name, value in found.options.items():
+    for name, value in command.options.items():
         _check_option(name, value)
-    if found.command == "fold":
-        _check_name("folder", found.options["output"])
-    windows, length = (found.options.get(name) for name in ("windows", "length"))
+    if command.command == "fold":
+        _check_name("folder", command.options["output"])
+    windows, length = (command.options.get(name) for name in ("windows", "length"))
     if isinstance(windows, int) and isinstance(length, int) and windows * length > TOKENS:
         raise ValueError(f"{windows} windows of {length} tokens are more than {TOKENS} tokens")
-    for task in tasks_of(found.options):
+    for task in tasks_of(command.options):
         check_task(task)
 
 
@@ -287,8 +287,8 @@ def _weights(model: Mapping[str, Any]) -> Options:
 
 
 def _selection(p: Mapping[str, Any]) -> Options:
-    own = p.get("selection")
-    return {} if own is None else {"keep": own["keep"], "heavy": own["heavy"]}
+    selection = p.get("selection")
+    return {} if selection is None else {"keep": selection["keep"], "heavy": selection["heavy"]}
 
 
 def _preset(p: Mapping[str, Any]) -> Recorded:
@@ -296,9 +296,9 @@ def _preset(p: Mapping[str, Any]) -> Recorded:
     options: Options = {name: settings[name] for name in ("sink", "recent", "block")}
     if "rope" in settings:
         options["frame"] = settings["rope"]
-        own = PRESETS.get(p["method"])
+        preset = PRESETS.get(p["method"])
         for option, name in (("keys", "key"), ("values", "value")):
-            if settings[name] != getattr(own, name, None):
+            if settings[name] != getattr(preset, name, None):
                 options[option] = settings[name]
         options["per_layer"] = settings.get("per_layer", [])
     options |= _selection(p) | _weights(model)
@@ -319,11 +319,11 @@ def _combine(p: Mapping[str, Any], depth: int) -> Recorded:
 
 def _fold(p: Mapping[str, Any], depth: int) -> Recorded:
     before = p["folded_from"]
-    own = {name: value for name, value in p.items() if name != "folded_from"} | {"model": before["model"]}
-    own["tool"] = before.get("tool", p["tool"])
+    unfolded = {name: value for name, value in p.items() if name != "folded_from"} | {"model": before["model"]}
+    unfolded["tool"] = before.get("tool", p["tool"])
     options: Options = {"output": p["model"]["name"], "dtype": before.get("dtype", "auto"), **_weights(before["model"])}
-    made = _input(before.get("bundle", "unfolded"), before["bundle_sha256"], own, depth)
-    return Recorded("fold", options, model=before["model"], inputs=(made,))
+    source = _input(before.get("bundle", "unfolded"), before["bundle_sha256"], unfolded, depth)
+    return Recorded("fold", options, model=before["model"], inputs=(source,))
 
 
 def _input(name: str, sha256: str, provenance: Mapping[str, Any], depth: int) -> Mapping[str, Any]:

@@ -189,11 +189,11 @@ def _chosen(repo: str, info: Any, file: str | None) -> str:
         return file
     if file is None and len(bundles) == 1:
         return bundles[0]
-    held = ", ".join(bundles) or "none"
+    names = ", ".join(bundles) or "none"
     if file is None and bundles:
-        raise UsageError(f"{repo} holds several bundles ({held}): say which with --file")
+        raise UsageError(f"{repo} holds several bundles ({names}): say which with --file")
     what = f"file {file}" if file is not None else f"bundle (*{SUFFIX})"
-    raise ModelUnavailable(f"{repo} at {info.sha[:12]} holds no {what}; its bundles: {held}")
+    raise ModelUnavailable(f"{repo} at {info.sha[:12]} holds no {what}; its bundles: {names}")
 
 
 def _is_bundle(name: str) -> bool:
@@ -204,8 +204,8 @@ def _is_bundle(name: str) -> bool:
 def _companions(info: Any, name: str) -> list[str]:
     """Card and plots of a bundle."""
     stem = name.removesuffix(SUFFIX)
-    own = {CARD, f"{stem}.errors.png", f"{stem}.front.png"}
-    return sorted(one.rfilename for one in info.siblings or [] if one.rfilename in own)
+    ours = {CARD, f"{stem}.errors.png", f"{stem}.front.png"}
+    return sorted(one.rfilename for one in info.siblings or [] if one.rfilename in ours)
 
 
 def _local(name: str) -> str:
@@ -214,28 +214,31 @@ def _local(name: str) -> str:
 
 
 def _entry(info: Any, name: str) -> Any:
-    found = next((one for one in info.siblings or [] if one.rfilename == name), None)
-    if found is None:
+    entry = next((one for one in info.siblings or [] if one.rfilename == name), None)
+    if entry is None:
         raise CorruptBundle(f"{name}: not in commit {info.sha[:12]}, although the hub took it")
-    return found
+    return entry
 
 
 def _compare(what: str, data: bytes, entry: Any) -> None:
     """Content against the hash that the hub lists: sha256 of large files, git's own sha1 of others."""
     if entry.lfs is not None:
-        stated, seen = entry.lfs.sha256, hashlib.sha256(data).hexdigest()
+        stated, computed = entry.lfs.sha256, hashlib.sha256(data).hexdigest()
     else:
-        stated, seen = entry.blob_id, hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-    if stated != seen:
-        raise CorruptBundle(f"{what} has hash {seen[:16]}…, the hub lists {str(stated)[:16]}…; try again")
+        stated, computed = (
+            entry.blob_id,
+            hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(),
+        )
+    if stated != computed:
+        raise CorruptBundle(f"{what} has hash {computed[:16]}…, the hub lists {str(stated)[:16]}…; try again")
 
 
 def _check(repo: str, path: Path) -> None:
     try:
         load_bundle(path)
     except KVCalError as error:
-        said = str(error).replace(str(path), path.name)
-        raise type(error)(f"{repo}: {said}; nothing was written") from error
+        reason = str(error).replace(str(path), path.name)
+        raise type(error)(f"{repo}: {reason}; nothing was written") from error
 
 
 @contextmanager

@@ -94,9 +94,9 @@ class TrainPart:
         self.layers = len(scan.compressed)
         self.collected = Collection(self.method, len(scan.text.train), self.shape.heads, self.layers)
         self.collected.parts = self.work.samples(self.layers, scan.device)
-        self.known = self.collected.probe if self.collected.parts else None
+        self.saved_probe = self.collected.probe if self.collected.parts else None
         self.keeping = True
-        if self.known is not None:
+        if self.saved_probe is not None:
             scan.say(f"resuming with the vectors of all {self.layers} layers from {self.work.folder}")
         if done := self.work.count():
             scan.say(f"resuming after {done} stages from {self.work.folder}")
@@ -105,7 +105,7 @@ class TrainPart:
         """Nothing is held that must be closed."""
 
     def layer(self, taps: LayerTaps) -> None:
-        if self.known is not None:
+        if self.saved_probe is not None:
             return
         self.collected.add(taps)
         if self.keeping:
@@ -145,7 +145,7 @@ class TrainPart:
         self.work.remove()
         return TrainResult(
             bundle, self.job.output, digest, self.scan.timer.split(),
-            resumed_layers=0 if self.known is None else self.layers,
+            resumed_layers=0 if self.saved_probe is None else self.layers,
             stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(self.scan.device),
         )  # fmt: skip
 
@@ -169,7 +169,7 @@ class Collection:
     def __init__(self, method: VQKV, train: int, heads: int, layers: int) -> None:
         self.method, self.train, self.heads, self.layers = method, train, heads, layers
         self.parts: list[Sample] = []
-        self.held = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
+        self.holdout = max(HELD_LEAST, min(HELD_MOST, method.vectors // HELD_PART))
 
     @property
     def rotary(self) -> int:
@@ -183,7 +183,7 @@ class Collection:
 
     def add(self, taps: LayerTaps) -> None:
         before = self.rotary
-        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.held).gather()
+        sample = LayerSample(self.method, taps, self.train, self.heads, self.layers, self.holdout).gather()
         self.parts.append(sample)
         if sample.rotary and not before:
             none = torch.zeros(taps.site.head_dim)

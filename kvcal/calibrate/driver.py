@@ -95,7 +95,7 @@ def fit_together(
     if scan.skipped:
         say(coverage(scan.config.num_hidden_layers, scan.skipped))
     parts = [_part(job, scan) for job in jobs]
-    probes = [part.known for part in parts if part.known is not None]
+    probes = [part.saved_probe for part in parts if part.saved_probe is not None]
     probe = probes[0] if len(probes) == len(parts) else _scanned(parts, scan)
     fingerprint = Fingerprint.of(source.model, revision, probe)
     _warn(jobs, parts, scan)
@@ -155,7 +155,7 @@ def _part(job: FitJob, scan: Scan) -> Part:
 class LayerPart:
     """A method that is done with a layer before it sees the next."""
 
-    known: tuple[float, ...] | None = None  # hidden states and reconstructions are not kept
+    saved_probe: tuple[float, ...] | None = None  # hidden states and reconstructions are not kept
 
     def __init__(self, job: FitJob, scan: Scan) -> None:
         assert not isinstance(job.method, VQKV)
@@ -180,7 +180,7 @@ class LayerPart:
         scan, text = self.scan, self.scan.text
         layers = scan.config.num_hidden_layers
         self.carry = Carry(
-            len(text.train), self.tokens, self.shape, scan.timer, layers, held=len(text.holdout), skipped=scan.skipped
+            len(text.train), self.tokens, self.shape, scan.timer, layers, holdout=len(text.holdout), skipped=scan.skipped
         )  # fmt: skip
         width = (len(scan.ids), self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         stores: dict[str, SpillStore] = {}

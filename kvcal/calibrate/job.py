@@ -117,10 +117,11 @@ class Scan:
 class Part(Protocol):
     """One bundle on its way through a scan.
 
-    known: the fingerprint's probe, where a run before kept all that the part takes from the layers; None: it must see them.
+    saved_probe: the fingerprint's probe where an earlier run saved everything that the part reads from the layers; None where
+    it must read them.
     """
 
-    known: tuple[float, ...] | None
+    saved_probe: tuple[float, ...] | None
 
     @property
     def work(self) -> LayerCheckpoint: ...

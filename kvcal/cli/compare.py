@@ -100,25 +100,25 @@ def compare(
     from kvcal.cli.defaults import defaults_of
     from kvcal.commands.compare import run_compare
 
-    found = run_compare(options, defaults_of("fit-predictors"), note, said_of(context))
+    result = run_compare(options, defaults_of("fit-predictors"), note, said_of(context))
     if json:
-        print_json(found)
+        print_json(result)
         return
-    line(f"full precision: perplexity {found['full_perplexity']:.4f}")
+    line(f"full precision: perplexity {result['full_perplexity']:.4f}")
     print_table(
         ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "output error",
-         f"bytes at {found['at_length']}", "front"],
+         f"bytes at {result['at_length']}", "front"],
         [
             [
                 row["name"], "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
                 f"{row['paper_bits']:.3f}", f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", _error(row["logit_error"]),
                 _error(row["output_error"]), f"{row['bytes_at_length']:,}", "*" if row["front"] else "",
             ]
-            for row in found["rows"]
+            for row in result["rows"]
         ],
     )  # fmt: skip
-    if found["max_bits"] is not None:
-        line(f"best at no more than {found['max_bits']} bits a value: {found['best'] or 'none'}")
+    if result["max_bits"] is not None:
+        line(f"best at no more than {result['max_bits']} bits a value: {result['best'] or 'none'}")
 
 
 def _error(value: float | None) -> str:

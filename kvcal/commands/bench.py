@@ -22,53 +22,53 @@ from .bench_projected import projected
 from .common import Say
 
 
-def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None], said: Collection[str] = ()) -> None:
+def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None], typed: Collection[str] = ()) -> None:
     """Measure, or project where the device is not this machine; show rows, and how they compare with an earlier file's, then
     write the files asked for. What was measured is kept until all of that is out.
 
-    show: prints the result. said: names of the options that somebody gave; UsageError for one that no row takes.
+    show: prints the result. typed: names of the options that somebody gave; UsageError for one that no row takes.
     """
     check_numbers(o)
     check_files(o)
     ran_from = commit()  # now: the next one may be made while this runs
     earlier = read_earlier(o["compare"]) if o["compare"] is not None else None
     where = target(o["device"])
-    wanted = wanted_operations(o["operation"], where)
-    check_taken(o, where, wanted, said)
-    check_memory(o, where, wanted)
+    operations = wanted_operations(o["operation"], where)
+    check_taken(o, where, operations, typed)
+    check_memory(o, where, operations)
     model = o["model"]
     if model is None:
         model = next((GROUP_MODEL[name] for name in o["operation"] or () if name in GROUP_MODEL), MODEL)
     work: CommandCheckpoint | None = None
     if where.device is None:
-        found = projected(o, where, model, wanted)
+        result = projected(o, where, model, operations)
     else:
         with on(where.device):  # the current one for all that is measured: CUDA's events and streams are of that
-            found, work = measured_rows(o, where, model, wanted, say)
-    rows = [row.as_dict() for row in found.pop("rows")]
-    beside = None if earlier is None else compared(rows, earlier.rows)
-    found = {
-        "version": __version__, "commit": ran_from, "device": where.name, "projected": where.device is None, **found,
-        "rows": rows, "compared": beside,
+            result, work = measured_rows(o, where, model, operations, say)
+    rows = [row.as_dict() for row in result.pop("rows")]
+    comparison = None if earlier is None else compared(rows, earlier.rows)
+    result = {
+        "version": __version__, "commit": ran_from, "device": where.name, "projected": where.device is None, **result,
+        "rows": rows, "compared": comparison,
     }  # fmt: skip
     if earlier is not None:
-        if not beside:
+        if not comparison:
             say(_nothing_common(o["compare"], earlier.rows, rows))
-        for line in remarks(rows, made_by(found), earlier):
+        for line in remarks(rows, made_by(result), earlier):
             say(f"--compare {o['compare']}: {line}")
     with nullcontext() if work is None else work.until_out():
-        _put_out(o, found, show)
+        _put_out(o, result, show)
 
 
-def _put_out(o: dict[str, Any], found: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+def _put_out(o: dict[str, Any], result: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
     """The table first: of all that is asked for it is the least to fail. The files even where it does."""
     try:
-        show(found)
+        show(result)
     finally:
         if o["csv"] is not None:
-            write_atomically(o["csv"], to_csv(found["rows"]).encode(), "--csv")
+            write_atomically(o["csv"], to_csv(result["rows"]).encode(), "--csv")
         if o["plot"] is not None:
-            plot_bench(found["rows"], o["plot"])
+            plot_bench(result["rows"], o["plot"])
 
 
 def _nothing_common(path: Path, earlier: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:

@@ -55,7 +55,7 @@ class Session:
     o: dict[str, Any]
     where: Target
     device: torch.device
-    wanted: list[str]
+    operations: list[str]
     source: ModelSource
     geometry: Any
     benched: list[Benched]
@@ -74,7 +74,7 @@ class Session:
         return self.rows.clock
 
 
-def _session(o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say) -> Session:
+def _session(o: dict[str, Any], where: Target, model: str, operations: list[str], say: Say) -> Session:
     assert where.device is not None
     on_gpu = where.device.type == "cuda"
     source = resolve(model, o["revision"])
@@ -89,20 +89,21 @@ def _session(o: dict[str, Any], where: Target, model: str, wanted: list[str], sa
         CommandCheckpoint("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock
     )
     return Session(
-        o, where, where.device, wanted, source, geometry, benched, shapes, dtype_of(o, torch.float16), rows, say, _once(say)
+        o, where, where.device, operations, source, geometry, benched, shapes, dtype_of(o, torch.float16),
+        rows, say, _once(say)
     )  # fmt: skip
 
 
 def measured_rows(
-    o: dict[str, Any], where: Target, model: str, wanted: list[str], say: Say
+    o: dict[str, Any], where: Target, model: str, operations: list[str], say: Say
 ) -> tuple[dict[str, Any], CommandCheckpoint]:
     """The result, and what is kept of it."""
-    session = _session(o, where, model, wanted, say)
+    session = _session(o, where, model, operations, say)
     clock = session.clock
     if o["require_kernels"]:
         require_fused(session.benched, session.geometry, session.dtype, session.device)
-    rows = list(jetson.table_4()) if TABLE_4 in wanted else []
-    generates, runs_model = bool(set(wanted) & set(GENERATION)), False
+    rows = list(jetson.table_4()) if TABLE_4 in operations else []
+    generates, runs_model = bool(set(operations) & set(GENERATION)), False
     if generates:  # before kernels are measured: a model that does not fit is known now
         runs_model = _check_model_fits(session)
     rows += _kernel_rows(session, able=bool(generates or rows))
@@ -116,7 +117,7 @@ def measured_rows(
         rows += _generation(session)
     why = "InnerQ's Table 4 is computed, on every device"
     return {
-        **({"why_projected": why, **assumptions(rows, True)} if TABLE_4 in wanted else {}),
+        **({"why_projected": why, **assumptions(rows, True)} if TABLE_4 in operations else {}),
         "resumed_rows": session.rows.resumed,
         "resumed_copy_gb_per_s": [rate / 1e9 for rate in dict.fromkeys(session.rows.copies)],
         "dtype": str(session.dtype).removeprefix("torch."),
@@ -137,7 +138,7 @@ def _ceilings(clock: Clock) -> dict[str, float | None]:
 
 def _check_model_fits(session: Session) -> bool:
     """Whether a whole model runs; OutOfMemory where it does not fit."""
-    source, dtype, runs = _whole(session.o, session.on_gpu, session.wanted)
+    source, dtype, runs = _whole(session.o, session.on_gpu, session.operations)
     if runs:
         size = configuration.geometry(source).parameters * dtype.itemsize
         check_fits(source.label, size, dtype, session.device)
@@ -147,7 +148,7 @@ def _check_model_fits(session: Session) -> bool:
 def _kernel_rows(session: Session, able: bool) -> list[Row]:
     """Timed operations at each shape, and what was left out. able: whether the run has other rows; UsageError for none."""
     model, o = session.source.public, session.o
-    operations: list[Operation] = [OPERATIONS[name] for name in session.wanted if name in OPERATIONS]
+    operations: list[Operation] = [OPERATIONS[name] for name in session.operations if name in OPERATIONS]
     rows: list[Row] = []
     for shape in session.shapes if operations else []:
         timed = session.rows.rows(
@@ -157,7 +158,7 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
                 session.dtype, session.where.name, session.say_once, o["seed"], o["queries"],
             ),
         )  # fmt: skip
-        able |= any(row.operation in session.wanted for row in timed)
+        able |= any(row.operation in session.operations for row in timed)
         rows += timed
         rows += left_out(
             timed, model, session.geometry, session.benched, operations, shape, session.device, session.dtype,
@@ -211,11 +212,11 @@ class RowCheckpoint:
 
 def _once(say: Say) -> Say:
     """Each line the first time: what is left out of one shape is left out of others."""
-    said: set[str] = set()
+    printed: set[str] = set()
 
     def new(line: str) -> None:
-        if line not in said:
-            said.add(line)
+        if line not in printed:
+            printed.add(line)
             say(line)
 
     return new
@@ -235,18 +236,22 @@ def _with_shares(rows: list[Row]) -> list[Row]:
             and row.microseconds
         ):
             share, calls = paper.MIXKVQ_SHARES[names[row.operation]]
-            beside = {"paper_table": MIXKVQ, "paper_share_percent": share, "paper_calls_percent": calls}
-            row = replace(row, more={**row.more, "share_percent": 100 * row.microseconds / sum(times), **beside})
+            of_paper = {"paper_table": MIXKVQ, "paper_share_percent": share, "paper_calls_percent": calls}
+            row = replace(row, more={**row.more, "share_percent": 100 * row.microseconds / sum(times), **of_paper})
         out.append(row)
     return out
 
 
-def _whole(o: dict[str, Any], on_gpu: bool, wanted: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
+def _whole(o: dict[str, Any], on_gpu: bool, operations: Sequence[str]) -> tuple[ModelSource, torch.dtype, bool]:
     """(whole model that is meant, its dtype, whether it runs: else only its bytes are counted)."""
-    runs_here = not on_gpu and bool(AT_SHAPE & set(wanted))
+    runs_here = not on_gpu and bool(AT_SHAPE & set(operations))
     name = o["model"] if o["model"] is not None else MODEL_CPU if runs_here else MODEL
     source = resolve(name, o["revision"])
-    return source, dtype_of(o, paper_dtype(o, wanted, torch.bfloat16 if on_gpu else torch.float32)), on_gpu or runs_here
+    return (
+        source,
+        dtype_of(o, paper_dtype(o, operations, torch.bfloat16 if on_gpu else torch.float32)),
+        on_gpu or runs_here,
+    )
 
 
 @dataclass(frozen=True)
@@ -264,13 +269,13 @@ class Generating:
 
 
 def _generation(session: Session) -> list[Row]:
-    o, wanted, device = session.o, session.wanted, session.device
-    source, dtype, runs = _whole(o, session.on_gpu, wanted)
+    o, operations, device = session.o, session.operations, session.device
+    source, dtype, runs = _whole(o, session.on_gpu, operations)
     geometry = configuration.geometry(source)
     benched = benched_schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
     if not session.on_gpu:  # a CPU has no memory of its own to fill
-        rows += memory_rows(o, wanted, benched, geometry, source.public, session.where)
+        rows += memory_rows(o, operations, benched, geometry, source.public, session.where)
     if not runs:
         return rows
     if session.on_gpu and o["memory"]:
@@ -281,10 +286,10 @@ def _generation(session: Session) -> list[Row]:
     kinds = caches.kinds(model, geometry, benched, o["require_kernels"])
     generating = Generating(session, source.public, model, kinds)
     measured = _step_rows(generating)
-    if session.on_gpu and "largest-batch" in wanted:
+    if session.on_gpu and "largest-batch" in operations:
         for length in dict.fromkeys(length for _, length in session.shapes):
             measured += _largest_batch_rows(generating, length)
-    if session.on_gpu and "longest-generation" in wanted:
+    if session.on_gpu and "longest-generation" in operations:
         gib = o["memory"] or torch.cuda.get_device_properties(device).total_memory / 2**30
         session.say(f"longest generation on {gib:g} GiB")
         for kind in kinds:
@@ -303,7 +308,7 @@ def _step_rows(generating: Generating) -> list[Row]:
     }
     rows: list[Row] = []
     for operation, rows_of in ways.items():
-        if operation not in session.wanted:
+        if operation not in session.operations:
             continue
         session.say(f"{operation}: decode steps from caches filled with random packed data")
         for shape, kind in itertools.product(session.shapes, generating.kinds):

@@ -98,22 +98,22 @@ def check_files(o: dict[str, Any]) -> None:
     except KVCalError as error:
         raise UsageError(str(error)) from error
     read = [("--compare", o["compare"]), *(("--bundle", path) for path in o["bundle"] or ())]
-    seen: dict[str, str] = {}
+    option_of: dict[str, str] = {}
     for option, path in (*read, ("--csv", o["csv"]), ("--plot", o["plot"])):
         if path is None:
             continue
-        before = seen.setdefault(os.path.realpath(path), option)
+        before = option_of.setdefault(os.path.realpath(path), option)
         if option != before and option in ("--csv", "--plot"):
             raise UsageError(
                 f"{option} {path}: is the file of {before} too, and would replace it; give another file name"
             )
 
 
-def check_taken(o: dict[str, Any], where: Target, wanted: Sequence[str], said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that none of the wanted rows takes."""
-    for names, taken, of, instead in _idle(o, where, set(wanted)):
+def check_taken(o: dict[str, Any], where: Target, operations: Sequence[str], typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that none of the wanted rows takes."""
+    for names, taken, of, instead in _idle(o, where, set(operations)):
         if not taken:
-            refuse_idle(said, names, of, f"{instead}, or leave it out")
+            refuse_idle(typed, names, of, f"{instead}, or leave it out")
 
 
 def memory_gib(o: dict[str, Any], where: Target) -> float | None:
@@ -121,10 +121,10 @@ def memory_gib(o: dict[str, Any], where: Target) -> float | None:
     return o["memory"] or (where.profile.memory if where.profile else None)
 
 
-def check_memory(o: dict[str, Any], where: Target, wanted: Sequence[str]) -> None:
+def check_memory(o: dict[str, Any], where: Target, operations: Sequence[str]) -> None:
     """UsageError where a memory is to be filled that nobody named; a GPU has its own. Before anything is measured."""
     on_gpu = where.device is not None and where.device.type == "cuda"
-    if set(SIZED) & set(wanted) and not on_gpu and memory_gib(o, where) is None:
+    if set(SIZED) & set(operations) and not on_gpu and memory_gib(o, where) is None:
         raise UsageError("largest-batch and longest-generation: on how much memory? give --memory in GiB")
 
 
@@ -145,40 +145,40 @@ class Runs:
     measured: bool
 
 
-def _runs(where: Target, wanted: set[str]) -> Runs:
+def _runs(where: Target, operations: set[str]) -> Runs:
     here, on_gpu = where.device is not None, where.device is not None and where.device.type == "cuda"
-    kernels, sized = wanted & set(OPERATIONS) if here else set(), wanted & set(SIZED)
+    kernels, sized = operations & set(OPERATIONS) if here else set(), operations & set(SIZED)
     without_scheme = {TABLE_4, *(name for name, one in OPERATIONS.items() if one.refuses is no_scheme)}
     return Runs(
         here, on_gpu, kernels, sized,
-        at_shapes=bool(kernels or wanted & {*AT_SHAPE, "fused-attention"}), of_schemes=bool(wanted - without_scheme),
-        measured=bool(kernels or (here and AT_SHAPE & wanted) or (on_gpu and sized)),
+        at_shapes=bool(kernels or operations & {*AT_SHAPE, "fused-attention"}), of_schemes=bool(operations - without_scheme),
+        measured=bool(kernels or (here and AT_SHAPE & operations) or (on_gpu and sized)),
     )  # fmt: skip
 
 
-def _idle(o: dict[str, Any], where: Target, wanted: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
+def _idle(o: dict[str, Any], where: Target, operations: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:
     """(options, whether a row takes them, what they apply to, what to do)."""
-    runs = _runs(where, wanted)
+    runs = _runs(where, operations)
     another = "give another --operation"
     run = "give an --operation that runs" if runs.here else "give a --device that is here"
     another_or_run = another if runs.here else run
     untimed = {"longest-generation"} if runs.on_gpu else set(SIZED)
-    of_bytes = "longest-generation" in wanted and not runs.on_gpu
+    of_bytes = "longest-generation" in operations and not runs.on_gpu
     calls = {name for name, one in OPERATIONS.items() if one.of_calls}
     yield ("memory",), bool(runs.sized), " and ".join(SIZED), "give --operation for one of them"
     yield ("repeats", "seconds"), bool(runs.kernels), "kernels that are timed", another_or_run
     yield ("seed",), runs.measured, "random data that is measured", run
-    yield ("require_kernels",), runs.here and wanted != {TABLE_4}, "rows that are measured", run
+    yield ("require_kernels",), runs.here and operations != {TABLE_4}, "rows that are measured", run
     yield ("dtype",), runs.measured or bool(runs.sized), "rows that are measured or fill a memory", run
     yield ("batch",), runs.at_shapes or of_bytes, "rows of a given batch", another
-    yield ("length",), runs.at_shapes or "largest-batch" in wanted, "rows of a given length", another
+    yield ("length",), runs.at_shapes or "largest-batch" in operations, "rows of a given length", another
     yield ("queries",), bool(runs.kernels & calls), "decode attention and append where they run", another_or_run
-    yield ("model",), wanted != {TABLE_4}, "rows of a given model", another
+    yield ("model",), operations != {TABLE_4}, "rows of a given model", another
     yield ("preset", "bundle"), runs.of_schemes, "rows of a scheme", another
     yield ("sink", "recent"), runs.of_schemes, "rows of a scheme", another
     by_name = bool(o["preset"] or not o["bundle"])
     yield ("sink", "recent"), by_name, "schemes by name", "bundles have their own; give --preset"
-    yield ("plot",), bool(wanted - untimed), "rows with a time", another
+    yield ("plot",), bool(operations - untimed), "rows with a time", another
 
 
 MOST_GIB = 2**33
@@ -191,7 +191,7 @@ def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
     """Whole numbers from 1, as 512,4096 or 32k; UsageError names the option."""
     if text is None:
         return list(default)
-    found = []
+    counts = []
     for part in text.split(","):
         word = part.strip().lower()
         scale = 1024 if word.endswith("k") else 1
@@ -200,31 +200,31 @@ def numbers(text: str | None, option: str, default: Sequence[int]) -> list[int]:
             raise UsageError(f"{option} {text!r}: {part.strip()!r} is not a whole number from 1; as in 1,32 or 4k,32k")
         if (number := int(digits) * scale) > MOST:
             raise UsageError(f"{option} {text!r}: {part.strip()!r} is more than {MOST}, beyond any device's memory")
-        found.append(number)
-    return found
+        counts.append(number)
+    return counts
 
 
-def wanted_operations(given: Sequence[str] | None, where: Target) -> list[str]:
+def wanted_operations(asked: Sequence[str] | None, where: Target) -> list[str]:
     """Names of operations, groups resolved; by default the kernel-level ones, or those that can be projected."""
-    known = {**{name: (name,) for name in (*OPERATIONS, *GENERATION, *ALWAYS_PROJECTED)}, **GROUPS}
-    if not given:
+    members = {**{name: (name,) for name in (*OPERATIONS, *GENERATION, *ALWAYS_PROJECTED)}, **GROUPS}
+    if not asked:
         tables = [TABLE_4] if where.table_4 else []
         kernels = [n for n, one in OPERATIONS.items() if one.by_default]
         return [*tables, *(["fused-attention"] if where.device is None else kernels)]
-    found: list[str] = []
-    for name in given:
-        if name not in known:
-            here = [one for one in known if where.device is not None or set(known[one]) <= set(PROJECTED)]
+    operations: list[str] = []
+    for name in asked:
+        if name not in members:
+            here = [one for one in members if where.device is not None or set(members[one]) <= set(PROJECTED)]
             raise UsageError(f"--operation {name}: not known; {allowed(name, here, 'kvcal names operation')}")
-        unable = [one for one in known[name] if one not in PROJECTED]
+        unable = [one for one in members[name] if one not in PROJECTED]
         if unable and where.device is None:
-            of = "" if len(unable) == len(known[name]) else f"{' and '.join(unable)} "
+            of = "" if len(unable) == len(members[name]) else f"{' and '.join(unable)} "
             raise UsageError(
                 f"--operation {name}: {of}cannot be projected for {where.name}; {', '.join(PROJECTED)} can, the rest is "
                 "measured on a device"
             )
-        found += [one for one in known[name] if one not in found]
-    return found
+        operations += [one for one in members[name] if one not in operations]
+    return operations
 
 
 def benched_schemes(o: dict[str, Any], geometry: Any, default: tuple[str, ...]) -> list[Benched]:
@@ -232,14 +232,16 @@ def benched_schemes(o: dict[str, Any], geometry: Any, default: tuple[str, ...]) 
     if not names and not bundles:
         groups = [GROUP_SCHEMES[name] for name in o["operation"] or () if name in GROUP_SCHEMES]
         names = list(dict.fromkeys(name for group in groups or [default] for name in group))
-    given = None if o["sink"] is None and o["recent"] is None else windows_of(o)
-    return schemes.schemes(names, bundles, geometry, given)
+    windows = None if o["sink"] is None and o["recent"] is None else windows_of(o)
+    return schemes.schemes(names, bundles, geometry, windows)
 
 
 def windows_of(o: dict[str, Any]) -> Windows:
-    own = schemes.WINDOWS
+    default = schemes.WINDOWS
     return Windows(
-        own.sink if o["sink"] is None else o["sink"], own.recent if o["recent"] is None else o["recent"], own.block
+        default.sink if o["sink"] is None else o["sink"],
+        default.recent if o["recent"] is None else o["recent"],
+        default.block,
     )
 
 
@@ -247,7 +249,7 @@ def dtype_of(o: dict[str, Any], default: torch.dtype) -> torch.dtype:
     return default if o["dtype"] == "auto" else to_dtype(o["dtype"])
 
 
-def paper_dtype(o: dict[str, Any], wanted: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
+def paper_dtype(o: dict[str, Any], operations: Sequence[str], otherwise: torch.dtype) -> torch.dtype:
     """The dtype of a paper's table where nothing else is asked for."""
-    alone = (name for name in o["operation"] or () if name in GROUP_DTYPE and set(wanted) <= set(GROUPS[name]))
+    alone = (name for name in o["operation"] or () if name in GROUP_DTYPE and set(operations) <= set(GROUPS[name]))
     return next((GROUP_DTYPE[name] for name in alone), otherwise)

@@ -15,24 +15,24 @@ from ..models.names import resolve
 from .bench_options import PAPER_SCHEMES, SIZED, TABLE_4, benched_schemes, dtype_of, memory_gib, numbers, paper_dtype
 
 
-def projected(o: dict[str, Any], where: Target, model: str, wanted: list[str]) -> dict[str, Any]:
+def projected(o: dict[str, Any], where: Target, model: str, operations: list[str]) -> dict[str, Any]:
     assert where.profile is not None
     source = resolve(model, o["revision"])
     geometry = configuration.geometry(source)
-    own = benched_schemes(o, geometry, PAPER_SCHEMES)
+    benched = benched_schemes(o, geometry, PAPER_SCHEMES)
     rows: list[Row] = []
-    if TABLE_4 in wanted:
+    if TABLE_4 in operations:
         rows += jetson.table_4()
-    if "fused-attention" in wanted:
+    if "fused-attention" in operations:
         lengths = numbers(o["length"], "--length", paper.LENGTHS)
         shapes = [(batch, length) for batch in numbers(o["batch"], "--batch", [1]) for length in lengths]
         for batch, length in shapes:
-            rows += jetson.projected(where.profile, own, geometry, source.public, batch, length)
-    rows += memory_rows(o, wanted, own, geometry, source.public, where)
+            rows += jetson.projected(where.profile, benched, geometry, source.public, batch, length)
+    rows += memory_rows(o, operations, benched, geometry, source.public, where)
     no = "not known to be a" if where.jetson else "no"
     return {
         "why_projected": f"this machine is {no} {where.profile.title}: every figure is projected, none measured",
-        **assumptions(rows, TABLE_4 in wanted),
+        **assumptions(rows, TABLE_4 in operations),
         "profile": {
             "title": where.profile.title, "capability": ".".join(map(str, where.profile.capability)),
             "sms": where.profile.sms, "clock_mhz": where.profile.clock, "gb_per_s": where.profile.bandwidth,
@@ -56,19 +56,19 @@ def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
 
 
 def memory_rows(
-    o: dict[str, Any], wanted: list[str], own: list[Benched], geometry: Any, model: str, where: Target
+    o: dict[str, Any], operations: list[str], benched: list[Benched], geometry: Any, model: str, where: Target
 ) -> list[Row]:
     """largest-batch and longest-generation, as far as asked for, from bytes."""
-    if not set(SIZED) & set(wanted):
+    if not set(SIZED) & set(operations):
         return []
     gib = memory_gib(o, where)
     assert gib is not None  # _check_memory
-    every = memory.footprints(geometry, own, dtype_of(o, paper_dtype(o, wanted, torch.float16)), where.profile)
+    every = memory.footprints(geometry, benched, dtype_of(o, paper_dtype(o, operations, torch.float16)), where.profile)
     rows: list[Row] = []
-    if "largest-batch" in wanted:
+    if "largest-batch" in operations:
         for length in numbers(o["length"], "--length", [32768]):
             rows += memory.projected_batch(model, every, length, gib, where.name)
-    if "longest-generation" in wanted:
+    if "longest-generation" in operations:
         for batch in numbers(o["batch"], "--batch", [1]):
             rows += memory.projected_longest(model, every, batch, gib, where.name)
     return rows

@@ -150,45 +150,45 @@ class Planner:
         self._seen: dict[str, dict[str, Any]] = {}
 
     def plan(self) -> list[Planned]:
-        found: dict[str, Planned] = {}
+        plans: dict[str, Planned] = {}
         for entry in self.recipe.entries:
             check_entry(self.recipe, entry)
         for entry in sorted(self.recipe.entries, key=lambda entry: bool(entry.parts)):  # combinations last
-            inputs = self._combined(entry, found) if entry.parts else self._inputs(entry)
-            found[entry.name] = planned(entry, self.recipe.output, inputs, self.lock)
-        return list(found.values())
+            inputs = self._combined(entry, plans) if entry.parts else self._inputs(entry)
+            plans[entry.name] = planned(entry, self.recipe.output, inputs, self.lock)
+        return list(plans.values())
 
     def _inputs(self, entry: Entry) -> dict[str, Any]:
         o = entry.options
-        found = {
+        inputs = {
             "method": entry.method,
             "model": self._once(["model", *_model_key(o)], lambda: model_identity(o)),
             "settings": settings_identity(o),
             "code": self.code,
         }
         if entry.method != "preset":
-            found["device"] = device_name(o)
-            if found["device"] == "cpu":
-                found["cpu"] = cpu_record()  # as provenance: reproduce compares with it
+            inputs["device"] = device_name(o)
+            if inputs["device"] == "cpu":
+                inputs["cpu"] = cpu_record()  # as provenance: reproduce compares with it
             source = resolve(o["model"], o["revision"])
             origin = text_for(o, source, "calibration")
             check_column(o["column"], origin, o.get("other_text"))
-            found["text"] = self._text(entry, origin, "text")
+            inputs["text"] = self._text(entry, origin, "text")
             if o.get("other_text") is not None:
-                found["other_text"] = self._text(entry, o["other_text"], "other_text")
-        return found
+                inputs["other_text"] = self._text(entry, o["other_text"], "other_text")
+        return inputs
 
-    def _combined(self, entry: Entry, found: Mapping[str, Planned]) -> dict[str, Any]:
+    def _combined(self, entry: Entry, plans: Mapping[str, Planned]) -> dict[str, Any]:
         """Of what its parts are made of: parts that come out the same need no new combination."""
-        keys, values = (found[part] for part in entry.parts)
+        keys, values = (plans[part] for part in entry.parts)
         return {"method": "combine", "keys": keys.key, "values": values.key, "code": self.code}
 
     def _text(self, entry: Entry, origin: str, name: str) -> dict[str, Any]:
         if origin == RANDOM_TOKENS:
             return {"source": origin}
-        known = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
+        earlier = self.lock.bundles.get(entry.name, {}).get("inputs", {}).get(name)
         return self._once(
-            ["text", origin, entry.options["column"]], lambda: text_identity(origin, entry.options["column"], known)
+            ["text", origin, entry.options["column"]], lambda: text_identity(origin, entry.options["column"], earlier)
         )
 
     def _once(self, key: list[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -208,8 +208,8 @@ class Planner:
         )
         model = self._once(["model", *_model_key(o)], lambda: model_identity(o))
         settings = {name: o[name] for name in ("length", "windows", "step", "batch", "dtype", "seed")}
-        held = [sha256, asdict(entry.gates), text, model, settings, device_name(o), self.code]
-        return sha256_text(canonical(held))
+        inputs = [sha256, asdict(entry.gates), text, model, settings, device_name(o), self.code]
+        return sha256_text(canonical(inputs))
 
 
 def _model_key(o: Mapping[str, Any]) -> list[Any]:
@@ -271,10 +271,10 @@ def run_work(work: Work, say: Say, written: Written) -> None:
     options = plan.entry.options | {"output": plan.path}
     if plan.entry.parts:
         keys, values = (plan.path.with_name(f"{part}{SUFFIX}") for part in plan.entry.parts)
-        made = run_combine(keys, values, plan.path)
+        result = run_combine(keys, values, plan.path)
     else:
-        made = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
-    written(plan.entry.name, made["sha256"], made["bytes"])
+        result = run_preset(options, say) if plan.entry.method == "preset" else run_tune_thresholds(options, say)
+    written(plan.entry.name, result["sha256"], result["bytes"])
 
 
 def _scan_shared(work: Work, say: Say, written: Written) -> None:
@@ -435,13 +435,13 @@ def only_build(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def check_taken(dry_run: bool, gates: bool, said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that such a build has no use for."""
+def check_taken(dry_run: bool, gates: bool, typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that such a build has no use for."""
     if dry_run:
         idle = ("jobs", *(("gates",) if gates else ()), *REPORTS)  # --no-gates says what happens anyway
-        refuse_idle(said, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
+        refuse_idle(typed, idle, "bundles that are built", "with --dry-run nothing is; leave out it or that")
     if not gates:
-        refuse_idle(said, REPORTS, "gates that are held", "leave out it or --no-gates")
+        refuse_idle(typed, REPORTS, "gates that are held", "leave out it or --no-gates")
 
 
 def run_build(
@@ -452,13 +452,13 @@ def run_build(
     jobs: int = 1,
     share: bool = True,
     gates: bool = True,
-    said: Collection[str] = (),
+    typed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Build what changed and hold it to its gates; rows of bundles, and checks. dry_run: only say what would be done.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    check_taken(dry_run, gates, said)
+    check_taken(dry_run, gates, typed)
     lock = Lock.read(recipe.lock)
     planner = Planner(recipe, lock)
     plans = planner.plan()
@@ -525,7 +525,7 @@ def _told(
 
 def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -> list[Check]:
     """Checks of every bundle that has gates, from the lock file where nothing that decides them changed."""
-    found: dict[str, list[Check]] = {}
+    checks_of: dict[str, list[Check]] = {}
     missing: dict[str, list[Entry]] = {}
     keys: dict[str, str] = {}
     for entry in recipe.entries:
@@ -533,22 +533,22 @@ def held_to_gates(recipe: BuildRecipe, planner: Planner, lock: Lock, say: Say) -
             lock.gates.pop(entry.name, None)
             continue
         keys[entry.name] = planner.gate_key(entry, lock.bundles[entry.name]["sha256"])
-        known = lock.gates.get(entry.name, {})
-        held = recalled(entry.name, entry.gates, known["checks"]) if known.get("key") == keys[entry.name] else None
-        if held is None:
+        row = lock.gates.get(entry.name, {})
+        earlier = recalled(entry.name, entry.gates, row["checks"]) if row.get("key") == keys[entry.name] else None
+        if earlier is None:
             missing.setdefault(entry.model, []).append(entry)
         else:
-            found[entry.name] = held
+            checks_of[entry.name] = earlier
     for model, entries in missing.items():
         say(f"gates of {', '.join(entry.name for entry in entries)}")
         paths = [recipe.output / entry.file for entry in entries]
         options = recipe.evaluation[model] | {"bundles": paths}
         result = run_eval(options, say, {entry.name: entry.gates for entry in entries})
         for entry in entries:
-            found[entry.name] = [check for check in result["gates"] if check.name == entry.name]
+            checks_of[entry.name] = [check for check in result["gates"] if check.name == entry.name]
             lock.gates.pop(entry.name, None)
-            if worth_keeping(found[entry.name]):
-                records = [asdict(check) for check in found[entry.name]]
+            if worth_keeping(checks_of[entry.name]):
+                records = [asdict(check) for check in checks_of[entry.name]]
                 lock.gates[entry.name] = {"key": keys[entry.name], "checks": records}
         lock.write()
-    return [check for entry in recipe.entries if entry.gates for check in found[entry.name]]
+    return [check for entry in recipe.entries if entry.gates for check in checks_of[entry.name]]

@@ -37,17 +37,17 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_inspect(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle's header in short, every hash checked; errors by layer and head, as stored or, with --model, measured.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     path = o["bundle"]
     if o["plot"] is not None:
         check_plot(o["plot"])
     if o["model"] is None:
-        refuse_idle(said, MEASURES, "a measurement", "give --model, or leave it out")
-    refuse_idle_seed(o, said)
+        refuse_idle(typed, MEASURES, "a measurement", "give --model, or leave it out")
+    refuse_idle_seed(o, typed)
     bundle = given_bundle(path)
     check_depth(bundle)
     scheme = bundle.scheme
@@ -57,7 +57,7 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         else {"layer": i, "key": "skipped", "value": scheme.skipped[i]}
         for i, pair in enumerate(scheme.layers)
     ]
-    found = {
+    facts = {
         "bundle": str(path),
         "sha256": file_sha256(path),
         "bytes": path.stat().st_size,
@@ -75,8 +75,8 @@ def run_inspect(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict
         "plot": None if o["plot"] is None else str(o["plot"]),
     }
     if o["plot"] is not None:
-        _draw(bundle, found["head_errors"], o["plot"])
-    return found
+        _draw(bundle, facts["head_errors"], o["plot"])
+    return facts
 
 
 MEASURES = ("revision", "text", "column", "windows", "length", "random_weights", "seed", "dtype", "device")
@@ -119,22 +119,22 @@ def _draw(bundle: Bundle, errors: dict[str, Any] | None, path: Path) -> None:
 
 def run_diff(first: Path, second: Path) -> dict[str, Any]:
     """What differs between two bundles; every hash of both is checked."""
-    found = diff(given_bundle(first), given_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
-    return {"a": str(first), "b": str(second), **found}
+    differences = diff(given_bundle(first), given_bundle(second), same_bytes=read_bytes(first) == read_bytes(second))
+    return {"a": str(first), "b": str(second), **differences}
 
 
 COMPARES = ("revision", "random_weights", "seed", "device")
 
 
-def run_verify(o: dict[str, Any], said: Collection[str] = ()) -> dict[str, Any]:
+def run_verify(o: dict[str, Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """Format and hashes; with a model also that the bundle was made for it.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     path, model = o["bundle"], o["model"]
     if model is None:
-        refuse_idle(said, COMPARES, "a comparison with a model", "give --model, or leave it out")
-    refuse_idle_seed(o, said)
+        refuse_idle(typed, COMPARES, "a comparison with a model", "give --model, or leave it out")
+    refuse_idle_seed(o, typed)
     bundle = given_bundle(path)
     checks = ["format", "header hash", "tensor hashes", "tensors finite", "codecs", "layer chain"]
     if model is not None:

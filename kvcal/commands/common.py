@@ -42,7 +42,7 @@ def reading() -> Iterator[sources.Progress]:
     with progress("Reading text, tokens") as advance:
         before = 0
 
-        def seen(tokens: int, wanted: int) -> None:
+        def seen(tokens: int, total: int) -> None:
             nonlocal before
             advance(tokens - before)
             before = tokens
@@ -57,20 +57,20 @@ def given_text(o: dict[str, Any]) -> str:
     return str(o["text"])
 
 
-def refuse_idle(said: Collection[str], names: Collection[str], of: str, instead: str) -> None:
-    """UsageError for the first of the options `names` that somebody gave (`said`) where nothing takes it.
+def refuse_idle(typed: Collection[str], names: Collection[str], of: str, instead: str) -> None:
+    """UsageError for the first of the options `names` that somebody gave (`typed`) where nothing takes it.
 
     of: what they apply to, of which there is none. instead: what to do.
     """
     for name in names:
-        if name in said:
+        if name in typed:
             raise UsageError(f"--{name.replace('_', '-')} applies only to {of}, and there is none: {instead}")
 
 
-def refuse_idle_seed(o: Mapping[str, Any], said: Collection[str]) -> None:
+def refuse_idle_seed(o: Mapping[str, Any], typed: Collection[str]) -> None:
     """`refuse_idle` of --seed, in commands where it is of --random-weights alone."""
     if not o["random_weights"]:
-        refuse_idle(said, ("seed",), "random weights", "give --random-weights, or leave it out")
+        refuse_idle(typed, ("seed",), "random weights", "give --random-weights, or leave it out")
 
 
 def output_for(o: dict[str, Any], source: ModelSource, method: str) -> Path:
@@ -82,13 +82,13 @@ def output_for(o: dict[str, Any], source: ModelSource, method: str) -> Path:
 
 def given_kernels(o: Mapping[str, Any]) -> bool:
     """Whether kernels are required; UsageError where the step is one that no kernel serves."""
-    wanted = bool(o.get("require_kernels"))
-    if wanted and o.get("step", 1) > QUERIES:
+    required = bool(o.get("require_kernels"))
+    if required and o.get("step", 1) > QUERIES:
         raise UsageError(
             f"--require-kernels: the fused kernel serves up to {QUERIES} tokens a call, --step is {o['step']}; "
             f"give --step {QUERIES} or less"
         )
-    return wanted
+    return required
 
 
 def given_selection(o: dict[str, Any]) -> HeavyHitters | None:
@@ -164,9 +164,15 @@ def evaluation_text(
     if origin == RANDOM_TOKENS:
         vocabulary, count = configuration.geometry(source).vocab, o["windows"] or RANDOM_WINDOWS
         return sources.random_evaluation(vocabulary, windows=count, length=length, seed=o["seed"])
-    with reading() as seen:
+    with reading() as on_progress:
         return sources.evaluation_windows(
-            known(tokenizer), origin, length=length, windows=o["windows"], column=o["column"], progress=seen, say=say
+            known(tokenizer),
+            origin,
+            length=length,
+            windows=o["windows"],
+            column=o["column"],
+            progress=on_progress,
+            say=say,
         )
 
 
@@ -174,24 +180,24 @@ def window_numbers(o: dict[str, Any], source: ModelSource) -> tuple[int, int, in
     """How many calibration windows, how many of them held out, tokens a window."""
     paper = configuration.presets(source)["aqua-kv"]
     count, length = o["windows"] or paper["windows"], o["length"] or paper["length"]
-    held = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
-    if held >= count:
-        raise UsageError(f"--holdout {held} of {count} windows leaves none to fit on")
-    return count, held, length
+    holdout = o["holdout"] or (paper["holdout"] if o["windows"] is None else max(1, count // 8))
+    if holdout >= count:
+        raise UsageError(f"--holdout {holdout} of {count} windows leaves none to fit on")
+    return count, holdout, length
 
 
 def calibration_windows(
     o: dict[str, Any], source: ModelSource, tokenizer: Any, text_source: str, say: Say
 ) -> sources.Windows:
     """Windows as asked for, by default as the model's preset has them."""
-    count, held, length = window_numbers(o, source)
+    count, holdout, length = window_numbers(o, source)
     if text_source == RANDOM_TOKENS:
         vocabulary = configuration.geometry(source).vocab
-        return sources.random_windows(vocabulary, windows=count, length=length, holdout=held, seed=o["seed"])
-    with reading() as seen:
+        return sources.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o["seed"])
+    with reading() as on_progress:
         return sources.token_windows(
-            known(tokenizer), text_source, windows=count, holdout=held, length=length, seed=o["seed"],
-            column=o["column"], progress=seen, say=say,
+            known(tokenizer), text_source, windows=count, holdout=holdout, length=length, seed=o["seed"],
+            column=o["column"], progress=on_progress, say=say,
         )  # fmt: skip
 
 

@@ -117,22 +117,22 @@ def _pairs(o: dict[str, Any], fit_options: dict[str, Any]) -> Iterator[Candidate
             yield Candidate(f"aqua({name})", aqua_method(fitted))
 
 
-def check_taken(o: dict[str, Any], rows: list[Candidate], said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that none of the rows takes."""
+def check_taken(o: dict[str, Any], rows: list[Candidate], typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that none of the rows takes."""
     if not listed(o["keys"]):
         refuse_idle(
-            said, (*PAIRED, *PREDICTED), "the pairs of --keys and --values",
+            typed, (*PAIRED, *PREDICTED), "the pairs of --keys and --values",
             "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave it out",
         )  # fmt: skip
     if not o["predict"]:
-        refuse_idle(said, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
+        refuse_idle(typed, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
     if not any(isinstance(row.what, AquaKV) for row in rows):
         refuse_idle(
-            said, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
+            typed, FITTED, "rows that are fitted", "give --predict, learned codecs or a --recipe, or leave it out"
         )
         if not o["random_weights"]:
             refuse_idle(
-                said, ("seed",), "random weights and rows that are fitted", "give --random-weights, or leave it out"
+                typed, ("seed",), "random weights and rows that are fitted", "give --random-weights, or leave it out"
             )
 
 
@@ -142,21 +142,23 @@ def of_recipe(recipe: Recipe, fit_options: dict[str, Any]) -> DataFree | AquaKV:
     if recipe.predicts or method.composition.learns:
         check_predictor(method, recipe.said)
         return method
-    own = recipe.plain()
-    keys, values, per_layer = own.pop("keys"), own.pop("values"), tuple(own.pop("per_layer"))
-    own |= {"rope": own.pop("frame")} if "frame" in own else {}
-    return replace(composed(None, keys, values, per_layer), **own)
+    options = recipe.plain()
+    keys, values, per_layer = options.pop("keys"), options.pop("values"), tuple(options.pop("per_layer"))
+    options |= {"rope": options.pop("frame")} if "frame" in options else {}
+    return replace(composed(None, keys, values, per_layer), **options)
 
 
-def run_compare(o: dict[str, Any], fit_options: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_compare(
+    o: dict[str, Any], fit_options: dict[str, Any], say: Say, typed: Collection[str] = ()
+) -> dict[str, Any]:
     """Every candidate through the cache on one text; the front of bits and KL, and the best under --max-bits.
 
-    said: names of the options that somebody gave; UsageError for one that no row takes.
+    typed: names of the options that somebody gave; UsageError for one that no row takes.
     """
     if o["frame"] not in FRAMES:
         raise UsageError(f"--frame {o['frame']}: allowed are {', '.join(FRAMES)}")
     rows, selection, require = candidates(o, fit_options), given_selection(o), given_kernels(o)
-    check_taken(o, rows, said)
+    check_taken(o, rows, typed)
     _check_files(o)
     texts = _texts(o, fit_options, rows, say)
     loaded = open_model(
@@ -295,14 +297,14 @@ def measure(
     makers: Mapping[str, CacheMaker],
     settings: Mapping[str, Any],
     batch: int | None = None,
-    kept: Batches | None = None,
+    saved: Batches | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Rows by name: what `kvcal eval` measures, attention errors, and bytes at a length. Full precision runs once for all.
 
     settings: step, attention_windows, at_length; attention_tokens, if attention errors are of windows' first tokens only.
-    kept: as of `evaluate`.
+    saved: as of `evaluate`.
     """
-    full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, kept=kept)
+    full, *rows = evaluate(loaded.model, ids, makers, step=settings["step"], batch=batch, saved=saved)
     part = ids[: settings["attention_windows"], : settings.get("attention_tokens")]
     figures = {}
     for row, (name, make) in zip(rows, makers.items(), strict=True):
@@ -323,14 +325,14 @@ def _order(row: dict[str, Any]) -> tuple[float, float]:
 def _calibration(
     o: dict[str, Any], fit_options: dict[str, Any], source: ModelSource, tokenizer: Any, say: Say
 ) -> dict[str, Any]:
-    own = fit_options | {
+    options = fit_options | {
         "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],
         "windows": o["fit_windows"], "length": o["fit_length"], "holdout": None,
     }  # fmt: skip
-    origin = text_for(own, source, "calibration")
+    origin = text_for(options, source, "calibration")
     say(f"calibration text: {origin}")
     return {
-        "text": calibration_windows(own, source, tokenizer, origin, say),
+        "text": calibration_windows(options, source, tokenizer, origin, say),
         "seed": o["seed"],
         "name": source.public,
     }

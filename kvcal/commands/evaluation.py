@@ -52,12 +52,12 @@ EVAL_LENGTH = {"embedded": 1024, "hub": 8192, "folder": 8192}
 
 
 def run_eval(
-    o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None, said: Collection[str] = ()
+    o: dict[str, Any], say: Say, limits: Mapping[str, Limits] | None = None, typed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Rows `full`, presets, bundles (with their files' "sha256") on the same text. limits: of each row by name; by default
-    those of the options for all. said: names of the options that somebody gave; UsageError for one that nothing takes.
+    those of the options for all. typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
-    refuse_idle_seed(o, said)
+    refuse_idle_seed(o, typed)
     plan = _planned(o, say, limits)
     text = evaluation_text(o, plan.source, tokenizer_for(o, plan.source, plan.origin), plan.origin, plan.length, say)
     check_context(plan.source, plan.length, say)
@@ -219,13 +219,13 @@ def _measured(
         watched.clear()
         watched.update({name: Watched(makers[name], ids.shape[1]) for name in names})
         label = ", ".join(["full", *watched])
-        kept = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
-        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"], kept=kept)
+        saved = WatchedBatches(watched, work, f"windows-{short(label)}", label, len(ids), say)
+        rows = evaluate(model, ids, watched, step=o["step"], batch=o["batch"], saved=saved)
         canaries = {
-            name: canary(model, ids, makers[name], step=o["step"]).counted(seen.rows, seen.audit)
-            for name, seen in watched.items()
+            name: canary(model, ids, makers[name], step=o["step"]).counted(one.rows, one.audit)
+            for name, one in watched.items()
         }
-        return Measured(rows, dict(watched), canaries, kept.resumed)
+        return Measured(rows, dict(watched), canaries, saved.resumed)
 
     watched: dict[str, Watched] = {}
     try:
@@ -295,13 +295,13 @@ class WatchedBatches(BatchCheckpoint):
         self._watched = watched
 
     def load(self) -> dict[str, Any] | None:
-        found = super().load()
-        for name, state in ({} if found is None else found["watched"]).items():
+        saved = super().load()
+        for name, state in ({} if saved is None else saved["watched"]).items():
             self._watched[name].restore(state)
-        return found
+        return saved
 
     def keep(self, state: dict[str, Any]) -> None:
-        super().keep(state | {"watched": {name: seen.state() for name, seen in self._watched.items()}})
+        super().keep(state | {"watched": {name: one.state() for name, one in self._watched.items()}})
 
 
 class _Counting:
@@ -341,13 +341,13 @@ def prompt_ids(tokenizer: Any, prompt: str, chat: bool, label: str) -> torch.Ten
     return ids
 
 
-def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_generate(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Text from a compressed cache, and what the cache held at the end.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     if not (o["sample"] or o["random_weights"]):
-        refuse_idle(said, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
+        refuse_idle(typed, ("seed",), "--sample and --random-weights", "give one of them, or leave it out")
     if not o["prompt"].strip():
         raise UsageError("--prompt is empty: give some text to go on from")
     methods = rows_named([o["preset"]] if o["preset"] else [], [o["bundle"]] if o["bundle"] else [])
@@ -362,8 +362,8 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
         random_weights=o["random_weights"], seed=o["seed"],
     )  # fmt: skip
     say_coverage(loaded.model, say)
-    made = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
-    name, maker = next(iter(made.items()))
+    makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
+    name, maker = next(iter(makers.items()))
     if not o["random_weights"]:
         schemes = schemes_of(loaded.model, methods)
         for line in warnings(loaded.model, guard_window(tokenizer, schemes), schemes):
@@ -383,15 +383,15 @@ def run_generate(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dic
             ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, streamer=_Counting(advance),
         )  # fmt: skip
-        seen = cache.describe()
+        described = cache.describe()
     return {
         "name": name,
         "text": tokenizer.decode(out[0, ids.shape[1] if o["chat"] else 0 :], skip_special_tokens=True),
         "new_tokens": int(out.shape[1] - ids.shape[1]),
         "seconds": round(time.monotonic() - started, 2),
-        "nbytes": seen["nbytes"],
-        "bits_per_value": seen["bits_per_value"],
-        "resident_bytes": seen["resident_bytes"],
-        "selection": seen["selection"],
-        "path": seen["path"],
+        "nbytes": described["nbytes"],
+        "bits_per_value": described["bits_per_value"],
+        "resident_bytes": described["resident_bytes"],
+        "selection": described["selection"],
+        "path": described["path"],
     }

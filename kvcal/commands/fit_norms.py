@@ -40,17 +40,17 @@ def innerq_method(o: dict[str, Any]) -> InnerQ:
     )
 
 
-def run_fit_norms(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_fit_norms(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written, and a row a layer with outliers and errors.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     method = innerq_method(o)
     if method.factors == "none":
-        refuse_idle(said, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
+        refuse_idle(typed, ("exponent", "powers_of_two"), "factors", "give --factors channel or pair, or leave it out")
     if o["values"] is not None:
-        refuse_idle(said, ("variant",), "values without a codec of their own", "leave out it or --values")
+        refuse_idle(typed, ("variant",), "values without a codec of their own", "leave out it or --values")
     source = names.resolve(o["model"], o["revision"])
     output = output_for(o, source, f"{method.name}-{o['variant']}")
     calibration = prepare(o, source, output, say)

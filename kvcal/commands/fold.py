@@ -34,7 +34,7 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
     source = names.resolve(o["model"], o["revision"])
     changed = write_folded(source, factors, output, dtype=o["dtype"])
     folded = names.resolve(str(output.resolve()))
-    found = {
+    result = {
         "model": str(output.resolve()),
         "layers": len(factors),
         "changed_tensors": len(changed),
@@ -44,10 +44,10 @@ def run_fold(o: dict[str, Any], say: Say) -> dict[str, Any]:
     }
     if rest is not None:
         written = folded_bundle(bundle, folded, file_sha256(Path(o["bundle"])), o["dtype"])
-        found |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
+        result |= {"bundle": str(rest), "sha256": written.write(Path(rest))}
     else:
         say("the folded model needs a bundle without factors: `kvcal preset`, or --bundle-output for this one's scheme")
-    return found
+    return result
 
 
 def folded_bundle(bundle: Bundle, folded: names.ModelSource, sha256: str, dtype: str) -> Bundle:

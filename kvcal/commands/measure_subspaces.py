@@ -50,17 +50,17 @@ def squat_method(o: dict[str, Any], source: names.ModelSource) -> Squat:
     )
 
 
-def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_measure_subspaces(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and what was measured.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     if o["search"] and (o["rank"] is not None or o["strength"] is not None):
         raise UsageError("--search tries ranks and strengths of its own: leave --rank and --strength out")
     if all(o[name] is not None for name in SET):
         refuse_idle(
-            said,
+            typed,
             ("settings",),
             "a rank, strength or number of channels that is not given",
             "leave out it or one of these",
@@ -74,18 +74,18 @@ def run_measure_subspaces(o: dict[str, Any], say: Say, said: Collection[str] = (
     output = output_for(o, source, method.name)
     of = prepare(o | window_counts(o), source, output, say)
     result = of.fit(method, output)
-    found = _found(method, result, of)
+    summary = _found(method, result, of)
     if o["plot"] is not None:
         from ..report.plots import plot_deviation
 
-        plot_deviation(found["deviation"], SOURCES, f"{o['model']}, queries {method.queries}", o["plot"])
-        found["plot"] = str(o["plot"])
-    return found | {"seconds": round(time.monotonic() - started, 1)}
+        plot_deviation(summary["deviation"], SOURCES, f"{o['model']}, queries {method.queries}", o["plot"])
+        summary["plot"] = str(o["plot"])
+    return summary | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def window_counts(o: dict[str, Any]) -> dict[str, Any]:
-    held = HOLDOUT if o["windows"] is None else None
-    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or held}
+    holdout = HOLDOUT if o["windows"] is None else None
+    return {"windows": o["windows"] or WINDOWS, "holdout": o["holdout"] or holdout}
 
 
 def _found(method: Squat, result: FitResult, of: Calibration) -> dict[str, Any]:

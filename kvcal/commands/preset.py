@@ -25,31 +25,31 @@ from .workbench import key_probe, model_record
 
 def wanted_preset(o: dict[str, Any]) -> DataFree:
     """The preset of that name, codecs, windows and frame as far as given in their place; or the codecs without a name."""
-    own = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
-    given = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
-    if isinstance(own, Preset):
-        given["rope"] = o["frame"]
-    elif o["frame"] not in (None, own.frame):
-        raise UsageError(f"--frame {o['frame']}: {o['name']} stores keys {own.frame}")
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return replace(own, **changes)
+    preset = composed(o["name"], o["keys"], o["values"], tuple(o["per_layer"] or ()))
+    windows = {"sink": o["sink"], "recent": o["recent"], "block": o["block"]}
+    if isinstance(preset, Preset):
+        windows["rope"] = o["frame"]
+    elif o["frame"] not in (None, preset.frame):
+        raise UsageError(f"--frame {o['frame']}: {o['name']} stores keys {preset.frame}")
+    changes: dict[str, Any] = {name: value for name, value in windows.items() if value is not None}
+    return replace(preset, **changes)
 
 
-def run_preset(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_preset(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """A bundle for a method that needs no data: from the model's config, and two layers' weights for the fingerprint. All
     layers are run on two windows of text for the outlier guard, unless told not to; nothing is written where that fails.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     method, selection = wanted_preset(o), given_selection(o)
     if o["config_only"] and o["random_weights"]:
         raise UsageError("--config-only and --random-weights: with the one no weights are meant, with the other some")
-    refuse_idle_seed(o, said)
+    refuse_idle_seed(o, typed)
     guarded = o["check"] and not (o["config_only"] or o["random_weights"])
     if not guarded:
         idle = ("device", "check") if o["check"] else ("device",)  # --no-check says what happens anyway
         refuse_idle(
-            said, idle, "the model's run on a text",
+            typed, idle, "the model's run on a text",
             "with --no-check, --config-only and --random-weights it is not run; leave it out",
         )  # fmt: skip
     source = names.resolve(o["model"], o["revision"])

@@ -76,9 +76,9 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
     record = everything | decided_by(o, of.opened.source.model.dtype, of.opened.device, of.text.ids_sha256)
     work = CommandCheckpoint("probe", record, output=o["output"], resume=of.options.resume, say=say)
     ledger = Ledger("probe", o["output"], everything, work, of.options.resume)
-    known = len(ledger.rows)
-    if known:
-        say(f"resuming: {known} layers are in {ledger.where}")
+    resumed = len(ledger.rows)
+    if resumed:
+        say(f"resuming: {resumed} layers are in {ledger.where}")
     timer = PhaseTimer(of.opened.device)
     _run(settings, of, ledger, timer)
     ledger.done(ledger.rows)
@@ -88,8 +88,8 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
         if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
             say(worse)
-    found = {
-        **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": known,
+    result = {
+        **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": resumed,
         "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
     }  # fmt: skip
     if o["csv"] is not None:
@@ -98,7 +98,7 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         from ..report.plots import plot_probes
 
         plot_probes(rows, f"{o['model']}, keys {settings.frame}", o["plot"])
-    return found | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
+    return result | {name: str(o[name]) for name in ("output", "csv", "plot") if o[name] is not None}
 
 
 def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer) -> None:
@@ -106,13 +106,13 @@ def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer)
     import torch
 
     opened, options = of.opened, of.options
-    known = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
+    earlier = {int(layer): row["explained_variance"] for layer, row in ledger.rows.items()}
     ids = torch.cat([of.text.train, of.text.holdout])
     spilled: dict[str, Any] = {"device": opened.device, "spill_dir": options.spill_dir}
     with Capture(opened.source, ids, batch=options.batch, hidden=options.spill, timer=timer, **spilled) as capture:
-        if len(known) < len(capture):
+        if len(earlier) < len(capture):
             measure(
-                settings, capture, len(of.text.train), known,
+                settings, capture, len(of.text.train), earlier,
                 lambda layer, scores: ledger.add(str(layer), {"layer": layer, "explained_variance": scores}),
                 stores=lambda shape: SpillStore(
                     shape, capture.dtype, where=options.spill, label="keys and values", **spilled
@@ -122,14 +122,14 @@ def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer)
 
 def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[str, Any]:
     """All that the figures depend on, as JSON has it."""
-    own = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
+    fields = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text
     return {
         "version": __version__, "model": opened.name.public, "revision": opened.revision,
         "random_weights": opened.random_weights,
         "dtype": str(opened.source.model.dtype).removeprefix("torch."), "device": opened.device.type,
         "batch": o["batch"] or default_batch(of.length, opened.device), "seed": o["seed"], "text": text.source,
-        "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **own,
+        "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **fields,
     }  # fmt: skip
 
 
@@ -143,10 +143,10 @@ def compressible(source: names.ModelSource) -> int:
 
 def as_csv(rows: list[dict[str, Any]], numbers: Sequence[int]) -> str:
     """A line a probe and layer, then its means; what does not exist is left out. numbers: of the layers."""
-    made = io.StringIO()
-    out = csv.writer(made, lineterminator="\n")
+    stream = io.StringIO()
+    out = csv.writer(stream, lineterminator="\n")
     out.writerow(["target", "inputs", "layer", "explained_variance"])
     for row in rows:
         scores = [*zip(numbers, row["layers"], strict=True), ("mean", row["mean"]), ("mean_common", row["mean_common"])]
         out.writerows([row["target"], "+".join(row["inputs"]), layer, x] for layer, x in scores if x is not None)
-    return made.getvalue()
+    return stream.getvalue()

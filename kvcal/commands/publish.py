@@ -46,14 +46,14 @@ def _card(o: dict[str, Any], repo: str | None, defaults_of: DefaultsOf, options_
 
 def _evaluation(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_text(path))
+        evaluation = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"--eval {path}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--eval {path}: not JSON ({error}); give what `kvcal eval --json` printed") from error
-    if not isinstance(found, dict):
+    if not isinstance(evaluation, dict):
         raise UsageError(f"--eval {path}: not what `kvcal eval --json` prints")
-    return found
+    return evaluation
 
 
 def run_push(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) -> dict[str, Any]:
@@ -65,5 +65,5 @@ def run_push(o: dict[str, Any], defaults_of: DefaultsOf, options_of: OptionsOf) 
 def run_pull(o: dict[str, Any]) -> dict[str, Any]:
     """What was pulled, and from which commit."""
     folder = Path(o["output"])
-    found = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])
-    return {"bundle": str(folder / found.file), **asdict(found)}
+    pulled = pull(o["repo"], folder, revision=o["revision"], file=o["file"], sha256=o["sha256"])
+    return {"bundle": str(folder / pulled.file), **asdict(pulled)}

@@ -88,22 +88,22 @@ def run_reproduce(o: Options, defaults_of: DefaultsOf, options_of: OptionsOf, sa
         places = Places(
             Path(folder), o["model"], list(o["text"] or []), list(o["input"] or []), o["device"], o["tasks_path"]
         )
-        made, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
+        remade, rerun = o["output"] or Path(folder) / path.name, Rerun(places, defaults_of, options_of, say)
         rerun.check_places(was)
         say(f"again: {line}")
-        rerun.make(was, made)
-        found = diff(original, load_bundle(made), same_bytes=read_bytes(path) == read_bytes(made))
-        digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(made)}
-    settings = found["settings"]
+        rerun.make(was, remade)
+        differences = diff(original, load_bundle(remade), same_bytes=read_bytes(path) == read_bytes(remade))
+        digests = {"sha256": file_sha256(path), "again_sha256": file_sha256(remade)}
+    settings = differences["settings"]
     return {
         "bundle": str(path),
         "command": line,
         **digests,
-        "same": found["same"],
-        "tensors_same": not (found["tensors"] or found["codecs"] or found["scheme"]),
-        "inputs": found["model"] + [row for row in settings if row["what"].startswith(INPUTS)],
+        "same": differences["same"],
+        "tensors_same": not (differences["tensors"] or differences["codecs"] or differences["scheme"]),
+        "inputs": differences["model"] + [row for row in settings if row["what"].startswith(INPUTS)],
         "environment": [row for row in settings if row["what"].startswith(ENVIRONMENT)],
-        **{name: value for name, value in found.items() if name != "same"},
+        **{name: value for name, value in differences.items() if name != "same"},
     }
 
 
@@ -130,22 +130,22 @@ def _taken(was: Recorded) -> Iterator[None]:
         raise KVCalError(f"provenance is not what `kvcal {was.command}` takes: {error}") from error
 
 
-def check_inputs(was: Recorded, given: Sequence[Path]) -> None:
+def check_inputs(was: Recorded, paths: Sequence[Path]) -> None:
     """UsageError where other bundles are read and none of those given is one of them: all would be made again, unsaid."""
-    for path in given:
+    for path in paths:
         refuse_name(path)
     needed = list(_inputs(was))
-    if given and needed and not {file_sha256(path) for path in given} & {one["sha256"] for one in needed}:
-        wanted = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
-        raise UsageError(f"--input {given[0]}: the bundle was made from {wanted}; give one of them, or leave it out")
+    if paths and needed and not {file_sha256(path) for path in paths} & {one["sha256"] for one in needed}:
+        names = ", ".join(f"{one['name']} (sha256 {one['sha256'][:16]}…)" for one in needed)
+        raise UsageError(f"--input {paths[0]}: the bundle was made from {names}; give one of them, or leave it out")
 
 
-def check_tasks(was: Recorded, given: Path | None) -> None:
+def check_tasks(was: Recorded, folder: Path | None) -> None:
     """UsageError where a folder of tasks is given that is none, or that nothing would take."""
-    if given is None:
+    if folder is None:
         return
-    if not given.is_dir():
-        raise UsageError(f"--tasks-path {given}: no such folder")
+    if not folder.is_dir():
+        raise UsageError(f"--tasks-path {folder}: no such folder")
     if not tasks_of(was.options):
         raise UsageError("--tasks-path applies only to a recorded objective of tasks, and there is none: leave it out")
 
@@ -196,10 +196,10 @@ class Places:
             return label
         name = label.partition(":")[2]
         named = [text for text in self.texts if Path(text).expanduser().resolve().name == name]
-        given = named or (self.texts if len(self.texts) == 1 else [])
-        if not given:
+        paths = named or (self.texts if len(self.texts) == 1 else [])
+        if not paths:
             raise UsageError(f"made from {label}: say where that text is with --text (its hash is checked)")
-        return str(self._linked(Path(given[0]).expanduser(), name))
+        return str(self._linked(Path(paths[0]).expanduser(), name))
 
     def input_of(self, sha256: str) -> Path | None:
         return next((path for path in self.inputs if file_sha256(path) == sha256), None)
@@ -271,8 +271,8 @@ class Rerun:
             RUNS[was.command](options, self._say)
 
     def _texts(self, was: Recorded, options: Options) -> Options:
-        found = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
-        return {name: place for name, place in found.items() if place is not None and name in ("text", *options)}
+        texts = {"text": self.places.text_of(was.text), "other_text": self.places.text_of(was.other_text)}
+        return {name: place for name, place in texts.items() if place is not None and name in ("text", *options)}
 
     def _say(self, line: str) -> None:
         if not line.startswith("text: "):  # it would name a link of ours
@@ -281,8 +281,8 @@ class Rerun:
     def _input(self, one: Any) -> Path:
         """A bundle that the command read: as given, else made again; under the name that it had."""
         place = Path(tempfile.mkdtemp(dir=self.places.folder)) / f"{one['name']}{SUFFIX}"
-        if (given := self.places.input_of(one["sha256"])) is not None:
-            shutil.copyfile(given, place)
+        if (path := self.places.input_of(one["sha256"])) is not None:
+            shutil.copyfile(path, place)
             return place
         self.say(f"first {one['name']}: {one['recorded'].line(self.defaults_of(one['recorded'].command))}")
         self.make(one["recorded"], place)

@@ -53,30 +53,30 @@ def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
     )  # fmt: skip
 
 
-def check_taken(o: dict[str, Any], method: VQKV, said: Collection[str]) -> None:
-    """UsageError for the first option given (`said`) that the method does not use."""
+def check_taken(o: dict[str, Any], method: VQKV, typed: Collection[str]) -> None:
+    """UsageError for the first option given (`typed`) that the method does not use."""
     if method.training.trainer != "adam":
-        refuse_idle(said, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
+        refuse_idle(typed, OF_ADAM, "steps of Adam", "give --trainer adam, or leave it out")
     if not method.high:
-        refuse_idle(said, ("split_by",), "keys in two bands", "give a --high-dims above 0, or leave it out")
+        refuse_idle(typed, ("split_by",), "keys in two bands", "give a --high-dims above 0, or leave it out")
     if all(o[name] is not None for name in SIZED):
         refuse_idle(
-            said,
+            typed,
             ("preset",),
             "sizes and windows that are not given",
             "leave out it or one of the options that give them",
         )
 
 
-def run_train_codebooks(o: dict[str, Any], say: Say, said: Collection[str] = ()) -> dict[str, Any]:
+def run_train_codebooks(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:
     """Options by name, as the command line gives them -> what was written and how good it is.
 
-    said: names of the options that somebody gave; UsageError for one that nothing takes.
+    typed: names of the options that somebody gave; UsageError for one that nothing takes.
     """
     started = time.monotonic()
     source = names.resolve(o["model"], o["revision"])
     method = vqkv_method(o, configuration.geometry(source))
-    check_taken(o, method, said)
+    check_taken(o, method, typed)
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
     result = train(

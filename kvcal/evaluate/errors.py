@@ -72,14 +72,14 @@ def measured_head_errors(model: Any, scheme: Scheme, ids: Tensor) -> HeadErrors:
     windows = scheme.windows
     if ids.shape[1] < (least := windows.sink + windows.recent + windows.block):
         raise UsageError(f"windows of {ids.shape[1]} tokens pack nothing: use --length {least} or more")
-    seen, tokens = LayerErrors(len(scheme.layers)), 0
+    errors, tokens = LayerErrors(len(scheme.layers)), 0
     device = next(model.parameters()).device
     with torch.no_grad(), progress("Measuring", total=len(ids)) as advance:
         for row in ids:
             with KVCalCache(replace(scheme, selection=None), model) as cache:
-                cache.watch = seen
+                cache.watch = errors
                 model(input_ids=row[None].to(device), past_key_values=cache, use_cache=True)
                 tokens += int(cache.ledger.blocks.sum()) * windows.block
             advance()
-    rows = seen.rows()
+    rows = errors.rows()
     return HeadErrors([row["key_head_errors"] for row in rows], [row["value_head_errors"] for row in rows], tokens)

@@ -37,12 +37,12 @@ class Input:
 
     @classmethod
     def parse(cls, name: str) -> Input:
-        found = re.fullmatch(r"([kv])(\d)(?:t([1-9]))?", name)
-        if found is None:
+        parts = re.fullmatch(r"([kv])(\d)(?:t([1-9]))?", name)
+        if parts is None:
             raise UsageError(
                 f"probe input {name!r}: needs k or v, layers below and, behind a t, tokens before: k1, v0, k0t1"
             )
-        return cls(found[1], int(found[2]), int(found[3] or 0))
+        return cls(parts[1], int(parts[2]), int(parts[3] or 0))
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Probe:
     @classmethod
     def parse(cls, text: str) -> Probe:
         """ "v=v1,k0" -> values from the values of the layer below and this layer's keys."""
-        target, given, inputs = text.partition("=")
-        if not given:
+        target, sign, inputs = text.partition("=")
+        if not sign:
             raise UsageError(f"--probe {text}: needs TARGET=INPUTS, as v=v1,k0")
         return cls(target.strip(), tuple(part.strip() for part in inputs.split(",") if part.strip()))
 
@@ -84,14 +84,14 @@ class Probe:
 
 def paper_probes() -> tuple[Probe, ...]:
     """Figures 2 and 4: for keys and values, from blocks -1 to -3, tokens -1 to -3, the other role, some of them together."""
-    found = []
-    for own, other in ("kv", "vk"):
-        blocks, tokens = [f"{own}{n}" for n in (1, 2, 3)], [f"{own}0t{n}" for n in (1, 2, 3)]
+    probes = []
+    for role, other in ("kv", "vk"):
+        blocks, tokens = [f"{role}{n}" for n in (1, 2, 3)], [f"{role}0t{n}" for n in (1, 2, 3)]
         sets: list[list[str]] = [[name] for name in (*blocks, *tokens, f"{other}0", f"{other}1")]
         sets += [blocks[:2], blocks, tokens]
         sets += [[blocks[0], name] for name in (f"{other}0", f"{other}1", tokens[0])]
-        found += [Probe(own, tuple(names)) for names in sets]
-    return tuple(found)
+        probes += [Probe(role, tuple(names)) for names in sets]
+    return tuple(probes)
 
 
 @dataclass
@@ -144,12 +144,12 @@ def measure(
     settings: Settings,
     capture: Capture,
     train: int,
-    known: Mapping[int, Scores],
+    earlier: Mapping[int, Scores],
     done: Callable[[int, Scores], None],
     *,
     stores: Callable[[tuple[int, ...]], SpillStore],
 ) -> None:
-    """Explained variance of every probe in every layer, handed to `done` layer by layer; those `known` are only run through.
+    """Explained variance of every probe in every layer, handed to `done` layer by layer; those `earlier` are only run through.
 
     train: windows [0, train) are fitted on, the rest are scored. stores: makes a SpillStore of a shape.
     Raises UsageError for windows without a token to predict, and what Capture raises.
@@ -163,10 +163,10 @@ def measure(
         for taps in capture:
             if history is None:
                 shape = (capture.windows, capture.length, taps.site.kv_heads * taps.site.head_dim)
-                kept = {r: [stack.enter_context(stores(shape)) for _ in range(settings.reach(r))] for r in ROLES}
-                history = History(kept)
+                below = {r: [stack.enter_context(stores(shape)) for _ in range(settings.reach(r))] for r in ROLES}
+                history = History(below)
             run = _LayerRun(settings, taps, history, train, capture.device)
-            if taps.index in known:
+            if taps.index in earlier:
                 run.pass_through()
             else:
                 done(taps.index, run.scores())
@@ -190,14 +190,14 @@ class _LayerRun:
 
     def scores(self) -> Scores:
         probes = self.settings.at(self.taps.place)
-        wanted = [(probe.inputs, f"{probe.target}0") for probe in probes]
+        products = [(probe.inputs, f"{probe.target}0") for probe in probes]
         channels = self.taps.site.kv_heads * self.taps.site.head_dim
-        train, held = (SharedGram(wanted, channels, self.device) for _ in range(2))
+        train, holdout = (SharedGram(products, channels, self.device) for _ in range(2))
         for rows, now in self._batches():
             with self.taps.timer("gram"):
-                self._add(train, held, rows, now)
+                self._add(train, holdout, rows, now)
         with self.taps.timer("solve"):
-            return {probe.name: self._score(probe, train, held) for probe in probes}
+            return {probe.name: self._score(probe, train, holdout) for probe in probes}
 
     def _batches(self) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Keys and values of this layer, role -> (n, T, C); they enter the history when the caller is done with the batch."""
@@ -208,11 +208,11 @@ class _LayerRun:
                 for role, x in now.items():
                     self.history.write(role, self.taps.place, batch.rows, x)
 
-    def _add(self, train: SharedGram, held: SharedGram, rows: slice, now: dict[str, Tensor]) -> None:
+    def _add(self, train: SharedGram, holdout: SharedGram, rows: slice, now: dict[str, Tensor]) -> None:
         """A batch's windows, up to self.train to the first of the sums, the others to the second."""
         x = {name: self._input(Input.parse(name), rows, now) for name in train.names}
         fitted = max(0, min(int(rows.stop), self.train) - int(rows.start))
-        for sums, part in ((train, slice(0, fitted)), (held, slice(fitted, None))):
+        for sums, part in ((train, slice(0, fitted)), (holdout, slice(fitted, None))):
             sums.add({name: y[part].flatten(0, 1).float() for name, y in x.items()})
 
     def _input(self, one: Input, rows: slice, now: dict[str, Tensor]) -> Tensor:
@@ -220,10 +220,10 @@ class _LayerRun:
         x = now[one.role] if one.below == 0 else self.history.read(one.role, self.taps.place - one.below, rows)
         return x[:, self.settings.first - one.before : x.shape[1] - one.before]
 
-    def _score(self, probe: Probe, train: SharedGram, held: SharedGram) -> float:
+    def _score(self, probe: Probe, train: SharedGram, holdout: SharedGram) -> float:
         target = f"{probe.target}0"
         weight, bias = ridge_solution(train.gram(probe.inputs, target), self.settings.ridge)
-        return round(mean_explained(held.gram(probe.inputs, target), weight, bias), 6)
+        return round(mean_explained(holdout.gram(probe.inputs, target), weight, bias), 6)
 
 
 def _by_role(batch: TapBatch) -> dict[str, Tensor]:

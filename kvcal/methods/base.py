@@ -24,7 +24,7 @@ class Carry:
     """What a layer left for the next compressed one: reconstructions by name (k1, v1, k2, v2), each (windows, tokens, C).
 
     train: windows [0, train) are fitted on, the rest are held out. tokens: which of each window's tokens are coded; the
-    sink is not, nor is an unfinished block at the end. layers: of the model. held: how many windows are held out; what
+    sink is not, nor is an unfinished block at the end. layers: of the model. holdout: how many windows are held out; what
     comes after them is of another text, to compare with. skipped: layers that keep a cache of their own, with the reason.
     """
 
@@ -34,7 +34,7 @@ class Carry:
     timer: PhaseTimer
     layers: int = 0
     stores: dict[str, SpillStore] = field(default_factory=dict)
-    held: int = 0
+    holdout: int = 0
     skipped: Mapping[int, str] = field(default_factory=dict)
 
     @property

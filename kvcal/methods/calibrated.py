@@ -206,7 +206,7 @@ def _at(base: MixKVQ, power: float) -> MixKVQ:
     return MixKVQ.from_state(base.shape, base.role, base.config() | {"tau_low": tau, "tau_high": FLAT * tau}, {})
 
 
-# The maker of each kind in LEARNED, from the parts of a name.
+# The maker of each kind in CALIBRATED, from the parts of a name.
 MAKERS: dict[str, Callable[[re.Match[str]], Calibrated]] = {
     "transform-BITS[-debiased]": lambda name: TransformBackbone(
         float(name["bits"]), "debiased" if name["gain"] else "mse"

@@ -261,7 +261,7 @@ CALIBRATED = {
 
 
 def calibrated_name(name: str) -> tuple[str, re.Match[str]] | None:
-    """The kind (a key of LEARNED) and the parts of the name of a codec that is learned from text; None for names of others.
+    """The kind (a key of CALIBRATED) and the parts of the name of a codec that is learned from text; None for names of others.
 
     Raises UsageError for one that cannot be.
     """

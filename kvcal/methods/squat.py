@@ -182,7 +182,7 @@ class _LayerRun:
 
     def fit(self) -> LayerFit:
         carry, grid = self.carry, [(rank or self.carry.shape.dim, strength) for rank, strength in self.method.grid]
-        holdout = slice(carry.train, carry.train + carry.held)
+        holdout = slice(carry.train, carry.train + carry.holdout)
         text, other = self._sum(slice(0, carry.train)), self._sum(slice(holdout.stop, self.taps.windows))
         with carry.timer("solve"):
             calibrated = self._calibrated(text, max(rank for rank, _ in grid))

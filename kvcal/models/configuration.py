@@ -70,10 +70,10 @@ def load_config(source: ModelSource) -> Any:
             f"{source.label}: its config.json cannot be used ({one_line(error)}); remote code is never run"
         ) from error
     config._commit_hash = hub.revision_of(folder / "config.json") if source.kind == "hub" else None
-    own = vars(_text_config(config))
+    fields = vars(_text_config(config))
     for name, needed in COUNTS.items():
-        if own.get(name) is not None:
-            _check_count(source, name, own[name], needed)
+        if fields.get(name) is not None:
+            _check_count(source, name, fields[name], needed)
     check_supported(source.label, config)
     return config
 
@@ -81,12 +81,12 @@ def load_config(source: ModelSource) -> Any:
 def _check_object(source: ModelSource, path: Path) -> None:
     """Raises ModelUnavailable where config.json is JSON, but no object: Transformers speaks of a missing field then."""
     try:
-        found = json.loads(read_text(path))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelUnavailable(f"{source.label}: its config.json cannot be used ({one_line(error)})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelUnavailable(
-            f"{source.label}: its config.json cannot be used (it holds {json_kind(found)}, must hold a table of settings); "
+            f"{source.label}: its config.json cannot be used (it holds {json_kind(content)}, must hold a table of settings); "
             "put the model's own there"
         )
 

@@ -43,8 +43,8 @@ class Origin:
         converter = copy.deepcopy(self.converter)
         for pattern, name in self.parts:
             converter.add_tensor(self.first, name, pattern, lambda name=name: read(name))
-        made = converter.convert(self.first, model=model, config=model.config)
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        converted = converter.convert(self.first, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in converted.items()}
 
 
 class Origins:
@@ -88,18 +88,18 @@ class Origins:
         def meta(name: str) -> Tensor:
             return torch.empty(shapes[name][1], device="meta")
 
-        wanted: dict[str, Tensor] = self._model.state_dict()
-        made: dict[str, Tensor] = {}
-        for name, parameter in wanted.items():
+        expected: dict[str, Tensor] = self._model.state_dict()
+        converted: dict[str, Tensor] = {}
+        for name, parameter in expected.items():
             if name not in self:
                 continue  # the load itself says which are missing: some are made of others
             origin = self[name]
-            if name not in made:
+            if name not in converted:
                 try:
-                    made |= origin.make(meta, self._model)
+                    converted |= origin.make(meta, self._model)
                 except Exception as error:  # whatever an operation of Transformers raises on tensors that do not fit
                     raise ModelUnavailable(self.misfit(label, origin, shapes, one_line(error))) from error
-            check_shape(label, name, made.pop(name, None), parameter, origin, shapes)
+            check_shape(label, name, converted.pop(name, None), parameter, origin, shapes)
 
     @staticmethod
     def misfit(label: str, origin: Origin, shapes: Mapping[str, tuple[str, tuple[int, ...]]], why: str) -> str:
@@ -115,10 +115,10 @@ class Origins:
 def odd_one(origin: Origin, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     """The first tensor whose shape is not the commonest under its pattern, else the first."""
     for pattern in dict.fromkeys(pattern for pattern, _ in origin.parts):
-        own = [name for other, name in origin.parts if other == pattern]
-        seen = [shapes[name][1] for name in own]
-        common = max(seen, key=seen.count)
-        for name in own:
+        names = [name for other, name in origin.parts if other == pattern]
+        sizes = [shapes[name][1] for name in names]
+        common = max(sizes, key=sizes.count)
+        for name in names:
             if shapes[name][1] != common:
                 return name
     return origin.names[0]
@@ -127,18 +127,18 @@ def odd_one(origin: Origin, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -
 def check_shape(
     label: str,
     name: str,
-    made: Tensor | None,
+    tensor: Tensor | None,
     like: Tensor,
     origin: Origin,
     shapes: Mapping[str, tuple[str, tuple[int, ...]]],
 ) -> None:
     """Raises ModelUnavailable where a parameter is not made in the shape that the config asks for."""
-    if made is not None and made.shape == like.shape:
+    if tensor is not None and tensor.shape == like.shape:
         return
     odd = odd_one(origin, shapes)
     file, shape = shapes[odd]
     whole = f"{file}: {odd} has shape {shape}"
     if origin.converter is not None:
-        got = "nothing" if made is None else f"shape {tuple(made.shape)}"
+        got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
         whole = f"{whole}; with {len(origin.parts) - 1} others it makes {name} of {got}"
     raise ModelUnavailable(f"{label}: {whole}, its config.json asks for {tuple(like.shape)}")

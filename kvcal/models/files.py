@@ -73,8 +73,8 @@ def weights_index(source: ModelSource) -> Path:
         if (source.folder / name).is_file():
             return source.folder / name
     pickled = next(source.folder.glob("*.bin"), None)
-    found = f"only {pickled.name}, which is pickled: convert it" if pickled else "no weights"
-    raise ModelUnavailable(f"{source.label}: {found}; expected {SAFETENSORS} or {INDEX}")
+    what = f"only {pickled.name}, which is pickled: convert it" if pickled else "no weights"
+    raise ModelUnavailable(f"{source.label}: {what}; expected {SAFETENSORS} or {INDEX}")
 
 
 def shard_names(source: ModelSource, index: Path) -> list[str]:

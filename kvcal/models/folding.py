@@ -39,7 +39,7 @@ COPIED = (*hub.TOKENIZER_FILES, "generation_config.json")
 
 def key_factors(scheme: Scheme) -> dict[int, Tensor]:
     """Layer -> factors (H, D) of its keys. Raises UsageError where there are none, or where they scale residuals."""
-    found: dict[int, Tensor] = {}
+    factors: dict[int, Tensor] = {}
     for index, pair in enumerate(scheme.layers):
         if pair is None:
             continue
@@ -53,10 +53,10 @@ def key_factors(scheme: Scheme) -> dict[int, Tensor]:
                     f"layer {index}: its factors come from each prompt and serve one sequence only; "
                     "`kvcal fit-norms --factors pair` measures some that can be folded"
                 )
-            found[index] = pair.key.factor
-    if not found:
+            factors[index] = pair.key.factor
+    if not factors:
         raise UsageError("the bundle has no key factors to fold; `kvcal fit-norms --factors pair` measures them")
-    return found
+    return factors
 
 
 def without_factors(scheme: Scheme) -> Scheme:
@@ -219,11 +219,11 @@ def _write_weights(parts: LayerwiseWeights, rows: Mapping[str, Tensor], folder: 
     files = [hub.SAFETENSORS] if len(shards) == 1 else _shard_names(len(shards))
     with progress("Writing weights", total=len(sizes)) as advance:
         for file, names in zip(files, shards, strict=True):
-            held: dict[str, Tensor] = {}
+            shard: dict[str, Tensor] = {}
             for name, tensor in parts.tensors(names):
-                held[name] = (_multiplied(tensor, rows[name]) if name in rows else tensor).contiguous()
+                shard[name] = (_multiplied(tensor, rows[name]) if name in rows else tensor).contiguous()
                 advance()
-            save_file(held, folder / file, metadata={"format": "pt"})
+            save_file(shard, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         _write_json(folder / hub.INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where})
@@ -236,13 +236,13 @@ def _shard_names(count: int) -> list[str]:
 def _shards(sizes: Mapping[str, int]) -> list[list[str]]:
     """Names in order, cut where a shard would exceed SHARD_BYTES."""
     shards: list[list[str]] = [[]]
-    held = 0
+    bytes_now = 0
     for name, size in sizes.items():
-        if shards[-1] and held + size > SHARD_BYTES:
+        if shards[-1] and bytes_now + size > SHARD_BYTES:
             shards.append([])
-            held = 0
+            bytes_now = 0
         shards[-1].append(name)
-        held += size
+        bytes_now += size
     return shards
 
 

@@ -217,8 +217,8 @@ def _not_cached(repo: str, revision: str | None, what: str) -> ModelUnavailable:
         return MissingFile(f"{repo} has no cached {what}")
     at = f" at revision {revision}" if revision else ""
     reason = "the connection broke" if reachable() else why_unreachable()
-    known = repo in BY_HUB_ID
-    otherwise = "or use --random-weights for its geometry alone" if known else "or a model of `kvcal models`"
+    in_catalogue = repo in BY_HUB_ID
+    otherwise = "or use --random-weights for its geometry alone" if in_catalogue else "or a model of `kvcal models`"
     return ModelUnavailable(
         f"{repo}{at} is not in the cache {constants.HF_HUB_CACHE} and {reason}: "
         f"connect, pass a local folder, {otherwise}"

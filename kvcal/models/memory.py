@@ -33,8 +33,8 @@ def free_bytes(device: torch.device) -> int | None:
     """What torch can still allocate there; None where the system does not say it."""
     if device.type != "cuda":
         return host_bytes()
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = int(cuda_bytes(device)) + kept
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = int(cuda_bytes(device)) + reusable
     if torch.cuda.get_device_properties(device).is_integrated:  # one memory: the driver takes file caches for used
         free = max(free, host_bytes() or 0)
     return free
@@ -89,6 +89,6 @@ def _groups() -> Iterator[tuple[Path, int]]:
 def is_oom(error: BaseException) -> bool:
     import torch
 
-    said = str(error).lower()
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or "out of memory" in said or "can't allocate memory" in said
+    message = str(error).lower()
+    typed = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return typed or "out of memory" in message or "can't allocate memory" in message

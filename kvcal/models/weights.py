@@ -68,16 +68,16 @@ class FileWeights:
             )  # as Transformers: cast, then converted
 
         try:
-            made = origin.make(read, self._model)
+            tensors = origin.make(read, self._model)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if is_oom(error):
                 raise
             shapes = _Shapes(self, origin.names)
             raise ModelUnavailable(Origins.misfit(self.label, origin, shapes, one_line(error))) from error
-        self._ready |= {other: tensor for other, tensor in made.items() if other != name}
-        if name not in made:
+        self._ready |= {other: tensor for other, tensor in tensors.items() if other != name}
+        if name not in tensors:
             raise ModelUnavailable(f"{self.label}: its weights lack {name}, which its config.json asks for")
-        return made[name]
+        return tensors[name]
 
     def check(self) -> None:
         """Raises ModelUnavailable as check_shapes."""
@@ -238,8 +238,8 @@ def tie(model: Any) -> None:
 def tied(model: Any) -> bool:
     """Whether the head is the embedding; a model that also reads images may say so in its text part alone."""
     config = model.config
-    own = getattr(config, "tie_word_embeddings", None)
-    return bool(config.get_text_config().tie_word_embeddings if own is None else own)
+    outer = getattr(config, "tie_word_embeddings", None)
+    return bool(config.get_text_config().tie_word_embeddings if outer is None else outer)
 
 
 def release(module: nn.Module) -> None:

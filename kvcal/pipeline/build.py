@@ -99,11 +99,11 @@ class _Reader:
         refuse_unknown(self.path, "gates.", fields.get("gates", {}), Limits.names())
         anything = {option for command in COMMANDS.values() for option in self._known(command)}
         refuse_unknown(self.path, "defaults.", fields.get("defaults", {}), sorted(anything))
-        for name, own in fields["models"].items():
-            refuse_unknown(self.path, f"models.{name}.", own, sorted(anything | set(FROM_MODEL)))
-        made = [entry for bundle in fields["bundles"] for entry in self._entries(bundle)]
+        for name, table in fields["models"].items():
+            refuse_unknown(self.path, f"models.{name}.", table, sorted(anything | set(FROM_MODEL)))
+        unsorted = [entry for bundle in fields["bundles"] for entry in self._entries(bundle)]
         order = list(fields["models"])  # one model after the other: the one in memory serves all its bundles
-        entries = tuple(sorted(made, key=lambda entry: order.index(entry.model)))
+        entries = tuple(sorted(unsorted, key=lambda entry: order.index(entry.model)))
         self._check_names(entries)
         self._check_parts(entries)
         evaluation = {model: self._evaluation(model) for model in fields["models"]}
@@ -117,9 +117,9 @@ class _Reader:
         return UsageError(f"recipe {self.path}: {what}")
 
     def _tables(self, name: str) -> None:
-        for key, own in self.fields.get(name, {}).items():
-            if not isinstance(own, dict):
-                raise self._wrong(f"{name}.{key} is {own!r}; it must be a table")
+        for key, table in self.fields.get(name, {}).items():
+            if not isinstance(table, dict):
+                raise self._wrong(f"{name}.{key} is {table!r}; it must be a table")
             if not NAME.fullmatch(key):
                 raise self._wrong(f"{name}.{key}: names become file names: letters, digits, . + - and _ only")
 
@@ -127,86 +127,86 @@ class _Reader:
         return [name for name in self.defaults_of(command) if name not in (*FROM_MODEL, *NOT_GIVEN)]
 
     def _entries(self, bundle: str) -> Iterator[Entry]:
-        own, where = self.fields["bundles"][bundle], f"bundles.{bundle}."
-        method = self._method(bundle, own)
-        known = ["keys", "values"] if method == "combine" else self._known(COMMANDS[method])
+        table, where = self.fields["bundles"][bundle], f"bundles.{bundle}."
+        method = self._method(bundle, table)
+        names = ["keys", "values"] if method == "combine" else self._known(COMMANDS[method])
         named = ["preset"] if method == "preset" else []
-        refuse_unknown(self.path, where, own, [*OWN, *named, *known])
-        matrix = own.get("matrix", {})
+        refuse_unknown(self.path, where, table, [*OWN, *named, *names])
+        matrix = table.get("matrix", {})
         check_fields(self.path, where, {"matrix": matrix}, {"matrix": dict})
-        refuse_unknown(self.path, f"{where}matrix.", matrix, [*named, *known])
+        refuse_unknown(self.path, f"{where}matrix.", matrix, [*named, *names])
         for name, values in matrix.items():
             if not isinstance(values, list) or not values:
                 raise self._wrong(f"{where}matrix.{name} is {values!r}; it must be a list of what {name} may be")
-        given = {name: value for name, value in own.items() if name in (*named, *known)}
-        gates = self._gates(where, own.get("gates", {}))
-        for model in self._models(where, own.get("models")):
+        options = {name: value for name, value in table.items() if name in (*named, *names)}
+        gates = self._gates(where, table.get("gates", {}))
+        for model in self._models(where, table.get("models")):
             for values in itertools.product(*matrix.values()):
                 variant = dict(zip(matrix, values, strict=True))
                 name = "-".join([model, bundle, *(_slug(option, value) for option, value in variant.items())])
-                yield self._entry(name, model, method, given | variant, gates, where)
+                yield self._entry(name, model, method, options | variant, gates, where)
 
-    def _method(self, bundle: str, own: Options) -> str:
-        has_preset = "preset" in own or "preset" in own.get("matrix", {})
-        method = own.get("method", "preset" if has_preset else None)
+    def _method(self, bundle: str, table: Options) -> str:
+        has_preset = "preset" in table or "preset" in table.get("matrix", {})
+        method = table.get("method", "preset" if has_preset else None)
         if method is None:
             raise self._wrong(f"bundles.{bundle} names no method; give method ({', '.join(COMMANDS)}) or preset")
         if not isinstance(method, str) or method not in COMMANDS:
             near = difflib.get_close_matches(str(method), COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(COMMANDS)}"
             raise self._wrong(f"bundles.{bundle}.method {method!r} is not known; {hint}")
-        composed = "recipe" in own or {"keys", "values"} <= {*own, *own.get("matrix", {})}
+        composed = "recipe" in table or {"keys", "values"} <= {*table, *table.get("matrix", {})}
         if method == "preset" and not has_preset and not composed:
             raise self._wrong(f'bundles.{bundle} names no preset; give preset = "NAME", or keys and values, or recipe')
         return method
 
-    def _models(self, where: str, given: Any) -> list[str]:
-        known = self.fields["models"]
-        if given is None:
-            return list(known)
-        if not isinstance(given, list) or not given or not all(isinstance(name, str) for name in given):
-            raise self._wrong(f"{where}models is {given!r}; it must be a list of names of [models.NAME]")
-        if unknown := [name for name in given if name not in known]:
-            raise self._wrong(f"{where}models: no [models.{unknown[0]}]; there are {', '.join(known)}")
-        return given
+    def _models(self, where: str, value: Any) -> list[str]:
+        models = self.fields["models"]
+        if value is None:
+            return list(models)
+        if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+            raise self._wrong(f"{where}models is {value!r}; it must be a list of names of [models.NAME]")
+        if unknown := [name for name in value if name not in models]:
+            raise self._wrong(f"{where}models: no [models.{unknown[0]}]; there are {', '.join(models)}")
+        return value
 
-    def _gates(self, where: str, own: Options) -> Limits:
-        check_fields(self.path, where, {"gates": own}, {"gates": dict})
-        refuse_unknown(self.path, f"{where}gates.", own, Limits.names())
+    def _gates(self, where: str, table: Options) -> Limits:
+        check_fields(self.path, where, {"gates": table}, {"gates": dict})
+        refuse_unknown(self.path, f"{where}gates.", table, Limits.names())
         try:
-            return Limits.of(self.fields.get("gates", {}) | dict(own), "gates.")
+            return Limits.of(self.fields.get("gates", {}) | dict(table), "gates.")
         except UsageError as error:
             raise self._wrong(str(error)) from error
 
-    def _entry(self, name: str, model: str, method: str, given: Options, gates: Limits, where: str) -> Entry:
+    def _entry(self, name: str, model: str, method: str, options: Options, gates: Limits, where: str) -> Entry:
         if method == "combine":
-            if missing := {"keys", "values"} - set(given):
+            if missing := {"keys", "values"} - set(options):
                 raise self._wrong(f"{where}{sorted(missing)[0]} is missing: the name of another bundle here")
-            parts = tuple(f"{model}-{given[role]}" for role in ("keys", "values"))
+            parts = tuple(f"{model}-{options[role]}" for role in ("keys", "values"))
             return Entry(name, model, method, {}, gates, parts)
-        if "recipe" in given and (both := [option for option in given if option in GOVERNED]):
-            raise self._wrong(f"{where}{both[0]}: {given['recipe']} says it too; leave one out")
-        own = self._with_model(COMMANDS[method], model, given) | dict(given)
+        if "recipe" in options and (both := [option for option in options if option in GOVERNED]):
+            raise self._wrong(f"{where}{both[0]}: {options['recipe']} says it too; leave one out")
+        merged = self._with_model(COMMANDS[method], model, options) | dict(options)
         if method == "preset":
-            own |= {"name": own.pop("preset")} if "preset" in own else {}
-        return Entry(name, model, method, self._options(COMMANDS[method], own, where), gates)
+            merged |= {"name": merged.pop("preset")} if "preset" in merged else {}
+        return Entry(name, model, method, self._options(COMMANDS[method], merged, where), gates)
 
-    def _with_model(self, command: str, model: str, given: Options) -> dict[str, Any]:
+    def _with_model(self, command: str, model: str, options: Options) -> dict[str, Any]:
         """What [defaults] and [models.MODEL] say that the command has an option for, and that no scheme recipe decides."""
         table = {"model": model} | self.fields["models"][model]
-        known = {*self.defaults_of(command)} - {*(GOVERNED if "recipe" in given else ())}
-        return {name: value for name, value in (self.fields.get("defaults", {}) | table).items() if name in known}
+        names = {*self.defaults_of(command)} - {*(GOVERNED if "recipe" in options else ())}
+        return {name: value for name, value in (self.fields.get("defaults", {}) | table).items() if name in names}
 
-    def _options(self, command: str, given: dict[str, Any], where: str) -> dict[str, Any]:
-        placed = {name: self._placed(name, value) for name, value in given.items()}
+    def _options(self, command: str, options: dict[str, Any], where: str) -> dict[str, Any]:
+        placed = {name: self._placed(name, value) for name, value in options.items()}
         whole = {name for name, value in self.defaults_of(command).items() if type(value) is int}
-        if odd := [name for name, value in given.items() if name in whole and isinstance(value, float)]:
-            raise self._wrong(f"{where.rstrip('.')}: {odd[0]} is {given[odd[0]]!r}; it must be a whole number")
+        if odd := [name for name, value in options.items() if name in whole and isinstance(value, float)]:
+            raise self._wrong(f"{where.rstrip('.')}: {odd[0]} is {options[odd[0]]!r}; it must be a whole number")
         try:
-            found = self.options_of(command, placed)
+            read = self.options_of(command, placed)
             if command in ("fit-predictors", "preset"):
-                found = with_recipe(found, given, plain=command == "preset")
-            return found
+                read = with_recipe(read, options, plain=command == "preset")
+            return read
         except UsageError as error:
             raise self._wrong(f"{where.rstrip('.')}: {error}") from error
 
@@ -218,13 +218,13 @@ class _Reader:
         return str(there) if name in PATHS or (value.strip() and there.exists()) else value
 
     def _evaluation(self, model: str) -> dict[str, Any]:
-        known = self.defaults_of("eval")
+        names = self.defaults_of("eval")
         table = {"model": model} | self.fields["models"][model]
         basic = {
             name: table[name] for name in (*FROM_MODEL, "random_weights", "seed", "dtype", "device") if name in table
         }
-        own = {name: value for name, value in self.fields.get("evaluation", {}).items() if name in known}
-        return self._options("eval", basic | own, "evaluation")
+        options = {name: value for name, value in self.fields.get("evaluation", {}).items() if name in names}
+        return self._options("eval", basic | options, "evaluation")
 
     def _check_names(self, entries: Collection[Entry]) -> None:
         names = [entry.name for entry in entries]
@@ -260,15 +260,15 @@ def model_identity(options: Options) -> dict[str, Any]:
     """The weights' revision and, of a folder, a hash of its other files: config and tokenizer decide bytes too."""
     source = resolve(options["model"], options["revision"])
     random = bool(options.get("random_weights"))
-    found: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "name": source.stem,
         "revision": weights_revision(source, random_weights=random, seed=options.get("seed", 0)),
     }
     if source.folder is not None:
         names = [*hub.TOKENIZER_FILES, "config.json"]
         files = [source.folder / name for name in dict.fromkeys(names) if (source.folder / name).is_file()]
-        found["files"] = files_sha256(files)
-    return found
+        identity["files"] = files_sha256(files)
+    return identity
 
 
 def files_sha256(files: Iterable[Path]) -> str:
@@ -277,12 +277,12 @@ def files_sha256(files: Iterable[Path]) -> str:
     return sha256_text(canonical(listed))
 
 
-def text_identity(origin: str, column: str | None, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Where a text comes from and its content's hash; of a hub data set its commit, or, offline, the `known` one."""
+def text_identity(origin: str, column: str | None, earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Where a text comes from and its content's hash; of a hub data set its commit, or, offline, the `earlier` one."""
     source = sources.resolve_text(origin, column=column)
     if source.dataset is not None:
-        if not hub.reachable() and known is not None and known.get("source") == source.label:
-            return dict(known)
+        if not hub.reachable() and earlier is not None and earlier.get("source") == source.label:
+            return dict(earlier)
         return {"source": source.label, "commit": sources.dataset_commit(source)}
     assert source.path is not None
     return {"source": source.label, "sha256": files_sha256(sources.source_files(source))}
@@ -316,38 +316,38 @@ def code_identity() -> dict[str, str]:
 def settings_identity(options: Options) -> dict[str, Any]:
     """Every option that may decide a byte and is not stated by content elsewhere."""
     left_out = {*FROM_MODEL, *NOT_GIVEN, *HOW, *IN_IDENTITY}
-    found = {name: value for name, value in options.items() if name not in left_out}
+    settings = {name: value for name, value in options.items() if name not in left_out}
     if options.get("tasks_path") is not None:
-        found["tasks"] = files_sha256(sorted(p for p in Path(options["tasks_path"]).rglob("*") if p.is_file()))
-    return dict(json.loads(json.dumps(found, default=list)))
+        settings["tasks"] = files_sha256(sorted(p for p in Path(options["tasks_path"]).rglob("*") if p.is_file()))
+    return dict(json.loads(json.dumps(settings, default=list)))
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Why inputs that differ differ, in a few words."""
-    said = [
+    lines = [
         f"the {name.replace('_', ' ')} changed" for name in ("model", "text", "other_text") if _changed(old, new, name)
     ]
     settings = (old.get("settings", {}), new.get("settings", {}))
-    said += [
+    lines += [
         f"{name}: {settings[0].get(name)} -> {settings[1].get(name)}"
         for name in sorted({*settings[0], *settings[1]})
         if settings[0].get(name) != settings[1].get(name)
     ]
     code = (old.get("code", {}), new.get("code", {}))
     versions = [name for name in code[1] if name != "source" and code[0].get(name) != code[1][name]]
-    said += [f"{name} {code[0].get(name)} -> {code[1][name]}" for name in versions]
+    lines += [f"{name} {code[0].get(name)} -> {code[1][name]}" for name in versions]
     if not versions and code[0] != code[1]:
-        said.append("kvcal's code changed")
+        lines.append("kvcal's code changed")
     if _changed(old, new, "device"):
-        said.append(f"device {old.get('device')} -> {new.get('device')}")
+        lines.append(f"device {old.get('device')} -> {new.get('device')}")
     cpu = (old.get("cpu") or {}, new.get("cpu") or {})
-    said += [
+    lines += [
         f"the CPU's {name}: {cpu[0].get(name)} -> {cpu[1].get(name)}"
         for name in sorted({*cpu[0], *cpu[1]})
         if cpu[0].get(name) != cpu[1].get(name)
     ]
-    said += [f"the {name} part changed" for name in ("keys", "values") if _changed(old, new, name)]
-    return "; ".join(said) or "what it is made of changed"
+    lines += [f"the {name} part changed" for name in ("keys", "values") if _changed(old, new, name)]
+    return "; ".join(lines) or "what it is made of changed"
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> bool:
@@ -370,11 +370,11 @@ class Lock:
     @classmethod
     def read(cls, path: Path) -> Lock:
         try:
-            held = json.loads(read_text(path))
-            if held["format"] != cls.FORMAT:
-                raise ValueError(f"format {held['format']!r}, not {cls.FORMAT!r}")
-            _check_lock(held["bundles"], held["gates"])
-            return cls(path, held["bundles"], held["gates"])
+            content = json.loads(read_text(path))
+            if content["format"] != cls.FORMAT:
+                raise ValueError(f"format {content['format']!r}, not {cls.FORMAT!r}")
+            _check_lock(content["bundles"], content["gates"])
+            return cls(path, content["bundles"], content["gates"])
         except FileNotFoundError:
             return cls(path)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -384,8 +384,8 @@ class Lock:
             ) from error
 
     def write(self) -> None:
-        held = {"format": self.FORMAT, "bundles": self.bundles, "gates": self.gates}
-        text = json.dumps(held, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+        content = {"format": self.FORMAT, "bundles": self.bundles, "gates": self.gates}
+        text = json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
         if not self.path.exists() or read_text(self.path) != text:
             write_atomically(self.path, text.encode())
 
@@ -436,14 +436,14 @@ class Planned:
 
 
 def planned(entry: Entry, folder: Path, inputs: dict[str, Any], lock: Lock) -> Planned:
-    path, known = folder / entry.file, lock.bundles.get(entry.name)
+    path, row = folder / entry.file, lock.bundles.get(entry.name)
     key = sha256_text(canonical(inputs))
-    if known is None:
+    if row is None:
         why: str | None = "it is new" if not path.exists() else "the lock file does not know it"
-    elif known["key"] != key:
-        why = differences(known["inputs"], inputs)
+    elif row["key"] != key:
+        why = differences(row["inputs"], inputs)
     elif not path.is_file():
         why = "its file is missing"
     else:
-        why = None if file_sha256(path) == known["sha256"] else "its file was changed"
+        why = None if file_sha256(path) == row["sha256"] else "its file was changed"
     return Planned(entry, path, inputs, key, why)

@@ -43,14 +43,14 @@ class Limits:
         return tuple(field.name for field in fields(cls))
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], prefix: str = "--") -> Limits:
+    def of(cls, options: Mapping[str, Any], prefix: str = "--") -> Limits:
         """From options or a recipe's table; numbers, or text as "1%". prefix: how messages name an option."""
-        found: dict[str, float | None] = {}
+        limits: dict[str, float | None] = {}
         for name in cls.names():
-            value = given.get(name)
+            value = options.get(name)
             label = f"--{name.replace('_', '-')}" if prefix == "--" else f"{prefix}{name}"
-            found[name] = None if value is None or value is False else _number(label, value)
-        return cls(**found)
+            limits[name] = None if value is None or value is False else _number(label, value)
+        return cls(**limits)
 
     def __bool__(self) -> bool:
         return any(value is not None for value in asdict(self).values())
@@ -147,8 +147,8 @@ def check_row(
 ) -> list[Check]:
     """The canary, then every gate that has a limit. row, full: of an evaluation; layers: LayerErrors.rows()."""
     name, blame = row["name"], worst_layer(layers, None if bundle is None else recorded_rows(bundle.metrics))
-    found = [Check(name, "canary", alive.alive, layer=alive.layer, detail=str(alive))]
-    seen: dict[str, float | None] = {
+    checks = [Check(name, "canary", alive.alive, layer=alive.layer, detail=str(alive))]
+    figures: dict[str, float | None] = {
         "max_ppl_increase": row["perplexity"] / full["perplexity"] - 1,
         "max_kl": row["kl"],
         "max_bits": row["bits_per_value"],
@@ -158,12 +158,12 @@ def check_row(
     for gate, limit in asdict(limits).items():
         if limit is None:
             continue
-        value = seen[gate]
+        value = figures[gate]
         layer, detail = None if blame is None else blame.layer, "" if blame is None else str(blame)
         if gate in ("max_bits", "max_cache_bytes"):
             layer, detail = _largest(scheme)
-        found.append(Check(name, gate.replace("_", "-"), _holds(value, limit), value, limit, layer, detail))
-    return found
+        checks.append(Check(name, gate.replace("_", "-"), _holds(value, limit), value, limit, layer, detail))
+    return checks
 
 
 def broken_off(name: str, layer: int | None, why: str) -> Check:
@@ -171,20 +171,20 @@ def broken_off(name: str, layer: int | None, why: str) -> Check:
     return Check(name, "evaluation", False, layer=layer, detail=why)
 
 
-def _holds(seen: float | None, limit: float) -> bool:
-    return seen is not None and seen <= limit
+def _holds(figure: float | None, limit: float) -> bool:
+    return figure is not None and figure <= limit
 
 
 def recalled(name: str, limits: Limits, records: Iterable[Mapping[str, Any]]) -> list[Check] | None:
     """Checks of an earlier run, judged anew by their figures; None where they are not those of these limits. A canary has no
     figure, so that only one that sang is believed, and no other is kept (see `worth_keeping`).
     """
-    found = [Check.of(record) for record in records]
-    wanted = {gate.replace("_", "-"): limit for gate, limit in asdict(limits).items() if limit is not None}
-    if [check.gate for check in found] != ["canary", *wanted] or any(check.name != name for check in found):
+    checks = [Check.of(record) for record in records]
+    limit_of = {gate.replace("_", "-"): limit for gate, limit in asdict(limits).items() if limit is not None}
+    if [check.gate for check in checks] != ["canary", *limit_of] or any(check.name != name for check in checks):
         return None
-    first, *rest = found
-    judged = [replace(c, limit=wanted[c.gate], passed=_holds(c.seen, wanted[c.gate])) for c in rest]
+    first, *rest = checks
+    judged = [replace(c, limit=limit_of[c.gate], passed=_holds(c.seen, limit_of[c.gate])) for c in rest]
     return [first, *judged] if first.passed else None
 
 
@@ -232,9 +232,9 @@ def report(checks: Sequence[Check], junit: Path | None, summary: Path | None) ->
 
 def _append(path: Path, text: str) -> None:
     """On a line of its own, whatever stands before it."""
-    held = read_bytes(path) if path.exists() else b""
+    content = read_bytes(path) if path.exists() else b""
     with path.open("ab") as file:
-        file.write((b"" if held.endswith(b"\n") or not held else b"\n") + text.encode())
+        file.write((b"" if content.endswith(b"\n") or not content else b"\n") + text.encode())
 
 
 NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0, section 2.2
@@ -255,10 +255,10 @@ def junit_xml(checks: Sequence[Check]) -> bytes:
     counts = {"tests": str(len(checks)), "failures": str(len(failed(checks))), "errors": "0"}
     root = ElementTree.Element("testsuites", {"name": "kvcal gates", **counts})
     for name in names:
-        own = [check for check in checks if check.name == name]
-        numbers = {"tests": str(len(own)), "failures": str(len(failed(own))), "errors": "0", "skipped": "0"}
+        of_bundle = [check for check in checks if check.name == name]
+        numbers = {"tests": str(len(of_bundle)), "failures": str(len(failed(of_bundle))), "errors": "0", "skipped": "0"}
         suite = ElementTree.SubElement(root, "testsuite", {"name": _xml(name), **numbers})
-        for check in own:
+        for check in of_bundle:
             case = ElementTree.SubElement(suite, "testcase", {"classname": _xml(name), "name": _xml(check.gate)})
             if not check.passed:
                 failure = ElementTree.SubElement(case, "failure", {"type": "GateFailed", "message": _xml(check.line)})
@@ -276,9 +276,9 @@ def markdown(checks: Sequence[Check]) -> str:
     lines = [head, "", "| bundle | gate | seen | limit | | |", "|---|---|---|---|---|---|"]
     for check in checks:
         limit = "" if check.limit is None else _shown(check.limit)
-        seen = "" if check.limit is None else _shown(check.seen)
+        figure = "" if check.limit is None else _shown(check.seen)
         verdict = "passed" if check.passed else "**failed**"
         lines.append(
-            f"| {_cell(check.name)} | {_cell(check.gate)} | {seen} | {limit} | {verdict} | {_cell(check.detail)} |"
+            f"| {_cell(check.name)} | {_cell(check.gate)} | {figure} | {limit} | {verdict} | {_cell(check.detail)} |"
         )
     return "\n".join(lines) + "\n"

@@ -61,21 +61,21 @@ class Recipe:
 
     def options(self) -> dict[str, Any]:
         """The options of `kvcal fit-predictors` that it stands for; others keep their defaults."""
-        own = self.fields
-        found: dict[str, Any] = {name: own[name] for name in ("frame", "keys", "values") if name in own}
-        if "codec" in own:
-            found["backbone"] = own["codec"]
+        fields = self.fields
+        options: dict[str, Any] = {name: fields[name] for name in ("frame", "keys", "values") if name in fields}
+        if "codec" in fields:
+            options["backbone"] = fields["codec"]
         if not self.predicts:
-            found |= {"key_inputs": "none", "value_inputs": "none"}
-        found["per_layer"] = [
-            text for layers, codec in own.get("layers", {}).items() for text in _exception(layers, codec)
+            options |= {"key_inputs": "none", "value_inputs": "none"}
+        options["per_layer"] = [
+            text for layers, codec in fields.get("layers", {}).items() for text in _exception(layers, codec)
         ]
-        if own.get("keys") or own.get("values") or "codec" in own:
-            found["first_layer"] = ""  # a recipe names all its codecs
-        found |= own.get("windows", {})
-        for name, value in own.get("predictor", {}).items():
-            found[OPTIONS.get(name, name)] = ",".join(value) or "none" if isinstance(value, list) else value
-        return found
+        if fields.get("keys") or fields.get("values") or "codec" in fields:
+            options["first_layer"] = ""  # a recipe names all its codecs
+        options |= fields.get("windows", {})
+        for name, value in fields.get("predictor", {}).items():
+            options[OPTIONS.get(name, name)] = ",".join(value) or "none" if isinstance(value, list) else value
+        return options
 
     def plain(self) -> dict[str, Any]:
         """The options of `kvcal preset` that it stands for, which needs no data. Raises UsageError if it predicts layers."""
@@ -83,10 +83,10 @@ class Recipe:
             raise UsageError(
                 f"recipe {self.path}: has a [predictor], which is fitted to text: use `kvcal fit-predictors`"
             )
-        found = self.options()
-        codec = found.get("backbone")
-        wanted = {"keys": codec, "values": codec} | found
-        return {name: wanted[name] for name in ("keys", "values", "frame", "per_layer", *WINDOWS) if name in wanted}
+        options = self.options()
+        codec = options.get("backbone")
+        filled = {"keys": codec, "values": codec} | options
+        return {name: filled[name] for name in ("keys", "values", "frame", "per_layer", *WINDOWS) if name in filled}
 
 
 def _exception(layers: str, codec: str | dict[str, str]) -> list[str]:
@@ -122,26 +122,26 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"recipe {path}: not TOML ({error})") from error
 
 
-def refuse_unknown(path: Path, where: str, names: Iterable[str], known: Collection[str]) -> None:
+def refuse_unknown(path: Path, where: str, names: Iterable[str], names_allowed: Collection[str]) -> None:
     """Raise UsageError for the first name that is not known, naming the nearest one that is."""
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        if name not in names_allowed:
+            near = difflib.get_close_matches(name, names_allowed, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names_allowed)}"
             raise UsageError(f"recipe {path}: unknown key {where}{name}; {hint}")
 
 
-def check_fields(path: Path, where: str, fields: dict[str, Any], known: Mapping[str, type]) -> None:
+def check_fields(path: Path, where: str, fields: dict[str, Any], types: Mapping[str, type]) -> None:
     """Every name known, every value of its type; raises UsageError."""
-    refuse_unknown(path, where, fields, known)
+    refuse_unknown(path, where, fields, types)
     for name, value in fields.items():
-        wanted = known[name]
-        good = isinstance(value, (int, float)) if wanted is float else isinstance(value, wanted)
-        if not good or (wanted in (int, float) and isinstance(value, bool)):
-            raise UsageError(f"recipe {path}: {where}{name} is {value!r}; it must be {_kind(wanted)}")
+        kind = types[name]
+        good = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
+        if not good or (kind in (int, float) and isinstance(value, bool)):
+            raise UsageError(f"recipe {path}: {where}{name} is {value!r}; it must be {_kind(kind)}")
 
 
-def _kind(wanted: type) -> str:
+def _kind(kind: type) -> str:
     names = {
         str: "text",
         int: "a whole number",
@@ -150,21 +150,21 @@ def _kind(wanted: type) -> str:
         dict: "a table",
         bool: "true or false",
     }
-    return names[wanted]
+    return names[kind]
 
 
-def with_recipe(given: dict[str, Any], said: Collection[str], plain: bool = False) -> dict[str, Any]:
-    """Options with those of `--recipe` in place. said: names of those that somebody gave, be it at their default; one that the
-    recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
+def with_recipe(options: dict[str, Any], typed: Collection[str], plain: bool = False) -> dict[str, Any]:
+    """Options with those of `--recipe` in place. typed: names of those that somebody gave, be it at their default; one that
+    the recipe governs may not be among them: UsageError. plain: of `kvcal preset`.
     """
-    if given.get("recipe") is None:
-        return given
+    if options.get("recipe") is None:
+        return options
     for name in GOVERNED:
-        if name in said:
+        if name in typed:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} and --recipe both say what to store: put it into the recipe")
-    if plain and given["name"] is not None:
-        raise UsageError(f"{given['name']} and --recipe {given['recipe']} both say what to store: leave one out")
-    recipe = read_recipe(given["recipe"])
-    found = recipe.plain() if plain else recipe.options()
-    return given | {name: value for name, value in found.items() if name in given}
+    if plain and options["name"] is not None:
+        raise UsageError(f"{options['name']} and --recipe {options['recipe']} both say what to store: leave one out")
+    recipe = read_recipe(options["recipe"])
+    from_recipe = recipe.plain() if plain else recipe.options()
+    return options | {name: value for name, value in from_recipe.items() if name in options}

@@ -30,8 +30,8 @@ def commit_of(files: Iterable[Path]) -> str | None:
     top = files[0].parent.parent
     if not _is_kvcal(top / "pyproject.toml") or not all(one.is_relative_to(top) for one in files):
         return None
-    found = _git(top, "rev-parse", "--show-toplevel")
-    if found is None or Path(found).resolve() != top:
+    root = _git(top, "rev-parse", "--show-toplevel")
+    if root is None or Path(root).resolve() != top:
         return None
     if _git(top, "ls-files", "--error-unmatch", *(str(one.relative_to(top)) for one in files)) is None:
         return None
@@ -47,12 +47,12 @@ def _is_kvcal(project: Path) -> bool:
 
 def _git(folder: Path, *command: str) -> str | None:
     """What git prints; None if it fails, for whatever reason."""
-    own = {
+    environment = {
         name: value for name, value in os.environ.items() if not name.startswith("GIT_")
     }  # of a hook: another checkout
     try:
         done = subprocess.run(
-            ["git", *command], cwd=folder, env={**own, "GIT_OPTIONAL_LOCKS": "0"}, stdin=subprocess.DEVNULL,
+            ["git", *command], cwd=folder, env={**environment, "GIT_OPTIONAL_LOCKS": "0"}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):

@@ -25,9 +25,9 @@ def kind_of(value: Any) -> str:
     return KINDS.get(type(value), "something else")
 
 
-def mistyped(value: Any, wanted: type) -> str:
+def mistyped(value: Any, kind: type) -> str:
     """What to show in place of a value of another type than wanted."""
-    return f"recorded as {kind_of(value)}, expected {KINDS[wanted]}"
+    return f"recorded as {kind_of(value)}, expected {KINDS[kind]}"
 
 
 def is_number(value: Any) -> bool:
@@ -71,17 +71,17 @@ class Table:
     def table(self, name: str) -> Table:
         return Table(self.fields.get(name))
 
-    def value(self, name: str, wanted: type[Kind]) -> Kind | None:
+    def value(self, name: str, kind: type[Kind]) -> Kind | None:
         """The value of that name if it is of that type, else None. float: any finite number."""
-        found = self.fields.get(name)
-        if wanted is float:
-            return found if is_number(found) else None
-        return found if type(found) is wanted else None
+        value = self.fields.get(name)
+        if kind is float:
+            return value if is_number(value) else None
+        return value if type(value) is kind else None
 
-    def said(self, name: str, wanted: type = str) -> Any:
+    def said(self, name: str, kind: type = str) -> Any:
         """The same to be shown: of another type what it was recorded as; None where it is missing or null."""
-        found = self.fields.get(name)
-        return found if found is None or self.value(name, wanted) is not None else mistyped(found, wanted)
+        value = self.fields.get(name)
+        return value if value is None or self.value(name, kind) is not None else mistyped(value, kind)
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Names and values, these as they are shown: floats to five digits."""

@@ -10,29 +10,29 @@ FEW = 8  # so many names are read at a glance; of more the nearest are said, and
 SAID = 3
 
 
-def allowed(name: str, known: Collection[str], listed: str) -> str:
+def allowed(name: str, names: Collection[str], listed: str) -> str:
     """The second half of an error's line: all names if they are few, else the nearest and where all are.
 
     listed: the command that prints them, as `kvcal names codec`.
     """
-    if len(known) <= FEW:
-        return f"allowed are {', '.join(known)}"
+    if len(names) <= FEW:
+        return f"allowed are {', '.join(names)}"
     every = f"`{listed}` lists all"
-    return f"did you mean {_either(near)}? {every}" if (near := nearest(name, known)) else every
+    return f"did you mean {_either(near)}? {every}" if (near := nearest(name, names)) else every
 
 
-def nearest(name: str, known: Collection[str], most: int = SAID) -> list[str]:
+def nearest(name: str, among: Collection[str], most: int = SAID) -> list[str]:
     """At most so many, the most alike first; where none is alike, of those that begin with the same word."""
-    wanted, names = name.lower(), list(known)
-    if near := difflib.get_close_matches(wanted, names, most, 0.7):
+    lowered, names = name.lower(), list(among)
+    if near := difflib.get_close_matches(lowered, names, most, 0.7):
         return near
-    word = _word(wanted)
-    return difflib.get_close_matches(wanted, [one for one in names if word and _word(one) == word], most, 0.0)
+    word = _word(lowered)
+    return difflib.get_close_matches(lowered, [one for one in names if word and _word(one) == word], most, 0.0)
 
 
 def _word(name: str) -> str:
-    found = re.match(r"[a-z]+", name)
-    return found[0] if found else ""
+    letters = re.match(r"[a-z]+", name)
+    return letters[0] if letters else ""
 
 
 def _either(names: list[str]) -> str:

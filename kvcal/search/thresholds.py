@@ -189,11 +189,11 @@ class Job:
 
 @dataclass
 class Tuned:
-    """found, front, chosen: None and empty where there was nothing to search."""
+    """points, front, chosen: None and empty where there was nothing to search."""
 
     result: FitResult
     method: MixKVQ
-    found: Found | None = None
+    points: Found | None = None
     front: list[int] = field(default_factory=list)
     chosen: int | None = None
 
