@@ -136,9 +136,15 @@ def generate(
     ids: Tensor = model.generate(
         torch.zeros(batch, length + 1, dtype=torch.long, device=model.device),
         attention_mask=torch.ones(batch, length + 1, dtype=torch.long, device=model.device),
-        past_key_values=cache, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, pad_token_id=0,
-        logits_processor=LogitsProcessorList([heard]), stopping_criteria=StoppingCriteriaList([stamps]), **compiling,
-    )  # fmt: skip
+        past_key_values=cache,
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        logits_processor=LogitsProcessorList([heard]),
+        stopping_criteria=StoppingCriteriaList([stamps]),
+        **compiling,
+    )
     return ids[:, length + 1 :].clone()  # all of it is as long as the cache
 
 

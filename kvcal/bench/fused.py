@@ -88,10 +88,12 @@ def fused_attention(case: Case) -> Prepared:
     over = _over_vectors if vectors.both(case.scheme.codecs) else _over_blocks
     attend, path, more = over(case, filled, sink, recent)
     return Prepared(
-        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
-        lambda: misattended(attend, queries, filled), path,
+        lambda: attend(queries),
+        filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled),
+        path,
         more={"codec_bytes": filled.packed_bytes, "window_bytes": filled.window_bytes, **more},
-    )  # fmt: skip
+    )
 
 
 Run = tuple[Attend, str, dict[str, Any]]  # what runs, which code it is, what only such rows have

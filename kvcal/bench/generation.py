@@ -146,14 +146,34 @@ def _timed(
 
 
 def _row(
-    model: str, kind: Kind, batch: int, length: int, device: str, operation: str, taken: float | None,
-    refused: str | None = None, more: dict[str, Any] | None = None,
-) -> Row:  # fmt: skip
+    model: str,
+    kind: Kind,
+    batch: int,
+    length: int,
+    device: str,
+    operation: str,
+    taken: float | None,
+    refused: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> Row:
     return Row(
-        operation=operation, scheme=kind.name, model=model, batch=batch, length=length, microseconds=taken,
-        stored_bits=kind.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=False,
-        device=device, path=kind.path, refused=refused, **kind.settings, more=more or {},
-    )  # fmt: skip
+        operation=operation,
+        scheme=kind.name,
+        model=model,
+        batch=batch,
+        length=length,
+        microseconds=taken,
+        stored_bits=kind.stored_bits,
+        fraction_of_copy=None,
+        ratio_to_fp16=None,
+        fp16_backend=None,
+        projected=False,
+        device=device,
+        path=kind.path,
+        refused=refused,
+        **kind.settings,
+        more=more or {},
+    )
 
 
 # By generate() itself.

@@ -47,12 +47,15 @@ def table_4() -> list[Row]:
     geometry, machine = CATALOGUE[PAPER_MODEL].geometry, fitted()
     full = {
         (part, length): _cell(machine, geometry, part, length, (FP16_BITS, FP16_BITS))
-        for part in paper.PARTS for length in paper.LENGTHS
-    }  # fmt: skip
+        for part in paper.PARTS
+        for length in paper.LENGTHS
+    }
     return [
         _row_of_table_4(machine, geometry, scheme, part, length, full[part, length][0])
-        for scheme in paper.TABLE_4 for part in paper.PARTS for length in paper.LENGTHS
-    ]  # fmt: skip
+        for scheme in paper.TABLE_4
+        for part in paper.PARTS
+        for length in paper.LENGTHS
+    ]
 
 
 def _bits(scheme: str, geometry: Geometry) -> tuple[float, float]:
@@ -84,16 +87,30 @@ def _row_of_table_4(machine: Machine, geometry: Geometry, scheme: str, part: str
     of_paper = {"paper_bits": paper.TABLE_4_BITS[scheme][part]} if scheme in paper.TABLE_4_BITS else {}
     slots = (reported - launches * machine.launch) * 1e-6 * machine.device.issue_rate / elements
     return Row(
-        operation=f"innerq-table-4 {part}", scheme=scheme, model=PAPER_MODEL, batch=1, length=length,
-        microseconds=microseconds, stored_bits=bits_per_value, fraction_of_copy=machine.reading(size) / microseconds,
-        ratio_to_fp16=full / microseconds, fp16_backend="projected", projected=True, device=PAPER_DEVICE,
-        path="projected: the paper's kernel, a query head at a time", bytes=round(size),
+        operation=f"innerq-table-4 {part}",
+        scheme=scheme,
+        model=PAPER_MODEL,
+        batch=1,
+        length=length,
+        microseconds=microseconds,
+        stored_bits=bits_per_value,
+        fraction_of_copy=machine.reading(size) / microseconds,
+        ratio_to_fp16=full / microseconds,
+        fp16_backend="projected",
+        projected=True,
+        device=PAPER_DEVICE,
+        path="projected: the paper's kernel, a query head at a time",
+        bytes=round(size),
         more={
-            "paper_microseconds": reported, "off_by": microseconds / reported - 1, "paper_gb_per_s": implied,
-            "paper_slots_per_element": slots, "shared_microseconds": shared,
-            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS, **of_paper,
+            "paper_microseconds": reported,
+            "off_by": microseconds / reported - 1,
+            "paper_gb_per_s": implied,
+            "paper_slots_per_element": slots,
+            "shared_microseconds": shared,
+            "used_for_fit": scheme == "fp16" and part == "total" and length in paper.FIT_LENGTHS,
+            **of_paper,
         },
-    )  # fmt: skip
+    )
 
 
 def projected(
@@ -116,11 +133,23 @@ def projected(
         ratio = None if microseconds is None or full is None else full / microseconds
         fraction = None if microseconds is None else machine.reading(size) / microseconds
         return Row(
-            operation="decode-attention" if scheme == "fp16" else "fused-attention", scheme=scheme, model=model,
-            batch=batch, length=length, microseconds=microseconds, stored_bits=bits, fraction_of_copy=fraction,
-            ratio_to_fp16=ratio, fp16_backend="projected", projected=True, device=device.name, path=path,
-            bytes=round(size), dtype="float16", **more,
-        )  # fmt: skip
+            operation="decode-attention" if scheme == "fp16" else "fused-attention",
+            scheme=scheme,
+            model=model,
+            batch=batch,
+            length=length,
+            microseconds=microseconds,
+            stored_bits=bits,
+            fraction_of_copy=fraction,
+            ratio_to_fp16=ratio,
+            fp16_backend="projected",
+            projected=True,
+            device=device.name,
+            path=path,
+            bytes=round(size),
+            dtype="float16",
+            **more,
+        )
 
     bound = None if beyond else _bound(machine, size, 2 * values * length, roofline.FP16_LOOP)
     more = {"bound": bound} | _note(None if beyond else roofline.of_another(geometry.head_dim))

@@ -43,10 +43,12 @@ def decode_then_attend(case: Case) -> Prepared:
         return scaled_dot_product_attention(rows, keys, values, attn_mask=mask).reshape(queries.shape)
 
     return Prepared(
-        lambda: attend(queries), filled.packed_bytes + filled.book_bytes + filled.window_bytes,
-        lambda: misattended(attend, queries, filled), "reference: decode, then SDPA",
+        lambda: attend(queries),
+        filled.packed_bytes + filled.book_bytes + filled.window_bytes,
+        lambda: misattended(attend, queries, filled),
+        "reference: decode, then SDPA",
         more={"window_bytes": filled.window_bytes, "packed_bytes": filled.packed_bytes},
-    )  # fmt: skip
+    )
 
 
 # Storing.
@@ -93,9 +95,13 @@ def append(case: Case) -> Prepared:
     size = (sum(nbytes(x) for x in new.raw) + new.packed_bytes + new.book_bytes) / calls
     path = "reference: quantise" if path == "reference" else path
     return Prepared(
-        run, round(size), check, f"{path}, then copy the store", per=calls,
+        run,
+        round(size),
+        check,
+        f"{path}, then copy the store",
+        per=calls,
         more={"calls": f"one in {calls} steps"},
-    )  # fmt: skip
+    )
 
 
 # Reading without attention.

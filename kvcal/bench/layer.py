@@ -156,9 +156,16 @@ def fill(case: Case) -> Filled:
         encoding, decoding = _contexts(case, observers, plan, raw[0], row)
         cut = [x[:, :, start:stop] for x in raw]
         filled = Filled(
-            case, codecs, plan, [x[:, :, :start] for x in raw], [x[:, :, stop:] for x in raw], [], encoding, decoding,
+            case,
+            codecs,
+            plan,
+            [x[:, :, :start] for x in raw],
+            [x[:, :, stop:] for x in raw],
+            [],
+            encoding,
+            decoding,
             cut,
-        )  # fmt: skip
+        )
         filled.packed = filled.encoded(cut)
         parts.append(filled)
     return _joined(parts)

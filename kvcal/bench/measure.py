@@ -90,14 +90,26 @@ def _peer_row(model: str, case: Case, peer: Peer, best: Peer | None, clock: Cloc
     taken = None if peer.timed is None else peer.timed.microseconds
     fastest = None if best is None or best.timed is None else best.timed.microseconds
     return Row(
-        operation="decode-attention", scheme="fp16", model=model, batch=case.batch, length=case.length, microseconds=taken,
-        stored_bits=8.0 * width, fraction_of_copy=_fraction(size, taken, clock),
+        operation="decode-attention",
+        scheme="fp16",
+        model=model,
+        batch=case.batch,
+        length=case.length,
+        microseconds=taken,
+        stored_bits=8.0 * width,
+        fraction_of_copy=_fraction(size, taken, clock),
         ratio_to_fp16=None if taken is None or fastest is None else fastest / taken,
-        fp16_backend=None if best is None else best.name, projected=False, device=device, path=peer.name, bytes=size,
-        repeats=None if peer.timed is None else peer.timed.repeats, refused=peer.why_not, dtype=peer.dtype,
+        fp16_backend=None if best is None else best.name,
+        projected=False,
+        device=device,
+        path=peer.name,
+        bytes=size,
+        repeats=None if peer.timed is None else peer.timed.repeats,
+        refused=peer.why_not,
+        dtype=peer.dtype,
         queries=case.new,
         more=_spread(peer.timed),
-    )  # fmt: skip
+    )
 
 
 def _fraction(size: float, microseconds: float | None, clock: Clock) -> float | None:
@@ -146,11 +158,18 @@ def _row(
         more["made_up"] = case.scheme.made_up
     compares = operation.peer == "attention" and best is not None and best.timed is not None
     return _figure(
-        model, case, operation, device, prepared, microseconds=taken, repeats=timed.repeats,
+        model,
+        case,
+        operation,
+        device,
+        prepared,
+        microseconds=taken,
+        repeats=timed.repeats,
         fraction_of_copy=_fraction(prepared.bytes, taken, clock),
         ratio_to_fp16=best.timed.microseconds / taken if compares and best and best.timed else None,
-        fp16_backend=best.name if compares and best else None, more=more,
-    )  # fmt: skip
+        fp16_backend=best.name if compares and best else None,
+        more=more,
+    )
 
 
 def _fraction_of_matmul(prepared: Prepared, microseconds: float, clock: Clock) -> float:
@@ -165,8 +184,18 @@ def _figure(model: str, case: Case, operation: Operation, device: str, prepared:
     without = case.scheme.name == "fp16"  # an operation that no scheme has a part in
     windows = {} if without else case.scheme.settings
     return Row(
-        operation=operation.name, scheme="none" if without else case.scheme.name, model=model, batch=case.batch,
-        length=case.length, stored_bits=None if without else case.scheme.stored_bits, projected=False, device=device,
-        path="none" if prepared is None else prepared.path, bytes=None if prepared is None else prepared.bytes,
-        dtype=DTYPE_NAMES[case.dtype], queries=case.new if operation.of_calls else None, **windows, **(empty | fields),
-    )  # fmt: skip
+        operation=operation.name,
+        scheme="none" if without else case.scheme.name,
+        model=model,
+        batch=case.batch,
+        length=case.length,
+        stored_bits=None if without else case.scheme.stored_bits,
+        projected=False,
+        device=device,
+        path="none" if prepared is None else prepared.path,
+        bytes=None if prepared is None else prepared.bytes,
+        dtype=DTYPE_NAMES[case.dtype],
+        queries=case.new if operation.of_calls else None,
+        **windows,
+        **(empty | fields),
+    )

@@ -108,11 +108,23 @@ def _row(
     layer = ", one decoded layer" if one.decoded else ""
     why = None if gib * 2**30 > one.fixed else f"weights and constants alone take {one.fixed / 2**30:.1f} GiB"
     return Row(
-        operation=operation, scheme=one.name, model=model, batch=batch, length=length, microseconds=None,
-        stored_bits=one.stored_bits, fraction_of_copy=None, ratio_to_fp16=None, fp16_backend=None, projected=True,
-        device=device, path=f"projected: weights, cache{layer} and constants, nothing else", refused=why,
-        **one.settings, more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
-    )  # fmt: skip
+        operation=operation,
+        scheme=one.name,
+        model=model,
+        batch=batch,
+        length=length,
+        microseconds=None,
+        stored_bits=one.stored_bits,
+        fraction_of_copy=None,
+        ratio_to_fp16=None,
+        fp16_backend=None,
+        projected=True,
+        device=device,
+        path=f"projected: weights, cache{layer} and constants, nothing else",
+        refused=why,
+        **one.settings,
+        more={"memory_gib": gib, "fixed_bytes": round(one.fixed), **more},
+    )
 
 
 PAPER_GIB = 40

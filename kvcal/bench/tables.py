@@ -178,9 +178,13 @@ def mlp(case: Case) -> Prepared:
 
     size = sum(nbytes(t) for t in (gate, up, down))
     return Prepared(
-        lambda: forward(x, gate, up, down), size, check, "torch", flops=2.0 * case.batch * 3 * hidden * wide,
+        lambda: forward(x, gate, up, down),
+        size,
+        check,
+        "torch",
+        flops=2.0 * case.batch * 3 * hidden * wide,
         bounded=case.device.type == "cuda" or case.dtype == torch.float32,  # a CPU may be faster in 16 bits
-    )  # fmt: skip
+    )
 
 
 def no_scheme(case: Case) -> str | None:

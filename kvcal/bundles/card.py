@@ -306,10 +306,13 @@ def _evaluation(bundle: Bundle, evaluation: Mapping[str, Any]) -> str:
         del options["text"]
     line = shell(
         [
-            "kvcal", "eval", f"{bundle.name}{SUFFIX}", *(w for n, v in options.items() for w in (f"--{n}", str(v))),
+            "kvcal",
+            "eval",
+            f"{bundle.name}{SUFFIX}",
+            *(w for n, v in options.items() for w in (f"--{n}", str(v))),
             *_random_weights(bundle),
         ]
-    )  # fmt: skip
+    )
     figures = table(["", "perplexity", "KL", "bits a value", "packed bytes a window"], map(cells, evaluation["rows"]))
     return f"## Quality\n\n{setup}\n\n{figures}\n\n{block('bash', [line])}"
 

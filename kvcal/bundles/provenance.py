@@ -263,9 +263,13 @@ def _fit(p: Mapping[str, Any]) -> Recorded:
     options |= _selection(p)
     other = p.get("other_text", {}).get("source")
     return Recorded(
-        command, options | _weights(p["model"]), text=_text(text["source"]), other_text=_text(other),
-        model=p["model"], cpu=dict(p.get("cpu", {})),
-    )  # fmt: skip
+        command,
+        options | _weights(p["model"]),
+        text=_text(text["source"]),
+        other_text=_text(other),
+        model=p["model"],
+        cpu=dict(p.get("cpu", {})),
+    )
 
 
 def _whole(fields: Mapping[str, Any], name: str) -> int:
@@ -312,9 +316,11 @@ def _preset(p: Mapping[str, Any]) -> Recorded:
 def _combine(p: Mapping[str, Any], depth: int) -> Recorded:
     parts = [p[name] for name in ("keys", "values")]
     return Recorded(
-        "combine", {}, tuple(f"{part['bundle']}{SUFFIX}" for part in parts),
+        "combine",
+        {},
+        tuple(f"{part['bundle']}{SUFFIX}" for part in parts),
         inputs=tuple(_input(part["bundle"], part["sha256"], part["provenance"], depth) for part in parts),
-    )  # fmt: skip
+    )
 
 
 def _fold(p: Mapping[str, Any], depth: int) -> Recorded:

@@ -178,9 +178,14 @@ def _download(repo: str, name: str, commit: str, folder: Path) -> None:
     from huggingface_hub import constants, hf_hub_download
 
     hf_hub_download(
-        repo, name, revision=commit, local_dir=folder, force_download=True, endpoint=constants.ENDPOINT,
+        repo,
+        name,
+        revision=commit,
+        local_dir=folder,
+        force_download=True,
+        endpoint=constants.ENDPOINT,
         etag_timeout=hub.PROBE_SECONDS,
-    )  # fmt: skip
+    )
 
 
 def _chosen(repo: str, info: Any, file: str | None) -> str:

@@ -144,10 +144,15 @@ class TrainPart:
         digest = bundle.write(self.job.output)
         self.work.remove()
         return TrainResult(
-            bundle, self.job.output, digest, self.scan.timer.split(),
+            bundle,
+            self.job.output,
+            digest,
+            self.scan.timer.split(),
             resumed_layers=0 if self.saved_probe is None else self.layers,
-            stages=run.rows, resumed_stages=run.resumed, peak_bytes=peak_memory(self.scan.device),
-        )  # fmt: skip
+            stages=run.rows,
+            resumed_stages=run.resumed,
+            peak_bytes=peak_memory(self.scan.device),
+        )
 
 
 # Vectors.

@@ -61,9 +61,16 @@ def fit(
     """
     job = FitJob(method, output, seed, searched, selection)
     return fit_together(
-        [job], source, text, model_record=model_record, revision=revision, device=device, options=options, say=say,
+        [job],
+        source,
+        text,
+        model_record=model_record,
+        revision=revision,
+        device=device,
+        options=options,
+        say=say,
         other=other,
-    )[0]  # fmt: skip
+    )[0]
 
 
 def fit_together(
@@ -114,10 +121,15 @@ def _scanned(parts: Sequence[Part], scan: Scan) -> tuple[float, ...]:
     with _failing(layered, others), ExitStack() as stack:
         capture = stack.enter_context(
             Capture(
-                scan.source, scan.ids, device=scan.device, batch=options.batch, hidden=options.spill,
-                spill_dir=options.spill_dir, timer=scan.timer,
+                scan.source,
+                scan.ids,
+                device=scan.device,
+                batch=options.batch,
+                hidden=options.spill,
+                spill_dir=options.spill_dir,
+                timer=scan.timer,
             )
-        )  # fmt: skip
+        )
         for part in parts:
             part.open(stack)
         with progress("Fitting layers", total=len(capture)) as advance:
@@ -180,16 +192,28 @@ class LayerPart:
         scan, text = self.scan, self.scan.text
         layers = scan.config.num_hidden_layers
         self.carry = Carry(
-            len(text.train), self.tokens, self.shape, scan.timer, layers, holdout=len(text.holdout), skipped=scan.skipped
-        )  # fmt: skip
+            len(text.train),
+            self.tokens,
+            self.shape,
+            scan.timer,
+            layers,
+            holdout=len(text.holdout),
+            skipped=scan.skipped,
+        )
         width = (len(scan.ids), self.tokens.stop - self.tokens.start, self.shape.heads * self.shape.dim)
         stores: dict[str, SpillStore] = {}
         for name, buffer in self.method.buffers().items():
             if buffer not in stores:
                 stores[buffer] = stack.enter_context(
-                    SpillStore(width, scan.dtype, device=scan.device, where=scan.options.spill,
-                               spill_dir=scan.options.spill_dir, label="reconstructions")
-                )  # fmt: skip
+                    SpillStore(
+                        width,
+                        scan.dtype,
+                        device=scan.device,
+                        where=scan.options.spill,
+                        spill_dir=scan.options.spill_dir,
+                        label="reconstructions",
+                    )
+                )
             self.carry.stores[name] = stores[buffer]
 
     def layer(self, taps: LayerTaps) -> None:
@@ -283,8 +307,14 @@ def train(
     Raises KVCalError for models, windows or settings that cannot be trained, before any work.
     """
     [result] = fit_together(
-        [FitJob(method, output, seed, selection=selection)], source, text, model_record=model_record,
-        revision=revision, device=device, options=options, say=say,
-    )  # fmt: skip
+        [FitJob(method, output, seed, selection=selection)],
+        source,
+        text,
+        model_record=model_record,
+        revision=revision,
+        device=device,
+        options=options,
+        say=say,
+    )
     assert isinstance(result, TrainResult)
     return result

@@ -282,9 +282,16 @@ def _command(scheme: Scheme, balanced: Mapping[int, str]) -> str:
         return f"`{' '.join(['kvcal fit-predictors', main, *also])}` with the scheme's other options"
     windows = scheme.windows
     rest = [
-        "--first-layer ''", *exceptions, *others, "--key-inputs none", "--value-inputs none", f"--sink {windows.sink}",
-        f"--recent {windows.recent}", f"--block {windows.block}", f"--frame {scheme.frame}",
-    ]  # fmt: skip
+        "--first-layer ''",
+        *exceptions,
+        *others,
+        "--key-inputs none",
+        "--value-inputs none",
+        f"--sink {windows.sink}",
+        f"--recent {windows.recent}",
+        f"--block {windows.block}",
+        f"--frame {scheme.frame}",
+    ]
     return f"`{' '.join(['kvcal fit-predictors', main, value, *rest])}`"
 
 

@@ -106,17 +106,32 @@ def compare(
         return
     line(f"full precision: perplexity {result['full_perplexity']:.4f}")
     print_table(
-        ["name", "bits/value", "paper's count", "perplexity", "KL", "logit error", "output error",
-         f"bytes at {result['at_length']}", "front"],
+        [
+            "name",
+            "bits/value",
+            "paper's count",
+            "perplexity",
+            "KL",
+            "logit error",
+            "output error",
+            f"bytes at {result['at_length']}",
+            "front",
+        ],
         [
             [
-                row["name"], "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
-                f"{row['paper_bits']:.3f}", f"{row['perplexity']:.4f}", f"{row['kl']:.5f}", _error(row["logit_error"]),
-                _error(row["output_error"]), f"{row['bytes_at_length']:,}", "*" if row["front"] else "",
+                row["name"],
+                "-" if row["bits_per_value"] is None else f"{row['bits_per_value']:.3f}",
+                f"{row['paper_bits']:.3f}",
+                f"{row['perplexity']:.4f}",
+                f"{row['kl']:.5f}",
+                _error(row["logit_error"]),
+                _error(row["output_error"]),
+                f"{row['bytes_at_length']:,}",
+                "*" if row["front"] else "",
             ]
             for row in result["rows"]
         ],
-    )  # fmt: skip
+    )
     if result["max_bits"] is not None:
         line(f"best at no more than {result['max_bits']} bits a value: {result['best'] or 'none'}")
 

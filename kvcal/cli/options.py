@@ -88,8 +88,10 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             loose.append(parameter.replace(annotation=types[name]))
             continue
         kinds = get_type_hints(groups[name], include_extras=True)
-        loose += [parameter.replace(name=one.name, default=one.default, annotation=kinds[one.name])
-                  for one in fields(groups[name])]  # fmt: skip
+        loose += [
+            parameter.replace(name=one.name, default=one.default, annotation=kinds[one.name])
+            for one in fields(groups[name])
+        ]
 
     @functools.wraps(command)
     def call(**options: Any) -> None:

@@ -48,9 +48,14 @@ def run_bench(o: dict[str, Any], say: Say, show: Callable[[dict[str, Any]], None
     rows = [row.as_dict() for row in result.pop("rows")]
     comparison = None if earlier is None else compared(rows, earlier.rows)
     result = {
-        "version": __version__, "commit": ran_from, "device": where.name, "projected": where.device is None, **result,
-        "rows": rows, "compared": comparison,
-    }  # fmt: skip
+        "version": __version__,
+        "commit": ran_from,
+        "device": where.name,
+        "projected": where.device is None,
+        **result,
+        "rows": rows,
+        "compared": comparison,
+    }
     if earlier is not None:
         if not comparison:
             say(_nothing_common(o["compare"], earlier.rows, rows))

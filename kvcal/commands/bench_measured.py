@@ -89,9 +89,19 @@ def _session(o: dict[str, Any], where: Target, model: str, operations: list[str]
         CommandCheckpoint("bench", _record(o, source), output=None, resume=o["resume"], say=say), say, clock
     )
     return Session(
-        o, where, where.device, operations, source, geometry, benched, shapes, dtype_of(o, torch.float16),
-        rows, say, _once(say)
-    )  # fmt: skip
+        o,
+        where,
+        where.device,
+        operations,
+        source,
+        geometry,
+        benched,
+        shapes,
+        dtype_of(o, torch.float16),
+        rows,
+        say,
+        _once(say),
+    )
 
 
 def measured_rows(
@@ -154,16 +164,34 @@ def _kernel_rows(session: Session, able: bool) -> list[Row]:
         timed = session.rows.rows(
             f"batch {shape[0]}, length {shape[1]}",
             partial(
-                measure.rows_of, model, session.geometry, session.benched, operations, [shape], session.clock,
-                session.dtype, session.where.name, session.say_once, o["seed"], o["queries"],
+                measure.rows_of,
+                model,
+                session.geometry,
+                session.benched,
+                operations,
+                [shape],
+                session.clock,
+                session.dtype,
+                session.where.name,
+                session.say_once,
+                o["seed"],
+                o["queries"],
             ),
-        )  # fmt: skip
+        )
         able |= any(row.operation in session.operations for row in timed)
         rows += timed
         rows += left_out(
-            timed, model, session.geometry, session.benched, operations, shape, session.device, session.dtype,
-            session.where.name, o["queries"],
-        )  # fmt: skip
+            timed,
+            model,
+            session.geometry,
+            session.benched,
+            operations,
+            shape,
+            session.device,
+            session.dtype,
+            session.where.name,
+            o["queries"],
+        )
     if not able:
         session.rows.work.remove()
         first = rows[0]
@@ -178,9 +206,11 @@ def _record(o: dict[str, Any], source: ModelSource) -> dict[str, Any]:
     return {
         "options": {name: value for name, value in o.items() if name not in files},
         "bundles": [file_sha256(path) for path in o["bundle"] or ()],
-        "model": [source.label, asdict(configuration.geometry(source))], "machine": here, "cpu": cpu_record(),
+        "model": [source.label, asdict(configuration.geometry(source))],
+        "machine": here,
+        "cpu": cpu_record(),
         "code": code_identity(),
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -328,13 +358,23 @@ def _largest_batch_rows(generating: Generating, length: int) -> list[Row]:
     for kind in generating.kinds:
         sized = generating.rows(
             f"largest-batch {kind.name} ({kind.path}), length {length}",
-            generation.largest_batch_rows, [kind], length, device_name, largest, copy,
-        )  # fmt: skip
+            generation.largest_batch_rows,
+            [kind],
+            length,
+            device_name,
+            largest,
+            copy,
+        )
         rows += sized
         if sizes := [row.more["largest_batch"] for row in sized if "largest_batch" in row.more]:
             largest[kind.path] = sizes[0]
             rows += generating.rows(
                 f"{generation.LARGEST_CALLED} {kind.name} ({kind.path}), length {length}",
-                generation.largest_called_rows, kind, length, sizes[0], device_name, copy,
-            )  # fmt: skip
+                generation.largest_called_rows,
+                kind,
+                length,
+                sizes[0],
+                device_name,
+                copy,
+            )
     return rows

@@ -150,10 +150,14 @@ def _runs(where: Target, operations: set[str]) -> Runs:
     kernels, sized = operations & set(OPERATIONS) if here else set(), operations & set(SIZED)
     without_scheme = {TABLE_4, *(name for name, one in OPERATIONS.items() if one.refuses is no_scheme)}
     return Runs(
-        here, on_gpu, kernels, sized,
-        at_shapes=bool(kernels or operations & {*AT_SHAPE, "fused-attention"}), of_schemes=bool(operations - without_scheme),
+        here,
+        on_gpu,
+        kernels,
+        sized,
+        at_shapes=bool(kernels or operations & {*AT_SHAPE, "fused-attention"}),
+        of_schemes=bool(operations - without_scheme),
         measured=bool(kernels or (here and AT_SHAPE & operations) or (on_gpu and sized)),
-    )  # fmt: skip
+    )
 
 
 def _idle(o: dict[str, Any], where: Target, operations: set[str]) -> Iterable[tuple[tuple[str, ...], bool, str, str]]:

@@ -34,13 +34,17 @@ def projected(o: dict[str, Any], where: Target, model: str, operations: list[str
         "why_projected": f"this machine is {no} {where.profile.title}: every figure is projected, none measured",
         **assumptions(rows, TABLE_4 in operations),
         "profile": {
-            "title": where.profile.title, "capability": ".".join(map(str, where.profile.capability)),
-            "sms": where.profile.sms, "clock_mhz": where.profile.clock, "gb_per_s": where.profile.bandwidth,
-            "memory_gib": where.profile.memory, "triton": where.profile.why_no_triton or f"from {where.profile.least_triton}",
+            "title": where.profile.title,
+            "capability": ".".join(map(str, where.profile.capability)),
+            "sms": where.profile.sms,
+            "clock_mhz": where.profile.clock,
+            "gb_per_s": where.profile.bandwidth,
+            "memory_gib": where.profile.memory,
+            "triton": where.profile.why_no_triton or f"from {where.profile.least_triton}",
             "sources": dict(where.profile.sources),
         },
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
@@ -49,10 +53,11 @@ def assumptions(rows: list[Row], table_4: bool) -> dict[str, Any]:
     unable_there = devices.device(jetson.PAPER_DEVICE).why_no_triton
     return {
         "assumed": jetson.ASSUMED if timed else None,
-        "efficiency": xavier.efficiency, "launch_microseconds": xavier.launch,
+        "efficiency": xavier.efficiency,
+        "launch_microseconds": xavier.launch,
         "paper_device": f"the Xavier NX cannot run our kernels: {unable_there}" if table_4 else None,
         "largest_miss": jetson.largest_miss(rows) if table_4 else None,
-    }  # fmt: skip
+    }
 
 
 def memory_rows(

@@ -313,17 +313,26 @@ def _scan(work: Work, say: Say, written: Written) -> None:
     )
     jobs = [
         FitJob(
-            KINDS[plan.entry.method].method(plan.entry.options, source), plan.path, o["seed"],
+            KINDS[plan.entry.method].method(plan.entry.options, source),
+            plan.path,
+            o["seed"],
             selection=given_selection(plan.entry.options) if "keep" in plan.entry.options else None,
         )
         for plan in work.plans
-    ]  # fmt: skip
+    ]
     names = {plan.path: plan.entry.name for plan in work.plans}
     fit_together(
-        jobs, opened.source, text, model_record=opened.record, revision=opened.revision, device=opened.device, say=say,
-        other=other, options=FitOptions(o["batch"], o.get("spill", "device"), o.get("spill_dir")),
+        jobs,
+        opened.source,
+        text,
+        model_record=opened.record,
+        revision=opened.revision,
+        device=opened.device,
+        say=say,
+        other=other,
+        options=FitOptions(o["batch"], o.get("spill", "device"), o.get("spill_dir")),
         written=lambda job, result: written(names[job.output], result.sha256, job.output.stat().st_size),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=1)

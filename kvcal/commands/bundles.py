@@ -101,9 +101,13 @@ def _measured(bundle: Bundle, o: dict[str, Any], say: Say) -> tuple[HeadErrors, 
     options = o | {"windows": o["windows"] or INSPECT_WINDOWS}
     text = evaluation_text(options, source, tokenizer_for(o, source, origin), origin, length, say)
     loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     bundle.check(loaded.model, loaded.revision)
     return measured_head_errors(loaded.model, bundle.scheme, text.ids), text.source
 

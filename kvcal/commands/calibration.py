@@ -55,10 +55,19 @@ class Calibration:
     def fit(self, method: Method, output: Path) -> FitResult:
         """kvcal.calibrate.driver.fit with what is known here."""
         return fit(
-            method, self.opened.source, self.text, output, model_record=self.opened.record,
-            revision=self.opened.revision, device=self.opened.device, seed=self.seed, say=self.say,
-            options=self.options, other=self.other, selection=self.selection,
-        )  # fmt: skip
+            method,
+            self.opened.source,
+            self.text,
+            output,
+            model_record=self.opened.record,
+            revision=self.opened.revision,
+            device=self.opened.device,
+            seed=self.seed,
+            say=self.say,
+            options=self.options,
+            other=self.other,
+            selection=self.selection,
+        )
 
     def counts(self) -> dict[str, int]:
         """For a command's result."""
@@ -84,9 +93,14 @@ def prepare(o: dict[str, Any], source: names.ModelSource, output: Path | None, s
     check_context(source, text.length, say)
     other = other_windows(o, tokenizer, origin, len(text.train), text.length, say)
     opened = open_for_fit(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"], layerwise=o.get("layerwise", False),
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        layerwise=o.get("layerwise", False),
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     return Calibration(opened, text, origin, options, o["seed"], say, selection, other)
 
 

@@ -196,9 +196,16 @@ def calibration_windows(
         return sources.random_windows(vocabulary, windows=count, length=length, holdout=holdout, seed=o["seed"])
     with reading() as on_progress:
         return sources.token_windows(
-            known(tokenizer), text_source, windows=count, holdout=holdout, length=length, seed=o["seed"],
-            column=o["column"], progress=on_progress, say=say,
-        )  # fmt: skip
+            known(tokenizer),
+            text_source,
+            windows=count,
+            holdout=holdout,
+            length=length,
+            seed=o["seed"],
+            column=o["column"],
+            progress=on_progress,
+            say=say,
+        )
 
 
 def other_windows(
@@ -219,10 +226,15 @@ def decided_by(o: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *
     machine, and how many windows run at a time.
     """
     return {
-        "code": code_identity() | {"triton": triton_version()}, "model": model_identity(o), "dtype": str(dtype),
-        "device": device_name(device), "cpu": cpu_record(), "ids_sha256": ids_sha256, "batch": o["batch"],
+        "code": code_identity() | {"triton": triton_version()},
+        "model": model_identity(o),
+        "dtype": str(dtype),
+        "device": device_name(device),
+        "cpu": cpu_record(),
+        "ids_sha256": ids_sha256,
+        "batch": o["batch"],
         "require_kernels": bool(o.get("require_kernels")),
-    }  # fmt: skip
+    }
 
 
 def row_key(what: DataFree | Bundle | AquaKV) -> str:

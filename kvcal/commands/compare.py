@@ -121,9 +121,11 @@ def check_taken(o: dict[str, Any], rows: list[Candidate], typed: Collection[str]
     """UsageError for the first option given (`typed`) that none of the rows takes."""
     if not listed(o["keys"]):
         refuse_idle(
-            typed, (*PAIRED, *PREDICTED), "the pairs of --keys and --values",
+            typed,
+            (*PAIRED, *PREDICTED),
+            "the pairs of --keys and --values",
             "presets, bundles and recipes have their own; give --keys and --values, put it into a --recipe, or leave it out",
-        )  # fmt: skip
+        )
     if not o["predict"]:
         refuse_idle(typed, PREDICTED, "pairs under predictors", "give --predict, or leave it out")
     if not any(isinstance(row.what, AquaKV) for row in rows):
@@ -162,9 +164,13 @@ def run_compare(
     _check_files(o)
     texts = _texts(o, fit_options, rows, say)
     loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     say_coverage(loaded.model, say)
     settings = _settings(o, texts, loaded, selection)
     ready = {row.name: row.what for row in rows if not isinstance(row.what, AquaKV)}  # a fit says it itself
@@ -230,12 +236,20 @@ def _settings(o: dict[str, Any], texts: Texts, loaded: LoadedModel, selection: H
     """What all rows of a file have in common."""
     text, length = texts.evaluation, texts.length
     settings = {
-        "model": texts.source.public, "revision": loaded.revision, "random_weights": loaded.random_weights,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.model.device.type, "text": text.source,
-        "text_sha256": text.sha256, "windows": len(text.ids), "length": length, "step": o["step"],
-        "attention_windows": min(o["attention_windows"], len(text.ids)), "at_length": o["at_length"] or length,
+        "model": texts.source.public,
+        "revision": loaded.revision,
+        "random_weights": loaded.random_weights,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.model.device.type,
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "windows": len(text.ids),
+        "length": length,
+        "step": o["step"],
+        "attention_windows": min(o["attention_windows"], len(text.ids)),
+        "at_length": o["at_length"] or length,
         "version": __version__,
-    }  # fmt: skip
+    }
     if selection is not None:  # figures of one kind in a file, as with every other setting
         settings |= {"selection": asdict(selection)}
     if texts.fitting:
@@ -326,9 +340,14 @@ def _calibration(
     o: dict[str, Any], fit_options: dict[str, Any], source: ModelSource, tokenizer: Any, say: Say
 ) -> dict[str, Any]:
     options = fit_options | {
-        "text": o["calibration"], "random_weights": o["random_weights"], "seed": o["seed"], "column": o["column"],
-        "windows": o["fit_windows"], "length": o["fit_length"], "holdout": None,
-    }  # fmt: skip
+        "text": o["calibration"],
+        "random_weights": o["random_weights"],
+        "seed": o["seed"],
+        "column": o["column"],
+        "windows": o["fit_windows"],
+        "length": o["fit_length"],
+        "holdout": None,
+    }
     origin = text_for(options, source, "calibration")
     say(f"calibration text: {origin}")
     return {
@@ -348,7 +367,15 @@ def _fitted(
             with suppress(CorruptBundle):
                 return load_bundle(path)
         result = fit(
-            method, WholeModel(loaded.model), fitting["text"], path, model_record={"name": fitting["name"]},
-            revision=loaded.revision, device=loaded.model.device, seed=fitting["seed"], options=FitOptions(), say=say,
-        )  # fmt: skip
+            method,
+            WholeModel(loaded.model),
+            fitting["text"],
+            path,
+            model_record={"name": fitting["name"]},
+            revision=loaded.revision,
+            device=loaded.model.device,
+            seed=fitting["seed"],
+            options=FitOptions(),
+            say=say,
+        )
         return load_bundle(result.path)

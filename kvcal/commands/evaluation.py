@@ -143,9 +143,13 @@ def _opened(
 ) -> tuple[LoadedModel, dict[str, CacheMaker]]:
     """The model and a maker of caches for each row; says what the outlier guard has to say."""
     loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     if plan.methods:
         say_coverage(loaded.model, say)
     # refuses bundles of other models
@@ -158,9 +162,10 @@ def _opened(
 def _record(o: dict[str, Any], plan: Plan, model: Any, text: EvaluationWindows) -> dict[str, Any]:
     """What the figures depend on: the key of the checkpoint."""
     return decided_by(o, model.dtype, model.device, text.ids_sha256) | {
-        "rows": {name: row_key(method) for name, method in plan.methods.items()}, "step": o["step"],
+        "rows": {name: row_key(method) for name, method in plan.methods.items()},
+        "step": o["step"],
         "selection": None if plan.selection is None else asdict(plan.selection),
-    }  # fmt: skip
+    }
 
 
 def _judged(
@@ -358,9 +363,13 @@ def run_generate(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> di
     tokenizer = known(tokenizer_for(o, source))
     ids = prompt_ids(tokenizer, o["prompt"], o["chat"], source.label)
     loaded = open_model(
-        o["model"], o["revision"], dtype=o["dtype"], device=o["device"],
-        random_weights=o["random_weights"], seed=o["seed"],
-    )  # fmt: skip
+        o["model"],
+        o["revision"],
+        dtype=o["dtype"],
+        device=o["device"],
+        random_weights=o["random_weights"],
+        seed=o["seed"],
+    )
     say_coverage(loaded.model, say)
     makers = cache_makers(loaded.model, methods, loaded.revision, selection, given_kernels(o))
     name, maker = next(iter(makers.items()))
@@ -380,9 +389,13 @@ def run_generate(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> di
         if o["sample"]:
             torch.manual_seed(o["seed"])  # generate() draws from the global generator
         out = loaded.model.generate(
-            ids, past_key_values=cache, max_new_tokens=o["tokens"], do_sample=o["sample"],
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0, streamer=_Counting(advance),
-        )  # fmt: skip
+            ids,
+            past_key_values=cache,
+            max_new_tokens=o["tokens"],
+            do_sample=o["sample"],
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+            streamer=_Counting(advance),
+        )
         described = cache.describe()
     return {
         "name": name,

@@ -63,16 +63,23 @@ def run_fit_norms(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> d
         "factor_bytes": sum(factor.nbytes for factor in factors_in(scheme)),
         "largest_key_outlier": worst["key_outlier_ratio"],
         "largest_key_outlier_layer": worst["layer"],
-        **{name: metrics.get(name) for name in (
-            "key_relative_error", "value_relative_error", "logit_error", "logit_error_plain", "value_symmetric_share",
-        )},
+        **{
+            name: metrics.get(name)
+            for name in (
+                "key_relative_error",
+                "value_relative_error",
+                "logit_error",
+                "logit_error_plain",
+                "value_symmetric_share",
+            )
+        },
         **calibration.counts(),
         "resumed_layers": result.resumed_layers,
         "seconds": round(time.monotonic() - started, 1),
         "phases": result.seconds,
         "peak_device_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "layers": rows,
-    }  # fmt: skip
+    }
 
 
 def factors_in(scheme: Scheme) -> list[torch.Tensor]:

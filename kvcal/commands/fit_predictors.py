@@ -59,9 +59,11 @@ def check_taken(method: AquaKV, typed: Collection[str]) -> None:
         refuse_idle(typed, ("ridge",), "predictors by least squares", instead)
     if method.keys and method.values:
         refuse_idle(
-            typed, ("backbone",), "keys or values without a codec of their own",
+            typed,
+            ("backbone",),
+            "keys or values without a codec of their own",
             "leave out it, or one of --keys and --values",
-        )  # fmt: skip
+        )
 
 
 def run_fit_predictors(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict[str, Any]:

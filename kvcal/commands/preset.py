@@ -49,9 +49,11 @@ def run_preset(o: dict[str, Any], say: Say, typed: Collection[str] = ()) -> dict
     if not guarded:
         idle = ("device", "check") if o["check"] else ("device",)  # --no-check says what happens anyway
         refuse_idle(
-            typed, idle, "the model's run on a text",
+            typed,
+            idle,
+            "the model's run on a text",
             "with --no-check, --config-only and --random-weights it is not run; leave it out",
-        )  # fmt: skip
+        )
     source = names.resolve(o["model"], o["revision"])
     name = o["name"] or COMPOSED
     output = output_for(o, source, name)

@@ -89,9 +89,14 @@ def run_probe(o: dict[str, Any], say: Say) -> dict[str, Any]:
         if (worse := worse_than_none(f"probe {probe.name}", scores)) is not None:
             say(worse)
     result = {
-        **ledger.settings, "rows": rows, "layers": len(layers), "layer_numbers": sorted(layers), "resumed_layers": resumed,
-        "seconds": round(time.monotonic() - started, 1), "phases": timer.split(),
-    }  # fmt: skip
+        **ledger.settings,
+        "rows": rows,
+        "layers": len(layers),
+        "layer_numbers": sorted(layers),
+        "resumed_layers": resumed,
+        "seconds": round(time.monotonic() - started, 1),
+        "phases": timer.split(),
+    }
     if o["csv"] is not None:
         write_atomically(o["csv"], as_csv(rows, sorted(layers)).encode(), "--csv")
     if o["plot"] is not None:
@@ -112,12 +117,15 @@ def _run(settings: Settings, of: Calibration, ledger: Ledger, timer: PhaseTimer)
     with Capture(opened.source, ids, batch=options.batch, hidden=options.spill, timer=timer, **spilled) as capture:
         if len(earlier) < len(capture):
             measure(
-                settings, capture, len(of.text.train), earlier,
+                settings,
+                capture,
+                len(of.text.train),
+                earlier,
                 lambda layer, scores: ledger.add(str(layer), {"layer": layer, "explained_variance": scores}),
                 stores=lambda shape: SpillStore(
                     shape, capture.dtype, where=options.spill, label="keys and values", **spilled
                 ),
-            )  # fmt: skip
+            )
 
 
 def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[str, Any]:
@@ -125,12 +133,20 @@ def _everything(o: dict[str, Any], settings: Settings, of: Calibration) -> dict[
     fields = asdict(settings) | {"probes": [probe.name for probe in settings.probes], "first_token": settings.first}
     opened, text = of.opened, of.text
     return {
-        "version": __version__, "model": opened.name.public, "revision": opened.revision,
+        "version": __version__,
+        "model": opened.name.public,
+        "revision": opened.revision,
         "random_weights": opened.random_weights,
-        "dtype": str(opened.source.model.dtype).removeprefix("torch."), "device": opened.device.type,
-        "batch": o["batch"] or default_batch(of.length, opened.device), "seed": o["seed"], "text": text.source,
-        "text_sha256": text.sha256, "ids_sha256": text.ids_sha256, **of.counts(), **fields,
-    }  # fmt: skip
+        "dtype": str(opened.source.model.dtype).removeprefix("torch."),
+        "device": opened.device.type,
+        "batch": o["batch"] or default_batch(of.length, opened.device),
+        "seed": o["seed"],
+        "text": text.source,
+        "text_sha256": text.sha256,
+        "ids_sha256": text.ids_sha256,
+        **of.counts(),
+        **fields,
+    }
 
 
 def compressible(source: names.ModelSource) -> int:

@@ -39,9 +39,14 @@ def _card(o: dict[str, Any], repo: str | None, defaults_of: DefaultsOf, options_
     bundle = given_bundle(path)
     evaluation = None if o["evaluation"] is None else _evaluation(o["evaluation"])
     return make_card(
-        bundle, file_sha256(path), repo=repo, evaluation=evaluation, licence=o["license"],
-        defaults_of=defaults_of, check=lambda was: check_command(was, defaults_of, options_of),
-    )  # fmt: skip
+        bundle,
+        file_sha256(path),
+        repo=repo,
+        evaluation=evaluation,
+        licence=o["license"],
+        defaults_of=defaults_of,
+        check=lambda was: check_command(was, defaults_of, options_of),
+    )
 
 
 def _evaluation(path: Path) -> dict[str, Any]:

@@ -44,13 +44,20 @@ def vqkv_method(o: dict[str, Any], geometry: Any) -> VQKV:
         split=o["split_by"],
         rope=o["frame"],
         training=Training(
-            trainer=o["trainer"], tolerance=o["tolerance"], least=o["min_iterations"], most=o["max_iterations"],
-            rate=o["rate"], batch=o["batch_vectors"], beta=o["beta"], gamma=o["gamma"], seed=o["seed"],
+            trainer=o["trainer"],
+            tolerance=o["tolerance"],
+            least=o["min_iterations"],
+            most=o["max_iterations"],
+            rate=o["rate"],
+            batch=o["batch_vectors"],
+            beta=o["beta"],
+            gamma=o["gamma"],
+            seed=o["seed"],
         ),
         sink=o["sink"],
         recent=preset.recent if o["recent"] is None else o["recent"],
         block=preset.block if o["block"] is None else o["block"],
-    )  # fmt: skip
+    )
 
 
 def check_taken(o: dict[str, Any], method: VQKV, typed: Collection[str]) -> None:
@@ -80,9 +87,18 @@ def run_train_codebooks(o: dict[str, Any], say: Say, typed: Collection[str] = ()
     output = output_for(o, source, method.name)
     of = prepare(o, source, output, say)
     result = train(
-        method, of.opened.source, of.text, output, model_record=of.opened.record, revision=of.opened.revision,
-        device=of.opened.device, seed=o["seed"], say=say, options=of.options, selection=of.selection,
-    )  # fmt: skip
+        method,
+        of.opened.source,
+        of.text,
+        output,
+        model_record=of.opened.record,
+        revision=of.opened.revision,
+        device=of.opened.device,
+        seed=o["seed"],
+        say=say,
+        options=of.options,
+        selection=of.selection,
+    )
     metrics = result.bundle.metrics
     return {
         **written(result),

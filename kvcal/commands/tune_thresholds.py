@@ -70,9 +70,11 @@ def check_taken(o: dict[str, Any], typed: Collection[str]) -> None:
     """UsageError for the first option given (`typed`) that nothing takes, before an objective is chosen."""
     if o["full"] is not None:
         refuse_idle(
-            typed, ("tau_low", "tau_high", "raw_salience"), "tiers by thresholds",
+            typed,
+            ("tau_low", "tau_high", "raw_salience"),
+            "tiers by thresholds",
             "--full and --four give their sizes; leave out these, or it",
-        )  # fmt: skip
+        )
     if not searches(o):
         options = "--full and --four" if o["full"] is not None else "one number for --tau-low and one for --tau-high"
         refuse_idle(typed, SEARCHED, "a search", f"{options} leave nothing to search; leave it out")
@@ -142,9 +144,16 @@ def run_tune_thresholds(o: dict[str, Any], say: Say, typed: Collection[str] = ()
     if searches(o) and not name.startswith("task:") and len(text.train) == 1:
         say(one_window("thresholds"))
     job = Job(
-        opened.source.model, text, output, o["plot"] or _beside(output), opened.device, opened.record, opened.revision,
-        of.options, say,
-    )  # fmt: skip
+        opened.source.model,
+        text,
+        output,
+        o["plot"] or _beside(output),
+        opened.device,
+        opened.record,
+        opened.revision,
+        of.options,
+        say,
+    )
     tuned = tune(method, job, settings, _objective(o, name, method, opened, text), o["storage"], o["heartbeat"])
     return _told(tuned, job, name) | {"seconds": round(time.monotonic() - started, 1)}
 

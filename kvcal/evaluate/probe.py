@@ -246,10 +246,16 @@ def table(settings: Settings, layers: Mapping[int, Scores]) -> list[dict[str, ob
     rows: list[dict[str, object]] = []
     for probe in settings.probes:
         scores = [layers[layer].get(probe.name) for layer in sorted(layers)]
-        rows.append({
-            "probe": probe.name, "target": probe.target, "inputs": list(probe.inputs),
-            "mean": _mean(scores), "mean_common": _mean(scores[deepest:]), "layers": scores,
-        })  # fmt: skip
+        rows.append(
+            {
+                "probe": probe.name,
+                "target": probe.target,
+                "inputs": list(probe.inputs),
+                "mean": _mean(scores),
+                "mean_common": _mean(scores[deepest:]),
+                "layers": scores,
+            }
+        )
     return rows
 
 

@@ -84,9 +84,15 @@ class CacheCalls:
         drawn = {name: settings[name] for name in ("temperature", "top_p", "top_k") if sample and name in settings}
         with self._cache() as cache:
             out = self.model.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, do_sample=sample,
-                pad_token_id=self._pad, **drawn, **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                max_new_tokens=new,
+                do_sample=sample,
+                pad_token_id=self._pad,
+                **drawn,
+                **({"stop_strings": stops, "tokenizer": self.tokenizer} if stops else {}),
+            )
         texts = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         return [_before(text, stops) for text in texts]
 
@@ -241,9 +247,13 @@ class TaskScore:
         answering: Any = kind(self.model, self.tokenizer, scheme, self.batch)
         with self._in_one_line():
             results = evaluate(
-                lm=answering, task_dict=self._loaded, limit=self.limit, bootstrap_iters=0, log_samples=False,
+                lm=answering,
+                task_dict=self._loaded,
+                limit=self.limit,
+                bootstrap_iters=0,
+                log_samples=False,
                 verbosity="ERROR",
-            )  # fmt: skip
+            )
         scores = [pick(results, task, self.metric) for task in self.tasks]
         return sum(scores) / len(scores), answering.bits_per_value
 

@@ -67,9 +67,19 @@ class MixKVQ:
         wide = dtype == torch.bfloat16 and self.full is None
         raw = ("bfloat16" if wide else "float16") if self.raw == "auto" else self.raw
         return codecs.MixKVQ(
-            shape, "key", self.tau_low, self.tau_high, self.group, self.round_up, raw, self.importance,  # type: ignore[arg-type]
-            self.normalise, self.full, self.four, expected,  # type: ignore[arg-type]
-        )  # fmt: skip
+            shape,
+            "key",
+            self.tau_low,
+            self.tau_high,
+            self.group,
+            self.round_up,
+            raw,
+            self.importance,  # type: ignore[arg-type]
+            self.normalise,  # type: ignore[arg-type]
+            self.full,
+            self.four,
+            expected,
+        )
 
     def value_codec(self, shape: Shape) -> Codec:
         return Uniform(shape, "value", self.value_bits, divisor(self.value_group, shape.dim), "channel")

@@ -121,9 +121,15 @@ class Squat:
         inner = Uniform(shape, "key", self.bits, self.group, "token")
         directions = None if calibrated is None else calibrated[:, :rank].contiguous()
         key = codecs.Squat(
-            inner, rank, strength, self.channels or -(-shape.dim // 2), self.subspace, self.normalise,  # type: ignore[arg-type]
-            self.queries, directions,
-        )  # fmt: skip
+            inner,
+            rank,
+            strength,
+            self.channels or -(-shape.dim // 2),
+            self.subspace,  # type: ignore[arg-type]
+            self.normalise,
+            self.queries,
+            directions,
+        )
         return LayerCodecs(key, Uniform(shape, "value", self.bits, divisor(self.group, shape.dim), "channel"))
 
     def fit_layer(self, layer: int, taps: LayerTaps, carry: Carry) -> LayerFit:

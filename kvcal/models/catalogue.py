@@ -190,81 +190,193 @@ def _llama3(
         "original_max_position_embeddings": 8192,
     }
     return _decoder(
-        "llama", hidden, layers, heads, 8, intermediate, 128256,
-        head_dim=head_dim, max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=tied,
-        rope_parameters=_rope(500000.0, **scaling), bos_token_id=128000, eos_token_id=128001,
-    )  # fmt: skip
+        "llama",
+        hidden,
+        layers,
+        heads,
+        8,
+        intermediate,
+        128256,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tied,
+        rope_parameters=_rope(500000.0, **scaling),
+        bos_token_id=128000,
+        eos_token_id=128001,
+    )
 
 
 def _llama2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
     return _decoder(
-        "llama", hidden, layers, heads, heads, intermediate, 32000,
-        max_position_embeddings=4096, rms_norm_eps=1e-5, tie_word_embeddings=False,
-        rope_parameters=_rope(10000.0), bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        "llama",
+        hidden,
+        layers,
+        heads,
+        heads,
+        intermediate,
+        32000,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(10000.0),
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
 def _mistral_v03() -> dict[str, Any]:
     return _decoder(
-        "mistral", 4096, 32, 32, 8, 14336, 32768,
-        head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5, tie_word_embeddings=False,
+        "mistral",
+        4096,
+        32,
+        32,
+        8,
+        14336,
+        32768,
+        head_dim=128,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
         sliding_window=None,  # v0.3 attends to everything; MistralConfig's own default is 4096
-        rope_parameters=_rope(1000000.0), bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        rope_parameters=_rope(1000000.0),
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
 def _qwen2(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, *,
-    vocab: int = 152064, tied: bool = False, context: int = 131072, eps: float = 1e-6, theta: float = 1e6,
-) -> dict[str, Any]:  # fmt: skip
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    *,
+    vocab: int = 152064,
+    tied: bool = False,
+    context: int = 131072,
+    eps: float = 1e-6,
+    theta: float = 1e6,
+) -> dict[str, Any]:
     return _decoder(
-        "qwen2", hidden, layers, heads, kv_heads, intermediate, vocab,
-        max_position_embeddings=context, rms_norm_eps=eps, tie_word_embeddings=tied, use_sliding_window=False,
-        rope_parameters=_rope(theta), bos_token_id=151643, eos_token_id=151643,
-    )  # fmt: skip
+        "qwen2",
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        intermediate,
+        vocab,
+        max_position_embeddings=context,
+        rms_norm_eps=eps,
+        tie_word_embeddings=tied,
+        use_sliding_window=False,
+        rope_parameters=_rope(theta),
+        bos_token_id=151643,
+        eos_token_id=151643,
+    )
 
 
 def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, tied: bool) -> dict[str, Any]:
     return _decoder(
-        "qwen3", hidden, layers, heads, 8, intermediate, 151936,
-        head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, tie_word_embeddings=tied,
-        use_sliding_window=False, rope_parameters=_rope(1000000.0), bos_token_id=151643, eos_token_id=151645,
-    )  # fmt: skip
+        "qwen3",
+        hidden,
+        layers,
+        heads,
+        8,
+        intermediate,
+        151936,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        use_sliding_window=False,
+        rope_parameters=_rope(1000000.0),
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
 
 
 def _phi3_mini() -> dict[str, Any]:
     return _decoder(
-        "phi3", 3072, 32, 32, 32, 8192, 32064,
-        max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5,
-        tie_word_embeddings=False, sliding_window=2047, rope_parameters=_rope(10000.0),
-        bos_token_id=1, eos_token_id=32000, pad_token_id=32000,
-    )  # fmt: skip
+        "phi3",
+        3072,
+        32,
+        32,
+        32,
+        8192,
+        32064,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        sliding_window=2047,
+        rope_parameters=_rope(10000.0),
+        bos_token_id=1,
+        eos_token_id=32000,
+        pad_token_id=32000,
+    )
 
 
 def _smollm3() -> dict[str, Any]:
     return _decoder(
-        "smollm3", 2048, 36, 16, 4, 11008, 128256,
-        max_position_embeddings=65536, rms_norm_eps=1e-6, tie_word_embeddings=True, no_rope_layer_interval=4,
-        use_sliding_window=False, rope_parameters=_rope(5000000.0),
-        bos_token_id=128000, eos_token_id=128012, pad_token_id=128004,
-    )  # fmt: skip
+        "smollm3",
+        2048,
+        36,
+        16,
+        4,
+        11008,
+        128256,
+        max_position_embeddings=65536,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        no_rope_layer_interval=4,
+        use_sliding_window=False,
+        rope_parameters=_rope(5000000.0),
+        bos_token_id=128000,
+        eos_token_id=128012,
+        pad_token_id=128004,
+    )
 
 
 def _granite33(hidden: int, intermediate: int, attention: float, logits: float) -> dict[str, Any]:
     return _decoder(
-        "granite", hidden, 40, 32, 8, intermediate, 49159,
-        max_position_embeddings=131072, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        attention_multiplier=attention, embedding_multiplier=12.0, residual_multiplier=0.22,
-        logits_scaling=logits, rope_parameters=_rope(1e7), bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        "granite",
+        hidden,
+        40,
+        32,
+        8,
+        intermediate,
+        49159,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attention_multiplier=attention,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=logits,
+        rope_parameters=_rope(1e7),
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
 
 
 def _olmo2(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, Any]:
     return _decoder(
-        "olmo2", hidden, layers, heads, heads, intermediate, 100352,
-        max_position_embeddings=4096, rms_norm_eps=1e-6, tie_word_embeddings=False,
-        rope_parameters=_rope(500000.0), eos_token_id=100257, pad_token_id=100277,
-    )  # fmt: skip
+        "olmo2",
+        hidden,
+        layers,
+        heads,
+        heads,
+        intermediate,
+        100352,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(500000.0),
+        eos_token_id=100257,
+        pad_token_id=100277,
+    )
 
 
 def _distill(size: str, config: dict[str, Any]) -> ModelEntry:

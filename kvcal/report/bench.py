@@ -66,11 +66,19 @@ def _timed(rows: list[Found]) -> Table:
         remarks = [row["refused"] or "", _remark(row)]
         table_rows.append(
             [
-                row["operation"], row["scheme"], row["batch"], row["length"], _number(row["microseconds"]),
-                _number(row["stored_bits"], 2), _number(row["fraction_of_copy"], 3), _number(row["ratio_to_fp16"], 2),
-                said(row), row["path"].removeprefix("projected: "), "; ".join(filter(None, remarks)),
+                row["operation"],
+                row["scheme"],
+                row["batch"],
+                row["length"],
+                _number(row["microseconds"]),
+                _number(row["stored_bits"], 2),
+                _number(row["fraction_of_copy"], 3),
+                _number(row["ratio_to_fp16"], 2),
+                said(row),
+                row["path"].removeprefix("projected: "),
+                "; ".join(filter(None, remarks)),
             ]
-        )  # fmt: skip
+        )
     models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
     places = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
     title = f"{models} on {places}, {' and '.join(dict.fromkeys(map(said, rows)))}"
@@ -90,11 +98,20 @@ def _remark(row: Found) -> str:
     if "paper_microseconds" in row:
         parts.append(f"paper {row['paper_microseconds']:g} ({row['paper_device']})")
     for key, form in (
-        ("bound", "limit: {}"), ("fraction_of_matmul", "{:.0%} of matmul"), ("symmetric_percent", "{:g} % symmetric"),
-        ("share_percent", "{:.1f} % of the layer"), ("paper_share_percent", "paper {:g} %"), ("calls", "{}"),
-        ("tokens_per_second", "{:,.1f} tokens/s"), ("largest_batch", "batch {}"), ("batch_to_fp16", "{:.2f} × FP16's"),
-        ("throughput_to_fp16", "throughput {:.2f} × FP16's"), ("no_graph", "no graph: {}"), ("note", "{}"), ("made_up", "{}"),
-    ):  # fmt: skip
+        ("bound", "limit: {}"),
+        ("fraction_of_matmul", "{:.0%} of matmul"),
+        ("symmetric_percent", "{:g} % symmetric"),
+        ("share_percent", "{:.1f} % of the layer"),
+        ("paper_share_percent", "paper {:g} %"),
+        ("calls", "{}"),
+        ("tokens_per_second", "{:,.1f} tokens/s"),
+        ("largest_batch", "batch {}"),
+        ("batch_to_fp16", "{:.2f} × FP16's"),
+        ("throughput_to_fp16", "throughput {:.2f} × FP16's"),
+        ("no_graph", "no graph: {}"),
+        ("note", "{}"),
+        ("made_up", "{}"),
+    ):
         if row.get(key) is not None:
             parts.append(form.format(row[key]))
     if (row.get("queries") or 1) > 1:
@@ -121,27 +138,35 @@ def _table_4(rows: list[Found]) -> Iterator[Table]:
     every = ("K", "V", "total")
     yield table(
         "InnerQ Table 4, Jetson Xavier NX, one layer of Llama-3.1-8B: paper's µs | projected from stored bytes",
-        "{paper_microseconds:.0f} | {microseconds:.0f}", every,
-    )  # fmt: skip
+        "{paper_microseconds:.0f} | {microseconds:.0f}",
+        every,
+    )
     yield table(
         "what the paper's time means, launch as projected: GB/s of stored bytes | issue slots a value and query head",
-        "{paper_gb_per_s:.1f} | {paper_slots_per_element:.1f}", every,
-    )  # fmt: skip
+        "{paper_gb_per_s:.1f} | {paper_slots_per_element:.1f}",
+        every,
+    )
     yield table(
         "a query head at a time | each kv head read once for its four query heads: projected µs",
-        "{microseconds:.0f} | {shared_microseconds:.0f}", ("total",),
-    )  # fmt: skip
+        "{microseconds:.0f} | {shared_microseconds:.0f}",
+        ("total",),
+    )
 
 
 def _longest(rows: list[Found]) -> Table:
     table_rows = [
         [
-            row["scheme"], row["batch"], _number(row["stored_bits"], 2), f"{row['memory_gib']:g}",
-            f"{row['longest_length']:,}", said(row), row["path"].removeprefix("projected: "),
+            row["scheme"],
+            row["batch"],
+            _number(row["stored_bits"], 2),
+            f"{row['memory_gib']:g}",
+            f"{row['longest_length']:,}",
+            said(row),
+            row["path"].removeprefix("projected: "),
             row["refused"] or (f"paper {row['paper_longest']:,}" if "paper_longest" in row else ""),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return Table(
         f"longest generation of {rows[0]['model']}",
         ["scheme", "batch", "bits", "GiB", "tokens", "", "how", "remark"],
@@ -152,10 +177,17 @@ def _longest(rows: list[Found]) -> Table:
 def _compared(rows: list[Found]) -> Table:
     table_rows = [
         [
-            row["operation"], row["scheme"], row["batch"], row["length"], row["path"], _number(row["earlier"]),
-            _number(row["now"]), _number(row["times_as_fast"], 2), said(row),
+            row["operation"],
+            row["scheme"],
+            row["batch"],
+            row["length"],
+            row["path"],
+            _number(row["earlier"]),
+            _number(row["now"]),
+            _number(row["times_as_fast"], 2),
+            said(row),
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = ["operation", "scheme", "batch", "length", "how", "earlier µs", "now µs", "times as fast", ""]
     return Table("compared with the earlier file", columns, table_rows)

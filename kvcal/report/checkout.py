@@ -52,9 +52,16 @@ def _git(folder: Path, *command: str) -> str | None:
     }  # of a hook: another checkout
     try:
         done = subprocess.run(
-            ["git", *command], cwd=folder, env={**environment, "GIT_OPTIONAL_LOCKS": "0"}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, text=True, check=True,
-        )  # fmt: skip
+            ["git", *command],
+            cwd=folder,
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SECONDS,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip() or None

@@ -295,9 +295,18 @@ def choose(points: list[Point], front: list[int], max_bits: float) -> int:
 
 def _measured(method: MixKVQ, job: Job, settings: Settings, searched: dict[str, dict[str, Any]] | None) -> FitResult:
     return fit(
-        method, WholeModel(job.model), job.text, job.output, model_record=job.model_record, revision=job.revision,
-        device=job.device, seed=settings.seed, options=job.options, searched=searched, say=job.say,
-    )  # fmt: skip
+        method,
+        WholeModel(job.model),
+        job.text,
+        job.output,
+        model_record=job.model_record,
+        revision=job.revision,
+        device=job.device,
+        seed=settings.seed,
+        options=job.options,
+        searched=searched,
+        say=job.say,
+    )
 
 
 def _record(settings: Settings, objective: dict[str, Any]) -> dict[str, Any]:

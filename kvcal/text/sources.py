@@ -163,9 +163,15 @@ def token_windows(
     train, heldout = _choose(len(slots), windows - holdout, holdout, seed)
     train, heldout = reader.with_bos(slots[train]), reader.with_bos(slots[heldout])
     return Windows(
-        train, heldout, reader.label, reader.text_hash(), ids_hash(train, heldout), reader.count, bool(reader.bos),
+        train,
+        heldout,
+        reader.label,
+        reader.text_hash(),
+        ids_hash(train, heldout),
+        reader.count,
+        bool(reader.bos),
         source.column,
-    )  # fmt: skip
+    )
 
 
 def evaluation_windows(
